@@ -16,7 +16,7 @@ from harness import assert_tensors_same, loader, ours, quiet, trainer_of
 from torch import Tensor, nn
 
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
-from lightning_roundpipe.runtime.modes import joined_caches
+from lightning_roundpipe.runtime.modes import evaluation_parts, parted_caches
 from lightning_roundpipe.runtime.modes.evaluation_step import EvaluationStep
 
 Ran = list[tuple[bool, set[int]]]
@@ -196,13 +196,13 @@ class Continues(Validates):
 
 def test_a_cache_is_joined_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
-    real = joined_caches._become
+    real = parted_caches._become
 
     def become(later: Any) -> None:
         used.append(1)
         real(later)
 
-    monkeypatch.setattr(joined_caches, "_become", become)
+    monkeypatch.setattr(parted_caches, "_become", become)
     model, data = zoo.make_module("llama").model, zoo.make_batches("llama", 4)
     assert_tensors_same(validated(Continues(model), "auto", data, 1)[1], validated(Continues(model), cut(), data)[1])
     assert used
@@ -211,8 +211,8 @@ def test_a_cache_is_joined_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_cache_that_nobody_uses_stays_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only comparisons join caches: those of two parts, in the 2nd, 3rd and 5th batch."""
     joins: list[list[int]] = []
-    real = joined_caches.joined
-    monkeypatch.setattr(joined_caches, "joined", lambda parts, sizes: joins.append(list(sizes)) or real(parts, sizes))
+    real = parted_caches.joined
+    monkeypatch.setattr(parted_caches, "joined", lambda parts, sizes: joins.append(list(sizes)) or real(parts, sizes))
     module = Validates(zoo.make_module("llama").model)
     with quiet():
         trainer_of(cut(), devices=2).validate(module, loader(zoo.make_batches("llama", 6)), verbose=False)
@@ -226,14 +226,81 @@ def test_a_joined_cache_is_an_ordinary_one() -> None:
     parts = [DynamicCache(), DynamicCache()]
     for number, part in enumerate(parts):
         part.update(torch.full((1 + number, 2, 3, 4), 1.0 + number), torch.zeros(1 + number, 2, 3, 4), 0)
-    later = joined_caches.join_later(parts, [1, 2], lambda: None)
+    later = parted_caches.join_later(parts, [1, 2], lambda: None)
     assert isinstance(later, DynamicCache)
     assert len(later) == 1
     assert type(later) is DynamicCache
     assert later.get_seq_length() == 3
     assert later.layers[0].keys[:, 0, 0, 0].tolist() == [1.0, 2.0, 2.0]
-    again = joined_caches.join_later(parts, [1, 2], lambda: None)
+    again = parted_caches.join_later(parts, [1, 2], lambda: None)
     other = pickle.loads(pickle.dumps(again))
     assert torch.equal(other.layers[0].keys, later.layers[0].keys)
-    copied = copy.deepcopy(joined_caches.join_later(parts, [1, 2], lambda: None))
+    copied = copy.deepcopy(parted_caches.join_later(parts, [1, 2], lambda: None))
     assert torch.equal(copied.layers[0].keys, later.layers[0].keys)
+
+
+# ------------------------------------------------------------------------------------------------------------- generate
+
+
+class Generates(pl.LightningModule):
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.model, self.options = model, {"max_new_tokens": 7, "do_sample": False} | options
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        given = {name: batch[name][:, :5] for name in ("input_ids", "attention_mask")}
+        given["attention_mask"] = given["attention_mask"].flip(1)  # padding comes first
+        return self.model.generate(**given, **self.options)
+
+
+def generated(module: pl.LightningModule, strategy: Any, data: Any, devices: int = 2) -> Any:
+    with quiet():
+        torch.manual_seed(5)
+        return trainer_of(strategy, devices=devices).predict(copy.deepcopy(module), loader(data))
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 20, "temperature": 2.0}, {"repetition_penalty": 1.5}],
+    ids=["greedy", "beams", "sampling", "penalty"],
+)
+def test_generate_runs_in_parts(name: str, options: Any, ran: Ran) -> None:
+    """Some texts end earlier than others: the end of a text is one of the tokens that greedy decoding gives."""
+    model, data = zoo.make_module(name).model, zoo.make_batches(name, 3)
+    first = generated(Generates(model), "auto", data, 1)
+    ends = int(first[0][0, -3])
+    module = Generates(model, eos_token_id=ends, pad_token_id=0, **options)
+    expected, found = (generated(module, strategy, data, n) for strategy, n in (("auto", 1), (cut(), 3)))
+    assert all(map(torch.equal, expected, found))
+    assert len(ran) >= 3 * (min(len(texts[0]) for texts in expected) - 7)
+    assert all(not unsplittable and workers >= {0, 1} for unsplittable, workers in ran)  # T5 has two encoder layers
+
+
+def test_caches_of_generate_stay_on_their_workers_and_are_never_joined(
+    ran: Ran, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for comparisons: after the 1st, 2nd, 4th, 8th and 16th call in parts."""
+    joins: list[list[int]] = []
+    real = parted_caches._join
+    for module in (parted_caches, evaluation_parts):
+        monkeypatch.setattr(
+            module, "joined", lambda parts, sizes: joins.append(list(sizes)) or real(list(parts), sizes)
+        )
+    generated(Generates(zoo.make_module("llama").model), cut(), zoo.make_batches("llama", 3))
+    assert len(ran) == 3 * 7 - 1
+    assert joins == [[2, 2]] * (5 * 2)  # the caches that a compared call takes and returns
+
+
+def test_a_failed_attempt_leaves_the_cache_as_it_was(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fourth call in parts fails after its parts have filled their caches; it is repeated whole."""
+    real = EvaluationStep.run_parts
+
+    def run_parts(self: EvaluationStep, *args: Any) -> None:
+        real(self, *args)
+        self.unsplittable |= len(ran) in (3, 7)
+
+    monkeypatch.setattr(EvaluationStep, "run_parts", run_parts)
+    module, data = Generates(zoo.make_module("llama").model), zoo.make_batches("llama", 2)
+    assert all(map(torch.equal, generated(module, "auto", data, 1), generated(module, cut(), data)))
+    assert len(ran) == 2 * 7 - 1

@@ -8,9 +8,10 @@ result is the same but for rounding:
     later calls ── run in parts ── [3]     another order of layers, an error, a branch not taken at [2]: whole after all
     the 2nd, 4th, 8th, ... of these ── as at [2]
 
-A model that passes [1] leaves nothing behind, so a failed attempt in parts can be repeated whole. A call that is given
-a key-value cache is never cut. A model may return tensors with a row for each sample, caches that it has filled, and
-losses, if the function that computed them tells how those of the parts combine (`known_losses`).
+A model that passes [1] leaves nothing behind, so a failed attempt in parts can be repeated whole. A call may be given a
+key-value cache, as in ``generate`` (`parted_caches`). A model may return tensors with a row for each sample, caches
+that it has filled, and losses, if the function that computed them tells how those of the parts combine
+(`known_losses`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from lightning_roundpipe.runtime.core.call import Forward
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.trace import Trace
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
-from lightning_roundpipe.runtime.layer_calls.arguments import flatten, is_cache
+from lightning_roundpipe.runtime.layer_calls.arguments import flatten, is_cache, unflatten
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 from lightning_roundpipe.runtime.modes.evaluation_step import (
@@ -45,11 +46,14 @@ from lightning_roundpipe.runtime.modes.evaluation_step import (
     EvaluationStep,
     is_number,
     raise_unsplittable,
+    without_caches,
 )
-from lightning_roundpipe.runtime.modes.joined_caches import contents
+from lightning_roundpipe.runtime.modes.parted_caches import contents, joined, parts_of
 from lightning_roundpipe.runtime.user_code.module_state import StateWatch
 
 _PLAIN = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device)
+KINDS = 64
+"""Kinds of calls to know at most: some models are given another number in each call."""
 LOOKS = 3
 """Calls to examine at most while another dimension of an output is as long as the batch."""
 COMPARED = 2
@@ -106,16 +110,19 @@ class Parting:
         kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
         """Make a call of a model, whole or in parts."""
-        leaves, spec = flatten((args, kwargs))
-        samples = self._samples(leaves, args, kwargs)
+        given, spec = flatten((args, kwargs))
+        leaves = [None if is_cache(leaf) else leaf for leaf in given]
+        samples = self._samples(leaves, *without_caches(given, spec))
         sizes = self._sizes_of(samples) if samples > 1 else []
         whole = _Whole(evaluation, function, args, kwargs)
         self.expected = False
         if len(sizes) < 2 or torch.is_grad_enabled() or evaluation.follows_writes or self._hooked():
             return whole()
-        known = self._known.setdefault((name, repr(spec), *map(_kind, leaves)), _CallKind())
-        if known.cut is False:
+        kind = (name, repr(spec), *map(_kind, given))
+        known = self._known.get(kind) or _CallKind()
+        if known.cut is False or (kind not in self._known and len(self._known) >= KINDS):
             return whole()
+        self._known[kind] = known
         if known.trace is None:
             return self._look(known, whole, samples)  # [1]
         known.calls += 1
@@ -128,7 +135,10 @@ class Parting:
         elif output is None and known.cut is None:
             self._decide(known, name, False)
         self.expected = output is not None
-        return whole() if output is None else output.whole  # [3]
+        if output is None:
+            return whole()
+        output.keep_cache()
+        return output.whole  # [3]
 
     def _decide(self, known: _CallKind, name: str, agrees: bool) -> None:
         """Set whether this kind is cut. A failure in parts decides only at the first comparison.
@@ -254,7 +264,9 @@ class Parting:
         with torch._C.DisableTorchFunction(), interrupts_allowed(False):
             try:
                 evaluation.surroundings.refuse(name)
-                parts = call.split(whole.args, whole.kwargs, self._sizes_of, engine.model.bucket_of, evaluation.locate)
+                parts = call.split_with_cache(
+                    whole.args, whole.kwargs, self._sizes_of, engine.model.bucket_of, evaluation.locate
+                )
                 few = self._few(call, whole, evaluation) if compared else ((), {})
             except (ValueError, RoundPipeError):
                 return None
@@ -268,7 +280,7 @@ class Parting:
                 known.branches = step.branches
                 evaluation.go_on(call.runs[-1].device)
                 beginning = call.beginning(compared).merge(evaluation.device, lambda _: None) if compared else None
-                return _Parted(call.merge(evaluation.device, lambda _: None), few, beginning)
+                return _Parted(call.merge(evaluation.device, lambda _: None), few, beginning, call.keep_cache)
             except RoundPipeError:
                 return None  # `merge` cannot put the outputs together
             finally:
@@ -280,7 +292,18 @@ class Parting:
         sizes = [samples, sum(call.sizes) - samples] if len(call.sizes) > COMPARED else [samples]
         alone = EvaluatedCall(call.name, 0, call.thread_state)
         masters = self._engine.model.bucket_of
-        return alone.split(whole.args, whole.kwargs, lambda _: sizes, masters, evaluation.locate)[0]
+        leaves, spec = flatten((whole.args, whole.kwargs))
+        args, kwargs = without_caches(leaves, spec)
+        part = alone.split(args, kwargs, lambda _: sizes, masters, evaluation.locate)[0]
+        if call.cache is None:
+            return part
+        caches = parts_of(call.cache, call.sizes)
+        assert caches is not None, "the call was cut"
+        self._settle()
+        cache = joined(caches[:COMPARED], call.sizes[:COMPARED])
+        filled = [cache if is_cache(old) else new for old, new in zip(leaves, flatten(part)[0], strict=True)]
+        args, kwargs = unflatten(filled, spec)
+        return args, kwargs
 
     def _settle(self) -> None:
         for device in self._engine.worker_pool.devices:
@@ -309,11 +332,13 @@ class _Parted:
         whole: that of all samples.
         few: the arguments of a call with the samples of the compared parts alone.
         compared: the output of these parts; None if nothing is compared.
+        keep_cache: lets the cache that the call was given stand for those of the parts.
     """
 
     whole: Any
     few: tuple[Any, Any]
     compared: Any
+    keep_cache: Callable[[], None]
 
 
 @dataclass
@@ -340,6 +365,8 @@ def _noting(real: Callable[..., Any], logged: list[Any]) -> Callable[..., None]:
 
 
 def _kind(leaf: Any) -> Any:
+    if is_cache(leaf):
+        return "cache", type(leaf).__name__
     return ("tensor", leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 

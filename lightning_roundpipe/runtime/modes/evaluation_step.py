@@ -7,11 +7,13 @@ key-value caches, which stay with the parts until somebody looks at them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
@@ -23,15 +25,15 @@ from lightning_roundpipe.runtime.core.sections import UserCodeSections
 from lightning_roundpipe.runtime.core.trace import Trace
 from lightning_roundpipe.runtime.core.turns import Slots
 from lightning_roundpipe.runtime.core.worker_pool import GRACE
-from lightning_roundpipe.runtime.layer_calls.arguments import is_cache
+from lightning_roundpipe.runtime.layer_calls.arguments import flatten, is_cache, unflatten
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 from lightning_roundpipe.runtime.modes.evaluation_user_code import EvaluationUserCode
-from lightning_roundpipe.runtime.modes.joined_caches import join_later
 from lightning_roundpipe.runtime.modes.model_call_stages import CallSlots, ModelCallStages
 from lightning_roundpipe.runtime.modes.model_calls import ModelCall
 from lightning_roundpipe.runtime.modes.model_step import ModelStep
 from lightning_roundpipe.runtime.modes.model_tasks import PartRun
+from lightning_roundpipe.runtime.modes.parted_caches import join_later, parts_of, take_place
 from lightning_roundpipe.runtime.threads.sync import Cancelled, Waiter
 from lightning_roundpipe.runtime.threads.task_thread import Task
 from lightning_roundpipe.runtime.user_code.interception import calling
@@ -71,6 +73,7 @@ class EvaluationStep(ModelStep):
     ) -> None:  # fmt: skip
         super().__init__(engine, (0,), sizes_for, isolated=False, recorder=evaluation.recorder)
         self.unsplittable = False
+        self._first_slot: int | None = None
         self.branches, self.compared = branches, compared
         self._trace, self._spans = trace, spans
         self._device = evaluation.device
@@ -107,6 +110,12 @@ class EvaluationStep(ModelStep):
         part = _EvaluationPart(self, index, self._trace, slots, call, portion, None, device)
         self._evaluated.append(part)
         return part
+
+    def _worker_of(self, index: int, layers: Sequence[HostLayer]) -> int:
+        """Return the same worker for the same stage of every call, so that caches stay where they are."""
+        if self._first_slot is None:
+            self._first_slot = index
+        return super()._worker_of(index - self._first_slot, layers)
 
     def _run_all(self, work: list[Callable[[], None]]) -> None:
         tasks: list[Task[None]] = []
@@ -176,10 +185,43 @@ class _EvaluationPart(PartRun):
 
 
 class EvaluatedCall(ModelCall[PartRun]):
-    """A call of a model in evaluation: it also merges losses and key-value caches."""
+    """A call of a model in evaluation: it also cuts and merges key-value caches, and merges losses.
 
+    Attributes:
+        cache: the key-value cache that the call is given; None if there is none.
+        caches: that of each part.
+        settle: waits until the devices have filled the caches.
+    """
+
+    cache: Any = None
+    caches: list[Any]
     settle: Callable[[], None]
-    """Waits until the devices have filled the caches."""
+
+    def split_with_cache(
+        self, args: Any, kwargs: Any, sizes_of: Callable[[int], list[int]], masters: Collection[int],
+        locate: Callable[[Tensor], Device | None],
+    ) -> list[tuple[Any, Any]]:  # fmt: skip
+        """Return the arguments of each part, as `split`, if a key-value cache may be among them.
+
+        Raises:
+            RoundPipeError: if the cache cannot be cut, or there are several.
+        """
+        leaves, spec = flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(leaves) if is_cache(leaf)]
+        if not places:
+            return self.split(args, kwargs, sizes_of, masters, locate)
+        self.cache, whole = leaves[places[0]], without_caches(leaves, spec)
+        parts = self.split(*whole, sizes_of, masters, locate)
+        caches = parts_of(self.cache, self.sizes) if len(places) == 1 else None
+        if caches is None:
+            raise RoundPipeError(f"{self.what} is given a {type(self.cache).__name__} that cannot be cut.")
+        self.caches = caches
+        return [_with_leaf(part, places[0], cache) for part, cache in zip(parts, caches, strict=True)]
+
+    def keep_cache(self) -> None:
+        """Let the cache that user code gave stand for those of the parts."""
+        if self.cache is not None:
+            take_place(self.cache, self.caches, self.sizes, self.settle)
 
     def beginning(self, parts: int) -> EvaluatedCall:
         """Return the call of the first ``parts`` parts alone."""
@@ -200,9 +242,23 @@ class EvaluatedCall(ModelCall[PartRun]):
         return total
 
     def _merge_others(self, parts: list[Any]) -> Any:
+        if self.cache is not None and all(map(operator.is_, parts, self.caches)):
+            return self.cache
         if is_cache(parts[0]):
             return join_later(parts, self.sizes, self.settle)
         return super()._merge_others(parts)
+
+
+def without_caches(leaves: list[Any], spec: TreeSpec) -> tuple[Any, Any]:
+    """Return a call's arguments with None in place of key-value caches."""
+    args, kwargs = unflatten([None if is_cache(leaf) else leaf for leaf in leaves], spec)
+    return args, kwargs
+
+
+def _with_leaf(value: Any, place: int, leaf: Any) -> Any:
+    leaves, spec = flatten(value)
+    leaves[place] = leaf
+    return unflatten(leaves, spec)
 
 
 def is_number(leaf: Any) -> bool:
