@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import same
 from lightning_roundpipe.planning.costs import CallCost, Costs
-from lightning_roundpipe.planning.partition import greedy_partition
-from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.forward_plan import ForwardPlan, plan_forward
+from lightning_roundpipe.planning.nominal import nominal
 from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.logs import log_as
 from lightning_roundpipe.runtime.batch.samples import batch_size
@@ -71,7 +71,7 @@ class _CallKind:
         looks: examined calls.
         trace: the layer calls that the model makes; None until examined.
         seconds: forward time of each of them.
-        spans: the stages over them, by number of microbatches.
+        plans: the stages over them, by number of microbatches.
         calls: attempts in parts; those whose number is a power of two are compared with the whole.
         branches: truth values of tensors that user code branched on in compared parts, with every prefix.
     """
@@ -80,7 +80,7 @@ class _CallKind:
     looks: int = 0
     trace: Trace | None = None
     seconds: list[float] = field(default_factory=list)
-    spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
+    plans: dict[int, ForwardPlan] = field(default_factory=dict)
     calls: int = 0
     branches: Branches = frozenset()
 
@@ -270,8 +270,8 @@ class Parting:
                 few = self._few(call, whole, evaluation) if compared else ((), {})
             except (ValueError, RoundPipeError):
                 return None
-            spans = known.spans.get(len(parts)) or known.spans.setdefault(len(parts), self._spans(known, len(parts)))
-            step = EvaluationStep(engine, evaluation, trace, spans, self._sizes_of, known.branches, compared)
+            plan = known.plans.get(len(parts)) or known.plans.setdefault(len(parts), self._plan(known, len(parts)))
+            step = EvaluationStep(engine, evaluation, trace, plan, self._sizes_of, known.branches, compared)
             with log_as(engine.model.module, raise_unsplittable):
                 step.run_parts(call, whole.function, parts)
             try:
@@ -309,8 +309,8 @@ class Parting:
         for device in self._engine.worker_pool.devices:
             device.compute.synchronize()
 
-    def _spans(self, known: _CallKind, microbatches: int) -> tuple[Span, ...]:
-        """Return stages of nearly equal time that fit the existing weight arenas."""
+    def _plan(self, known: _CallKind, microbatches: int) -> ForwardPlan:
+        """Return a plan whose stages fit the existing weight arenas."""
         assert known.trace is not None
         room = self._engine.worker_pool.workers[0].weights[0].buffer
         costs = Costs(
@@ -320,8 +320,8 @@ class Parting:
             )
         )
         size = room.numel() if room is not None else None
-        plan = greedy_partition(costs, len(self._engine.worker_pool.workers), microbatches, stage_bytes=size)
-        return (*plan.forward, plan.fused)
+        rate = nominal(self._engine.worker_pool.accelerator or "cpu").upload
+        return plan_forward(costs, len(self._engine.worker_pool.workers), microbatches, rate, size)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from torch.utils._pytree import TreeSpec
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.planning.forward_plan import ForwardPlan
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
 from lightning_roundpipe.runtime.batch.known_losses import Weight, combined_losses
@@ -57,7 +58,7 @@ class EvaluationStep(ModelStep):
         engine: the context that outlives the call.
         evaluation: the batch's evaluation.
         trace: the layer calls that each part makes.
-        spans: the stages over them.
+        plan: the stages over them.
         sizes_for: see `ModelStep`.
         branches: the branches that parts may take.
         compared: parts, the first ones, whose outputs are compared afterwards: these may take any branch, and the
@@ -68,21 +69,21 @@ class EvaluationStep(ModelStep):
     """
 
     def __init__(
-        self, engine: EngineContext, evaluation: Evaluation, trace: Trace, spans: tuple[Span, ...],
+        self, engine: EngineContext, evaluation: Evaluation, trace: Trace, plan: ForwardPlan,
         sizes_for: Callable[[int], list[int]], branches: Branches, compared: int,
     ) -> None:  # fmt: skip
         super().__init__(engine, (0,), sizes_for, isolated=False, recorder=evaluation.recorder)
         self.unsplittable = False
         self._first_slot: int | None = None
         self.branches, self.compared = branches, compared
-        self._trace, self._spans = trace, spans
+        self._trace, self._forward_plan = trace, plan
         self._device = evaluation.device
         self._unclosed = 1  # stands for the slots that are not made yet
         self._evaluated: list[_EvaluationPart] = []
-        self._portion = ModelCallStages("", range(len(trace.calls)), spans, ())
+        self._portion = ModelCallStages("", range(len(trace.calls)), plan.stages, ())
 
     def run_parts(self, call: ModelCall[PartRun], function: Callable[..., Any], parts: list[tuple[Any, Any]]) -> None:
-        self.plan = Plan((), Span(0, len(self._portion.calls) - 1), (), len(parts))
+        self.plan = Plan((), Span(0, len(self._portion.calls) - 1), (), self._forward_plan.round_microbatches)
         try:
             self.forward(call, function, parts, self._device)
             self._closed()
@@ -102,7 +103,7 @@ class EvaluationStep(ModelStep):
         return frozenset(tuple(taken[: i + 1]) for taken in decisions for i in range(len(taken)))
 
     def _slots_for(self, call: ModelCall[PartRun], microbatches: int) -> tuple[ModelCallStages | None, Slots]:
-        return self._portion, CallSlots(self._make_group("forward", self._spans, microbatches))
+        return self._portion, CallSlots(self._make_group("forward", self._forward_plan.stages, microbatches))
 
     def _part(
         self, index: int, slots: Slots, call: ModelCall[PartRun], portion: ModelCallStages | None, device: Device | None
