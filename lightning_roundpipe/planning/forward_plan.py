@@ -1,26 +1,38 @@
-"""Stages and rounds of a forward without a backward, as evaluation runs it.
+"""Stages of a forward without a backward, as evaluation runs it.
 
 The planner of steps places a fused stage and lets forward stages wait for it. A forward alone has neither, and its last
-stages decide: an output layer that takes as long as many layers keeps one worker busy while the others have nothing
-left to do. With fewer microbatches in a round, the output layer of the first round runs beside the layers of the second
-one. Each round uploads all weights once more, so that pays only where computing takes longer than copying.
+stage decides: an output layer that takes as long as many layers keeps one worker busy while the others have nothing
+left to do. So the last stage may be spread: each worker receives its weights and takes a share of the microbatches.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.span import Span
 
+CUTS = 48
+"""Numbers of stages to try, about."""
+
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """Stages in running order, and how many microbatches pass all of them before the next ones begin."""
+    """Stages in running order.
+
+    Attributes:
+        stages: the stages.
+        spread: number of workers that share the microbatches of the last stage.
+    """
 
     stages: tuple[Span, ...]
-    round_microbatches: int
+    spread: int = 1
+
+    def shares(self, microbatches: int) -> list[range]:
+        """Return the microbatches of each worker in the last stage."""
+        count = min(self.spread, microbatches)
+        ends = [microbatches * (number + 1) // count for number in range(count)]
+        return [range(first, last) for first, last in zip([0, *ends], ends, strict=False)]
 
 
 def plan_forward(
@@ -35,10 +47,10 @@ def plan_forward(
         upload_rate: bytes a second from the host to a worker.
         stage_bytes: most weights of a stage of several calls; None for no limit.
     """
-    limits = sorted({sum(call.forward_s for call in costs) / count for count in range(1, len(costs) + 1)})
-    cuts = dict.fromkeys(_stages(costs, limit, stage_bytes) for limit in limits)
-    sizes = dict.fromkeys(-(-microbatches // rounds) for rounds in range(1, 1 + max(1, microbatches // workers)))
-    plans = [ForwardPlan(stages, size) for stages in cuts for size in sizes]
+    total_s = sum(call.forward_s for call in costs)
+    counts = {*range(1, len(costs), 1 + len(costs) // CUTS), len(costs)}
+    cuts = dict.fromkeys(_stages(costs, total_s / count, stage_bytes) for count in sorted(counts))
+    plans = [ForwardPlan(stages, spread) for stages in cuts for spread in (1, workers)]
     return min(plans, key=lambda plan: forward_seconds(plan, costs, workers, microbatches, upload_rate))
 
 
@@ -63,23 +75,18 @@ def forward_seconds(plan: ForwardPlan, costs: Costs, workers: int, microbatches:
     the slot before opens, and when the one before that has closed.
     """
     calls = list(costs)
-    seconds = [sum(calls[number].forward_s for number in span.calls()) for span in plan.stages]
-    uploads = [
-        sum({calls[number].layer: calls[number].weight_bytes for number in span.calls()}.values()) / upload_rate
-        for span in plan.stages
-    ]
+    slots = [(span, range(microbatches)) for span in plan.stages[:-1]]
+    slots += [(plan.stages[-1], share) for share in plan.shares(microbatches)]
     ready = [0.0] * microbatches
     free, opened, closed, uploaded = ([0.0] * workers for _ in range(4))
-    slot = 0
-    for start in range(0, microbatches, plan.round_microbatches):
-        served = range(start, min(start + plan.round_microbatches, microbatches))
-        for position in range(len(plan.stages)):
-            worker = slot % workers
-            slot += 1
-            uploaded[worker] = max(uploaded[worker], opened[worker], closed[worker]) + uploads[position]
-            opened[worker] = clock = max(free[worker], uploaded[worker])
-            closed[worker] = free[worker]
-            for microbatch in served:
-                clock = ready[microbatch] = max(clock, ready[microbatch]) + seconds[position]
-            free[worker] = clock
-    return max(ready, default=math.nan)
+    for slot, (span, served) in enumerate(slots):
+        worker = slot % workers
+        seconds = sum(calls[number].forward_s for number in span.calls())
+        nbytes = sum({calls[number].layer: calls[number].weight_bytes for number in span.calls()}.values())
+        uploaded[worker] = max(uploaded[worker], opened[worker], closed[worker]) + nbytes / upload_rate
+        opened[worker] = clock = max(free[worker], uploaded[worker])
+        closed[worker] = free[worker]
+        for microbatch in served:
+            clock = ready[microbatch] = max(clock, ready[microbatch]) + seconds
+        free[worker] = clock
+    return max(ready)

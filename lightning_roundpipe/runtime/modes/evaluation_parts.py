@@ -70,7 +70,7 @@ class _CallKind:
         cut: whether calls run in parts; None until the first comparison.
         looks: examined calls.
         trace: the layer calls that the model makes; None until examined.
-        seconds: forward time of each of them.
+        seconds: forward time of each of them, on the whole batch.
         plans: the stages over them, by number of microbatches.
         calls: attempts in parts; those whose number is a power of two are compared with the whole.
         branches: truth values of tensors that user code branched on in compared parts, with every prefix.
@@ -315,7 +315,16 @@ class Parting:
         room = self._engine.worker_pool.workers[0].weights[0].buffer
         costs = Costs(
             tuple(
-                CallCost(call.layer.name, max(seconds, 1e-9), 0.0, call.layer.nbytes, 0, 0, 0, needs_backward=False)
+                CallCost(
+                    call.layer.name,
+                    max(seconds / microbatches, 1e-9),
+                    0.0,
+                    call.layer.nbytes,
+                    0,
+                    0,
+                    0,
+                    needs_backward=False,
+                )
                 for call, seconds in zip(known.trace.calls, known.seconds, strict=True)
             )
         )

@@ -24,13 +24,13 @@ from lightning_roundpipe.runtime.batch.known_losses import Weight, combined_loss
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
 from lightning_roundpipe.runtime.core.trace import Trace
-from lightning_roundpipe.runtime.core.turns import Slots
+from lightning_roundpipe.runtime.core.turns import Slot, Slots
 from lightning_roundpipe.runtime.core.worker_pool import GRACE
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten, is_cache, unflatten
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 from lightning_roundpipe.runtime.modes.evaluation_user_code import EvaluationUserCode
-from lightning_roundpipe.runtime.modes.model_call_stages import CallSlots, ModelCallStages
+from lightning_roundpipe.runtime.modes.model_call_stages import CallSlots, DirectionStages, ModelCallStages
 from lightning_roundpipe.runtime.modes.model_calls import ModelCall
 from lightning_roundpipe.runtime.modes.model_step import ModelStep
 from lightning_roundpipe.runtime.modes.model_tasks import PartRun
@@ -83,7 +83,7 @@ class EvaluationStep(ModelStep):
         self._portion = ModelCallStages("", range(len(trace.calls)), plan.stages, ())
 
     def run_parts(self, call: ModelCall[PartRun], function: Callable[..., Any], parts: list[tuple[Any, Any]]) -> None:
-        self.plan = Plan((), Span(0, len(self._portion.calls) - 1), (), self._forward_plan.round_microbatches)
+        self.plan = Plan((), Span(0, len(self._portion.calls) - 1), (), len(parts))
         try:
             self.forward(call, function, parts, self._device)
             self._closed()
@@ -117,6 +117,13 @@ class EvaluationStep(ModelStep):
         if self._first_slot is None:
             self._first_slot = index
         return super()._worker_of(index - self._first_slot, layers)
+
+    def _rounds_of(self, way: DirectionStages, trace: Trace, microbatches: int) -> list[list[Slot]]:
+        """Return the slots of each share of the microbatches, which have all but the last one in common."""
+        *stages, last = way.stages
+        shared = [self._slot_of(stage, trace, range(microbatches), 0, None) for stage in stages]
+        shares = self._forward_plan.shares(microbatches)
+        return [[*shared, self._slot_of(last, trace, share, 0, None)] for share in shares]
 
     def _run_all(self, work: list[Callable[[], None]]) -> None:
         tasks: list[Task[None]] = []
