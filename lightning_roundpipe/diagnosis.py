@@ -52,8 +52,8 @@ class PlannedStep:
 
     Args:
         seconds: duration, of the plan that the step had.
-        best_s: duration of the plan that the strategy makes of these costs itself; the same unless a user wrote the
-            plan.
+        best_s: duration of the reference; the same unless a user wrote the plan. Then it is the faster of that plan and
+            the planner's plan of the same costs within the device memory that the user's plan takes.
         busy_s: computing, of all workers together.
     """
 
@@ -347,7 +347,7 @@ class Diagnosis:
 
     Attributes:
         step_s: duration of a step, end to end.
-        planned_s: what the plan takes that the strategy makes of the measured costs.
+        planned_s: what the reference takes; see `PlannedStep.best_s`.
         lost_s: seconds of a step by cause.
         said: the same in words, by cause.
     """

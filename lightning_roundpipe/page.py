@@ -303,7 +303,9 @@ def _subtitle(report: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -
 def _tiles(report: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     last = history[-1] if history else {}
     planned, host = report["planned_device_bytes"], report.get("planned_host_bytes")
-    tiles = [("step", seconds(report["step_time_s"]), _planned_time(last))]
+    tiles = [("last step", seconds(report["step_time_s"]), "to the end of its last stage")]
+    if "step_time_s" in last:
+        tiles.append(("from step to step", seconds(last["step_time_s"]), _planned_time(last)))
     for name in ("tokens_per_s", "samples_per_s"):
         if name in last:
             tiles.append((name.replace("_per_s", " per second"), f"{last[name]:,.0f}", "since the last log"))
@@ -325,7 +327,8 @@ def _tiles(report: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> l
 
 
 def _planned_time(last: Mapping[str, Any]) -> str:
-    return f"{seconds(last['planned_step_time_s'])} planned" if "planned_step_time_s" in last else "the last one"
+    mean = "mean since the last log"
+    return f"{mean}, {seconds(last['planned_step_time_s'])} planned" if "planned_step_time_s" in last else mean
 
 
 def _tile(name: str, value: str, note: str) -> str:
@@ -341,15 +344,16 @@ def _advice(report: Mapping[str, Any], diagnosis: Diagnosis | None) -> str:
         said = said[0].upper() + said[1:]
     else:
         said = (
-            f"Steps take {seconds(diagnosis.step_s)}, and {seconds(diagnosis.planned_s)} are planned. Up to "
-            f"{SLOW - 1:.0%} more is taken for what a plan cannot know."
+            f"From one step to the next pass {seconds(diagnosis.step_s)} (the median), and "
+            f"{seconds(diagnosis.planned_s)} are planned. Up to {SLOW - 1:.0%} more is taken for what a plan cannot "
+            "know."
         )
     rows = [
         (cause, seconds(lost), diagnosis.said[cause].what.rstrip(","), diagnosis.said[cause].remedy or "no setting")
         for cause, lost in sorted(diagnosis.lost_s.items(), key=lambda item: -item[1])
         if lost >= 0.005 * diagnosis.step_s
     ]
-    table = _table(("cause", "of a step", "what", "what helps"), rows) if rows else ""
+    table = _table(("cause", "from step to step", "what", "what helps"), rows) if rows else ""
     return f'<p class="{"slow" if diagnosis.slow else "fine"}">{_text(said)}</p>{table}'
 
 

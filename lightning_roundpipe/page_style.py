@@ -18,7 +18,7 @@ code { overflow-wrap: anywhere; font-size: 13px; }
 button { font: inherit; color: var(--ink); background: var(--card); border: 1px solid var(--line); border-radius: 6px;
   padding: 4px 12px; cursor: pointer; }
 .quiet { color: var(--quiet); margin: 4px 0 12px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 10px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(145px, 1fr)); gap: 10px; }
 .tile { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; display: flex;
   flex-direction: column; }
 .tile span, .tile small { color: var(--quiet); }

@@ -42,6 +42,16 @@ def _make_strategy(**kwargs: Any) -> Any:
     return RoundPipeStrategy(**kwargs)
 
 
+def _refuse_fabric(**kwargs: Any) -> Any:
+    """Raise for ``Fabric(strategy="roundpipe")``, whose own message would only say that the name is unknown."""
+    raise ValueError(
+        "strategy='roundpipe' is a strategy of the Trainer, and Fabric cannot run it: it runs training_step itself. "
+        "Make the body of the loop the training_step of a LightningModule, and set lightning.pytorch.Trainer(strategy="
+        "'roundpipe'). For a loop of your own, set self.automatic_optimization = False in the module: manual "
+        "optimization has backward() and optimizer steps where you call them."
+    )
+
+
 def _make_strategy_of_the_other_flavour(**kwargs: Any) -> Any:
     """Create the strategy for ``pytorch_lightning``'s registry, whose Strategy is another class."""
     from lightning_roundpipe.pytorch_lightning import RoundPipeStrategy
@@ -52,14 +62,18 @@ def _make_strategy_of_the_other_flavour(**kwargs: Any) -> Any:
 FACTORIES: dict[str, Callable[..., Any]] = {
     "lightning.pytorch.strategies": _make_strategy,
     "pytorch_lightning.strategies": _make_strategy_of_the_other_flavour,
+    "lightning.fabric.strategies": _refuse_fabric,
+    "lightning_fabric.strategies": _refuse_fabric,
 }
-"""Per module with a ``StrategyRegistry``, the factory of that flavour's strategy."""
+"""Per module with a registry of strategies, the factory of that flavour's strategy."""
+_REGISTRIES = ("StrategyRegistry", "STRATEGY_REGISTRY")
+"""What modules call it: those of the Trainer, and those of Fabric."""
 
 
 def register(module: ModuleType) -> None:
     """Register the names with ``module``, one of `FACTORIES`, unless they are there already. Never raises."""
     try:
-        registry = module.StrategyRegistry
+        registry = next(getattr(module, name) for name in _REGISTRIES if hasattr(module, name))
         what = "Round-robin offloaded pipeline stages on a pool of devices"
         for name, given in ((NAME, {}), (ASYNC, {"staleness": 1})):
             if name not in registry:
@@ -117,7 +131,7 @@ def autoload() -> None:
     """
     for name in FACTORIES:
         module = sys.modules.get(name)
-        if module is not None and hasattr(module, "StrategyRegistry"):
+        if module is not None and any(hasattr(module, registry) for registry in _REGISTRIES):
             register(module)
     if not any(getattr(finder, "is_roundpipe_finder", False) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

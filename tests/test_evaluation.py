@@ -284,7 +284,7 @@ def test_a_long_text_keeps_no_tensors_that_nobody_needs(monkeypatch: pytest.Monk
     monkeypatch.setattr(Evaluation, "call", call)
     monkeypatch.setattr(evaluation, "OFTEN", 10)
     module = Generating(zoo.make_module("llama").model, "model.layers.0", max_new_tokens=20, min_new_tokens=20)
-    validate(ours(), module, zoo.make_batches("llama", 1), devices=2)
+    validate(ours(num_microbatches=1), module, zoo.make_batches("llama", 1), devices=2)
     assert len(kept) > 100
     assert max(kept) < 50  # without looking, 180
 

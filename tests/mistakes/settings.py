@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import zoo
+from lightning.fabric import Fabric
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
 from torch.amp import GradScaler
 
@@ -588,6 +589,13 @@ TRAINER = [
         "precision='…' skips steps whose gradients overflow, and LBFGS computes gradients within its step",
         "use another optimizer, or a bf16 precision",
         (_lbfgs_in_fp16,),
+    ),
+    Mistake(
+        SECTION,
+        "the name in Fabric",
+        "strategy='roundpipe' is a strategy of the Trainer, and Fabric cannot run it",
+        "set lightning.pytorch.Trainer(strategy='roundpipe')",
+        (lambda user: Fabric(accelerator="cpu", strategy="roundpipe"),),
     ),
     Mistake(
         SECTION,

@@ -304,7 +304,7 @@ class PlannedSlots:
     """The slots of a step under a plan.
 
     Args:
-        rounds: the slots, by round and stage.
+        rounds: the slots, by round and stage. Rounds may have slots in common, but not the last one.
         plan: the plan, which maps calls to stages.
         cancel_scope: the step's cancel scope.
         close: closes a slot that all microbatches have left.
@@ -328,7 +328,7 @@ class PlannedSlots:
         self._backward = plan.stage_of_backward
         self._cancel_scope = cancel_scope
         self._close = close
-        self._mine = {m: slots for slots in rounds for m in slots[0].microbatches}
+        self._mine = {m: slots for slots in rounds for m in slots[-1].microbatches}
         self._next = dict.fromkeys(self._mine, 0)
         self._reached = dict.fromkeys(self._mine, 0)
         self._fused = len(plan.forward)

@@ -15,6 +15,7 @@ from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tr
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import Container, tensors_in
+from lightning_roundpipe.model.lean_loss import LeanHead, Logits
 
 _PLAIN = (str, int, float, complex, type(None), nn.Module, type, types.FunctionType, types.ModuleType)
 
@@ -99,6 +100,18 @@ class _Sparse:
         return torch.sparse_compressed_tensor(first, second, values, size, dtype=self.dtype, layout=self.layout)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Lean:
+    """What stands for logits that are not held, beside the hidden states that they follow from."""
+
+    head: LeanHead
+    steps: Any
+    rows: int | None
+
+    def of(self, hidden: Tensor) -> Logits:
+        return Logits(self.head, hidden, self.steps, self.rows)
+
+
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
     torch.sparse_bsr: ("crow_indices", "col_indices"),
@@ -112,11 +125,13 @@ def _is_sparse(value: Any) -> bool:
 
 
 def _opened(value: Any) -> _Opened:
+    if type(value) is Logits:
+        return _Opened(_Lean(value._head, value._steps, value._rows), {"hidden": value._hidden})
     return _Sparse.opened(value) if _is_sparse(value) else _Opened(value, _contents(value))
 
 
 def _close(contents: Any, shell: Any) -> Any:
-    if isinstance(shell, _Sparse):
+    if isinstance(shell, (_Sparse, _Lean)):
         (parts,) = contents
         return shell.of(*parts.values())
     fresh = copy.copy(shell)

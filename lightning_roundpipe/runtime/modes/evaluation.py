@@ -39,6 +39,7 @@ from lightning_roundpipe.runtime.layer_calls.shared_memory import SharedOutputs
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.evaluation_user_code import EvaluationUserCode
+from lightning_roundpipe.runtime.modes.parted_caches import make_ordinary
 from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
@@ -88,7 +89,10 @@ class Evaluation:
         self._calls = 0
         self._slot: Slot | None = None
         self.surroundings = Surroundings()
-        self._mode: UserCodeMode = EvaluationUserCode(engine, self._stay_behind)
+        watching = EvaluationUserCode(engine, self._stay_behind)
+        self._mode: UserCodeMode = watching
+        self.losses = watching.losses
+        """The losses that user code has computed, where it ran on the whole batch."""
         self._executors = engine.executors
         self._within = False
         self._watched = SharedOutputs()
@@ -188,6 +192,8 @@ class Evaluation:
             state = layer.state.current()
             leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
             leaves = [self._mode.stand_in(leaf) for leaf in leaves]
+            for leaf in leaves:
+                make_ordinary(leaf)
             originals = list(leaves)
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor) and engine.worker_pool.locate(leaf, self._device) is not worker.device:

@@ -4,12 +4,14 @@ The step itself runs once, on the whole batch, on the calling thread. `Parting` 
 result is the same but for rounding:
 
     first call of its kind ── runs whole, examined ── [1]       draws, logs, keeps or changes something: never cut
-    second call ── runs in parts, then whole ── [2]             outputs differ by more than rounding: never cut
+    second call ── runs in parts, then the samples of two parts as one ── [2]      the outputs differ: never cut
     later calls ── run in parts ── [3]     another order of layers, an error, a branch not taken at [2]: whole after all
-    the 2nd, 4th, 8th, ... of these ── run in parts, then whole, as at [2]
+    the 2nd, 4th, 8th, ... of these ── as at [2]
 
-A model that passes [1] leaves nothing behind, so a failed attempt in parts can be repeated whole. A call with a
-key-value cache is never cut, nor is a model that returns its own loss: these have no row for each sample.
+A model that passes [1] leaves nothing behind, so a failed attempt in parts can be repeated whole. A call may be given a
+key-value cache, as in ``generate`` (`parted_caches`). A model may return tensors with a row for each sample, caches
+that it has filled, and losses, if the function that computed them tells how those of the parts combine
+(`known_losses`).
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from torch import Tensor, nn
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import same
 from lightning_roundpipe.planning.costs import CallCost, Costs
-from lightning_roundpipe.planning.partition import greedy_partition
-from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.forward_plan import ForwardPlan, plan_forward
+from lightning_roundpipe.planning.nominal import nominal
 from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.logs import log_as
 from lightning_roundpipe.runtime.batch.samples import batch_size
@@ -35,17 +37,27 @@ from lightning_roundpipe.runtime.core.call import Forward
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.trace import Trace
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
-from lightning_roundpipe.runtime.layer_calls.arguments import flatten
+from lightning_roundpipe.runtime.layer_calls.arguments import flatten, is_cache, unflatten
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation
-from lightning_roundpipe.runtime.modes.evaluation_step import Branches, EvaluationStep, raise_unsplittable
-from lightning_roundpipe.runtime.modes.model_calls import ModelCall
-from lightning_roundpipe.runtime.modes.model_tasks import PartRun
+from lightning_roundpipe.runtime.modes.evaluation_step import (
+    Branches,
+    EvaluatedCall,
+    EvaluationStep,
+    is_number,
+    raise_unsplittable,
+    without_caches,
+)
+from lightning_roundpipe.runtime.modes.parted_caches import contents, joined, parts_of
 from lightning_roundpipe.runtime.user_code.module_state import StateWatch
 
 _PLAIN = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device)
+KINDS = 64
+"""Kinds of calls to know at most: some models are given another number in each call."""
 LOOKS = 3
 """Calls to examine at most while another dimension of an output is as long as the batch."""
+COMPARED = 2
+"""Parts whose samples also run as one."""
 ROUNDING = 1e-3
 """Tolerated difference between whole and parts, relative to the largest value: the rounding of low precision."""
 
@@ -58,8 +70,8 @@ class _CallKind:
         cut: whether calls run in parts; None until the first comparison.
         looks: examined calls.
         trace: the layer calls that the model makes; None until examined.
-        seconds: forward time of each of them.
-        spans: the stages over them, by number of microbatches.
+        seconds: forward time of each of them, on the whole batch.
+        plans: the stages over them, by number of microbatches.
         calls: attempts in parts; those whose number is a power of two are compared with the whole.
         branches: truth values of tensors that user code branched on in compared parts, with every prefix.
     """
@@ -68,9 +80,9 @@ class _CallKind:
     looks: int = 0
     trace: Trace | None = None
     seconds: list[float] = field(default_factory=list)
-    spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
+    plans: dict[int, ForwardPlan] = field(default_factory=dict)
     calls: int = 0
-    branches: set[tuple[bool, ...]] = field(default_factory=set)
+    branches: Branches = frozenset()
 
 
 class Parting:
@@ -98,40 +110,45 @@ class Parting:
         kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
         """Make a call of a model, whole or in parts."""
-        leaves, spec = flatten((args, kwargs))
-        samples = self._samples(leaves, args, kwargs)
+        given, spec = flatten((args, kwargs))
+        leaves = [None if is_cache(leaf) else leaf for leaf in given]
+        samples = self._samples(leaves, *without_caches(given, spec))
         sizes = self._sizes_of(samples) if samples > 1 else []
         whole = _Whole(evaluation, function, args, kwargs)
         self.expected = False
         if len(sizes) < 2 or torch.is_grad_enabled() or evaluation.follows_writes or self._hooked():
             return whole()
-        known = self._known.setdefault((name, repr(spec), *map(_kind, leaves)), _CallKind())
-        if known.cut is False:
+        kind = (name, repr(spec), *map(_kind, given))
+        known = self._known.get(kind) or _CallKind()
+        if known.cut is False or (kind not in self._known and len(self._known) >= KINDS):
             return whole()
+        self._known[kind] = known
         if known.trace is None:
             return self._look(known, whole, samples)  # [1]
         known.calls += 1
-        compared = known.calls & (known.calls - 1) == 0
-        branches = known.branches if compared else frozenset(known.branches)
-        output = self._in_parts(evaluation, known, name, function, args, kwargs, branches)
+        compared = COMPARED if known.calls & (known.calls - 1) == 0 else 0
+        output = self._in_parts(evaluation, known, name, whole, compared)
+        if output is not None and output.compared is not None:
+            agrees = _agree(_Whole(evaluation, function, *output.few)(), output.compared)  # [2]
+            self._decide(known, name, agrees)
+            output = output if agrees else None
+        elif output is None and known.cut is None:
+            self._decide(known, name, False)
         self.expected = output is not None
-        if output is None or compared:
-            expected = whole()
-            self._compare(known, name, expected, output)  # [2]
-            return expected
-        return output[0]  # [3]
+        if output is None:
+            return whole()
+        output.keep_cache()
+        return output.whole  # [3]
 
-    def _compare(self, known: _CallKind, name: str, whole: Any, parts: tuple[Any] | None) -> None:
-        """Decide from the outputs ``whole`` and in ``parts`` (None: that failed) whether this kind is cut.
+    def _decide(self, known: _CallKind, name: str, agrees: bool) -> None:
+        """Set whether this kind is cut. A failure in parts decides only at the first comparison.
 
-        A failure in parts decides only at the first comparison: later it may be an exception of this batch.
+        Later it may be an exception of this batch.
         """
-        earlier = known.cut
-        if parts is not None or earlier is None:
-            known.cut = parts is not None and _agree(whole, parts[0])
-        if known.cut and not earlier:
+        earlier, known.cut = known.cut, agrees
+        if agrees and not earlier:
             self._engine.hints.of_evaluation(name)
-        elif earlier and not known.cut:
+        elif earlier and not agrees:
             self._engine.hints.of_uneven_evaluation(name)
 
     def _hooked(self) -> bool:
@@ -182,7 +199,15 @@ class Parting:
         drew = any(not _equal(a, b) for a, b in zip(states, self._random_states(), strict=True))
         changed = any(not torch.equal(b, before) for b, before in buffers)
         effects = any(forward.side_outputs or forward.mutated for _, forward in layers)
-        if left or drew or changed or effects or logged or not layers or not _rows_only(output, samples):
+        if (
+            left
+            or drew
+            or changed
+            or effects
+            or logged
+            or not layers
+            or not self._can_merge(output, samples, evaluation)
+        ):
             known.cut = False
         elif not _ambiguous(output, samples):
             trace = Trace()
@@ -197,6 +222,20 @@ class Parting:
             known.cut = False
         return output
 
+    @staticmethod
+    def _can_merge(output: Any, samples: int, evaluation: Evaluation) -> bool:
+        """Return whether such outputs of parts make up that of the whole batch."""
+        leaves = flatten(output)[0]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return (
+            all(isinstance(leaf, (Tensor, *_PLAIN)) or is_cache(leaf) for leaf in leaves)
+            and bool(tensors)
+            and all(
+                evaluation.losses.weight_of(t) is not None if is_number(t) else t.dim() and len(t) == samples
+                for t in tensors
+            )
+        )
+
     def _random_states(self) -> list[Any]:
         generators = {id(d.generator): d.generator for d in self._engine.worker_pool.devices}
         generators[id(torch.default_generator)] = torch.default_generator
@@ -206,47 +245,109 @@ class Parting:
     # -- in parts -----------------------------------------------------------------------------------------------------
 
     def _in_parts(
-        self, evaluation: Evaluation, known: _CallKind, name: str, function: Callable[..., Any], args: Any, kwargs: Any,
-        branches: Branches,
-    ) -> tuple[Any] | None:  # fmt: skip
-        """Return the output in a tuple; None if the call cannot be made in parts."""
+        self, evaluation: Evaluation, known: _CallKind, name: str, whole: _Whole, compared: int
+    ) -> _Parted | None:
+        """Return the output; None if the call cannot be made in parts.
+
+        Args:
+            evaluation: the batch's evaluation.
+            known: what is known of such calls.
+            name: the model's.
+            whole: the call.
+            compared: parts whose output is to be compared, and is returned by itself.
+        """
         engine, trace = self._engine, known.trace
         assert trace is not None
         evaluation.stop_foreseeing()
-        call: ModelCall[PartRun] = ModelCall(name, 0, engine.thread_state())
+        call = EvaluatedCall(name, 0, engine.thread_state())
+        call.settle = self._settle
         with torch._C.DisableTorchFunction(), interrupts_allowed(False):
             try:
                 evaluation.surroundings.refuse(name)
-                parts = call.split(args, kwargs, self._sizes_of, engine.model.bucket_of, evaluation.locate)
+                parts = call.split_with_cache(
+                    whole.args, whole.kwargs, self._sizes_of, engine.model.bucket_of, evaluation.locate
+                )
+                few = self._few(call, whole, evaluation) if compared else ((), {})
             except (ValueError, RoundPipeError):
                 return None
-            spans = known.spans.get(len(parts)) or known.spans.setdefault(len(parts), self._spans(known, len(parts)))
-            step = EvaluationStep(engine, evaluation, trace, spans, self._sizes_of, branches)
+            plan = known.plans.get(len(parts)) or known.plans.setdefault(len(parts), self._plan(known, len(parts)))
+            step = EvaluationStep(engine, evaluation, trace, plan, self._sizes_of, known.branches, compared)
             with log_as(engine.model.module, raise_unsplittable):
-                step.run_parts(call, function, parts)
+                step.run_parts(call, whole.function, parts)
             try:
                 if step.unsplittable:
                     return None
+                known.branches = step.branches
                 evaluation.go_on(call.runs[-1].device)
-                return (call.merge(evaluation.device, lambda tensor: None),)
+                beginning = call.beginning(compared).merge(evaluation.device, lambda _: None) if compared else None
+                return _Parted(call.merge(evaluation.device, lambda _: None), few, beginning, call.keep_cache)
             except RoundPipeError:
                 return None  # `merge` cannot put the outputs together
             finally:
                 step.release()
 
-    def _spans(self, known: _CallKind, microbatches: int) -> tuple[Span, ...]:
-        """Return stages of nearly equal time that fit the existing weight arenas."""
+    def _few(self, call: EvaluatedCall, whole: _Whole, evaluation: Evaluation) -> tuple[Any, Any]:
+        """Return the arguments of the call with the samples of the compared parts alone."""
+        samples = sum(call.sizes[:COMPARED])
+        sizes = [samples, sum(call.sizes) - samples] if len(call.sizes) > COMPARED else [samples]
+        alone = EvaluatedCall(call.name, 0, call.thread_state)
+        masters = self._engine.model.bucket_of
+        leaves, spec = flatten((whole.args, whole.kwargs))
+        args, kwargs = without_caches(leaves, spec)
+        part = alone.split(args, kwargs, lambda _: sizes, masters, evaluation.locate)[0]
+        if call.cache is None:
+            return part
+        caches = parts_of(call.cache, call.sizes)
+        assert caches is not None, "the call was cut"
+        self._settle()
+        cache = joined(caches[:COMPARED], call.sizes[:COMPARED])
+        filled = [cache if is_cache(old) else new for old, new in zip(leaves, flatten(part)[0], strict=True)]
+        args, kwargs = unflatten(filled, spec)
+        return args, kwargs
+
+    def _settle(self) -> None:
+        for device in self._engine.worker_pool.devices:
+            device.compute.synchronize()
+
+    def _plan(self, known: _CallKind, microbatches: int) -> ForwardPlan:
+        """Return a plan whose stages fit the existing weight arenas."""
         assert known.trace is not None
         room = self._engine.worker_pool.workers[0].weights[0].buffer
         costs = Costs(
             tuple(
-                CallCost(call.layer.name, max(seconds, 1e-9), 0.0, call.layer.nbytes, 0, 0, 0, needs_backward=False)
+                CallCost(
+                    call.layer.name,
+                    max(seconds / microbatches, 1e-9),
+                    0.0,
+                    call.layer.nbytes,
+                    0,
+                    0,
+                    0,
+                    needs_backward=False,
+                )
                 for call, seconds in zip(known.trace.calls, known.seconds, strict=True)
             )
         )
         size = room.numel() if room is not None else None
-        plan = greedy_partition(costs, len(self._engine.worker_pool.workers), microbatches, stage_bytes=size)
-        return (*plan.forward, plan.fused)
+        rate = nominal(self._engine.worker_pool.accelerator or "cpu").upload
+        return plan_forward(costs, len(self._engine.worker_pool.workers), microbatches, rate, size)
+
+
+@dataclass
+class _Parted:
+    """The output of a call in parts.
+
+    Attributes:
+        whole: that of all samples.
+        few: the arguments of a call with the samples of the compared parts alone.
+        compared: the output of these parts; None if nothing is compared.
+        keep_cache: lets the cache that the call was given stand for those of the parts.
+    """
+
+    whole: Any
+    few: tuple[Any, Any]
+    compared: Any
+    keep_cache: Callable[[], None]
 
 
 @dataclass
@@ -259,6 +360,7 @@ class _Whole:
     kwargs: dict[str, Any]
 
     def __call__(self) -> Any:
+        self.evaluation.losses.clear()
         with self.evaluation.within_model():
             return self.function(*self.args, **self.kwargs)
 
@@ -272,14 +374,9 @@ def _noting(real: Callable[..., Any], logged: list[Any]) -> Callable[..., None]:
 
 
 def _kind(leaf: Any) -> Any:
+    if is_cache(leaf):
+        return "cache", type(leaf).__name__
     return ("tensor", leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else (type(leaf), leaf)
-
-
-def _rows_only(output: Any, samples: int) -> bool:
-    leaves = flatten(output)[0]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    plain = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
-    return plain and bool(tensors) and all(t.dim() and len(t) == samples for t in tensors)
 
 
 def _ambiguous(output: Any, samples: int) -> bool:
@@ -293,14 +390,27 @@ def _agree(whole: Any, parts: Any) -> bool:
     return spec == found and all(map(_near, one, other))
 
 
+def _cached_alike(one: Any, other: Any) -> bool:
+    """Return whether two key-value caches hold the same but for rounding."""
+    try:
+        held, found = list(contents(one)), list(contents(other))
+    except RoundPipeError:  # those of the parts cannot be joined
+        return False
+    return len(held) == len(found) and all(map(_near, held, found))
+
+
 def _near(a: Any, b: Any) -> bool:
+    if is_cache(a) and is_cache(b):
+        return _cached_alike(a, b)
     if not isinstance(a, Tensor):
         return bool(a == b)
-    if a.shape != b.shape or a.dtype is not b.dtype:
+    if not isinstance(b, Tensor) or a.shape != b.shape or a.dtype is not b.dtype:
         return False
     if not a.is_floating_point() or not a.numel():
         return torch.equal(a, b)
     x, y = torch.nan_to_num(a.double().cpu()), torch.nan_to_num(b.double().cpu())
+    if not torch.equal(a.isnan(), b.isnan()):
+        return False
     return bool((x - y).abs().max() <= ROUNDING * x.abs().max())
 
 

@@ -1,31 +1,46 @@
-"""Runs one call of a model in parts in evaluation; `evaluation_parts` decides which calls."""
+"""Runs one call of a model in parts in evaluation; `evaluation_parts` decides which calls.
+
+Beside tensors with a row for each sample, outputs may be losses, which are combined by their numbers of targets, and
+key-value caches, which stay with the parts until somebody looks at them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import operator
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec
+
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.planning.forward_plan import ForwardPlan
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.runtime.batch.known_losses import Weight, combined_losses
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
 from lightning_roundpipe.runtime.core.trace import Trace
-from lightning_roundpipe.runtime.core.turns import Slots
+from lightning_roundpipe.runtime.core.turns import Slot, Slots
 from lightning_roundpipe.runtime.core.worker_pool import GRACE
+from lightning_roundpipe.runtime.layer_calls.arguments import flatten, is_cache, unflatten
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 from lightning_roundpipe.runtime.modes.evaluation_user_code import EvaluationUserCode
-from lightning_roundpipe.runtime.modes.model_call_stages import CallSlots, ModelCallStages
+from lightning_roundpipe.runtime.modes.model_call_stages import CallSlots, DirectionStages, ModelCallStages
 from lightning_roundpipe.runtime.modes.model_calls import ModelCall
 from lightning_roundpipe.runtime.modes.model_step import ModelStep
 from lightning_roundpipe.runtime.modes.model_tasks import PartRun
+from lightning_roundpipe.runtime.modes.parted_caches import join_later, parts_of, take_place
 from lightning_roundpipe.runtime.threads.sync import Cancelled, Waiter
 from lightning_roundpipe.runtime.threads.task_thread import Task
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.module_state import SegmentKey
 
-Branches = set[tuple[bool, ...]] | frozenset[tuple[bool, ...]]
+Branches = frozenset[tuple[bool, ...]]
 """Sequences of truth values of tensors that user code branched on."""
 
 
@@ -43,26 +58,29 @@ class EvaluationStep(ModelStep):
         engine: the context that outlives the call.
         evaluation: the batch's evaluation.
         trace: the layer calls that each part makes.
-        spans: the stages over them.
+        plan: the stages over them.
         sizes_for: see `ModelStep`.
-        branches: the branches that parts may take. A frozenset allows only those in it; a set allows any and records
-            them.
+        branches: the branches that parts may take.
+        compared: parts, the first ones, whose outputs are compared afterwards: these may take any branch, and the
+            others any that one of these takes.
 
     Attributes:
         unsplittable: whether a part failed or did what only a whole call may do; the output is then unusable.
     """
 
     def __init__(
-        self, engine: EngineContext, evaluation: Evaluation, trace: Trace, spans: tuple[Span, ...],
-        sizes_for: Callable[[int], list[int]], branches: Branches,
+        self, engine: EngineContext, evaluation: Evaluation, trace: Trace, plan: ForwardPlan,
+        sizes_for: Callable[[int], list[int]], branches: Branches, compared: int,
     ) -> None:  # fmt: skip
         super().__init__(engine, (0,), sizes_for, isolated=False, recorder=evaluation.recorder)
         self.unsplittable = False
-        self.branches = branches
-        self._trace, self._spans = trace, spans
+        self._first_slot: int | None = None
+        self.branches, self.compared = branches, compared
+        self._trace, self._forward_plan = trace, plan
         self._device = evaluation.device
         self._unclosed = 1  # stands for the slots that are not made yet
-        self._portion = ModelCallStages("", range(len(trace.calls)), spans, ())
+        self._evaluated: list[_EvaluationPart] = []
+        self._portion = ModelCallStages("", range(len(trace.calls)), plan.stages, ())
 
     def run_parts(self, call: ModelCall[PartRun], function: Callable[..., Any], parts: list[tuple[Any, Any]]) -> None:
         self.plan = Plan((), Span(0, len(self._portion.calls) - 1), (), len(parts))
@@ -76,14 +94,36 @@ class EvaluationStep(ModelStep):
             for queue in self.engine.worker_pool.queues:
                 queue.clear()
         self.cancel_scope.raise_error()
+        self.branches |= self.taken(self.compared)
+        self.unsplittable |= not self.taken() <= self.branches
+
+    def taken(self, parts: int | None = None) -> Branches:
+        """Return the branches that the first ``parts`` parts took, all by default, with every prefix."""
+        decisions = [run.mode.decisions for run in self._evaluated[:parts]]
+        return frozenset(tuple(taken[: i + 1]) for taken in decisions for i in range(len(taken)))
 
     def _slots_for(self, call: ModelCall[PartRun], microbatches: int) -> tuple[ModelCallStages | None, Slots]:
-        return self._portion, CallSlots(self._make_group("forward", self._spans, microbatches))
+        return self._portion, CallSlots(self._make_group("forward", self._forward_plan.stages, microbatches))
 
     def _part(
         self, index: int, slots: Slots, call: ModelCall[PartRun], portion: ModelCallStages | None, device: Device | None
     ) -> PartRun:
-        return _EvaluationPart(self, index, self._trace, slots, call, portion, None, device)
+        part = _EvaluationPart(self, index, self._trace, slots, call, portion, None, device)
+        self._evaluated.append(part)
+        return part
+
+    def _worker_of(self, index: int, layers: Sequence[HostLayer]) -> int:
+        """Return the same worker for the same stage of every call, so that caches stay where they are."""
+        if self._first_slot is None:
+            self._first_slot = index
+        return super()._worker_of(index - self._first_slot, layers)
+
+    def _rounds_of(self, way: DirectionStages, trace: Trace, microbatches: int) -> list[list[Slot]]:
+        """Return the slots of each share of the microbatches, which have all but the last one in common."""
+        *stages, last = way.stages
+        shared = [self._slot_of(stage, trace, range(microbatches), 0, None) for stage in stages]
+        shares = self._forward_plan.shares(microbatches)
+        return [[*shared, self._slot_of(last, trace, share, 0, None)] for share in shares]
 
     def _run_all(self, work: list[Callable[[], None]]) -> None:
         tasks: list[Task[None]] = []
@@ -109,7 +149,11 @@ class _EvaluationPart(PartRun):
         super().__init__(step.engine, step, *args)
         self._evaluation_step = step
         self.segments = _EvaluationSections(step.engine, step.spec, self.index, learning=False)
-        self.mode = EvaluationUserCode(step.engine, raise_unsplittable, self.segments.paused, self._decided)
+        self.weights: list[Weight | None] = []
+        """Of each leaf of the output, how it counts beside those of other parts if it is a loss."""
+        self.mode: EvaluationUserCode = EvaluationUserCode(
+            step.engine, raise_unsplittable, self.segments.paused, self._decided
+        )
 
     def forward(
         self, function: Callable[..., Any], args: Any, kwargs: Any, context: Any, predecessor: Waiter | None
@@ -136,13 +180,98 @@ class _EvaluationPart(PartRun):
     def _seed_of(self, layer: HostLayer) -> None:
         return None
 
+    def _give(self, output: Any) -> None:
+        super()._give(output)
+        losses = self.mode.losses
+        self.weights = [losses.weight_of(leaf) if is_number(leaf) else None for leaf in self.outputs[0]]
+        losses.clear()
+
     def _decided(self, decisions: list[bool]) -> None:
-        """Record, or refuse, the branch that user code takes after ``decisions``."""
-        branches, branch = self._evaluation_step.branches, tuple(decisions)
-        if isinstance(branches, set):
-            branches.add(branch)
-        elif branch not in branches:
+        """Refuse the branch that user code takes after ``decisions``, if no compared part can vouch for it."""
+        if not self._evaluation_step.compared and tuple(decisions) not in self._evaluation_step.branches:
             raise_unsplittable()
+
+
+class EvaluatedCall(ModelCall[PartRun]):
+    """A call of a model in evaluation: it also cuts and merges key-value caches, and merges losses.
+
+    Attributes:
+        cache: the key-value cache that the call is given; None if there is none.
+        caches: that of each part.
+        settle: waits until the devices have filled the caches.
+    """
+
+    cache: Any = None
+    caches: list[Any]
+    settle: Callable[[], None]
+
+    def split_with_cache(
+        self, args: Any, kwargs: Any, sizes_of: Callable[[int], list[int]], masters: Collection[int],
+        locate: Callable[[Tensor], Device | None],
+    ) -> list[tuple[Any, Any]]:  # fmt: skip
+        """Return the arguments of each part, as `split`, if a key-value cache may be among them.
+
+        Raises:
+            RoundPipeError: if the cache cannot be cut, or there are several.
+        """
+        leaves, spec = flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(leaves) if is_cache(leaf)]
+        if not places:
+            return self.split(args, kwargs, sizes_of, masters, locate)
+        self.cache, whole = leaves[places[0]], without_caches(leaves, spec)
+        parts = self.split(*whole, sizes_of, masters, locate)
+        caches = parts_of(self.cache, self.sizes) if len(places) == 1 else None
+        if caches is None:
+            raise RoundPipeError(f"{self.what} is given a {type(self.cache).__name__} that cannot be cut.")
+        self.caches = caches
+        return [_with_leaf(part, places[0], cache) for part, cache in zip(parts, caches, strict=True)]
+
+    def keep_cache(self) -> None:
+        """Let the cache that user code gave stand for those of the parts."""
+        if self.cache is not None:
+            take_place(self.cache, self.caches, self.sizes, self.settle)
+
+    def beginning(self, parts: int) -> EvaluatedCall:
+        """Return the call of the first ``parts`` parts alone."""
+        fresh = EvaluatedCall(self.name, self.number, self.thread_state)
+        fresh.settle, fresh.sizes = self.settle, self.sizes[:parts]
+        fresh.runs = [copy.copy(run) for run in self.runs[:parts]]  # `merge` takes their outputs
+        return fresh
+
+    def _merge(self, parts: list[Tensor], place: int) -> Tensor:
+        weights = [run.weights[place] for run in self.runs if isinstance(run, _EvaluationPart)]
+        if not is_number(parts[0]) or any(weight is None for weight in weights):
+            return super()._merge(parts, place)
+        self.rows.append(False)
+        with torch.no_grad():
+            total = combined_losses(parts, weights)
+        if total is None:
+            raise RoundPipeError(f"{self.what} returns losses of which some are sums and others are means.")
+        return total
+
+    def _merge_others(self, parts: list[Any]) -> Any:
+        if self.cache is not None and all(map(operator.is_, parts, self.caches)):
+            return self.cache
+        if is_cache(parts[0]):
+            return join_later(parts, self.sizes, self.settle)
+        return super()._merge_others(parts)
+
+
+def without_caches(leaves: list[Any], spec: TreeSpec) -> tuple[Any, Any]:
+    """Return a call's arguments with None in place of key-value caches."""
+    args, kwargs = unflatten([None if is_cache(leaf) else leaf for leaf in leaves], spec)
+    return args, kwargs
+
+
+def _with_leaf(value: Any, place: int, leaf: Any) -> Any:
+    leaves, spec = flatten(value)
+    leaves[place] = leaf
+    return unflatten(leaves, spec)
+
+
+def is_number(leaf: Any) -> bool:
+    """Return whether an output is a single number, as losses are."""
+    return isinstance(leaf, Tensor) and not leaf.dim() and leaf.is_floating_point()
 
 
 class _EvaluationSections(UserCodeSections):

@@ -7,12 +7,18 @@ from typing import Any
 
 from torch import nn
 
+from lightning_roundpipe.model.lean_loss import LOSS_ARGUMENTS
+from lightning_roundpipe.runtime.batch.known_losses import KnownLosses
+from lightning_roundpipe.runtime.batch.losses import WITH_REDUCTION
 from lightning_roundpipe.runtime.core.context import EngineContext
+from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
 from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode
 
 
 class EvaluationUserCode(UserCodeMode):
     """Moves host tensors to the device of their operation's other operands, and watches for ``.data`` and branches.
+
+    It also notes how the losses that user code computes weigh beside those of other parts of the batch.
 
     Args:
         engine: the context of the engine.
@@ -42,6 +48,7 @@ class EvaluationUserCode(UserCodeMode):
         self._all, self._touched, self._decided = engine.model.bucket_of, touched, decided
         self.decisions: list[bool] = []
         """The truth values of tensors that user code asked for."""
+        self.losses = KnownLosses()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -49,7 +56,17 @@ class EvaluationUserCode(UserCodeMode):
         if isinstance(args[0] if args else None, nn.Parameter) and func == DATA and id(args[0]) in self._all:
             self._touched()
         result = super().__torch_function__(func, types, args, kwargs)
-        if getattr(func, "__name__", "") == "__bool__":
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if func in WITH_REDUCTION:
+            bound = dict(zip(LOSS_ARGUMENTS, args, strict=False)) | kwargs
+            self.losses.note(func, args, kwargs, result, lambda: self.targets_of(bound))
+        elif IN_PLACE.fullmatch(name):
+            self.losses.forget(args[0])
+        elif "out" in kwargs:
+            self.losses.forget(kwargs["out"])
+        else:
+            self.losses.follow(name, args, result)
+        if name == "__bool__":
             self.decisions.append(bool(result))
             self._decided(self.decisions)
         return result

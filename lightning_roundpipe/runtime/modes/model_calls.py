@@ -153,17 +153,19 @@ class ModelCall(CutArgument, Generic[P]):
         first, spec = outputs[0]
         if any(other != spec or len(leaves) != len(first) for leaves, other in outputs):
             self._refuse("something of another structure for each part")
-        merged, tensors = [], []
+        merged: list[Any] = []
+        tensors = []
         for column in zip(*(leaves for leaves, _ in outputs), strict=True):
             if isinstance(column[0], Tensor):
-                whole = self._merge([r.bring(t, r.device, home) for r, t in zip(self.runs, column, strict=True)])
+                brought = [r.bring(t, r.device, home) for r, t in zip(self.runs, column, strict=True)]
+                whole = self._merge(brought, len(merged))
                 if self.rows[-1] and len(self.runs) > 1 and whole.dim() > 1 and {column[0].shape[1]} == set(self.sizes):
                     of_pairs(column[0])
                 tensors.append(whole)
                 self.flags.append(any(t.requires_grad for t in column))
-            elif not all(microbatches.same(leaf, column[0]) for leaf in column[1:]):
-                self._refuse(f"another {type(column[0]).__name__} for each part ({column[0]!r}, {column[1]!r}, ...)")
-            merged.append(column[0])
+                merged.append(whole)
+            else:
+                merged.append(self._merge_others(list(column)))
         for run in self.runs:
             run.outputs = ([], spec)  # frees the parts' outputs on the devices
         self.home = home
@@ -172,7 +174,14 @@ class ModelCall(CutArgument, Generic[P]):
         rest = iter(tensors)
         return unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in merged], spec)
 
-    def _merge(self, parts: list[Tensor]) -> Tensor:
+    def _merge_others(self, parts: list[Any]) -> Any:
+        """Return what stands for leaves that are no tensors."""
+        if not all(microbatches.same(leaf, parts[0]) for leaf in parts[1:]):
+            self._refuse(f"another {type(parts[0]).__name__} for each part ({parts[0]!r}, {parts[1]!r}, ...)")
+        return parts[0]
+
+    def _merge(self, parts: list[Tensor], place: int) -> Tensor:
+        """Return the tensor for the whole batch, the output's leaf number ``place``."""
         first = parts[0]
         rows = bool(first.dim()) and all(
             p.dtype is first.dtype and p.dim() and (len(p), p.shape[1:]) == (size, first.shape[1:])

@@ -25,7 +25,7 @@ from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.slots_on_arrival import SlotsOnArrival
 from lightning_roundpipe.runtime.core.step import Step
 from lightning_roundpipe.runtime.core.trace import Trace
-from lightning_roundpipe.runtime.core.turns import PlannedSlots, Slots
+from lightning_roundpipe.runtime.core.turns import PlannedSlots, Slot, Slots
 from lightning_roundpipe.runtime.modes.model_call_stages import CallSlots, DirectionStages, ModelCallStages, portions_of
 from lightning_roundpipe.runtime.modes.model_calls import ModelCall
 from lightning_roundpipe.runtime.modes.model_tasks import PartRun, WholeRun
@@ -216,8 +216,8 @@ class ModelStep(Step):
             return None
         assert self.plan is not None and self._trace is not None
         way = DirectionStages(phase, spans)
-        rounds = self._make_rounds(way.stages, self._trace, microbatches, self.plan.round_microbatches)
-        slots = [slot for row in rounds for slot in row]
+        rounds = self._rounds_of(way, self._trace, microbatches)
+        slots = list(dict.fromkeys(slot for row in rounds for slot in row))
         with self._counting:
             self._unclosed += len(slots)
         self.slots += slots
@@ -226,6 +226,10 @@ class ModelStep(Step):
         for index, queue in enumerate(self.engine.worker_pool.queues):
             queue.append((slot for slot in slots if slot.worker == index), self._close)
         return group
+
+    def _rounds_of(self, way: DirectionStages, trace: Trace, microbatches: int) -> list[list[Slot]]:
+        assert self.plan is not None
+        return self._make_rounds(way.stages, trace, microbatches, self.plan.round_microbatches)
 
     # -- the outcome --------------------------------------------------------------------------------------------------
 

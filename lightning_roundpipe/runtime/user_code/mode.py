@@ -366,11 +366,17 @@ class UserCodeMode(TorchFunctionMode):
 
     def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
         """Return the number of targets that a cross entropy is a mean over; None if no gradient flows into it."""
-        bound = dict(zip(LOSS_ARGUMENTS, args, strict=False))
-        bound.update(kwargs)
-        logits, target = bound["input"], bound["target"]
-        if not logits.requires_grad:
+        bound = dict(zip(LOSS_ARGUMENTS, args, strict=False)) | kwargs
+        if not bound["input"].requires_grad:
             return None
+        count = self.targets_of(bound)
+        if not isinstance(count, Tensor) or count.device.type == "cpu":
+            return float(count)
+        return float(self._aside(lambda: float(count)))
+
+    def targets_of(self, bound: Mapping[str, Any]) -> float | Tensor:
+        """Return the number of targets of a cross entropy with the arguments ``bound``."""
+        logits, target = bound["input"], bound["target"]
         if target.is_floating_point():
             classes = logits.shape[1] if logits.dim() > 1 else logits.shape[0]
             return float(logits.numel() / classes)
@@ -379,8 +385,8 @@ class UserCodeMode(TorchFunctionMode):
         kept = target != bound.get("ignore_index", -100)
         weight = bound.get("weight")
         # Class weights enter the denominator of a weighted mean, so they enter the count.
-        count = kept.sum() if weight is None else weight.detach()[target[kept].to(weight.device)].sum()
-        return float(count) if count.device.type == "cpu" else float(self._aside(lambda: float(count)))
+        found: Tensor = kept.sum() if weight is None else weight.detach()[target[kept].to(weight.device)].sum()
+        return found
 
 
 def is_stand_in(value: object) -> bool:
