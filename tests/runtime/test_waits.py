@@ -309,6 +309,12 @@ ELSEWHERE = {
     ("runtime.batch.logs:_Download.wait", "self._end.wait()"),
     ("runtime.batch.logs:_arrived", "return value.wait() if isinstance(value, _Download) else value"),
     ("runtime.core.worker:Worker.keep_until_computed", "flying.oldest.wait()"),  # test_the_host_does_not_run_far_ahead
+    # Keys and values that are joined on another thread's stream; on a GPU only.
+    ("runtime.modes.evaluation_parts:Parting._settle", "device.compute.synchronize()"),
+    (
+        "runtime.modes.parted_caches:_moving.update",
+        "torch.accelerator.synchronize(value.device)  # another stream than this thread's has filled it",
+    ),
 }
 """Tested below, in a way of its own, or where it says."""
 
