@@ -6,6 +6,7 @@ tells the engine, so only the look at what the layer has done can show it.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +14,15 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from harness import assert_same, halves, ours, run
+from harness import assert_same, halves, ours, run, single
 from torch import Tensor
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 from traps import Block, Net
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.core.plain_executor import PlainExecutor
+from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 
 STEPS, LATE = 7, 5
 """The recomputations of the first steps are checked, so that their calls are not plain."""
@@ -212,3 +215,91 @@ def test_plain_layers_take_inference_tensors(plain_calls: list[tuple[int, bool]]
         module = Steps(Net2(Added))
     assert_same(run("auto", module, zoo.make_batches("mlp")[0], steps=STEPS), ran(module))
     assert plain_calls
+
+
+# ------------------------------------------------------------------------------------------------- the thread that runs
+
+
+class _Doubling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {})) * (2.0 if func is torch.ones_like else 1.0)
+
+
+class _Own(torch.Tensor):
+    """A tensor subclass whose sum is its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result * 3.0 if func is torch.sum else result
+
+
+def uses_a_mode(block: Any, x: Tensor) -> Tensor:
+    with _Doubling():
+        return usual(block, x) * torch.ones_like(x)
+
+
+def uses_a_subclass(block: Any, x: Tensor) -> Tensor:
+    return usual(block, x) + torch.sum(torch.ones(2).as_subclass(_Own)).as_subclass(Tensor)
+
+
+def uses_a_default_device(block: Any, x: Tensor) -> Tensor:
+    with torch.device("meta"):
+        columns = torch.ones(x.shape[-1], 1).shape[0]
+        assert torch.ones(1).is_meta
+    return usual(block, x) / columns
+
+
+def draws(block: Any, x: Tensor) -> Tensor:
+    """Draws, and gives back the state, so that plain training draws the same."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return usual(block, x) + torch.rand(x.shape[-1])
+
+
+@pytest.fixture
+def threads_of_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many plain calls ran on each kind of thread."""
+    seen: Counter[str] = Counter()
+    own = PlainExecutor.run
+
+    def counted(self: PlainExecutor, *args: Any, **kwargs: Any) -> Any:
+        seen[threading.current_thread().name.rstrip("0123456789")] += 1
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(PlainExecutor, "run", counted)
+    return seen
+
+
+@pytest.mark.parametrize("always", [uses_a_mode, uses_a_subclass, uses_a_default_device, draws])
+def test_plain_calls_run_on_the_microbatchs_thread_as_on_one_of_their_own(
+    always: Callable[[Any, Tensor], Tensor], threads_of_calls: Counter[str]
+) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        module = Steps(Net(type("Always", (Block,), {"forward": always})))
+    assert_same(run("auto", module, zoo.make_batches("mlp")[0], steps=STEPS), ran(module))
+    assert threads_of_calls["roundpipe-microbatch"] > threads_of_calls["roundpipe-worker"]
+
+
+@pytest.mark.parametrize("microbatches", [4, 16])
+def test_no_hand_off_for_each_call(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's thread gets what belongs to a stage, and of the calls only those that find it busy with that.
+
+    Each call used to be a task of the worker's thread.
+    """
+    tasks: Counter[int] = Counter()
+    own = TaskThread.submit
+
+    def submit(self: TaskThread, function: Callable[[], Any]) -> Any:
+        tasks[Clock.step] += self.name.startswith("roundpipe-worker")
+        return own(self, function)
+
+    monkeypatch.setattr(TaskThread, "submit", submit)
+    module = module_of(usual)
+    strategy = ours(num_microbatches=microbatches, plan=single(CALLS, microbatches))
+    run(strategy, module, zoo.make_batches("mlp", 1, 2 * microbatches)[0], steps=STEPS)
+    calls = 2 * CALLS * microbatches
+    calls = 2 * CALLS * microbatches
+    assert all(tasks[step] < 12 for step in range(3, STEPS)), (tasks, calls)

@@ -291,14 +291,13 @@ class Device(ABC):
 
     @abstractmethod
     def settle_libraries(self, devices: Sequence[Device], threads: int) -> None:
-        """Free what libraries keep, and learn whether it was more than `library_bytes` said.
+        """Free what libraries keep. From now on, `library_bytes` counts each microbatch's thread.
 
-        If so, user code uses the libraries too, and `library_bytes` counts each of its threads from now on. Call it
-        after the first batch, while nothing runs.
+        Call it after the first batch, while nothing runs.
 
         Args:
             devices: all devices of the run, including this one.
-            threads: how many threads run user code.
+            threads: how many microbatches there are.
         """
 
     @abstractmethod

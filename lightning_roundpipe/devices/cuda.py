@@ -70,7 +70,7 @@ class CudaDevice(Device):
         self.others: list[CudaStream] = []
         """The compute streams of the other GPUs."""
         self._multiplying = 0
-        """How many threads of user code multiply matrices, see `settle_libraries`."""
+        """How many threads multiply matrices beside the worker's and autograd's, see `settle_libraries`."""
         self._clock = EventClock(torch_device)
         self.compute: CudaStream = self._stream("compute")
         self.weights_up = self._chunked("weights_up", turn)
@@ -199,17 +199,9 @@ class CudaDevice(Device):
         run = [device for device in devices if isinstance(device, CudaDevice)]
         if _open.difference(run):  # threads of another strategy may be multiplying
             return
-        held = [device.resident_bytes() for device in run]
         cuda_libraries.clear()
-        freed = [before - device.resident_bytes() for device, before in zip(run, held, strict=True)]
-        more = any(device._holds_more(nbytes) for device, nbytes in zip(run, freed, strict=True))
         for device in run:
-            device._multiplying = threads if more else 0
-
-    def _holds_more(self, freed: int) -> bool:
-        """Return whether libraries held more workspaces than those of each worker's thread and of autograd's thread."""
-        one = cuda_libraries.workspace_bytes(self.torch_device)
-        return one > 0 and freed // one > self._sharers + 1
+            device._multiplying = threads
 
     # -- computing
 

@@ -1,9 +1,8 @@
 """GPU memory that CUDA's libraries keep for themselves.
 
 torch gives cuBLAS a workspace per thread and stream that multiplies matrices. Its allocator counts the workspaces, but
-torch does not free them by itself. Layers multiply on two threads per worker: the worker's own, and autograd's thread
-for the GPU. User code that multiplies matrices, as rotary embeddings do, adds one for each microbatch's thread. The
-first batch, which runs all microbatches on one thread, shows whether it does.
+torch does not free them by itself. Layers multiply on the worker's thread, on autograd's thread for the GPU, and, from
+the steps on in which their calls are plain, on the thread of each microbatch.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _USUAL, _SINCE_HOPPER = (2 * 4096 + 8 * 16) * _KIB, 8 * 4096 * _KIB
 
 
 def library_bytes(torch_device: torch.device, others: int) -> int:
-    """Return the bytes of one worker's workspaces, plus those of ``others``, the threads of user code that multiply."""
+    """Return the bytes of one worker's workspaces, plus those of ``others``, the microbatches' threads."""
     return (_THREADS + others) * workspace_bytes(torch_device)
 
 

@@ -414,7 +414,8 @@ class MicrobatchTask:
             self._watch_inputs(call, recorded, traced, tensors)
         executor = self.engine.executors[slot.worker]
         with noted(lambda: FaultPlace(call.layer.title, "forward", self.index, slot, worker.device)):
-            return worker.run(lambda: executor.forward(slot, call, self.activations), self._cancel_scope), slot
+            run = worker.run if call.profile is None else worker.run_here  # plain calls find all that they need here
+            return run(lambda: executor.forward(slot, call, self.activations), self._cancel_scope), slot
 
     def _watch_inputs(self, call: Call, recorded: RecordedCall, traced: TracedCall, tensors: dict[int, Tensor]) -> None:
         """Protect a kept graph from user code that overwrites its inputs (``h += layer(h)``).
@@ -502,7 +503,8 @@ class MicrobatchTask:
         factor = self.mode.proxies.factor
         with noted(lambda: FaultPlace(recorded.layer.title, "backward", self.index, slot, worker.device)):
             self._prefetcher.following(slot, self.tape)
-            grads = worker.run(
+            run = worker.run_here if recorded.is_plain and not recorded.hooks else worker.run
+            grads = run(
                 lambda: executor.backward(slot, recorded, self.activations, factor, self, measured), self._cancel_scope
             )
         self._prefetcher.done(recorded, sent)

@@ -35,6 +35,7 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.module_buffers import ReplicaBuffers
 from lightning_roundpipe.runtime.reporting.events import EventSource
+from lightning_roundpipe.runtime.threads.function_modes import without_function_modes
 from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
 from lightning_roundpipe.runtime.threads.task_thread import Task, TaskThread
 
@@ -163,7 +164,7 @@ class Worker:
         weights: arenas for weights: of the open slot and of the next one. The plan may use the first one only.
         gradients: arenas for gradients: of the open slot and of the last one, which may still be downloading. The plan
             may use the first one only.
-        thread: the thread on which everything here runs.
+        thread: the thread on which everything here runs, except what `run_here` runs in its place.
     """
 
     def __init__(self, device: Device) -> None:
@@ -206,6 +207,28 @@ class Worker:
         task = self.thread.submit(functools.partial(self._warmed, function) if first else function)
         cancel_scope.wait(task.waiter)
         return task.result()
+
+    def run_here(self, function: Callable[[], T], cancel_scope: CancelScope) -> T:
+        """Run ``function`` on the calling thread, or like `run` if the worker's thread has something to do.
+
+        Args:
+            function: may depend on the worker's device, but on nothing else that is local to the worker's thread.
+            cancel_scope: the step's cancel scope.
+
+        Returns:
+            What ``function`` returned.
+        """
+        if self._warming is not None or not self.thread.take_turn():
+            return self.run(function, cancel_scope)
+        try:
+            cancel_scope.check()
+            with self.device.activate(), without_function_modes():
+                result = function()
+        finally:
+            self.thread.end_turn()
+        cancel_scope.progress += 1  # as after a wait
+        cancel_scope.check()
+        return result
 
     def post(self, function: Callable[[], None], cancel_scope: CancelScope) -> None:
         """Submit ``function`` to the worker's thread without waiting. Its exceptions fail the step."""

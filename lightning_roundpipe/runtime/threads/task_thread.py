@@ -1,4 +1,8 @@
-"""A thread that runs submitted functions in order, and returns their results and exceptions."""
+"""A thread that runs submitted functions in order, and returns their results and exceptions.
+
+While it has nothing to do, another thread may run a function in its place: a hand-off between threads takes tens of
+microseconds, because both need the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,6 @@ class Task(Generic[T]):
             self._error = error
         self.finished = True
         self._function = None  # its closure may hold large tensors
-        self.waiter.wake()
         del self  # holds the error, whose traceback refers to this frame: a reference cycle would keep all of it alive
 
     def result(self) -> T:
@@ -68,6 +71,10 @@ class TaskThread:
         self.died: BaseException | None = None
         self._around = around
         self._tasks: queue.SimpleQueue[Task[Any] | None] = queue.SimpleQueue()
+        self._turn, self._counting = threading.Lock(), threading.Lock()
+        """`_turn` is held while a function runs, by whichever thread runs it."""
+        self._submitted = 0
+        """Number of tasks that have not run, and one more while another thread has the turn."""
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
@@ -85,14 +92,42 @@ class TaskThread:
         intraop_threads.apply_num_threads()
         with self._around():
             while (task := self._tasks.get()) is not None:
-                task.run()
+                with self._turn:
+                    task.run()
+                self._count(-1)  # first: the thread that is woken may take the turn at once
+                task.waiter.wake()
                 del task
                 intraop_threads.release_intraop_threads()
 
+    def _count(self, more: int) -> None:
+        with self._counting:
+            self._submitted += more
+
     def submit(self, function: Callable[[], T]) -> Task[T]:
         task = Task(function)
+        self._count(1)
         self._tasks.put(task)
         return task
+
+    def take_turn(self) -> bool:
+        """Give the calling thread the turn to run a function, if nothing is submitted. It does not block.
+
+        Until the caller calls `end_turn`, this thread runs nothing. Tasks that are submitted meanwhile run afterwards.
+
+        Returns:
+            Whether the calling thread has the turn.
+        """
+        with self._counting:
+            if self._submitted:
+                return False
+            self._submitted = 1
+            self._turn.acquire()  # free, since no task is left
+        return True
+
+    def end_turn(self) -> None:
+        """End the calling thread's turn."""
+        self._turn.release()
+        self._count(-1)
 
     def stop(self) -> None:
         """Let the thread end once it has run everything submitted so far."""

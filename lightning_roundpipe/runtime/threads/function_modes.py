@@ -1,0 +1,29 @@
+"""`without_function_modes`: a context in which torch functions do what they do on a new thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class without_function_modes:
+    """Context in which the calling thread has no torch-function modes, and may use tensor subclasses.
+
+    A microbatch's thread has the mode of its user code, which layers must not see, and disables torch functions in the
+    engine's own code.
+    """
+
+    __slots__ = ("_enabled", "_modes")
+
+    def __enter__(self) -> None:
+        pop = torch._C._pop_torch_function_stack
+        self._modes = [pop() for _ in range(torch._C._len_torch_function_stack())]
+        enabled: Any = torch._C._EnableTorchFunction()
+        enabled.__enter__()
+        self._enabled = enabled
+
+    def __exit__(self, *error: object) -> None:
+        self._enabled.__exit__(*error)
+        while self._modes:
+            torch._C._push_on_torch_function_stack(self._modes.pop())
