@@ -126,6 +126,12 @@ class Regression(nn.Module):
         elif self.kind == "a penalty":
             loss = F.mse_loss(out, target)
             loss += out.std()
+        elif self.kind == "a penalty in a list":
+            loss = F.mse_loss(out, target)
+            torch._foreach_add_([loss], [out.std()])
+        elif self.kind == "keywords alone":
+            loss = F.mse_loss(out, target)
+            torch.relu_(input=out)
         elif self.kind == "targets and samples":
             loss = F.cross_entropy(out, classes, ignore_index=3) + F.mse_loss(out, target)
         elif self.kind == "pairs":
@@ -156,7 +162,9 @@ def test_losses_of_which_it_is_known_how_they_combine(kind: str, ran: Ran) -> No
     check(Regresses(kind), rows(), ran)
 
 
-@pytest.mark.parametrize("kind", ["a penalty", "targets and samples", "a mean of its own"])
+@pytest.mark.parametrize(
+    "kind", ["a penalty", "a penalty in a list", "keywords alone", "targets and samples", "a mean of its own"]
+)
 def test_other_losses_are_made_whole(kind: str, ran: Ran) -> None:
     check(Regresses(kind), rows(), ran, parts=False)
 

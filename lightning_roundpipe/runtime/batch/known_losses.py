@@ -97,8 +97,10 @@ class KnownLosses:
                 self._known.append((result, one))
 
     def forget(self, written: Any) -> None:
-        """Drop what is written to [3]."""
-        if self._known and isinstance(written, Tensor):
+        """Drop what is written to [3]: everything, if ``written`` is not a tensor, but a list of them, say."""
+        if not isinstance(written, Tensor):
+            self.clear()
+        elif self._known:
             storage = written.untyped_storage().data_ptr()
             self._known = [known for known in self._known if known[0].untyped_storage().data_ptr() != storage]
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.attributes import same
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.forward_plan import ForwardPlan, plan_forward
@@ -70,6 +71,8 @@ class _CallKind:
         cut: whether calls run in parts; None until the first comparison.
         looks: examined calls.
         trace: the layer calls that the model makes; None until examined.
+        home: the device of the last one. Outputs of parts go there, so that user code finds them on the same device in
+            every batch.
         seconds: forward time of each of them, on the whole batch.
         plans: the stages over them, by number of microbatches.
         calls: attempts in parts; those whose number is a power of two are compared with the whole.
@@ -79,6 +82,7 @@ class _CallKind:
     cut: bool | None = None
     looks: int = 0
     trace: Trace | None = None
+    home: Device | None = None
     seconds: list[float] = field(default_factory=list)
     plans: dict[int, ForwardPlan] = field(default_factory=dict)
     calls: int = 0
@@ -130,6 +134,7 @@ class Parting:
         output = self._in_parts(evaluation, known, name, whole, compared)
         if output is not None and output.compared is not None:
             agrees = _agree(_Whole(evaluation, function, *output.few)(), output.compared)  # [2]
+            evaluation.go_on(known.home)
             self._decide(known, name, agrees)
             output = output if agrees else None
         elif output is None and known.cut is None:
@@ -217,7 +222,7 @@ class Parting:
                 device.compute.synchronize()  # what has been timed has ended
             seconds = evaluation.recorder.call_seconds()
             known.seconds = [min(seconds.get(("forward", 0, first + i), [0.0])) for i in range(len(layers))]
-            known.trace = trace
+            known.trace, known.home = trace, evaluation.device
         elif known.looks >= LOOKS:
             known.cut = False
         return output
@@ -278,9 +283,10 @@ class Parting:
                 if step.unsplittable:
                     return None
                 known.branches = step.branches
-                evaluation.go_on(call.runs[-1].device)
-                beginning = call.beginning(compared).merge(evaluation.device, lambda _: None) if compared else None
-                return _Parted(call.merge(evaluation.device, lambda _: None), few, beginning, call.keep_cache)
+                home = known.home
+                evaluation.go_on(home)
+                beginning = call.beginning(compared).merge(home, lambda _: None) if compared else None
+                return _Parted(call.merge(home, lambda _: None), few, beginning, call.keep_cache)
             except RoundPipeError:
                 return None  # `merge` cannot put the outputs together
             finally:
@@ -406,9 +412,10 @@ def _near(a: Any, b: Any) -> bool:
         return bool(a == b)
     if not isinstance(b, Tensor) or a.shape != b.shape or a.dtype is not b.dtype:
         return False
+    a, b = a.cpu(), b.cpu()  # the whole may be on another device than the parts
     if not a.is_floating_point() or not a.numel():
         return torch.equal(a, b)
-    x, y = torch.nan_to_num(a.double().cpu()), torch.nan_to_num(b.double().cpu())
+    x, y = torch.nan_to_num(a.double()), torch.nan_to_num(b.double())
     if not torch.equal(a.isnan(), b.isnan()):
         return False
     return bool((x - y).abs().max() <= ROUNDING * x.abs().max())

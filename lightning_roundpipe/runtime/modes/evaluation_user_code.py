@@ -60,8 +60,8 @@ class EvaluationUserCode(UserCodeMode):
         if func in WITH_REDUCTION:
             bound = dict(zip(LOSS_ARGUMENTS, args, strict=False)) | kwargs
             self.losses.note(func, args, kwargs, result, lambda: self.targets_of(bound))
-        elif IN_PLACE.fullmatch(name):
-            self.losses.forget(args[0])
+        elif IN_PLACE.fullmatch(name) or name.startswith("_foreach_"):
+            self.losses.forget(args[0] if args else None)
         elif "out" in kwargs:
             self.losses.forget(kwargs["out"])
         else:
