@@ -130,7 +130,7 @@ def test_a_limit_that_nobody_set_is_explained(
 ) -> None:
     """What libraries keep was taken off. Another message for each: a layer, a cut, a plan by hand, the GPU itself.
 
-    After the first batch, libraries keep something for each microbatch's thread, too: half of it for each of two workers.
+    After the first batch, libraries keep something for each microbatch's thread, too: half of it for each worker here.
     """
     fake_cuda.trainers_on_gpus(monkeypatch, limited=kib is None)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":30:1")
