@@ -137,9 +137,15 @@ def train(
     import zoo
 
     module = with_optimizer(zoo.make_module(model, lora), optimizer)
+    drawn = set[float]()
+
+    def drops(layer: torch.nn.Module, args: Any, out: Tensor) -> Tensor:
+        drawn.add(float(torch.rand((), dtype=torch.float64)))
+        return torch.nn.functional.dropout(out, dropout)
+
     for inner in module.modules():
         if dropout and isinstance(inner, torch.nn.Linear):
-            inner.register_forward_hook(lambda _, args, out: torch.nn.functional.dropout(out, dropout))
+            inner.register_forward_hook(drops)
     batches = global_batches(model, steps, samples)
     for batch in batches if even else ():
         batch["labels"] = batch["input_ids"].clone()
@@ -164,7 +170,7 @@ def train(
         made.fit(module, loader([part(batch, rank, machines) for batch in batches]), ckpt_path=resume)
     state = {name: value.detach().clone() for name, value in module.state_dict().items()}
     held = sum(bool(made.optimizers[0].state.get(p)) for p in module.parameters())
-    return {"losses": losses.losses, "state": state, "steps": made.global_step, "held": held}
+    return {"losses": losses.losses, "state": state, "steps": made.global_step, "held": held, "drawn": drawn}
 
 
 def cases(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
