@@ -71,6 +71,25 @@ class Losses(pl.Callback):
         self.losses.append(torch.as_tensor(outputs["loss"] if isinstance(outputs, dict) else outputs).detach().clone())
 
 
+class Late(pl.Callback):
+    """Sleeps in the backward of the second batch's second microbatch, when all losses are known."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self, seconds: float, module: torch.nn.Module) -> None:
+        self.seconds, self.batch, self.calls = seconds, 0, 0
+        layer = next(inner for inner in module.modules() if isinstance(inner, torch.nn.Linear))
+        layer.register_full_backward_hook(self.sleep)
+
+    def sleep(self, *_: Any) -> None:
+        self.calls += self.batch == 1
+        if self.calls == 2:
+            time.sleep(self.seconds)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.batch = batch_idx
+
+
 class Saves(pl.Callback):
     """Saves a checkpoint after a batch, or at the end."""
 
@@ -116,6 +135,7 @@ def train(
     save_after: int | None = None,
     repeated: bool = False,
     nothing_on: int | None = None,
+    late: float = 0.0,
     scaled: bool = False,
     more: Sequence[pl.Callback] = (),
     **trainer: Any,
@@ -131,6 +151,7 @@ def train(
         save: where to write a checkpoint when training has ended, or after the batch ``save_after``.
         repeated: whether all batches are the same one.
         nothing_on: a machine whose samples have no targets.
+        late: seconds for which the last machine sleeps in a backward.
         more: other callbacks.
         scaled: whether to compute in fp16 with a loss scale, which ``precision=`` refuses on the CPU.
     """
@@ -157,6 +178,7 @@ def train(
         trainer["plugins"] = [MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**10))]
     parts = {} if microbatches is None else {"num_microbatches": microbatches // machines}
     losses = Losses()
+    more = [*more, Late(late, module)] if late and rank == machines - 1 > 0 else more
     made = trainer_of(
         ours(**(parts | (options or {}))) if strategy is None else strategy,
         devices=devices,
