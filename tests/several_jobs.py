@@ -24,7 +24,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
-RANK = int(os.environ.get("NODE_RANK", 0))
+RANK = int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", 0)))
 MACHINES = int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -291,6 +291,24 @@ def lightning(folder: Path) -> dict[str, Any]:
         "said": module.said, "lines": logger.lines, "metrics": after, "epochs": trainer.current_epoch,
         "best": saving.best_model_path, "predicted": torch.cat(predicted).tolist(), "then": validated,
     }  # fmt: skip
+
+
+class Dies(pl.Callback):
+    """Ends the second machine's process in the second epoch, unless torchrun has started it again."""
+
+    roundpipe_looks_away = True
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if (RANK, trainer.current_epoch, batch_idx) == (1, 1, 1) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_once(folder: Path, epochs: int) -> dict[str, Any]:
+    """A run that goes on from its last checkpoint, one at the end of each epoch."""
+    saving = ModelCheckpoint(folder / "checkpoints", save_last=True)
+    options = {"machine_timeout": 30}
+    more = [Dies(), saving]
+    return train(options=options, more=more, enable_checkpointing=True, max_epochs=epochs, resume="last")
 
 
 class Faulty(Counting):

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.machines.liveness import Liveness
@@ -253,13 +254,14 @@ def _connected(rank: int, size: int, timeout: float) -> Peers:
     ours = not dist.is_initialized()
     try:
         if ours:
-            dist.init_process_group("gloo", rank=rank, world_size=size, timeout=patience)
+            started = _store(rank, size, patience)
+            dist.init_process_group("gloo", store=started, rank=rank, world_size=size, timeout=patience)
         everyone = list(range(size))
         groups = {MAIN: dist.group.WORLD}
         for name in (GRADIENTS, WEIGHTS):
             groups[name] = dist.new_group(everyone, timeout=patience, backend="gloo")
-        first: Any = dist.distributed_c10d._get_default_store()
-        store = first.clone()
+        base: Any = dist.distributed_c10d._get_default_store()
+        store = base.clone()
         store.set_timeout(timedelta(seconds=max(1.0, timeout / 4)))
         store.set(f"roundpipe/name/{rank}", socket.gethostname())
         dist.barrier(group=groups[GRADIENTS])
@@ -280,6 +282,17 @@ def _connected(rank: int, size: int, timeout: float) -> Peers:
         if ours or name != MAIN:
             dist.distributed_c10d._set_pg_timeout(OPERATION, group)
     return Peers(rank, names, liveness, groups)
+
+
+def _store(rank: int, size: int, patience: timedelta) -> Any:
+    """Return the job's store, without what processes that torchrun has replaced have left in it.
+
+    The store of ``torchrun --master-addr`` outlives them, with addresses at which nobody answers. One that fails ends
+    all others, so processes that belong together are the same restart of their machines.
+    """
+    store, _, _ = next(rendezvous("env://", rank, size, timeout=patience))
+    store.set_timeout(patience)
+    return dist.distributed_c10d.PrefixStore(f"roundpipe/start/{store.add(f'roundpipe/starts/{rank}', 1)}", store)
 
 
 _met: dict[str, Peers] = {}
