@@ -114,7 +114,7 @@ class RoundPipeStrategy(SeveralMachines):
             ``"bfloat16"`` halves the bytes and rounds; ``"float16"`` needs a loss scale. Default: the dtype of their
             sums, which is that of the trained weights (fp32).
         machine_timeout: with ``num_nodes`` of several, seconds within which a machine ends with an error when another
-            one has died or hangs.
+            one has died or hangs, and within which all must have come to the start.
         shard_optimizer: whether each of several machines updates, and has the optimizer's state of, some layers only.
         network_dtype: dtype in which gradients travel between machines: ``"bfloat16"`` halves the bytes and rounds.
             Default: their own.

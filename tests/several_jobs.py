@@ -24,7 +24,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
-RANK = int(os.environ.get("NODE_RANK", 0))
+RANK = int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", 0)))
 MACHINES = int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -69,6 +69,25 @@ class Losses(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(torch.as_tensor(outputs["loss"] if isinstance(outputs, dict) else outputs).detach().clone())
+
+
+class Late(pl.Callback):
+    """Sleeps in the backward of the second batch's second microbatch, when all losses are known."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self, seconds: float, module: torch.nn.Module) -> None:
+        self.seconds, self.batch, self.calls = seconds, 0, 0
+        layer = next(inner for inner in module.modules() if isinstance(inner, torch.nn.Linear))
+        layer.register_full_backward_hook(self.sleep)
+
+    def sleep(self, *_: Any) -> None:
+        self.calls += self.batch == 1
+        if self.calls == 2:
+            time.sleep(self.seconds)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.batch = batch_idx
 
 
 class Saves(pl.Callback):
@@ -116,6 +135,7 @@ def train(
     save_after: int | None = None,
     repeated: bool = False,
     nothing_on: int | None = None,
+    late: float = 0.0,
     scaled: bool = False,
     more: Sequence[pl.Callback] = (),
     **trainer: Any,
@@ -131,15 +151,22 @@ def train(
         save: where to write a checkpoint when training has ended, or after the batch ``save_after``.
         repeated: whether all batches are the same one.
         nothing_on: a machine whose samples have no targets.
+        late: seconds for which the last machine sleeps in a backward.
         more: other callbacks.
         scaled: whether to compute in fp16 with a loss scale, which ``precision=`` refuses on the CPU.
     """
     import zoo
 
     module = with_optimizer(zoo.make_module(model, lora), optimizer)
+    drawn = set[float]()
+
+    def drops(layer: torch.nn.Module, args: Any, out: Tensor) -> Tensor:
+        drawn.add(float(torch.rand((), dtype=torch.float64)))
+        return torch.nn.functional.dropout(out, dropout)
+
     for inner in module.modules():
         if dropout and isinstance(inner, torch.nn.Linear):
-            inner.register_forward_hook(lambda _, args, out: torch.nn.functional.dropout(out, dropout))
+            inner.register_forward_hook(drops)
     batches = global_batches(model, steps, samples)
     for batch in batches if even else ():
         batch["labels"] = batch["input_ids"].clone()
@@ -151,6 +178,7 @@ def train(
         trainer["plugins"] = [MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**10))]
     parts = {} if microbatches is None else {"num_microbatches": microbatches // machines}
     losses = Losses()
+    more = [*more, Late(late, module)] if late and rank == machines - 1 > 0 else more
     made = trainer_of(
         ours(**(parts | (options or {}))) if strategy is None else strategy,
         devices=devices,
@@ -164,7 +192,7 @@ def train(
         made.fit(module, loader([part(batch, rank, machines) for batch in batches]), ckpt_path=resume)
     state = {name: value.detach().clone() for name, value in module.state_dict().items()}
     held = sum(bool(made.optimizers[0].state.get(p)) for p in module.parameters())
-    return {"losses": losses.losses, "state": state, "steps": made.global_step, "held": held}
+    return {"losses": losses.losses, "state": state, "steps": made.global_step, "held": held, "drawn": drawn}
 
 
 def cases(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -263,6 +291,24 @@ def lightning(folder: Path) -> dict[str, Any]:
         "said": module.said, "lines": logger.lines, "metrics": after, "epochs": trainer.current_epoch,
         "best": saving.best_model_path, "predicted": torch.cat(predicted).tolist(), "then": validated,
     }  # fmt: skip
+
+
+class Dies(pl.Callback):
+    """Ends the second machine's process in the second epoch, unless torchrun has started it again."""
+
+    roundpipe_looks_away = True
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if (RANK, trainer.current_epoch, batch_idx) == (1, 1, 1) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_once(folder: Path, epochs: int) -> dict[str, Any]:
+    """A run that goes on from its last checkpoint, one at the end of each epoch."""
+    saving = ModelCheckpoint(folder / "checkpoints", save_last=True)
+    options = {"machine_timeout": 30}
+    more = [Dies(), saving]
+    return train(options=options, more=more, enable_checkpointing=True, max_epochs=epochs, resume="last")
 
 
 class Faulty(Counting):

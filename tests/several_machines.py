@@ -63,6 +63,25 @@ def start(job: str, machines: int, folder: Path, arguments: dict[str, Any]) -> l
     ]
 
 
+def torchrun(job: str, machines: int, folder: Path, arguments: dict[str, Any]) -> list[subprocess.Popen[str]]:
+    """Start ``torchrun`` for each machine, as ``docs/several-machines.md`` has it, with one restart each."""
+    port = free_port()
+    folder.mkdir(parents=True, exist_ok=True)
+    ours = ("NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={machines}", "--nproc-per-node=1"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={port}", "--max-restarts=1"]
+    return [
+        subprocess.Popen(
+            [*command, f"--node-rank={rank}", "-m", "several_jobs", job, str(folder), json.dumps(arguments)],
+            env={name: value for name, value in environment(rank, machines, port).items() if name not in ours},
+            stdout=open(folder / f"output-{rank}.txt", "w"),
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(machines)
+    ]
+
+
 LEFT = 1000
 """Exit status of a process that had to be killed."""
 

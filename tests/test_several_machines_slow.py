@@ -96,6 +96,17 @@ def test_gradients_in_bf16_are_near(tmp_path: Path) -> None:
     assert_tensors_same(one["state"], first[0]["state"], rtol=1e-2, atol=1e-2)
 
 
+def test_torchrun_starts_a_job_again_that_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    """torchrun's store outlives the processes, and had the addresses of those that had ended."""
+    processes = several_machines.torchrun("dies_once", 2, tmp_path, {"epochs": 3})
+    ended = several_machines.collect(processes, tmp_path, 2 * PATIENCE_S)
+    assert [one.status for one in ended] == [0, 0], "\n\n".join(one.output for one in ended)
+    assert "machine 1 (" in ended[0].output and "Restored all states" in ended[0].output
+    found = [torch.load(tmp_path / f"result-{rank}.pt", weights_only=False) for rank in range(2)]
+    assert len(found[0]["losses"]) == 6, "two epochs after the checkpoint of the first one"
+    assert_one({"max_epochs": 3}, found, ours=False)
+
+
 def test_two_hundred_steps(tmp_path: Path) -> None:
     first, second = several_machines.results("soak", tmp_path, steps=200, limit=900)
     assert all(torch.equal(first["state"][name], second["state"][name]) for name in first["state"])

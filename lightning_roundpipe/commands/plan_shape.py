@@ -22,7 +22,7 @@ from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fi
 from lightning_roundpipe.planning.census import CallMemory
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.estimate import GRADIENT_BYTES, estimate_costs, estimate_memory, layer_bytes
-from lightning_roundpipe.planning.memory import ARENAS, Parameters
+from lightning_roundpipe.planning.memory import ARENAS, MASTER_BYTES, Parameters
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.profile import Hardware, Precision
@@ -99,7 +99,7 @@ class ModelShape:
             begins when backward is over.
         max_positions: tokens of the longest sequence that the model is to have positions for; None: as many as its
             configuration says.
-        machines: that share masters and the optimizer's state.
+        machines: that share the optimizer's state.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class ModelShape:
         host = HostTime(machine.call_s, machine.turn_s, machine.hop_s, shared=True)
         between = None
         if network is not None:
-            share = self.parameters.compute_bytes / GRADIENT_BYTES
+            share = MASTER_BYTES / GRADIENT_BYTES  # all machines have the masters
             between = Network(self.parameters.machines, network * machine.network_efficiency, share)
         return Rules(staleness=staleness, host=host, links=machine.links(), updates=updates, network=between)
 

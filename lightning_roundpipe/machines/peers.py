@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.machines.liveness import Liveness
@@ -32,8 +33,6 @@ MAIN, GRADIENTS, WEIGHTS = "main", "gradients", "weights"
 """The process groups."""
 LOOK = 0.5
 """Seconds between two looks at the other machines while waiting."""
-MEETING = timedelta(minutes=30)
-"""How long machines wait for each other at the start, and operations of the default group last; torch's own limit."""
 OPERATION = timedelta(hours=24)
 """How long an operation may take while all machines are alive."""
 PORTION = 2**22
@@ -65,20 +64,27 @@ class Peers:
         except RuntimeError as error:
             raise self.liveness.explain(error, group) from error
 
-    def send(self, tensor: Tensor, to: int, group: str, tag: int = 0) -> Any:
-        """Start to send ``tensor`` to one machine and return the work."""
-        return self._begun(dist.isend, tensor, to, group, tag)
+    def deliver(self, tensor: Tensor, sources: Sequence[int], to: int, group: str) -> Any:
+        """Start to bring tensors of one size from ``sources`` to another machine and return the work.
 
-    def receive(self, tensor: Tensor, source: int, group: str, tag: int = 0) -> Any:
-        """Start to receive ``tensor`` from one machine and return the work."""
-        return self._begun(dist.irecv, tensor, source, group, tag)
+        All machines call this: it is a collective operation. Messages from one machine to another would not do, as gloo
+        closes all connections when a wait for one of them ends before it has come, and `wait` looks up in between.
 
-    def _begun(self, operation: Any, tensor: Tensor, other: int, group: str, tag: int) -> Any:
-        self.liveness.check()
-        try:
-            return operation(tensor, other, group=self._groups[group], tag=tag)
-        except RuntimeError as error:
-            raise self.liveness.explain(error, group) from error
+        Args:
+            tensor: contiguous. At a source, what it sends; at ``to``, memory for what the sources send, one behind the
+                other; on other machines, anything of the same dtype.
+            sources: numbers of the machines that send.
+            to: number of the machine that receives; none of ``sources``.
+            group: the process group.
+        """
+        raw = tensor.view(-1).view(torch.uint8)
+        each = raw.numel() // len(sources)
+        comes = [each if self.rank == to and other in sources else 0 for other in range(self.size)]
+        goes = [raw.numel() if self.rank in sources and other == to else 0 for other in range(self.size)]
+        received, sent = raw[: sum(comes)], raw[: sum(goes)]
+        return self.start(
+            dist.all_to_all_single, received, group, input=sent, output_split_sizes=comes, input_split_sizes=goes
+        )
 
     def wait(self, work: Any, label: str) -> None:
         """Wait for the end of ``work``. ``label`` says what for.
@@ -162,18 +168,18 @@ class Peers:
             mine = {n: states[n] for n, owner in enumerate(owners) if owner == source and n in states}
             kept = {str(n): {name: _described(value) for name, value in state.items()} for n, state in mine.items()}
             described = self.broadcast_json(kept, source, label)
-            if self.rank not in (0, source):
-                continue
             for number, state in described.items():
                 received: dict[str, Any] = {}
                 for name, (shape, dtype, value) in state.items():
+                    received[name] = value
                     if dtype is None:
-                        received[name] = value
-                    elif self.rank == source:
-                        self.wait(self.send(mine[int(number)][name].contiguous(), 0, MAIN), label)
+                        continue
+                    if self.rank == source:
+                        tensor = mine[int(number)][name].contiguous()
                     else:
-                        received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-                        self.wait(self.receive(received[name], source, MAIN), label)
+                        tensor = torch.empty(shape if self.rank == 0 else 0, dtype=getattr(torch, dtype))
+                        received[name] = tensor
+                    self.wait(self.deliver(tensor, [source], 0, MAIN), label)
                 if self.rank == 0:
                     found[int(number)] = received
         return found
@@ -232,39 +238,61 @@ def meet(rank: int, size: int, timeout: float) -> Peers:
     Args:
         rank: the number of this machine.
         size: the number of machines.
-        timeout: see `Liveness`.
+        timeout: seconds within which all machines must have come here; then see `Liveness`.
 
     Raises:
         RoundPipeError: the machines do not find each other.
     """
-    known = _met.get("peers")
-    if known is not None:
-        return known
-    if not dist.is_initialized():
-        try:
-            dist.init_process_group("gloo", rank=rank, world_size=size, timeout=MEETING)
-        except (RuntimeError, ValueError) as error:  # torch's DistStoreError is a RuntimeError
-            place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise RoundPipeError(
-                f"machine {rank} of {size} has not met the others at {place} (MASTER_ADDR, MASTER_PORT) within "
-                f"{MEETING.total_seconds() / 60:.0f} minutes: {str(error).splitlines()[0]} Start one process on each "
-                "machine, with the same address and port, and let the network's firewall pass them."
-            ) from error
-    everyone = list(range(size))
-    groups = {MAIN: dist.group.WORLD}
-    for name in (GRADIENTS, WEIGHTS):
-        groups[name] = dist.new_group(everyone, timeout=OPERATION, backend="gloo")
-    first: Any = dist.distributed_c10d._get_default_store()
-    store = first.clone()
-    store.set_timeout(timedelta(seconds=max(1.0, timeout / 4)))
-    store.set(f"roundpipe/name/{rank}", socket.gethostname())
-    dist.barrier(group=groups[GRADIENTS])
-    names = [store.get(f"roundpipe/name/{other}").decode() for other in everyone]
-    liveness = Liveness(store, rank, names, timeout)
-    liveness.enter()
-    dist.barrier(group=groups[GRADIENTS])
-    _met["peers"] = Peers(rank, names, liveness, groups)
+    if "peers" not in _met:
+        _met["peers"] = _connected(rank, size, timeout)
     return _met["peers"]
+
+
+def _connected(rank: int, size: int, timeout: float) -> Peers:
+    """Connect to the other machines: nothing watches them yet, so each wait ends by itself."""
+    patience = timedelta(seconds=timeout)
+    ours = not dist.is_initialized()
+    try:
+        if ours:
+            started = _store(rank, size, patience)
+            dist.init_process_group("gloo", store=started, rank=rank, world_size=size, timeout=patience)
+        everyone = list(range(size))
+        groups = {MAIN: dist.group.WORLD}
+        for name in (GRADIENTS, WEIGHTS):
+            groups[name] = dist.new_group(everyone, timeout=patience, backend="gloo")
+        base: Any = dist.distributed_c10d._get_default_store()
+        store = base.clone()
+        store.set_timeout(timedelta(seconds=max(1.0, timeout / 4)))
+        store.set(f"roundpipe/name/{rank}", socket.gethostname())
+        dist.barrier(group=groups[GRADIENTS])
+        names = [store.get(f"roundpipe/name/{other}").decode() for other in everyone]
+        liveness = Liveness(store, rank, names, timeout)
+        liveness.enter()
+        dist.barrier(group=groups[GRADIENTS])
+    except (RuntimeError, ValueError) as error:  # torch's DistStoreError is a RuntimeError
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise RoundPipeError(
+            f"machine {rank} of {size} has not met the others at {place} (MASTER_ADDR, MASTER_PORT) within "
+            f"machine_timeout={timeout:g} seconds: {(str(error).splitlines() or [type(error).__name__])[0]} Start one "
+            "process on each machine, with the same address and port, and let the network's firewall pass them and the "
+            "connections of gloo, whose interface GLOO_SOCKET_IFNAME names. Set a larger machine_timeout if one "
+            "machine needs longer than another until it trains."
+        ) from error
+    for name, group in groups.items():  # from here on `Liveness` ends a wait
+        if ours or name != MAIN:
+            dist.distributed_c10d._set_pg_timeout(OPERATION, group)
+    return Peers(rank, names, liveness, groups)
+
+
+def _store(rank: int, size: int, patience: timedelta) -> Any:
+    """Return the job's store, without what processes that torchrun has replaced have left in it.
+
+    The store of ``torchrun --master-addr`` outlives them, with addresses at which nobody answers. One that fails ends
+    all others, so processes that belong together are the same restart of their machines.
+    """
+    store, _, _ = next(rendezvous("env://", rank, size, timeout=patience))
+    store.set_timeout(patience)
+    return dist.distributed_c10d.PrefixStore(f"roundpipe/start/{store.add(f'roundpipe/starts/{rank}', 1)}", store)
 
 
 _met: dict[str, Peers] = {}

@@ -48,7 +48,7 @@ class Parameters:
         packed_bytes: of these, scales included.
         packed_as: their format, in words.
         packed_experts: whether experts' weights are among them.
-        machines: that share masters and the optimizer's state.
+        machines: that share the optimizer's state.
     """
 
     trained: int
@@ -254,11 +254,11 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters) -> list[Item]:
     gradients = sum(call.gradient_bytes for call in trains)
     landings = sum(call.reduced_bytes or 0 for call in trains)
     machines = parameters.machines
-    copied = size != MASTER_BYTES or parameters.apart or machines > 1
+    copied = size != MASTER_BYTES or parameters.apart
     owned = -(-trained // machines)
     whose = f", 1/{machines} of them" if machines > 1 else ""
     items = [
-        Item(f"trained weights, fp32{whose}", MASTER_BYTES * owned, locked=not copied),
+        Item("trained weights, fp32", MASTER_BYTES * trained, locked=not copied),
         Item("their working copy in compute precision", size * trained if copied else 0, locked=True),
         Item(f"frozen weights, {parameters.packed_as}", parameters.packed_bytes, locked=True),
         Item("frozen weights in compute precision", size * (frozen - parameters.packed), locked=True),

@@ -1,7 +1,6 @@
 """Steps on several machines: what lies between a layer's gradients on each host and its new weights on all of them.
 
-Each machine runs the plan on its own microbatches. A layer has an owner, which alone has its masters and its optimizer
-state:
+Each machine runs the plan on its own microbatches. A layer has an owner, which alone has its optimizer state:
 
     its gradients are complete on each machine ─► reduced to the owner ─► updated there ─► weights sent to all     [1]
     a layer of many bytes goes in parts, so that a part is updated while the next one travels                      [2]

@@ -225,7 +225,7 @@ ELSEWHERE = {
     *(
         ("runtime.optimizer.gradient_exchange:GradientExchange." + name, line)
         for name, line in (
-            ("_land", 'self.peers.wait(work, f"the gradients of bucket {bucket.index}")'),
+            ("_land", 'self.peers.wait(flying.work, f"the gradients of bucket {bucket.index}")'),
             ("_arrive", 'self.peers.wait(weights.work, f"the weights of bucket {weights.bucket.index}")'),
         )
     ),

@@ -62,7 +62,8 @@ class StepSpec:
 
     Attributes:
         number: position in the order of steps.
-        seed: numbers from which the random states of its batch are derived.
+        seed: numbers from which the random states of its batch are derived. The last one is the number of microbatches
+            of all machines, if each has as many as this one: machines that have other numbers draw from other streams.
         version: version of the weights that it computes with.
         cut: whether the batch, or the model's calls in it, are cut into microbatches.
         overlaps: whether its backward may continue after its outputs were returned.

@@ -95,11 +95,12 @@ class Step:
         self.readiness = GradReadiness(engine.model.buckets)
         self.sizes, cut = sizes, len(sizes) > 1 if cut is None else cut
         isolated = isolated and cut and not engine.learned.in_order
+        peers, count = engine.exchange.peers if engine.exchange is not None else None, self._count_of(sizes)
         if cancel_scope is None:
             cancel_scope = CancelScope(self._failed, before.cancel_scope if before is not None else None)
         self.spec = StepSpec(
             number=engine.next_step(),
-            seed=seed,
+            seed=(*seed, count * (peers.size if peers is not None else 1)),
             version=updates.wanted if updates is not None else 0,
             cut=cut,
             overlaps=overlaps,
@@ -109,7 +110,7 @@ class Step:
             module_state=engine.learned.module_state if isolated else None,
             recorder=recorder or Recorder(),
             cancel_scope=cancel_scope,
-            first=engine.exchange.peers.rank * self._count_of(sizes) if engine.exchange is not None else 0,
+            first=count * (peers.rank if peers is not None else 0),
         )
         self.slots: list[Slot] = []
         self._sums: dict[tuple[int, int], HostGradSums] = {}

@@ -38,7 +38,6 @@ MESSAGE = 2**25
 """Bytes of a message at most. At 10 Gbit/s it takes 30 milliseconds, and its latency does not count."""
 FLYING = 4
 """Messages on their way at most."""
-_TAGS = 2**16
 
 
 @dataclass
@@ -62,16 +61,16 @@ class _Flying:
     """A message on its way, and the gradients of this machine, which it will replace.
 
     Attributes:
-        works: what to wait for.
-        parts: what comes from each machine, by number; only at an owner.
+        work: what to wait for.
+        received: what comes from the other machines, in their order; only at an owner.
     """
 
     message: _Message
     bucket: ParamBucket
     buffer: Tensor
     gradients: dict[int, Tensor]
-    works: list[Any]
-    parts: list[Tensor] = field(default_factory=list)
+    work: Any
+    received: Tensor | None = None
 
 
 @dataclass
@@ -114,7 +113,6 @@ class GradientExchange:
         self._weights: deque[_Weights] = deque()
         self._updated: list[ParamBucket] = []
         """Buckets whose new weights are there."""
-        self._tag = 0
         self._apart = False
         """Whether this machine's optimizer steps on its own thread."""
 
@@ -179,7 +177,7 @@ class GradientExchange:
             while len(self._flying) >= FLYING:
                 self._land()
             self._send(bucket, message, mine)
-        while self._flying and all(work.is_completed() for work in self._flying[0].works):
+        while self._flying and self._flying[0].work.is_completed():
             self._land()
         return self._taken()
 
@@ -220,37 +218,35 @@ class GradientExchange:
                 part.copy_(_flat(gradients, id(master))[start:end])
             else:
                 part.zero_()
-        self._tag = (self._tag + 1) % _TAGS  # the same on each machine, as all count all messages
         self.sent += buffer.nbytes
-        flying = _Flying(message, bucket, buffer, gradients, [])
-        self._flying.append(flying)
         if not self._shares_out:
-            flying.works = [self.peers.start(dist.all_reduce, buffer, GRADIENTS)]  # [2]
-        elif not self.owns(bucket):
-            flying.works = [self.peers.send(buffer, self.owner[bucket], GRADIENTS, self._tag)]  # [4]
-        else:
-            for other in range(self.peers.size):
-                mine = other == self.peers.rank
-                flying.parts.append(buffer if mine else self._buffer(dtype, size))
-                if not mine:
-                    flying.works.append(self.peers.receive(flying.parts[-1], other, GRADIENTS, self._tag))
+            work = self.peers.start(dist.all_reduce, buffer, GRADIENTS)  # [2]
+            self._flying.append(_Flying(message, bucket, buffer, gradients, work))
+            return
+        others = [other for other in range(self.peers.size) if other != self.owner[bucket]]
+        received = self._buffer(dtype, size * len(others)) if self.owns(bucket) else None
+        tensor = buffer if received is None else received
+        work = self.peers.deliver(tensor, others, self.owner[bucket], GRADIENTS)  # [4]
+        self._flying.append(_Flying(message, bucket, buffer, gradients, work, received))
 
     @torch.no_grad()
     def _land(self) -> None:
         """Wait for the oldest message, and unpack it [3]."""
         flying = self._flying.popleft()
         message, bucket, buffer = flying.message, flying.bucket, flying.buffer
-        for work in flying.works:
-            self.peers.wait(work, f"the gradients of bucket {bucket.index}")
-        if flying.parts:
-            buffer = flying.parts[0]
-            for part in flying.parts[1:]:
-                buffer.add_(part)  # [4]
+        self.peers.wait(flying.work, f"the gradients of bucket {bucket.index}")
+        total = buffer
+        if flying.received is not None:
+            parts = list(flying.received.view(-1, buffer.numel()))
+            parts.insert(self.peers.rank, buffer)
+            total = parts[0]
+            for part in parts[1:]:
+                total.add_(part)  # [4]
         if self.owns(bucket) or not self._shares_out:
-            self._unpack(flying, buffer)
+            self._unpack(flying, total)
         else:
             flying.gradients.clear()
-        for memory in flying.parts or [buffer]:
+        for memory in (buffer, flying.received) if flying.received is not None else (buffer,):
             self._free.setdefault(memory.dtype, []).append(_whole(memory))
         if message.last:
             self._present.pop(bucket, None)
@@ -348,6 +344,7 @@ class GradientExchange:
     def _buffer(self, dtype: torch.dtype, size: int) -> Tensor:
         """Return memory for a message of ``size`` numbers, the memory of an earlier one if it is large enough."""
         free = self._free.setdefault(dtype, [])
+        free.sort(key=Tensor.numel)
         for index, memory in enumerate(free):
             if memory.numel() >= size:
                 return free.pop(index)[:size]

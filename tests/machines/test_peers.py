@@ -1,0 +1,36 @@
+"""Machines meet within ``machine_timeout``, or each says where it has looked for the others."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from several_machines import free_port
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.machines.peers import meet
+
+TIMEOUT = 0.5
+"""Seconds. The setting's least is 5, which only makes this test longer."""
+
+
+@pytest.mark.parametrize("who", ["the first machine", "another machine", "all, but gloo cannot connect"])
+def test_a_machine_that_meets_nobody_says_where_it_looked(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for half an hour. A firewall may let machines pass to the store, and not to each other."""
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    rank = 1 if who == "another machine" else 0
+    joins = ThreadPoolExecutor()
+    if who.startswith("all"):
+        joins.submit(dist.TCPStore, "127.0.0.1", port, 2, False, timedelta(seconds=5))
+    began = time.monotonic()
+    with pytest.raises(RoundPipeError, match=rf"machine {rank} of 2 .* at 127.0.0.1:{port} .* machine_timeout=0.5 sec"):
+        meet(rank, 2, TIMEOUT)
+    assert time.monotonic() - began < 10 * TIMEOUT
+    joins.shutdown()
+    assert not dist.is_initialized()
