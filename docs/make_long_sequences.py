@@ -1,6 +1,6 @@
 """The figures in docs/long-sequences.md: the longest sequences that `roundpipe-plan` plans, and what they consist of.
 
-    .venv/bin/python docs/make_long_sequences.py          (about three minutes on two cores)
+    .venv/bin/python docs/make_long_sequences.py          (about four minutes on two cores)
 
 Nothing between the marks on that page is written by hand; a test computes some of the rows again.
 """
@@ -15,12 +15,15 @@ from pathlib import Path
 
 from lightning_roundpipe.commands.explain import Explained, InTiles, explain, in_tiles
 from lightning_roundpipe.commands.machines import choose_machine
-from lightning_roundpipe.commands.plan_model import Outlook, look_at, shape_of
-from lightning_roundpipe.commands.plan_shape import Wish
+from lightning_roundpipe.commands.plan_model import Outlook, look_at, memory_of, plan_of_longest, shape_of, total
+from lightning_roundpipe.commands.plan_shape import TILE, ModelShape, Wish
+from lightning_roundpipe.planning.memory import Item, device_bytes, device_items, host_items
 
 PAGE = Path(__file__).with_name("long-sequences.md")
 BEGIN, END = "<!-- figures: docs/make_long_sequences.py -->\n", "<!-- end of figures -->\n"
+BEGIN_LENGTHS, END_LENGTHS = "<!-- lengths: docs/make_long_sequences.py -->\n", "<!-- end of lengths -->\n"
 POSITIONS = 2**19
+LENGTHS = (2**15, 2**16, 2**17)
 GPUS = (1, 8)
 MOST = 3
 """Modules that are named."""
@@ -89,6 +92,60 @@ def find(row: Row, gpus: int) -> Found:
     return Found(gpus, outlook, explain(outlook)[-1], tiles)
 
 
+@dataclass(frozen=True)
+class Need:
+    """What a sequence of so many tokens takes on one GPU, by the plan that takes the least of it.
+
+    Attributes:
+        device: bytes of the GPU.
+        largest: its largest part.
+        host: bytes of the host.
+    """
+
+    device: int
+    largest: Item
+    host: int
+
+
+def needs(row: Row, tokens: int) -> tuple[Need, Need]:
+    """Without tiles and in tiles."""
+    wish = row.wish(1)
+    machine = choose_machine(wish.hardware, None, None, None, wish.host_memory)
+    shape = shape_of(wish, machine.hardware)
+    return _need(shape, wish, tokens), _need(shape.in_tiles(), wish, tokens)
+
+
+def _need(shape: ModelShape, wish: Wish, tokens: int) -> Need:
+    assert wish.microbatches is not None
+    costs = shape.costs(1, tokens)
+    plan = plan_of_longest(costs, shape, 1, wish.microbatches, memory_of(wish, shape.hardware), None)
+    items = device_items(plan, costs, 1, device_bytes(plan, costs, 1))
+    largest = max(items, key=lambda item: item.nbytes)
+    return Need(total(items), largest, total(host_items(plan, costs, shape.parameters)))
+
+
+def setting(row: Row, tokens: int) -> list[str]:
+    """A row of the second table."""
+    whole, tiled = needs(row, tokens)
+    limit = memory_of(row.wish(1), choose_machine(row.wish(1).hardware, None, None, None, None).hardware)
+    assert limit is not None
+    fits = [need.device <= limit for need in (whole, tiled)]
+    chosen = whole if fits[0] else tiled
+    return [
+        row.title,
+        f"{tokens:,}",
+        "`None`" if fits[0] else f"`{TILE}`" if fits[1] else "does not fit",
+        gib(whole.device),
+        gib(tiled.device),
+        gib(chosen.host),
+        chosen.largest.name.partition(", of stage")[0].partition(", stage")[0],
+    ]
+
+
+def gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.1f}"
+
+
 def dominating(explained: Explained) -> str:
     """The modules that made most of what is alive, with their shares of a worker's activations."""
     shares: Counter[str] = Counter()
@@ -119,13 +176,30 @@ HEAD = (
 )  # fmt: skip
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    ruler = ["---", *("---:" for _ in HEAD[1:5]), "---", "---:", "---:"]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (HEAD, ruler, *rows))
+RULER = ("---", *("---:" for _ in HEAD[1:5]), "---", "---:", "---:")
+HEAD_OF_LENGTHS = (
+    "model", "tokens", "`token_tiles`", "GiB whole", "GiB in tiles", "GiB of the host", "the largest part",
+)  # fmt: skip
+RULER_OF_LENGTHS = ("---", "---:", "---", "---:", "---:", "---:", "---")
+
+
+def table(rows: Sequence[Sequence[str]], head: Sequence[str] = HEAD, ruler: Sequence[str] = RULER) -> str:
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, ruler, *rows))
 
 
 def between(page: str) -> str:
     return page.split(BEGIN)[1].split(END)[0]
+
+
+def write_lengths() -> None:
+    rows = []
+    for row in ROWS:
+        for tokens in LENGTHS:
+            rows.append(setting(row, tokens))
+            print(rows[-1], file=sys.stderr)
+    before, rest = PAGE.read_text().split(BEGIN_LENGTHS)
+    of_lengths = table(rows, HEAD_OF_LENGTHS, RULER_OF_LENGTHS)
+    PAGE.write_text(f"{before}{BEGIN_LENGTHS}\n{of_lengths}\n{END_LENGTHS}{rest.split(END_LENGTHS)[1]}")
 
 
 def main() -> None:
@@ -136,6 +210,7 @@ def main() -> None:
             print(rows[-1], file=sys.stderr)
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n```\n{ROWS[1].command}\n```\n\n{END}{rest.split(END)[1]}")
+    write_lengths()
 
 
 if __name__ == "__main__":

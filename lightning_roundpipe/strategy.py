@@ -120,7 +120,7 @@ class RoundPipeStrategy(SeveralMachines):
             Default: their own.
         token_tiles: tokens that modules inside layers which act on each token alone (MLPs, norms, experts) take at a
             time, so that a layer holds the intermediates of so many tokens only, for long sequences. ``"auto"``: 1,024
-            tokens, in modules whose intermediates would take an eighth of a worker's memory. Default: all tokens.
+            tokens, if the first batch shows that a worker's memory is too small otherwise. Default: all tokens.
         emulation: how emulated devices (``accelerator="cpu"``) behave; a mapping or an ``Emulation``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
 

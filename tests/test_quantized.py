@@ -23,6 +23,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model import quantize, quantize_experts
 from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.model.quantized import companions, prepare
+from lightning_roundpipe.runtime.layer_calls.token_tiles import TokenTiles
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 VOCAB, WIDTH = 97, 64
@@ -160,6 +161,16 @@ def test_adapters_that_read_the_base_weights() -> None:
     """DoRA unpacks the base's weight by itself, and on the CPU puts another parameter in its place."""
     module = task(use_dora=True)
     assert_same(run("auto", module, batches()), trained(module, plan=PLAN))
+
+
+@pytest.mark.slow
+def test_tiles_of_tokens_unpack_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[dict[str, list[str]]] = []
+    told = TokenTiles.why_not
+    monkeypatch.setattr(TokenTiles, "why_not", lambda self, layer: ran.append(self.ran) or told(self, layer))
+    module = task()
+    assert_same(run("auto", module, batches()), trained(module, token_tiles=4))
+    assert "mlp" in {name for names in ran[-1].values() for name in names}
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])

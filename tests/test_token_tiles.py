@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from harness import assert_same, assert_tensors_same, loader, ours, per_call, run, trainer_of
+from harness import Result, assert_same, assert_tensors_same, loader, ours, per_call, run, trainer_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from zoo.modules import ZooModule
@@ -19,6 +19,7 @@ from zoo_runs import expected
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.messages import RoundPipeWarning
 from lightning_roundpipe.runtime.layer_calls import tile_check
 from lightning_roundpipe.runtime.layer_calls.tile_check import Verdict, check
@@ -125,16 +126,42 @@ def test_tiles_hold_less(made: list[TokenTiles]) -> None:
     assert peaks[1] < 0.75 * peaks[0]
 
 
+def _train_within(tiles: Any, memory: int | None) -> Result:
+    """Two batches of a sequence of 800 tokens, whose layers take 2 MB of a worker each."""
+    batch = {key: value[:1].repeat(2, 80)[:, :800] for key, value in zoo.make_batches("llama", 1)[0].items()}
+    strategy = ours(num_microbatches=2, token_tiles=tiles, emulation={"memory": memory})
+    return run(strategy, zoo.make_module("llama"), [batch] * 3, devices=2)
+
+
 @pytest.mark.slow
-def test_auto_tiles_only_where_memory_asks_for_it(made: list[TokenTiles], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_roundpipe.runtime.layer_calls.token_tiles.AUTO_TOKENS", 4)
-    monkeypatch.setattr("lightning_roundpipe.runtime.layer_calls.token_tiles.AUTO_SHARE", 100)
-    module, batches = zoo.make_module("llama"), zoo.make_batches("llama", 1)
-    ran = []
-    for memory in (None, "1GiB", "800KB"):
-        run(ours(num_microbatches=3, token_tiles="auto", emulation={"memory": memory}), module, batches)
-        ran.append({name for found in made[-1].ran.values() for name in found})
-    assert ran[:2] == [set(), set()] and "mlp" in ran[2]
+def test_auto_turns_tiles_on_where_a_call_does_not_fit(made: list[TokenTiles], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_roundpipe.runtime.layer_calls.token_tiles.AUTO_TOKENS", 64)
+    whole = _train_within(None, None)
+    with pytest.raises(torch.OutOfMemoryError):
+        _train_within(None, 1_700_000)
+    roomy, tight = _train_within("auto", 20_000_000), _train_within("auto", 1_700_000)
+    assert not made[-2].on and not made[-2].ran and roomy.losses == whole.losses
+    assert "mlp" in {name for names in made[-1].ran.values() for name in names}
+    assert_same(whole, tight)
+    assert roomy.report is not None and tight.report is not None
+    kept = [max(call["activation_bytes"] for call in of["costs"]["calls"]) for of in (roomy.report, tight.report)]
+    assert kept[1] < 0.85 * kept[0] and tight.report["planned_device_bytes"] <= 0.9 * 1_700_000
+
+
+@pytest.mark.slow
+def test_auto_turns_tiles_on_where_no_plan_fits(made: list[TokenTiles], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of the first batch fits on its own, but not with what waits beside it under a plan."""
+    monkeypatch.setattr("lightning_roundpipe.runtime.layer_calls.token_tiles.AUTO_TOKENS", 64)
+    monkeypatch.setattr(TokenTiles, "may_need", lambda *_: False)
+    with pytest.raises(DoesNotFit):
+        _train_within(None, 2_350_000)
+    assert_same(_train_within(None, None), _train_within("auto", 2_350_000))
+    assert made[-1].on and made[-1].ran
+
+
+def test_auto_without_a_limit_runs_nothing_in_tiles(made: list[TokenTiles]) -> None:
+    run(ours(num_microbatches=3, token_tiles="auto"), zoo.make_module("llama"), zoo.make_batches("llama", 1))
+    assert not made[-1].on and not made[-1].ran
 
 
 class _Blocks(ZooModule):
@@ -332,3 +359,30 @@ def test_settings_are_checked(value: Any) -> None:
 def test_compiled_layers_have_no_tiles() -> None:
     with pytest.raises(ValueError, match="compile_layers"):
         RoundPipeStrategy(token_tiles=512, compile_layers=True)
+
+
+# -- precision
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_tiles_in_low_precision_train_as_without(precision: str, made: list[TokenTiles]) -> None:
+    """As near to each other as bf16 rounds."""
+    module, batches = zoo.make_module("llama"), zoo.make_batches("llama", 2)
+    whole, tiled = (
+        run(ours(num_microbatches=3, token_tiles=tile), module, batches, precision=precision) for tile in (None, 4)
+    )
+    assert "mlp" in {name for names in made[-1].ran.values() for name in names}
+    _assert_alike(whole, tiled)
+
+
+def _assert_alike(whole: Result, tiled: Result) -> None:
+    for one, other in zip(whole.losses, tiled.losses, strict=True):
+        assert float(other) == pytest.approx(float(one), rel=4e-3)
+    for one, other in zip(whole.grads, tiled.grads, strict=True):
+        largest = max(float(g.abs().max()) for g in one.values() if g is not None)
+        for name, grad in one.items():
+            if grad is not None:
+                found = other[name]
+                assert found is not None
+                torch.testing.assert_close(found.float(), grad.float(), rtol=0, atol=0.02 * largest, msg=name)

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.machines.peers import Peers
 from lightning_roundpipe.model.reachable import listed
 from lightning_roundpipe.model.structure import Structure
@@ -29,7 +30,7 @@ from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed, in
 from lightning_roundpipe.runtime.faults.notes import remedied
 from lightning_roundpipe.runtime.layer_calls.compiling import forwards_of
 from lightning_roundpipe.runtime.layer_calls.token_tiles import TokenTiles
-from lightning_roundpipe.runtime.memory.budget import layers_that_fit, worker_bytes
+from lightning_roundpipe.runtime.memory.budget import layers_that_fit, room_for_calls
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.grad_buffers import GradientMemory, Reduction
 from lightning_roundpipe.runtime.memory.host_model import HostModel
@@ -127,7 +128,7 @@ class Engine:
         counter = functools.partial(counter_of, options, learned, devices[0])
         tile = options.token_tiles
         self._told_tiles = False
-        self.tiles = None if tile is None else TokenTiles(tile, worker_bytes(options, devices))
+        self.tiles = None if tile is None else TokenTiles(tile, room_for_calls(model.layers, options, devices))
         given = (lambda: learned.randomness, formats, watched, forwards, model.bucket_of, counter, self.tiles)
         self.context = EngineContext(
             options=options,
@@ -215,9 +216,9 @@ class Engine:
             microbatches = len(step.sizes)
             self.hints.after_step(self.model.layers, switched_off, microbatches)
             self._say_tiles()
-            if learned.plans and step.has_loss and (microbatches > 1 or wants_plan):
-                fuses = not self._scope.cuts_calls
-                self._planner.plan_from(step.spec.recorder, step.traces, microbatches, fuses=fuses)
+            measured = self.tiles is None or not self.tiles.came  # else some calls were measured without tiles
+            if learned.plans and measured and step.has_loss and (microbatches > 1 or wants_plan):
+                self._plan_from(step, microbatches)
             elif microbatches == 1:
                 learned.recent = step.traces[0]
             self._scope.refuse()
@@ -228,6 +229,16 @@ class Engine:
             if not (step.spec.overlaps and step.gradients is not None) or self._state_moves():
                 self._drain()
         return output
+
+    def _plan_from(self, step: Step, microbatches: int) -> None:
+        """Make a plan; or turn tiles on, with which the next batch is learned, if no plan fits without them."""
+        tiles, fuses = self.tiles, not self._scope.cuts_calls
+        try:
+            self._planner.plan_from(step.spec.recorder, step.traces, microbatches, fuses=fuses)
+        except DoesNotFit:
+            if tiles is None or tiles.on:
+                raise
+            tiles.turn_on()
 
     def _step_of(self, cut: Cut, seed: tuple[int, ...], *, overlaps: bool) -> Step:
         context, updates, before = self.context, self.updates, self._step_in_flight
@@ -500,8 +511,11 @@ class Engine:
 
     def _begin(self) -> None:
         self.worker_pool.refuse_broken()
-        if (now := self.model.trainable()) != self._trainable or is_surprised(self.model.layers):
+        tiles_came = self.tiles is not None and self.tiles.came
+        if (now := self.model.trainable()) != self._trainable or is_surprised(self.model.layers) or tiles_came:
             self._trainable = now
+            if self.tiles is not None:
+                self.tiles.came = False
             self.settle()
             self._planner.forget()
             with interrupts_allowed():  # as in `reserve_gradients`

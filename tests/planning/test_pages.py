@@ -52,6 +52,13 @@ def test_rows_of_long_sequences_are_what_is_planned() -> None:
         assert f"| {' | '.join(pages.cells(row, pages.find(row, gpus)))} |\n" in page
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_row_of_what_to_set_is_what_is_planned() -> None:
+    pages = long()
+    assert f"| {' | '.join(pages.setting(pages.ROWS[1], 2**17))} |\n" in pages.PAGE.read_text()
+
+
 def test_the_pages_have_every_row() -> None:
     pages = several()
     page = pages.between(pages.PAGE.read_text())

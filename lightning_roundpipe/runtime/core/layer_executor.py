@@ -102,7 +102,12 @@ class LayerExecutor:
         self._masters = masters
         self._counter = counter
         self._plain = PlainExecutor(worker, randomness)
-        self._tiles = tiles
+        self._all_tiles = tiles
+
+    @property
+    def _tiles(self) -> TokenTiles | None:
+        """Runs modules in tiles; None if they run whole."""
+        return self._all_tiles if self._all_tiles is not None and self._all_tiles.on else None
 
     def forward(self, slot: Slot, call: Call, activations: ActivationStore) -> Forward:
         """Run a call's forward.
@@ -133,6 +138,8 @@ class LayerExecutor:
         buffers.load()
         if call.measure and self._forwards.compiled:
             self._count_as_written(slot, call, leaves)
+        if call.learning and self._all_tiles is not None and call.thread_state.grad:
+            self._turn_tiles_on(self._all_tiles, slot, call, leaves)
         if call.measure and self._tiles is not None and self._tiles.unknown(call.layer, call.state):
             self._compare_tiles(slot, call, leaves)
         inputs = _tensors(leaves)
@@ -303,6 +310,8 @@ class LayerExecutor:
         counter = as_written or (self._counter() if kind == "forward" and not forwards.compiled else None)
         name = call.layer.name
         replica = self._worker.replica(call.layer)
+        if self._tiles is not None:
+            self._tiles.of(call.layer, replica)  # wraps modules, which is nothing that the layer's code has set
         replica.apply(call.state)
         replica.train(call.trainable)
         grad = call.thread_state.grad and call.graph
@@ -377,6 +386,25 @@ class LayerExecutor:
             adding=self._tiles.of(layer, replica).adding,
         )
         return self._tiles.around(layer, replica, call.state, surroundings, watch)
+
+    def _turn_tiles_on(self, tiles: TokenTiles, slot: Slot, call: Call, leaves: list[Any]) -> None:
+        """Find out whether a call fits without tiles, in a run of its own, and turn them on if not."""
+        given = storage_bytes(_tensors(leaves))
+        if not tiles.may_need(call.layer, given):
+            return
+        replica, buffers = self._worker.copy_of(call.layer)
+        meter, needed = PeakMemoryMeter(self._device, _tensors(leaves)), None
+        with contextlib.suppress(torch.OutOfMemoryError):  # tiles take less
+            copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # it may write to them
+            ran = self._run(slot, dataclasses.replace(call, graph=True), copies, "")
+            self._device.track_until_freed(ran.tensors(), OUTPUTS)
+            needed = given + storage_bytes(ran.tensors())  # for their gradients
+            del ran, copies
+        found = meter.read()
+        tiles.turn_on_unless(call.layer, given, None if needed is None else found + needed)
+        replica.drop_written()
+        buffers.discard(thorough=True)
+        buffers.load()
 
     def _compare_tiles(self, slot: Slot, call: Call, leaves: list[Any]) -> None:
         """Find out which modules may run in tiles, in a run of its own, so that the call's time does not contain it."""

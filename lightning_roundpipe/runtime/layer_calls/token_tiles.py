@@ -10,7 +10,9 @@ A call runs untiled, as it would without the option, if tiles could not repeat i
     attributes with tensors came with the call, or the layer writes to buffers ── the backward would not find them
     the module's attributes, parameters or class were set in this call, as PEFT does around experts ── nor these
     hooks inside the module ── they would see tiles
-    ``"auto"`` ── where the graph is small beside the memory of a worker
+
+``"auto"`` begins without tiles. They are turned on for good if a layer's first call in training, with its graph, does
+not fit on a worker, or if no plan of the first batch does. What was measured until then is measured again with tiles.
 """
 
 from __future__ import annotations
@@ -41,8 +43,6 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 AUTO_TOKENS = 1024
 """Tokens of a tile with ``"auto"``: their products take many times as long as reading and writing the weights."""
-AUTO_SHARE = 8
-"""With ``"auto"``, a module runs in tiles if its graph takes more than this part of a worker's memory."""
 _NEVER = (nn.Linear, nn.Embedding, nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.ParameterList)
 """Modules that keep nothing but their inputs and outputs, or are not called."""
 _BOOKKEEPING = frozenset(nn.Module().__dict__)
@@ -73,15 +73,19 @@ class TokenTiles:
     """What the modules of all layers have shown, and the tiles that follow from it.
 
     Args:
-        tile: tokens in a tile at most; ``"auto"``: `AUTO_TOKENS`, where memory asks for it.
-        limit: bytes that a worker may use; None without a limit, so that ``"auto"`` tiles nothing.
+        tile: tokens in a tile at most; ``"auto"``: `AUTO_TOKENS`, once something does not fit without tiles.
+        room: bytes that a worker has for a call, beside the weights and gradients of the largest layer; None without a
+            limit, so that everything fits.
     """
 
-    def __init__(self, tile: int | Literal["auto"], limit: int | None) -> None:
+    def __init__(self, tile: int | Literal["auto"], room: int | None) -> None:
         self.tile = AUTO_TOKENS if tile == "auto" else tile
-        self._least_bytes: float = 0
-        if tile == "auto":
-            self._least_bytes = float("inf") if limit is None else limit / AUTO_SHARE
+        self.on = tile != "auto"
+        """Whether modules run in tiles at all."""
+        self.came = False
+        """Whether tiles were turned on since the engine has learned its calls."""
+        self._room = room
+        self._fitted: dict[int, int] = {}
         self._known: dict[int, list[Known]] = {}
         self._copies: weakref.WeakKeyDictionary[Replica, _TiledReplica] = weakref.WeakKeyDictionary()
         self.ran: dict[str, list[str]] = {}
@@ -91,9 +95,29 @@ class TokenTiles:
 
     def unknown(self, layer: HostLayer, state: StateDiff | None) -> bool:
         """Return whether the layer has not run with these attributes yet."""
-        return self._least_bytes < float("inf") and not any(
-            known.state is state for known in self._known.get(layer.index, ())
-        )
+        return not any(known.state is state for known in self._known.get(layer.index, ()))
+
+    def may_need(self, layer: HostLayer, nbytes: int) -> bool:
+        """Return whether to find out if the layer's call with inputs of ``nbytes`` fits without tiles."""
+        return not self.on and self._room is not None and nbytes > self._fitted.get(layer.index, 0)
+
+    def turn_on_unless(self, layer: HostLayer, nbytes: int, needed: int | None) -> None:
+        """Turn tiles on unless a call without them fits.
+
+        Args:
+            layer: the called layer.
+            nbytes: of the call's inputs.
+            needed: bytes that the call takes with its graph; None if there was not enough memory for it.
+        """
+        assert self._room is not None
+        if needed is None or needed > self._room:
+            self.turn_on()
+        else:
+            self._fitted[layer.index] = nbytes
+
+    def turn_on(self) -> None:
+        """Run modules in tiles from now on."""
+        self.on = self.came = True
 
     @contextlib.contextmanager
     def around(
@@ -132,9 +156,6 @@ class TokenTiles:
         known = self._of(layer, state)
         known.watched |= watch.seen
         known.needed |= watch.needed
-
-    def is_worth(self, verdict: Verdict, tokens: int) -> bool:
-        return verdict.bytes_per_token * tokens >= self._least_bytes
 
     def seen(self, layer: HostLayer, number: int) -> bool:
         """Return whether a module has run in tiles in any state of the layer's attributes."""
@@ -249,7 +270,7 @@ class _TiledReplica:
         )  # fmt: skip
         if verdict is None:
             verdict = run.known.verdicts[number] = self._verdict(run, number, module, call, tensors)
-        if verdict.why_not or not self._tiles.is_worth(verdict, layout.tokens):
+        if verdict.why_not:
             return None
         call.differentiable = verdict.differentiable
         if around.valueless and number in run.known.watched and number not in run.known.needed:
