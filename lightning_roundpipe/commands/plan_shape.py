@@ -212,7 +212,10 @@ class ModelShape:
         if network is not None:
             share = self.parameters.compute_bytes / GRADIENT_BYTES
             between = Network(self.parameters.machines, network * machine.network_efficiency, share)
-        return Rules(staleness=staleness, host=host, links=machine.links(), updates=updates, network=between)
+        return Rules(
+            staleness=staleness, host=host, links=machine.links(), updates=updates, sums_per_s=machine.sum_rate,
+            network=between,
+        )  # fmt: skip
 
 
 def _offer(config: PretrainedConfig, max_positions: int, model: str, configured: int) -> None:
