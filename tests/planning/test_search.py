@@ -4,7 +4,7 @@ import itertools
 import math
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from lightning_roundpipe.planning.seeds import deal, round_choices
 from lightning_roundpipe.planning.shapes import PlanShape, plan_of, sizes_of
 from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.planning.timing import Timing
+from lightning_roundpipe.runtime.profile import first_batch
 
 PAPER = Path(__file__).parents[2] / "conf" / "cases" / "paper.json"
 CASES = {case.model: case for case in read_cases(PAPER) if case.schedule == "roundpipe"}
@@ -386,3 +387,25 @@ def test_rounds_side_by_side_are_taken_where_nothing_else_fits() -> None:
     assert plan.side_by_side(4, 8)
     with pytest.raises(ValueError, match="memory_budget: workers may use 100 bytes"):
         search_partition(costs, 4, 8, limits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_search_for_a_short_step_is_within_three_percent_of_the_best(staleness: Literal[0, 1]) -> None:
+    """Of ten profiles: the paper's five models, steps alone and overlapping, by the engine's figure."""
+    for case in CASES.values():
+        costs, host = case.costs(), HostTime(hop_s=case.hop_ms / 1e3)
+        rules = Rules(staleness, host=host)
+
+        def step_s(plan: Plan, costs: Costs = costs, rules: Rules = rules, case: Case = case) -> float:
+            run = run_steps(plan, costs, case.workers, case.microbatches, rules, 8 if staleness else 1)
+            return run.period_s(4) if staleness else run.makespan_s
+
+        short, full = (
+            search_partition(
+                costs, case.workers, case.microbatches, None, staleness, host, seconds, by_clock=False, judge=step_s,
+                judged=4,
+            )
+            for seconds in (first_batch._SHORTEST_SEARCH_S, search.SEARCH_SECONDS)
+        )  # fmt: skip
+        assert step_s(short) <= 1.03 * step_s(full), case.model
