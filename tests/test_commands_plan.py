@@ -70,6 +70,7 @@ def test_json_says_what_an_independent_judge_finds(call: Any, staleness: int) ->
         "fused",
         "backward",
         "round_microbatches",
+        "side_by_side",
         "makespan_ms",
         "period_ms",
         "bubble_pct",
@@ -156,6 +157,19 @@ def test_what_does_not_fit_is_an_answer(call: Any) -> None:
     assert first == "Does not fit: a cut at every layer needs 505 bytes of each worker, and memory=400."
     assert second.startswith("What would fit: min_round=2, ")
     assert call("memory=400", "min_round=2", data=data)[0] == 0
+
+
+def test_a_model_that_each_worker_holds_runs_side_by_side(call: Any) -> None:
+    """Six microbatches on three workers, of which nothing is recomputed: two whole ones on each, a backward apart."""
+    found = json.loads(call("memory=10000", **SIZES)[1])
+    assert found["side_by_side"] and found["plan"] == "forward none; fused 0-9; backward none; round 1"
+    assert found["period_ms"] == pytest.approx(2 * (9 * 32.5 + 24) + 2 * 22.5)
+    for given in ("memory=1500", "min_round=3", "max_fused=8"):
+        arguments = {"memory": "memory=10000", given.partition("=")[0]: given}.values()
+        assert not json.loads(call(*arguments, **SIZES)[1])["side_by_side"]
+    assert (
+        "\nThe 6 rounds of a step run side by side. Each is a whole" in call("memory=10000", "format=table", **SIZES)[1]
+    )
 
 
 def test_the_printed_plan_recomputes_ahead_as_it_was_simulated_where_memory_allows(call: Any) -> None:

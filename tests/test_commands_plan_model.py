@@ -342,7 +342,7 @@ def test_what_is_left_out_is_said_beside_what_is_set(command: Any) -> None:
 @pytest.mark.parametrize("given", [(), ("lora=attention",)])
 def test_a_host_with_less_memory_has_smaller_rounds(command: Any, given: tuple[str, ...]) -> None:
     """Boundary tensors of fewer microbatches at once, before anything else is given up."""
-    options = (*TINY_4090, *given, "microbatches=64", "microbatch_size=8", "workers=4", "format=json")
+    options = (*TINY_4090, *given, "microbatches=64", "microbatch_size=8", "workers=4", "min_round=4", "format=json")
     whole = json.loads(command(*options)[1])
     items = {item["name"].split(" of ")[0]: item["bytes"] for item in whole["host_memory"]["items"]}
     assert whole["round_microbatches"] > 8
@@ -352,6 +352,25 @@ def test_a_host_with_less_memory_has_smaller_rounds(command: Any, given: tuple[s
     assert (code, less["fits"]) == (0, True)
     assert 4 <= less["round_microbatches"] < whole["round_microbatches"]
     assert less["host_memory"]["needed_bytes"] <= room == less["host_memory"]["limit_bytes"]
+
+
+def test_rounds_run_side_by_side_where_worker_and_host_have_the_memory(command: Any, tmp_path: Path) -> None:
+    options = (*TINY_4090, "microbatches=8", "workers=4", "microbatch_size=1")
+    code, out, _ = command(*options, "format=json", f"trace={tmp_path / 'steps.json'}")
+    found = json.loads(out)
+    assert code == 0 and found["side_by_side"]
+    [landing] = [item for item in found["host_memory"]["items"] if item["name"] == "gradients as they arrive"]
+    assert landing["bytes"] == 4 * found["trained_parameters"] and landing["page_locked"]
+    assert "1 stage, 8 rounds side by side" in (tmp_path / "steps.json").read_text()
+    host = found["host_memory"]["needed_bytes"]
+    worker = found["device_memory"]["needed_bytes"]
+    for limit in (f"host_memory={host - 1}", f"memory={worker // 2}"):
+        less = json.loads(command(*options, limit, "format=json")[1])
+        assert less["fits"] and not less["side_by_side"]
+        assert less["tokens_per_s"] < found["tokens_per_s"]
+    assert "\nThe 8 rounds of a step run side by side. Each is a whole microbatch" in command(*options)[1]
+    several = command("model=tiny_llama,tiny_qwen3_1_7b", *options[1:-1])[1]
+    assert "beside: rounds side by side, as in data parallelism." in " ".join(several.split())
 
 
 # -- never slower than under the paper's plan --------------------------------------------------------------------------

@@ -87,6 +87,7 @@ def _chart(
     ]
     rounds = -(-microbatches // run.plan.round_microbatches)
     cut = plural(len(run.plan.stages()), "stage") + (f", {plural(rounds, 'round')}" if rounds > 1 else "")
+    cut += " side by side" if run.plan.side_by_side(run.workers, microbatches) else ""
     of = "a step" if steps == 1 else f"each of many steps, of which {steps} are shown"
     span_ms = 1e3 * max(run.ends_s[:steps])
     waits = [

@@ -54,6 +54,7 @@ class Answer:
     makespan_s: float
     period_s: float
     bubble_pct: float
+    side_by_side: bool = False
 
 
 def read_question(path: Path, case: str | None, memory: int | None, given: dict[str, int | None]) -> Question:
@@ -88,7 +89,8 @@ def read_question(path: Path, case: str | None, memory: int | None, given: dict[
     lowest, most_round = found["min_round"] or usual.min_round, found["max_round"]
     if most_round is not None and found["min_round"] is None:
         lowest = min(lowest, most_round)
-    limits = Limits(lowest, usual.max_fused if fused is None else fused, memory, most_round)
+    beside = usual.side_by_side and fused is None and found["min_round"] is None
+    limits = Limits(lowest, usual.max_fused if fused is None else fused, memory, most_round, beside)
     return Question(
         costs, hop_s, workers, microbatches, 1 if found["staleness"] else 0, limits, str(data.get("model", path.stem))
     )
@@ -150,7 +152,8 @@ def does_not_fit(question: Question, text: str | None, form: Literal["table", "j
         return device_bytes(plan, costs, question.workers)
 
     least = need(own or smallest(limits.min_round))
-    if memory is None or least <= memory:
+    beside = [] if own else limits.beside(costs, question.workers, question.microbatches)
+    if memory is None or least <= memory or beside:
         return None
     tries = {"without plan=": limits.min_round} if own else {}
     tries |= {f"min_round={lowest}": lowest for lowest in (limits.min_round // 2, 1) if lowest}
@@ -181,7 +184,7 @@ def figures(question: Question, plan: Plan) -> Answer:
             period = float(_timing(question).settled(plan)[-1])
     bound = _bound_s(question, plan)
     bubble = max(100 * (1 - bound / period), 0.0) if period else 0.0  # not -1e-13
-    return Answer(plan, makespan, period, bubble)
+    return Answer(plan, makespan, period, bubble, plan.side_by_side(question.workers, question.microbatches))
 
 
 def _timing(question: Question) -> Timing:
@@ -205,6 +208,7 @@ def as_dict(found: Answer) -> dict[str, Any]:
         "fused": len(plan.fused) - 1,
         "backward": [len(span) for span in plan.backward],
         "round_microbatches": plan.round_microbatches,
+        "side_by_side": found.side_by_side,
         "makespan_ms": 1e3 * found.makespan_s,
         "period_ms": 1e3 * found.period_s,
         "bubble_pct": found.bubble_pct,
@@ -222,7 +226,15 @@ def as_table(question: Question, found: Answer) -> RenderableType:
         f"{100 * (found.period_s / bound - 1) if bound else 0:.2f} % above the work over {question.workers} workers, "
         f"{1e3 * bound:,.3f} ms.",
     ]
+    if found.side_by_side:
+        lines.append(side_by_side_line(found.plan, question.microbatches))
     return Group(*lines, _stages(question.costs, found.plan), pasted(f"plan='{found.plan}'"))
+
+
+def side_by_side_line(plan: Plan, microbatches: int) -> str:
+    """What such a plan means; see `Plan.side_by_side`."""
+    whole = " Each is a whole microbatch on one worker, as in data parallelism." if len(plan.stages()) == 1 else ""
+    return f"The {microbatches} rounds of a step run side by side.{whole}"
 
 
 def _stages(costs: Costs, plan: Plan) -> Table:

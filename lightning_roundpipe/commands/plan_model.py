@@ -113,12 +113,17 @@ class Outlook:
 
     @cached_property
     def host_items(self) -> list[Item]:
-        return host_items(self.plan, self.costs, self.parameters)
+        return host_items(self.plan, self.costs, self.parameters, self.workers, self.microbatches)
 
     @property
     def cuts(self) -> list[str]:
         """Layers that were too large for a worker, and into what they are cut."""
         return self.refined.summary() if self.refined.stuck is None else []
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether rounds run side by side."""
+        return self.plan.side_by_side(self.workers, self.microbatches)
 
     @property
     def stages(self) -> list[StageRow]:
@@ -292,25 +297,27 @@ class _Try:
     @cached_property
     def limits(self) -> Limits:
         wish, memory = self.wish, memory_of(self.wish, self.shape.hardware)
-        usual = Limits.usual(self.costs, self.workers, self.microbatches, memory)
+        searches = wish.search and wish.search_seconds > 0  # else little is fused, however much memory there is
+        usual = Limits.usual(self.costs, self.workers, self.microbatches, memory if searches else None)
         fused = usual.max_fused if wish.max_fused is None else wish.max_fused
         lowest = min(wish.min_round or min(usual.min_round, wish.max_round or usual.min_round), self.microbatches)
         most = _host_round(self.costs, self.shape, self.microbatches)
         if wish.max_round is not None:
             most = min(most, wish.max_round)
-        return Limits(lowest, fused, memory, max(lowest, most))
+        beside = wish.search and wish.min_round is None and wish.max_fused is None
+        return Limits(lowest, fused, memory, max(lowest, most), beside)
 
     @property
     def smallest(self) -> Plan:
-        """That takes the least of all memories."""
-        limits = self.limits
-        return smallest_within(
-            self.costs, self.workers, self.microbatches, limits.min_round, limits.memory, limits.max_round
-        )
+        """That takes the least of all memories, or rounds side by side where only those fit."""
+        costs, limits = self.costs, self.limits
+        cut = smallest_within(costs, self.workers, self.microbatches, limits.min_round, limits.memory, limits.max_round)
+        beside = limits.beside(costs, self.workers, self.microbatches)
+        return next((plan for plan in (cut, *beside) if self.fits(plan)), cut)
 
     def fits(self, plan: Plan) -> bool:
         limit = self.limits.memory
-        host = total(host_items(plan, self.costs, self.shape.parameters))
+        host = total(host_items(plan, self.costs, self.shape.parameters, self.workers, self.microbatches))
         fits_device = limit is None or device_bytes(plan, self.costs, self.workers) <= limit
         return fits_device and host <= self.shape.hardware.host_memory
 
@@ -319,7 +326,9 @@ class _Try:
         return run_steps(plan, self.costs, self.workers, self.microbatches, self.rules, 2 * _STEPS)
 
     def judge(self, plan: Plan) -> float:
-        """The seconds that are reported, by which plans are chosen."""
+        """The seconds that are reported, by which plans are chosen; infinite where the host has too little memory."""
+        if not self.fits(plan):
+            return math.inf
         if plan not in self.judged:
             self.judged[plan] = self.run(plan).period_s(_STEPS)
         return self.judged[plan]
@@ -338,7 +347,7 @@ class _Try:
         elif wish.stage_seconds is not None or not wish.search:
             plan = paper_plan(costs, self.workers, self.microbatches, limits, wish.stage_seconds)
         else:
-            turns = 2 * _STEPS * self.microbatches * len(self.smallest.stages())
+            turns = 2 * _STEPS * self.microbatches * (2 * len(costs) - 1)
             plan = search_partition(
                 costs, self.workers, self.microbatches, limits, wish.staleness, self.rules.host,
                 part * wish.search_seconds, judge=self.judge, judged=max(1, _MOST_TURNS // turns),

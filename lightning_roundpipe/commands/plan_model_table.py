@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_roundpipe.commands.options import pasted
-from lightning_roundpipe.commands.plan_costs import Partitioner
+from lightning_roundpipe.commands.plan_costs import Partitioner, side_by_side_line
 from lightning_roundpipe.commands.plan_model import Communication, Outlook, total
 from lightning_roundpipe.commands.plan_shape import Wish
 from lightning_roundpipe.commands.remedies import Remedies, size_text
@@ -107,6 +107,8 @@ def _facts(found: Outlook) -> list[str]:
     lines = []
     if found.run is not None:
         lines.append(f"A step has {found.step_tokens:,} tokens, its bubble is {found.bubble_pct:.1f} %.")
+        if found.side_by_side:
+            lines.append(side_by_side_line(found.plan, found.microbatches))
     if (exchanged := found.communication) is not None:
         lines.append(_exchanged(found, exchanged))
     if (stuck := found.refined.stuck) is not None:
@@ -268,6 +270,7 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "fused": len(plan.fused) - 1,
         "backward": [len(span) for span in plan.backward],
         "round_microbatches": plan.round_microbatches,
+        "side_by_side": found.side_by_side,
         "stages": [asdict(row) for row in found.stages],
         "device_memory": _memory(found.device_items, found.memory),
         "host_memory": _memory(found.host_items, found.hardware.host_memory),

@@ -32,7 +32,8 @@ _SAID = ("model", "hardware", "gpu", "gpus", "precision", "lora", "staleness", "
 _FIGURES = (
     "fits", "too_small", "tokens_per_s", "step_ms", "worker_gib", "worker_limit_gib", "host_gib", "host_limit_gib",
     "longest_sequence", "precision", "reduce_dtype", "staleness", "partitioner", "sequence_length", "microbatches",
-    "microbatch_size", "workers", "forward_stages", "fused_layers", "backward_stages", "round_microbatches", "plan",
+    "microbatch_size", "workers", "forward_stages", "fused_layers", "backward_stages", "round_microbatches",
+    "side_by_side", "plan",
     "error",
 )  # fmt: skip
 """Columns of the CSV behind those that say which combination it is."""
@@ -94,7 +95,7 @@ def _figures(cell: Cell, limits: Mapping[str, set[int | None]]) -> list[str | Te
     longest = f"{found['longest_sequence']:,}" if found["longest_sequence"] else _NOTHING
     if not cell.fits:
         return [Text("no fit", "red"), *memories, longest, _NOTHING, _NOTHING]
-    stages = f"{len(found['forward'])}+1+{len(found['backward'])}"
+    stages = "beside" if found["side_by_side"] else f"{len(found['forward'])}+1+{len(found['backward'])}"
     return [
         f"{found['tokens_per_s']:,.0f}",
         *memories,
@@ -145,7 +146,12 @@ def _legend(cells: Sequence[Cell]) -> list[str]:
         lines.append(f"Assumed of the hosts: {has}; what exactly, is said for each alone.")
     if any(cell.too_small for cell in cells):
         lines.append("No fit: a worker or the host needs more memory than it has (red on a terminal).")
-    lines.append("Batch: microbatches of a step x sequences of each. Stages: forward + fused + backward.")
+    beside = "; beside: rounds side by side, as in data parallelism"
+    is_beside = any(cell.fits and cell.found and cell.found["side_by_side"] for cell in cells)
+    lines.append(
+        "Batch: microbatches of a step x sequences of each. Stages: forward + fused + backward"
+        f"{beside if is_beside else ''}."
+    )
     return [*lines, _search(cells[0].wish)]
 
 
@@ -211,6 +217,7 @@ def _csv_row(cell: Cell) -> dict[str, object]:
         "fused_layers": found["fused"],
         "backward_stages": len(found["backward"]),
         "round_microbatches": found["round_microbatches"],
+        "side_by_side": found["side_by_side"],
         "plan": found["plan"],
     }
 

@@ -212,7 +212,10 @@ class ModelShape:
         if network is not None:
             share = MASTER_BYTES / GRADIENT_BYTES  # all machines have the masters
             between = Network(self.parameters.machines, network * machine.network_efficiency, share)
-        return Rules(staleness=staleness, host=host, links=machine.links(), updates=updates, network=between)
+        return Rules(
+            staleness=staleness, host=host, links=machine.links(), updates=updates, sums_per_s=machine.sum_rate,
+            network=between,
+        )  # fmt: skip
 
 
 def _offer(config: PretrainedConfig, max_positions: int, model: str, configured: int) -> None:

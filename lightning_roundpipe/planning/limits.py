@@ -1,8 +1,8 @@
 """What a plan must keep to, whatever it takes: so many calls in the fused stage, so large rounds, so much memory.
 
 Without a limit on memory nothing would speak against a fused stage that holds the whole model, or against rounds of one
-microbatch: plain data parallelism, which no worker could hold. So both have a limit of their own even where sizes are
-not known.
+microbatch: plain data parallelism, which no worker could hold. So both have a limit of their own where sizes are not
+known. Where they are, memory decides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lightning_roundpipe.planning.batch import Sizes, stage_ends
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, StageBytes
-from lightning_roundpipe.planning.memory import BOTH, device_bytes
+from lightning_roundpipe.planning.memory import BOTH, arenas_within, device_bytes
 from lightning_roundpipe.planning.schedule import Arenas, Plan
 from lightning_roundpipe.planning.shapes import PlanShape
 
@@ -31,12 +31,15 @@ class Limits:
         max_fused: how many calls may be fused besides the last one, which always is.
         memory: bytes that each worker has; None: no limit.
         max_round: the most microbatches of a round; None: all of a step's. Boundary tensors of a round are on the host.
+        side_by_side: whether rounds of one microbatch may run side by side, all calls fused, though ``min_round`` asks
+            for more. Only memory says whether a worker can hold that, so without ``memory`` they may not.
     """
 
     min_round: int
     max_fused: int
     memory: int | None = None
     max_round: int | None = None
+    side_by_side: bool = False
 
     def __post_init__(self) -> None:
         for name, lowest in (("min_round", 1), ("max_fused", 0), ("memory", 1)):
@@ -48,17 +51,34 @@ class Limits:
 
     @classmethod
     def usual(cls, costs: Costs, workers: int, microbatches: int, memory: int | None = None) -> Limits:
-        """Rounds of at least N microbatches, and an eighth of the calls before the last one (rounded up) fused."""
-        return cls(min(workers, microbatches), -(-(len(costs) - 1) // 8), memory)
+        """Rounds of at least N microbatches, or side by side; as many calls fused as ``memory`` has room for.
+
+        Without ``memory`` an eighth of the calls before the last one (rounded up) are fused, and no rounds are side by
+        side.
+        """
+        others = len(costs) - 1
+        fused = -(-others // 8) if memory is None else others
+        return cls(min(workers, microbatches), fused, memory, side_by_side=memory is not None)
+
+    def beside(self, costs: Costs, workers: int, microbatches: int) -> list[Plan]:
+        """The plans within the limits whose rounds run side by side; see `Plan.side_by_side`."""
+        plan = Plan.single(len(costs), 1)
+        if not self.side_by_side or self.memory is None or not plan.side_by_side(workers, microbatches):
+            return []
+        return arenas_within(plan, costs, workers, self.memory)
 
     def keeps(self, plan: Plan, costs: Costs, workers: int) -> bool:
         """Whether the plan is within all of them."""
-        return (
+        is_beside = (
+            self.memory is not None and self.side_by_side and plan.with_arenas(BOTH) == Plan.single(len(costs), 1)
+        )
+        is_cut_so = (
             plan.round_microbatches >= self.min_round
             and (self.max_round is None or plan.round_microbatches <= self.max_round)
             and len(plan.fused) <= self.max_fused + 1
-            and (self.memory is None or device_bytes(plan, costs, workers) <= self.memory)
         )
+        fits = self.memory is None or device_bytes(plan, costs, workers) <= self.memory
+        return fits and (is_beside or is_cut_so)
 
 
 class MemoryTable:

@@ -243,16 +243,19 @@ def boundary_bytes(plan: Plan, costs: Costs) -> int:
     return plan.round_microbatches * sum(saved)
 
 
-def host_items(plan: Plan, costs: Costs, parameters: Parameters) -> list[Item]:
+def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 1, microbatches: int = 1) -> list[Item]:
     """What the host holds under AdamW; of several machines, each of them.
 
     Gradients are summed call by call: those of a weight that several layers share, or of a layer that is called twice,
-    are there as often.
+    are there as often. Those of rounds that run side by side arrive beside the sums, as narrower ones do.
     """
     trained, frozen, size = parameters.trained, parameters.frozen, parameters.compute_bytes
     trains = [call for call in costs.calls if call.needs_backward]
     gradients = sum(call.gradient_bytes for call in trains)
-    landings = sum(call.reduced_bytes or 0 for call in trains)
+    narrow = sum(call.reduced_bytes or 0 for call in trains)
+    landings = narrow
+    if plan.side_by_side(workers, microbatches):
+        landings += sum(call.gradient_bytes for call in trains if call.reduced_bytes is None)
     machines = parameters.machines
     copied = size != MASTER_BYTES or parameters.apart
     owned = -(-trained // machines)
@@ -262,7 +265,7 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters) -> list[Item]:
         Item("their working copy in compute precision", size * trained if copied else 0, locked=True),
         Item(f"frozen weights, {parameters.packed_as}", parameters.packed_bytes, locked=True),
         Item("frozen weights in compute precision", size * (frozen - parameters.packed), locked=True),
-        Item("gradients, fp32", max(MASTER_BYTES * trained, gradients), locked=not landings),
+        Item("gradients, fp32", max(MASTER_BYTES * trained, gradients), locked=not narrow),
         Item("gradients as they arrive", landings, locked=True),
         Item(f"AdamW's two moments, fp32{whose}", 2 * MASTER_BYTES * owned),
         Item(f"boundary tensors of {_microbatches(plan.round_microbatches)}", boundary_bytes(plan, costs), True),

@@ -91,7 +91,8 @@ def search_partition(
     """The plan with the shortest simulated step (staleness 0) or period of steps (staleness 1) that was found.
 
     With ``judge`` it is never worse than the paper's plan within the same limits (`paper_plan`) by that figure: the
-    paper's plan is one of those that are judged.
+    paper's plan is one of those that are judged. So are rounds side by side (`Limits.beside`), whose time only
+    ``judge`` knows.
 
     Args:
         costs: what each call costs for one microbatch.
@@ -100,12 +101,14 @@ def search_partition(
         limits: what the plan has to keep to; by default `Limits.usual`.
         staleness: 0: a step ends before the next begins; 1: steps overlap.
         host: what the engine itself takes; by default nothing.
-        search_seconds: all searches take at most so long, and what ``judge`` takes; 0 gives the paper's plan.
+        search_seconds: all searches take at most so long, and what ``judge`` takes; 0: nothing is searched, and the
+            paper's plan is taken, or that of rounds side by side.
         recompute_ahead: whether the plan may say so.
         by_clock: whether the search ends after ``search_seconds`` by the clock, too. Without it, only counted work ends
             the search, and the same question has the same answer on a machine that is busy with other things.
         judge: what the plan is to be best by, such as the step's time with copies and updates, which the search itself
-            leaves out; the lower the better. By default the time that the search goes by.
+            leaves out; the lower the better, and infinite for what cannot be taken. By default the time that the search
+            goes by.
         judged: how many of the plans that were found ``judge`` is asked about.
 
     Raises:
@@ -115,10 +118,18 @@ def search_partition(
         raise ValueError(f"search_seconds={search_seconds!r} must be 0 or more.")
     limits = limits or Limits.usual(costs, workers, microbatches)
     ends = time.monotonic() + search_seconds if by_clock else math.inf
-    baseline = baseline_within(costs, workers, microbatches, limits)
+    beside = [] if judge is None else limits.beside(costs, workers, microbatches)
+    try:
+        baseline = baseline_within(costs, workers, microbatches, limits)
+    except ValueError:
+        if judge is None or not beside:
+            raise
+        return min(beside, key=judge)
     work = search_seconds * _WORK_PER_SECOND
     pace = Pace.of(costs, host or HostTime(), recompute_ahead)
     best = paper_plan(costs, workers, microbatches, limits) if recompute_ahead else baseline
+    if judge is not None:
+        best = min([best, *beside], key=judge)
     if not search_seconds:
         return best
 

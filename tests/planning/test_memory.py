@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -184,3 +186,17 @@ def test_the_host_holds_each_number_once() -> None:
     same = host_items(plan, frozen, Parameters(1000, 0, 4))
     assert [item.nbytes for item in same] == [4000, 4000, 8000, 3 * 5]  # masters are what is copied
     assert same[0].locked
+
+
+@pytest.mark.parametrize("reduced", [None, 200])
+def test_gradients_of_rounds_side_by_side_arrive_beside_the_sums(reduced: int | None) -> None:
+    costs = Costs(tuple(call(str(i), gradients=400) for i in range(4)))
+    costs = Costs(tuple(replace(one, reduced_bytes=reduced) for one in costs))
+    plan, parameters = Plan.single(4, 1), Parameters(400, 0, 4)
+    alone, beside = (
+        {item.name: item for item in host_items(plan, costs, parameters, workers, 4)} for workers in (1, 2)
+    )
+    arrive = "gradients as they arrive"
+    assert beside[arrive].nbytes == 4 * (reduced or 400) and beside[arrive].locked
+    assert beside["gradients, fp32"] == alone["gradients, fp32"]
+    assert (arrive in alone) == (reduced is not None)

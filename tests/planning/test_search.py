@@ -4,14 +4,14 @@ import itertools
 import math
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from planning.judge import Times, step_ends
 from planning.making import call, even, timed
 
-from lightning_roundpipe.planning import Costs, Plan, anneal, greedy_partition, search
+from lightning_roundpipe.planning import CallCost, Costs, Plan, anneal, greedy_partition, search
 from lightning_roundpipe.planning.anneal import PlanTimer
 from lightning_roundpipe.planning.batch import Pace
 from lightning_roundpipe.planning.bubble import find_bubble
@@ -26,6 +26,7 @@ from lightning_roundpipe.planning.seeds import deal, round_choices
 from lightning_roundpipe.planning.shapes import PlanShape, plan_of, sizes_of
 from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.planning.timing import Timing
+from lightning_roundpipe.runtime.profile import first_batch
 
 PAPER = Path(__file__).parents[2] / "conf" / "cases" / "paper.json"
 CASES = {case.model: case for case in read_cases(PAPER) if case.schedule == "roundpipe"}
@@ -339,3 +340,72 @@ def test_all_searches_together_end_by_the_clock(monkeypatch: pytest.MonkeyPatch)
     assert len(seconds) == 4 and 5.0 >= seconds[0] > seconds[1] > seconds[2] > seconds[3]
     found = search_partition(costs, 2, 4, limits, search_seconds=0, judge=lambda plan: -len(plan.forward))
     assert found == paper_plan(costs, 2, 4, limits)
+
+
+def whole_model(gradient_bytes: int = 100) -> Costs:
+    """Six calls, of which a worker with 4,000 bytes holds all, in single arenas at least."""
+    calls = [
+        CallCost(f"layers.{n}", 1.0, 2.0, 100, gradient_bytes, 10, 50, needs_backward=True, waiting_bytes=10)
+        for n in range(6)
+    ]
+    return Costs(tuple(calls))
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
+def test_rounds_side_by_side_are_data_parallelism_where_a_worker_holds_the_model(seconds: float) -> None:
+    costs = whole_model()
+
+    def step_s(plan: Plan) -> float:
+        return run_steps(plan, costs, 4, 8).makespan_s
+
+    for memory, fits in ((4000, True), (1000, False)):
+        limits = Limits.usual(costs, 4, 8, memory)
+        plan = search_partition(costs, 4, 8, limits, search_seconds=seconds, judge=step_s)
+        assert limits.keeps(plan, costs, 4)
+        assert plan.side_by_side(4, 8) == (plan == Plan.single(6, 1)) == fits
+        if fits:  # workers begin a call behind each other, and then nothing waits
+            assert step_s(plan) == 2 * 18 + 3 * 2
+    for limits in (Limits(4, 5, 4000), Limits.usual(costs, 4, 8)):
+        assert not search_partition(costs, 4, 8, limits, search_seconds=seconds, judge=step_s).side_by_side(4, 8)
+
+
+def test_rounds_side_by_side_have_as_many_arenas_as_fit() -> None:
+    costs = whole_model()
+    need = device_bytes(Plan.single(6, 1).with_arenas((1, 1)), costs, 4)
+    assert Limits.usual(costs, 4, 8, need).beside(costs, 4, 8) == [Plan.single(6, 1).with_arenas((1, 1))]
+    assert not Limits.usual(costs, 4, 8, need - 1).beside(costs, 4, 8)
+    assert not Limits.usual(costs, 1, 8, need).beside(costs, 1, 8)
+    assert not Limits.usual(costs, 4, 1, need).beside(costs, 4, 1)
+
+
+def test_rounds_side_by_side_are_taken_where_nothing_else_fits() -> None:
+    """What waits of a round's other microbatches may take more than the whole model."""
+    calls = [CallCost(f"layers.{n}", 1.0, 2.0, 1, 1, 10, 9, needs_backward=True, waiting_bytes=500) for n in range(3)]
+    costs = Costs(tuple(calls))
+    limits = Limits.usual(costs, 4, 8, 100)
+    plan = search_partition(costs, 4, 8, limits, judge=lambda plan: 1.0)
+    assert plan.side_by_side(4, 8)
+    with pytest.raises(ValueError, match="memory_budget: workers may use 100 bytes"):
+        search_partition(costs, 4, 8, limits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_search_for_a_short_step_is_within_three_percent_of_the_best(staleness: Literal[0, 1]) -> None:
+    """Of ten profiles: the paper's five models, steps alone and overlapping, by the engine's figure."""
+    for case in CASES.values():
+        costs, host = case.costs(), HostTime(hop_s=case.hop_ms / 1e3)
+        rules = Rules(staleness, host=host)
+
+        def step_s(plan: Plan, costs: Costs = costs, rules: Rules = rules, case: Case = case) -> float:
+            run = run_steps(plan, costs, case.workers, case.microbatches, rules, 8 if staleness else 1)
+            return run.period_s(4) if staleness else run.makespan_s
+
+        short, full = (
+            search_partition(
+                costs, case.workers, case.microbatches, None, staleness, host, seconds, by_clock=False, judge=step_s,
+                judged=4,
+            )
+            for seconds in (first_batch._SHORTEST_SEARCH_S, search.SEARCH_SECONDS)
+        )  # fmt: skip
+        assert step_s(short) <= 1.03 * step_s(full), case.model

@@ -22,6 +22,9 @@ clocks: list[bool] = []
 judges: list[Callable[[Plan], float]] = []
 """What each of the searches judged plans by."""
 
+seconds: list[float] = []
+"""How long each of the searches may take."""
+
 FOUND = harness.per_call(6, 4)
 
 
@@ -38,17 +41,19 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Limits]:
     made: list[Limits] = []
 
     def search(
-        costs: Any, workers: int, microbatches: int, limits: Limits, staleness: int, host: HostTime, *,
-        by_clock: bool = True, judge: Callable[[Plan], float], judged: int,
+        costs: Any, workers: int, microbatches: int, limits: Limits, staleness: int, host: HostTime,
+        search_seconds: float, *, by_clock: bool = True, judge: Callable[[Plan], float], judged: int,
     ) -> Plan:  # fmt: skip
         made.append(limits)
         clocks.append(by_clock)
+        seconds.append(search_seconds)
         judges.append(judge)
         assert 1 <= judged <= 16
         return Plan.parse(FOUND)
 
     monkeypatch.setattr(first_batch, "search_partition", search)
     clocks.clear()
+    seconds.clear()
     judges.clear()
     return made
 
@@ -92,6 +97,18 @@ def test_the_clock_does_not_end_the_search_for_a_static_plan(
     monkeypatch.setattr(first_batch, "WORTH_S", 0.0)
     assert plan_of(staleness=1, plan="static") == FOUND
     assert clocks == [False]
+
+
+@pytest.mark.parametrize(("step_s", "longest"), [(0.4, None), (0.6, 2.0), (3.0, 6.0), (20.0, 10.0)])
+def test_shorter_steps_are_searched_for_less_long(
+    step_s: float, longest: float | None, asked: list[Limits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_steps(plan: Plan, *_: Any) -> SimpleNamespace:
+        return SimpleNamespace(makespan_s=step_s if str(plan) != FOUND else 0.9 * step_s)
+
+    monkeypatch.setattr(first_batch, "run_steps", run_steps)
+    assert (plan_of() == FOUND) == (longest is not None)
+    assert seconds == ([] if longest is None else [pytest.approx(longest)])
 
 
 @pytest.mark.parametrize("found_s", [0.9, 1.1])

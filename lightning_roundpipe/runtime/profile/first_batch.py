@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
@@ -15,7 +16,6 @@ from lightning_roundpipe.planning.memory import (
     BOTH,
     SINGLE,
     ahead_within,
-    arenas_within,
     boundary_bytes,
     device_bytes,
     lead_within,
@@ -38,8 +38,12 @@ from lightning_roundpipe.runtime.memory.host_layer import begin_to_train
 from lightning_roundpipe.runtime.profile.autocast_weights import send_rounded
 from lightning_roundpipe.runtime.reporting.events import Recorder
 
-WORTH_S = 5.0
-"""A step that takes at least this many seconds is worth a search for a better plan, which takes some seconds."""
+WORTH_S = 0.5
+"""A step that takes at least this many seconds is worth a search for a better plan."""
+_SHORTEST_SEARCH_S = 2.0
+"""Its search may take so long, which is what it needs to come within 3 % of what a longer one finds."""
+_SEARCH_STEPS = 2.0
+"""A search may take as long as so many steps, where that is longer."""
 _STEPS = 4
 """With staleness 1, plans are compared by the mean of so many steps, after as many that fill the pipeline."""
 _MOST_TURNS = 60_000
@@ -131,26 +135,26 @@ class Planner:
         seconds = run_steps(plan, costs, workers, microbatches).makespan_s
         if workers == 1 or size is not None or stage_s is not None:
             return plan
-        if fuses and limit is not None and trace.torn_buffer() is None:
-            beside = arenas_within(Plan.single(len(costs), 1), costs, workers, limit)
+        limits = Limits.usual(costs, workers, microbatches, limit)
+        if not fuses or trace.torn_buffer() is not None:
+            limits = replace(limits, side_by_side=False)
+        if beside := limits.beside(costs, workers, microbatches):
             plan = min([plan, *beside], key=step_s)
         if seconds < WORTH_S:
             return plan
+        search_s = min(SEARCH_SECONDS, max(_SHORTEST_SEARCH_S, _SEARCH_STEPS * seconds))
         static, hints = options.plan == "static", self._engine.hints
         if static:
             hints.say("plan", "searching for a faster plan by the shapes of the calls, which takes some seconds.")
         else:
             hints.say(
                 "plan",
-                f"a step takes {seconds:.0f} s: searching for a faster plan, which takes up to {SEARCH_SECONDS:.0f} s.",
+                f"a step takes {seconds:.3g} s: searching for a faster plan, which takes up to {search_s:.0f} s.",
             )
-        limits = Limits.usual(costs, workers, microbatches)
-        if limit is not None:  # memory decides how much is fused
-            limits = Limits(limits.min_round, len(costs) - 1, limit)
         turns = (2 * _STEPS if stale else 1) * microbatches * (2 * len(costs) - 1)
         found = search_partition(
-            costs, workers, microbatches, limits, 1 if stale else 0, rules.host, by_clock=not static, judge=step_s,
-            judged=max(1, min(16, _MOST_TURNS // turns)),
+            costs, workers, microbatches, limits, 1 if stale else 0, rules.host, search_s, by_clock=not static,
+            judge=step_s, judged=max(1, min(16, _MOST_TURNS // turns)),
         )  # fmt: skip
         return found if step_s(found) < step_s(plan) and not trace.torn_buffer(found) else plan
 
