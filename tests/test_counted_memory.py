@@ -22,6 +22,8 @@ from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.runtime.core.worker import IN_FLIGHT, InFlight, Worker
 
 LLAMA = 6
+WORKSPACE = 4 * 1024
+"""cuBLAS's for a microbatch's thread, see `fake_cuda`: planned, and not played here."""
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def test_one_worker_holds_what_was_planned(name: str, lora: bool, plan: str, opt
     reports = [report for make in made if not (report := make())["profiled"]]
     assert len(reports) == 3
     for report in reports:
-        [peak], planned = report["peak_device_bytes"], report["planned_device_bytes"]
+        [peak], planned = report["peak_device_bytes"], report["planned_device_bytes"] - 4 * WORKSPACE
         before = max(call["input_bytes"] for call in report["costs"]["calls"])
         assert peak / planned > 0.93  # inputs of the next microbatch may come after the peak
         assert peak <= 1.05 * planned + before, "the call before may keep its inputs until the GPU has finished it"
