@@ -17,6 +17,7 @@ import pytest
 import torch
 import zoo
 from harness import Result, assert_identical, assert_same, loader, ours, run, trainer_of
+from stress import all_reports
 
 MODELS = [("llama", False), ("qwen3", True), ("gpt2", False), ("t5", False), ("inplace", False)]
 
@@ -227,3 +228,18 @@ def test_a_slow_link_takes_its_time() -> None:
     value = report["bytes_uploaded"]
     uploaded = sum(value.values() if isinstance(value, dict) else value) if not isinstance(value, int) else value
     assert took > 2 * uploaded / (2 * bandwidth)  # the last step's bytes, twice; the first step's are more
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mlp", pytest.param("t5", marks=pytest.mark.slow)])
+def test_calls_that_are_counted_as_a_whole_have_the_peaks_of_those_counted_tensor_by_tensor(name: str) -> None:
+    """Without a limit, a device counts calls that are alike as a whole; with one, it counts each tensor."""
+    peaks = []
+    calls = {"llama": 6, "gpt2": 7, "mlp": 6, "t5": 9}[name]
+    for memory in (None, "1GiB"):
+        batch = zoo.make_batches(name, 1, 8)[0]
+        used = ours(num_microbatches=4, plan=harness.halves(calls, 4), emulation={"memory": memory})
+        with all_reports() as made:
+            run(used, zoo.make_module(name), [batch] * 6, devices=1, watch=False)
+        peaks.append([report["peak_device_bytes"] for make in made if not (report := make())["profiled"]])
+    assert peaks[0] == peaks[1]
+    assert len(peaks[0]) == 5

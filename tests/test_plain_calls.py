@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from traps import Block, Net
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import interpreter_lease
 from lightning_roundpipe.runtime.core.plain_executor import PlainExecutor
 from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 
@@ -303,3 +304,28 @@ def test_no_hand_off_for_each_call(microbatches: int, monkeypatch: pytest.Monkey
     calls = 2 * CALLS * microbatches
     calls = 2 * CALLS * microbatches
     assert all(tasks[step] < 12 for step in range(3, STEPS)), (tasks, calls)
+
+
+def test_more_microbatches_and_devices_take_no_more_switches_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread gives up the interpreter's lease where it waits: for its turn, for user code, in backward. Each time
+    another thread takes over. It used to be each torch operation, on several devices."""
+    acquired: Counter[int] = Counter()
+    own = interpreter_lease.acquire
+
+    def acquire() -> None:
+        acquired[Clock.step] += 1
+        own()
+
+    monkeypatch.setattr(interpreter_lease, "acquire", acquire)
+    switches = {}
+    for devices, microbatches in ((1, 8), (8, 8), (8, 32)):
+        acquired.clear()
+        strategy = ours(
+            num_microbatches=microbatches, plan=f"forward 0-1; fused 2-4; backward 0-1; round {microbatches}"
+        )
+        batches = zoo.make_batches("mlp", 1, 2 * microbatches)[0]
+        run(strategy, module_of(usual), batches, steps=STEPS, devices=devices)
+        calls = microbatches * (CALLS + 2 + CALLS)  # forward, recomputation and backward
+        switches[devices, microbatches] = min(acquired[step] for step in range(3, STEPS)) / calls
+    assert max(switches.values()) < 2.5, switches
+    assert switches[8, 32] < 1.2 * switches[8, 8], switches

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lightning_roundpipe.devices import interpreter_lease
 from lightning_roundpipe.devices.errors import StreamAborted
 
 
@@ -58,5 +59,5 @@ class AbortSwitch:
         if seconds > 0:
             wake = threading.Event()
             with self.wakes(wake):
-                wake.wait(seconds)
+                interpreter_lease.released(wake.wait, seconds)
         self.check()

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 
-from lightning_roundpipe.devices import intraop_threads, launch_lock
+from lightning_roundpipe.devices import interpreter_lease, intraop_threads
 
 
 class Semaphore:
@@ -23,9 +23,14 @@ class Semaphore:
 
     def __init__(self, permits: int) -> None:
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.acquire = self._tokens.get
         for _ in range(permits):
             self.release()
+
+    def acquire(self) -> None:
+        try:
+            self._tokens.get_nowait()
+        except queue.Empty:
+            interpreter_lease.released(self._tokens.get)
 
     def release(self) -> None:
         self._tokens.put(None)
@@ -72,20 +77,19 @@ def emulated_work(seconds: float) -> None:
     For layers of known duration that compute nothing. Inside a layer's forward, or in the backward of an autograd
     Function there, it releases the thread's permit while it sleeps.
     """
+    if seconds <= 0:
+        return
     permits: Semaphore | None = getattr(_mine, "held", None)
     if permits is None:
         time.sleep(seconds)
         return
-    launched = launch_lock.release()
     _mine.held = None
     permits.release()
     try:
-        time.sleep(seconds)
+        interpreter_lease.released(time.sleep, seconds)
     finally:
         permits.acquire()
         _mine.held = permits
-        if launched:
-            launch_lock.acquire()
 
 
 def assert_none_held() -> None:

@@ -1,19 +1,29 @@
 """Counts what autograd saves for backward, without changing what it does.
 
+`saved_for_backward` counts each tensor, as it is saved and freed:
+
 Saved-tensor hooks see each tensor when the graph saves it. The graph owns what the hook returns, so the deletion of
 that object means that the graph, or the part of it that backward has consumed, is freed. With such hooks, torch skips
 its check that a saved tensor is unmodified, and a model with a wrong in-place operation would train with wrong
 gradients. So the hooks make that check, with torch's error message.
+
+Hooks are Python, and autograd runs backward without it. On several devices, each unpacked tensor makes a thread wait
+for the interpreter. `LedgerSavedCounter` therefore counts calls that are alike as a whole, once two of them have saved
+the same amount. It uses hooks for the others, and on a device with a limit, where any tensor may be the one that does
+not fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+import weakref
+from collections.abc import Callable, Container, Hashable, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices.ledger import Ledger
+from lightning_roundpipe.devices.base import SavedAmount, SavedAmounts, SavedCounter
+from lightning_roundpipe.devices.ledger import Ledger, LedgerTrackedTensors
 
 PURPOSE = "saved for backward"
 
@@ -21,7 +31,7 @@ PURPOSE = "saved for backward"
 class _Saved:
     """A saved tensor that the graph owns. Counted while this object lives."""
 
-    __slots__ = ("key", "note", "tensor", "version")
+    __slots__ = ("__weakref__", "key", "note", "tensor", "version")
 
     def __init__(self, tensor: Tensor, key: int, note: Callable[[tuple[int, int, str]], None]) -> None:
         self.key, self.note = key, note  # first: `__del__` runs even if a later line fails
@@ -56,12 +66,15 @@ def _unpack(saved: _Saved | _Uncounted) -> Tensor:
     return tensor
 
 
-def saved_for_backward(ledger: Ledger, arenas: Container[int]) -> torch.autograd.graph.saved_tensors_hooks:
+def saved_for_backward(
+    ledger: Ledger, arenas: Container[int], seen: Callable[[_Saved], object] = lambda saved: None
+) -> torch.autograd.graph.saved_tensors_hooks:
     """Return a context in which ``ledger`` counts what autograd saves. Inner hooks (checkpointing) take precedence.
 
     Args:
         ledger: the device's.
         arenas: keys of storages that are counted already, such as those of weights.
+        seen: is given each object that stands for a counted tensor.
 
     ``torch.func`` transforms refuse to run inside any saved-tensor hooks, including these.
     """
@@ -74,6 +87,73 @@ def saved_for_backward(ledger: Ledger, arenas: Container[int]) -> torch.autograd
         if key in arenas:
             return _Uncounted(tensor)
         ledger.add(key, storage.nbytes(), PURPOSE)
-        return _Saved(tensor, key, ledger.note)
+        saved = _Saved(tensor, key, ledger.note)
+        seen(saved)
+        return saved
 
     return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+
+
+class LedgerSavedCounter(SavedCounter):
+    """Counts on an emulated device.
+
+    Args:
+        ledger: the device's.
+        arenas: keys of storages that are counted already.
+        amounts: what the layer is known to save.
+        key: equal for calls that are alike: they run the same code on arguments of the same shapes.
+    """
+
+    def __init__(self, ledger: Ledger, arenas: Container[int], amounts: SavedAmounts, key: Hashable) -> None:
+        self._ledger, self._amounts, self._key = ledger, amounts, key
+        self._amount = amounts.known(key) if ledger.limit is None else None
+        self._saved: list[weakref.ref[_Saved]] = []
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        if self._amount is None:
+            self._hooks = saved_for_backward(ledger, arenas, lambda saved: self._saved.append(weakref.ref(saved)))
+
+    def __enter__(self) -> Self:
+        if self._hooks is not None:
+            self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(*error)
+
+    def held(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> object:
+        if self._amount is not None:
+            return _Held(self._ledger, self._amount, inputs, outputs)
+        if self._ledger.limit is None:
+            self._amounts.learn(self._key, self._found(inputs, outputs))
+        return None  # the hooks have counted
+
+    def _found(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> SavedAmount:
+        alive = [saved for reference in self._saved if (saved := reference()) is not None]
+        others = {saved.key: saved.tensor.untyped_storage().nbytes() for saved in alive}
+        given: list[int] = []
+        returned: list[int] = []
+        for tensors, positions in ((inputs, given), (outputs, returned)):
+            for i, tensor in enumerate(tensors):
+                if tensor.layout is torch.strided and others.pop(tensor.untyped_storage()._cdata, None) is not None:
+                    positions.append(i)
+        return SavedAmount(tuple(given), tuple(returned), sum(others.values()))
+
+
+class _Held:
+    """Counts the tensors that one call has saved, while it lives."""
+
+    __slots__ = ("_ledger", "_others", "_tensors")
+
+    def __init__(
+        self, ledger: Ledger, amount: SavedAmount, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        tensors = [*(inputs[i] for i in amount.inputs), *(outputs[i] for i in amount.outputs)]
+        self._ledger, self._others = ledger, amount.nbytes
+        self._tensors = LedgerTrackedTensors(ledger, tensors, PURPOSE)
+        if amount.nbytes:
+            ledger.add(id(self), amount.nbytes, PURPOSE)
+
+    def __del__(self) -> None:
+        if self._others:
+            self._ledger.end(id(self), PURPOSE)

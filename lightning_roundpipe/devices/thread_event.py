@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from lightning_roundpipe.devices import core_semaphore
+from lightning_roundpipe.devices import core_semaphore, interpreter_lease
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.base import Event
 from lightning_roundpipe.devices.errors import StreamAborted, raise_kept
@@ -60,7 +60,7 @@ class ThreadEvent(Event):
             self._wakes.append(wake)
             if self._settled_at is not None:
                 wake.set()
-            wake.wait()
+            interpreter_lease.released(wake.wait)
 
     @property
     def is_reached(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from lightning_roundpipe.devices import launch_lock
+from lightning_roundpipe.devices import interpreter_lease
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.core.worker import Worker
@@ -17,8 +17,8 @@ from lightning_roundpipe.runtime.user_code.interception import Inside, calling
 class Computing:
     """Context manager around a call's compute: holds the core, names the call for a profiler, and records its times.
 
-    Layers that the layer's code calls are sent to ``inside``, which refuses them. Forwards and recomputations that are
-    known to be short also hold the launch lock, see `devices.launch_lock`.
+    Layers that the layer's code calls are sent to ``inside``, which refuses them. A backward, which autograd
+    runs without the interpreter, and a layer whose code takes long run without the interpreter's lease.
 
     Args:
         worker: worker that the call runs on.
@@ -32,7 +32,7 @@ class Computing:
     """
 
     __slots__ = (
-        "_began", "_calling", "_core", "_counter", "_index", "_kind", "_launches", "_layer", "_microbatch", "_name",
+        "_began", "_calling", "_core", "_counter", "_index", "_kind", "_layer", "_leased", "_microbatch", "_name",
         "_slot", "_start", "_worker",
     )  # fmt: skip
 
@@ -42,7 +42,6 @@ class Computing:
     ) -> None:  # fmt: skip
         self._worker, self._slot, self._kind, self._index, self._layer = worker, slot, kind, call, layer
         self._microbatch, self._counter = microbatch, counter
-        self._launches = kind in ("forward", "recompute")
         self._calling = calling(inside)
 
     def __enter__(self) -> None:
@@ -57,10 +56,9 @@ class Computing:
             name.__exit__(None, None, None)
             core.__exit__(None, None, None)
             raise
-        if self._launches:
-            if self._layer.launch_seconds < launch_lock.SHORT_S:
-                launch_lock.acquire()
-            self._began = time.perf_counter()
+        alone = self._kind == "backward" or self._layer.launch_seconds >= interpreter_lease.TERM_S
+        self._leased = alone and interpreter_lease.release()
+        self._began = time.perf_counter()
         if self._counter is not None:
             self._counter.__enter__()  # type: ignore[no-untyped-call]
         self._calling.__enter__()
@@ -72,11 +70,12 @@ class Computing:
                 self._counter.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
             end = self._worker.device.compute.record(timed=True) if error is None else None
         finally:
-            if self._launches:
+            if self._kind in ("forward", "recompute"):
                 self._layer.launched(time.perf_counter() - self._began)
-                launch_lock.release()
             self._name.__exit__(kind, error, traceback)
             self._core.__exit__(kind, error, traceback)
+            if self._leased:
+                interpreter_lease.acquire()
         if end is not None and self._kind:
             slot, recorder = self._slot, self._slot.recorder
             where = EventSource(slot.index, slot.phase, self._index, self._layer.name)

@@ -24,6 +24,7 @@ class DetachedInputs:
 
     Attributes:
         grads: gradient of each input tensor; None where there is none.
+        saved: counts what the graph has saved, if the device does not; released when the backward has run.
         within: context manager that is entered around the layer's backward too; None for none.
     """
 
@@ -32,6 +33,7 @@ class DetachedInputs:
         self._positions: list[int] = []
         self._layer = layer
         self._expected = False
+        self.saved: object = None
         self.within: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:

@@ -612,6 +612,7 @@ class LayerExecutor:
             with given, alone(name, self._device), computing, detached_inputs, watching, borrowing:
                 with _NOTHING if adding is None else adding:
                     self._differentiate(recorded, *zip(*pairs, strict=True))
+                detached_inputs.saved = None
                 self._device.track_until_freed(_tensors(detached_inputs.grads), GRADIENTS)
             buffers.refuse_written(held)
         if meter is not None and measured is not None:

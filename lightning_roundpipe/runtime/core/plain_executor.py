@@ -17,7 +17,7 @@ decide for `LayerExecutor`, too: discrete choices, parameters of other modules, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -115,10 +115,13 @@ class PlainExecutor:
                 tensors = [t.data for t in tensors]
             given = dict(zip(positions, tensors, strict=True))
             args, kwargs = unflatten([given.get(i, leaf) for i, leaf in enumerate(leaves)], call.spec.arguments)
-            with computing, device.saved_for_backward() if grad else _NOTHING:
+            counter = device.saved_counter(layer.saved_amounts, self._kind(call, leaves)) if grad else None
+            with computing, _NOTHING if counter is None else counter:
                 output, collected = call.context.run(collecting, replica.module.forward, *args, **kwargs)
         alone = type(output) is Tensor and output.layout is torch.strided and not collected
         flat = OneTensor(output) if alone else FlatValue.of((output, collected), given)
+        if counter is not None and detached_inputs is not None:
+            detached_inputs.saved = counter.held(tensors, flat.tensors())
         ran = LayerExecution(detached_inputs, flat, side_collector.collect(given, layer.name), given)
         ran.written = [i for i, p in enumerate(replica.parameters) if p._version != versions[i]]
         if parametrize._cache is not cache:
@@ -131,6 +134,12 @@ class PlainExecutor:
         if ran.surprises and alone:
             ran.output = FlatValue.of((output, collected), given)  # it may be an input
         return ran
+
+    @staticmethod
+    def _kind(call: Call | RecordedCall, leaves: list[Any]) -> Hashable:
+        """Return what is equal for calls that save as much for backward."""
+        arguments = [(t.shape, t.dtype) if isinstance(t, Tensor) else t for t in leaves]
+        return call.state, call.thread_state, *call.requires_grad, *call.trainable, *arguments
 
     def _share(self, outputs: list[Tensor], inputs: list[Tensor]) -> bool:
         """Return whether outputs lie in the memory of inputs, of other outputs, or of an arena."""

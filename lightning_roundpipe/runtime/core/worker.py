@@ -187,7 +187,7 @@ class Worker:
         self.lead = 0
         """Bytes that calls beyond the first `IN_FLIGHT` may keep alive; 0 allows no such calls."""
         self._in_flight = InFlight()
-        self.thread = TaskThread(f"roundpipe-worker{self.index}", device.activate)
+        self.thread = TaskThread(f"roundpipe-worker{self.index}", device.activate, leases=True)
         self._warming: Task[None] | None = None
         self.warm_up()
 

@@ -101,7 +101,7 @@ class WorkerPool:
     def thread(self, index: int) -> TaskThread:
         """Return the thread of microbatch ``index``, and start it if needed."""
         while len(self._threads) <= index:
-            self._threads.append(TaskThread(f"roundpipe-microbatch{len(self._threads)}"))
+            self._threads.append(TaskThread(f"roundpipe-microbatch{len(self._threads)}", leases=True))
         return self._threads[index]
 
     def summing(self) -> TaskThread:

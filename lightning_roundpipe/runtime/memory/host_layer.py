@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices import Device, Stream
+from lightning_roundpipe.devices import Device, SavedAmounts, Stream
 from lightning_roundpipe.devices.heap import give_back
 from lightning_roundpipe.model.attributes import ModuleState, StateDiff
 from lightning_roundpipe.model.cast_weights import Uses
@@ -75,6 +75,7 @@ class HostLayer:
         self.module = module
         self.launch_seconds = math.inf
         """Seconds that the layer's code occupies the thread that runs it; see `launched`."""
+        self.saved_amounts = SavedAmounts()
         self.state = ModuleState(name, module)
         self.buffers = HostBuffers()
         """Shared by all layers of a model."""

@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Hashable
 
-from lightning_roundpipe.devices import intraop_threads
+from lightning_roundpipe.devices import interpreter_lease, intraop_threads
 
 Priority = tuple[int, ...]
 
@@ -41,14 +41,14 @@ class Waiter:
 
     def wait(self) -> None:
         if not self._woken:
-            self._wakes.get()
+            interpreter_lease.released(self._wakes.get)
 
     def wait_for(self, seconds: float) -> bool:
         """Wait for at most ``seconds``, and return whether the waiter was woken."""
         if self._woken:
             return True
         try:
-            self._wakes.get(timeout=seconds)
+            interpreter_lease.released(self._wakes.get, True, seconds)
         except queue.Empty:
             return False
         return True
