@@ -32,8 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
 from lightning_roundpipe.devices.thread_event import ThreadEvent
+from lightning_roundpipe.runtime.core.in_flight import IN_FLIGHT
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
-from lightning_roundpipe.runtime.core.worker import IN_FLIGHT, Worker
+from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.modes.model_tasks import PartRun
 
 HOST = "host"

@@ -19,7 +19,8 @@ from stress import all_reports
 
 from lightning_roundpipe.devices import Event
 from lightning_roundpipe.devices.cuda import CudaDevice
-from lightning_roundpipe.runtime.core.worker import IN_FLIGHT, InFlight, Worker
+from lightning_roundpipe.runtime.core.in_flight import IN_FLIGHT, InFlight
+from lightning_roundpipe.runtime.core.worker import Worker
 
 LLAMA = 6
 WORKSPACE = 4 * 1024

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.planning.memory import BOTH, SINGLE
 from lightning_roundpipe.planning.schedule import Arenas, Plan
 from lightning_roundpipe.runtime.core.turns import Slot
+from lightning_roundpipe.runtime.core.weight_uploads import WeightUploads
 from lightning_roundpipe.runtime.core.worker import Worker
 
 PLAN = Plan.parse("forward 0 1 2; fused 3; backward 2 1 0; round 2")
@@ -51,28 +52,28 @@ def test_each_arena_that_is_left_out_is_saved() -> None:
 @pytest.mark.parametrize("arenas", [BOTH, (1, 2)])
 def test_weights_wait_for_the_end_of_the_slot_before(arenas: Arenas, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a single arena no upload is enqueued while a slot is open; with two, that of the next one is."""
-    open_slots: dict[Worker, Slot] = {}
+    open_slots: dict[int, Slot] = {}
     early = 0
-    opened, closed, upload = Worker.open, Worker.close_slot, Worker.upload
+    opened, closed, upload = Worker.open, Worker.close_slot, WeightUploads.upload
 
     def open_it(worker: Worker, slot: Slot, following: Slot | None = None) -> bool:
         if slot.arena is None:
             worker.prepare(slot)
-        open_slots[worker] = slot
+        open_slots[worker.index] = slot
         return opened(worker, slot, following)
 
     def close(worker: Worker, slot: Slot) -> None:
-        del open_slots[worker]
+        del open_slots[worker.index]
         closed(worker, slot)
 
-    def up(worker: Worker, slot: Slot, *args: object, **kwargs: object) -> None:
+    def up(uploads: WeightUploads, slot: Slot, *args: object, **kwargs: object) -> None:
         nonlocal early
-        early += open_slots.get(worker, slot) is not slot
-        upload(worker, slot, *args, **kwargs)  # type: ignore[arg-type]
+        early += open_slots.get(uploads.device.index, slot) is not slot
+        upload(uploads, slot, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Worker, "open", open_it)
     monkeypatch.setattr(Worker, "close_slot", close)
-    monkeypatch.setattr(Worker, "upload", up)
+    monkeypatch.setattr(WeightUploads, "upload", up)
     fit(PLAN.with_arenas(arenas))
     assert (early > 0) == (arenas == BOTH)
 

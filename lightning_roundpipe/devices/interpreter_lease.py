@@ -57,7 +57,7 @@ def acquire() -> None:
     if not _lock.acquire(blocking=False):
         while True:
             lease = _latest
-            if _lock.acquire(timeout=max(lease.expires - time.perf_counter(), 0.0)):
+            if _lock.acquire(timeout=max(lease.expires - time.perf_counter(), 1e-4)):
                 break
             if lease is _latest and time.perf_counter() >= lease.expires and lease.end():
                 break  # [3]: `_lock` stays locked, and belongs to this thread

@@ -82,7 +82,7 @@ class Wait:
 
 WAITS = [
     # Memory of the weights: an upload over a stage that is still running, a call before its weights are there.
-    Wait("runtime.core.worker:Worker.prepare", "stream.wait(arena.last_use)", "order"),
+    Wait("runtime.core.weight_uploads:WeightUploads.prepare", "stream.wait(arena.last_use)", "order"),
     Wait("runtime.core.worker:Worker.ready", "self.device.compute.wait(upload)", "numbers", CUT, "weights_up"),
     Wait(
         "runtime.core.worker:Worker.close_slot",
@@ -101,7 +101,7 @@ WAITS = [
         SUMMED,
         "adding",
     ),
-    Wait("runtime.core.worker:Arena.release", "self.last_use.wait()", "numbers", FUSED, "gradients_down"),
+    Wait("runtime.core.arenas:Arena.release", "self.last_use.wait()", "numbers", FUSED, "gradients_down"),
     # Memory of the gradients: an arena is used again, a sum is continued, a sum is read.
     Wait(
         "runtime.core.worker:Worker._wait_for_gradients",
@@ -205,8 +205,8 @@ WAITS = [
         "closing",
     ),
     Wait(
-        "runtime.core.worker_pool:WorkerPool.rest",
-        "self.wait(waiter, cancel_scope)  # [2]",
+        "runtime.core.teardown:rest",
+        "pool.wait(waiter, cancel_scope)  # [1]",
         "numbers",
         ARRIVAL,
         "closing",
@@ -238,8 +238,8 @@ ELSEWHERE = {
         "cancel_scope.wait(waiter)",
     ),  # test_turns.py: test_one_microbatch_ahead_and_no_more
     (
-        "runtime.core.worker_pool:WorkerPool.rest",
-        "device.compute.synchronize()",
+        "runtime.core.teardown:rest",
+        "device.compute.synchronize()  # [2]",
     ),  # test_outputs_are_computed_when_given
     ("runtime.reporting.events:Recorder.rows", "end.wait()"),  # test_events.py: test_rows_wait_for_what_is_on_its_way
     ("runtime.memory.grad_buffers:HostGradSums.make_room", "before.wait()"),  # test_a_sum_that_nobody_took
@@ -338,9 +338,9 @@ ENDS = {
     ("runtime.core.step:Step._end_whole", "self._wait_for_end()"),
     (
         "runtime.core.worker_pool:WorkerPool.wait",
-        "while not (unless_failed and cancel_scope.failed) and not waiter.wait_for(min(LOOK, self._limit)):",
+        "while not (unless_failed and cancel_scope.failed) and not waiter.wait_for(min(teardown.LOOK, self._limit)):",
     ),
-    ("runtime.core.worker_pool:WorkerPool._comes", "while not waiter.wait_for(LOOK):"),
+    ("runtime.core.teardown:_returns", "while not waiter.wait_for(LOOK):"),
     ("runtime.core.worker_pool:WatchedCancelScope.wait", "self._worker_pool.wait(waiter, self)"),
     ("runtime.threads.task_thread:within", "if not task.waiter.wait_for(seconds):"),
 }
@@ -490,7 +490,7 @@ def test_outputs_are_computed_when_given(missing: bool) -> None:
     module = Predicting()
     with pytest.MonkeyPatch.context() as patch, Ordering() as ordering:
         if missing:
-            take_out(patch, "runtime.core.worker_pool:WorkerPool.rest", "device.compute.synchronize()")
+            take_out(patch, "runtime.core.teardown:rest", "device.compute.synchronize()  # [2]")
         trainer.predict(module, harness.loader(stress.batches(CUT)))
     assert bool(ordering.faults) is missing, ordering.faults
 

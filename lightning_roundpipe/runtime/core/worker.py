@@ -8,19 +8,17 @@ With a single arena for weights, slot i+N is uploaded when it opens. With a sing
 waits for the downloads of slot i [6].
 
 All of this runs on the worker's own thread, in the order of submission, so it needs no lock. The one exception is the
-upload of a layer that is still being updated, which the optimizer's thread enqueues (`_LaterUpload`). `turns` decides
+upload of a layer that is still being updated, which the optimizer's thread enqueues (`weight_uploads`). `turns` decides
 which slot may be opened, and when.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
@@ -29,7 +27,10 @@ from lightning_roundpipe.model.rounded import RoundedWeight
 from lightning_roundpipe.planning.memory import BOTH
 from lightning_roundpipe.planning.schedule import Arenas
 from lightning_roundpipe.runtime.core.activation_store import PrefetchBudget
+from lightning_roundpipe.runtime.core.arenas import Arena, address_of
+from lightning_roundpipe.runtime.core.in_flight import IN_FLIGHT, InFlight
 from lightning_roundpipe.runtime.core.turns import Slot
+from lightning_roundpipe.runtime.core.weight_uploads import WeightUploads
 from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
@@ -40,115 +41,6 @@ from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
 from lightning_roundpipe.runtime.threads.task_thread import Task, TaskThread
 
 T = TypeVar("T")
-
-IN_FLIGHT = 2
-"""Number of calls that may always be enqueued on a device and unfinished, whatever memory they hold."""
-
-
-class InFlight:
-    """The calls that are enqueued on a device and not finished, oldest first, with the memory that each keeps alive.
-
-    Memory alone is kept, without the graphs of its tensors: these would keep what autograd has saved, and the inputs of
-    the calls that they were made by.
-
-    Attributes:
-        nbytes: size of the storages, each counted once.
-    """
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._calls: deque[tuple[Event, list[Any], list[UntypedStorage]]] = deque()
-        self._holders = Counter[int]()
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    @property
-    def oldest(self) -> Event:
-        """The end of the oldest call."""
-        return self._calls[0][0]
-
-    def add(self, end: Event, tensors: Any, *, counted: bool) -> None:
-        """Add a call.
-
-        Args:
-            end: the end of the call.
-            tensors: tensors to keep until then, in nested lists.
-            counted: whether to add their bytes to ``nbytes``.
-        """
-        flat = _flat(tensors)
-        storages = _storages(flat)
-        others = [tensor.detach() for tensor in flat if tensor.layout is not torch.strided]
-        self._calls.append((end, [storages, others], storages if counted else []))
-        if not counted:
-            return
-        for storage in storages:
-            self._holders[storage._cdata] += 1
-            if self._holders[storage._cdata] == 1:
-                self.nbytes += storage.nbytes()
-
-    def land(self) -> None:
-        """Remove the oldest call, which is done."""
-        _, _, storages = self._calls.popleft()
-        for storage in storages:
-            self._holders[storage._cdata] -= 1
-            if not self._holders[storage._cdata]:
-                del self._holders[storage._cdata]
-                self.nbytes -= storage.nbytes()
-
-
-def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    return [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
-
-
-class Arena:
-    """A device buffer that slots reuse.
-
-    Attributes:
-        buffer: the memory, as bytes; None before it is allocated.
-        address: address of the memory; 0 before it is allocated.
-        last_use: the end of the last work on the buffer, which the next user's streams must wait for.
-    """
-
-    def __init__(self, device: Device, purpose: str) -> None:
-        self._device = device
-        self._purpose = purpose
-        self.buffer: Tensor | None = None
-        self.address = 0
-        self.last_use: Event | None = None
-
-    def has(self, nbytes: int) -> bool:
-        """Return whether the buffer holds at least ``nbytes``."""
-        return self.buffer is not None and self.buffer.numel() >= nbytes
-
-    def make(self, nbytes: int) -> None:
-        assert self.buffer is None, f"{self._purpose} made twice"
-        self.buffer = self._device.allocate(nbytes, self._purpose)
-        self.address = _address(self.buffer)
-
-    def release(self) -> None:
-        """Free the memory once the work enqueued on it is done: a gradient may still be downloading."""
-        if self.last_use is not None:
-            self.last_use.wait()
-        if self.buffer is not None:
-            self._device.free(self.buffer)
-        self.buffer = None
-        self.address = 0
-        self.last_use = None
-
-    def cut(self, sizes: Iterable[int]) -> list[Tensor]:
-        assert self.buffer is not None, f"{self._purpose} used before it was allocated"
-        parts, start = [], 0
-        for size in sizes:
-            parts.append(self.buffer[start : start + size])
-            start += size
-        assert start <= self.buffer.numel(), f"{start} bytes do not fit the {self._purpose}"
-        return parts
-
-
-def _address(tensor: Tensor) -> int:
-    """Return the address of the tensor's storage, which all views of it share; 0 without memory."""
-    return tensor.untyped_storage().data_ptr()
 
 
 class Worker:
@@ -161,7 +53,8 @@ class Worker:
         device: the device.
 
     Attributes:
-        weights: arenas for weights: of the open slot and of the next one. The plan may use the first one only.
+        uploads: uploads of weights.
+        weights: its arenas: of the open slot and of the next one. The plan may use the first one only.
         gradients: arenas for gradients: of the open slot and of the last one, which may still be downloading. The plan
             may use the first one only.
         thread: the thread on which everything here runs, except what `run_here` runs in its place.
@@ -170,13 +63,13 @@ class Worker:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.index = device.index
-        self.weights = [Arena(device, "weights"), Arena(device, "weights of the next stage")]
+        self.uploads = WeightUploads(device)
+        self.weights = self.uploads.arenas
         self.gradients = [Arena(device, "gradients"), Arena(device, "gradients of the last stage")]
         self.room = PrefetchBudget()
         """Budget for prefetched tensors."""
         self._arenas: Arenas = BOTH
         """How many arenas of each kind are used."""
-        self._turn = 0
         self._gradient_turn = 0
         self._is_open = False
         self._gradients_free: list[Event] = []
@@ -290,7 +183,8 @@ class Worker:
         self.room.limit, self.lead = room, lead
         if arenas is not None and arenas != self._arenas:
             self.release()
-            self._arenas, self._turn, self._gradient_turn = arenas, 0, 0
+            self._arenas, self._gradient_turn = arenas, 0
+            self.uploads.use(arenas[0])
         of_weights, of_gradients = self._arenas
         needed = [(arena, weights) for arena in self.weights[:of_weights]]
         needed += [(arena, gradients) for arena in self.gradients[:of_gradients] if gradients]
@@ -303,63 +197,12 @@ class Worker:
             arena.make(nbytes)
 
     def prepare(self, slot: Slot) -> None:
-        """Enqueue the uploads of a slot's weights into the free arena [2].
-
-        If a layer is still being updated, the optimizer's thread enqueues its upload when it publishes the update. This
-        thread must not wait for that, as the update may depend on work that this thread has yet to do.
-
-        With a single arena that an open slot uses, nothing happens: `open` prepares the slot.
-        """
-        if self._is_open and self._arenas[0] == 1:
-            return
-        slot.arena = self._turn
-        self._turn = (self._turn + 1) % self._arenas[0]
-        arena = self.weights[slot.arena]
-        stream = self.device.weights_up
-        if arena.last_use is not None:
-            stream.wait(arena.last_use)
-        for layer, segment in zip(slot.layers, arena.cut(layer.nbytes for layer in slot.layers), strict=True):
-            later = _LaterUpload(self, slot, layer, segment)
-            if layer.bucket.when(slot.version, later.finish, later.part):
-                slot.awaited[layer.index] = later.waiter
-            else:
-                self.upload(slot, layer, segment)
-
-    def upload(
-        self, slot: Slot, layer: HostLayer, segment: Tensor, begun: Event | None = None,
-        sent: Sequence[tuple[int, int]] = (),
-    ) -> None:  # fmt: skip
-        """Enqueue the upload of a layer's weights, or of the rest of them.
-
-        Args:
-            slot: slot that needs them.
-            layer: the layer.
-            segment: the layer's part of the slot's arena.
-            begun: start of the upload, if parts have been uploaded already.
-            sent: byte ranges that have been uploaded already; see `HostLayer.upload`.
-        """
-        stream = self.device.weights_up
-        start = begun or stream.record(timed=True)
-        layer.upload(stream, segment, sent)
-        end = stream.record(timed=True)
-        slot.uploaded[layer.index] = end
-        where = EventSource(slot.index, slot.phase, -1, layer.name)
-        slot.recorder.add("upload_weights", self.index, start, end, -1, layer.nbytes, where)
-        if slot.readiness is not None:
-            slot.readiness.uploading(layer.bucket, end)
+        """Enqueue the uploads of a slot's weights [2]."""
+        self.uploads.prepare(slot, is_open=self._is_open)
 
     def cancel(self, slot: Slot) -> None:
-        """Undo `prepare` for a slot that will not open.
-
-        The next slot reuses the arena. Its uploads run on the same stream, so they overwrite those of this one.
-        """
-        if slot.arena is None:
-            return  # there was no free arena
-        assert slot.arena == (self._turn - 1) % self._arenas[0], "only what was prepared last can be taken back"
-        with slot.uploading:
-            slot.cancelled = True
-        self._turn = slot.arena
-        slot.arena = None
+        """Undo `prepare` for a slot that will not open."""
+        self.uploads.cancel(slot)
 
     def open(self, slot: Slot, following: Slot | None = None) -> bool:
         """Make ``slot`` the open one, and start uploading the slot after it, which may belong to the next step.
@@ -534,7 +377,7 @@ class Worker:
         """Return whether ``tensor`` lies in an arena, so that it must be copied to outlive its slot."""
         if isinstance(tensor, RoundedWeight):
             return True
-        return _address(tensor) in self.addresses
+        return address_of(tensor) in self.addresses
 
     @property
     def addresses(self) -> set[int]:
@@ -581,74 +424,3 @@ class Worker:
         self.forget()
         for arena in (*self.weights, *self.gradients):
             arena.last_use = None
-
-
-def _flat(nested: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors in nested lists and tuples."""
-    found: list[Tensor] = []
-    for item in nested:
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif isinstance(item, (list, tuple)):
-            found += _flat(item)
-    return found
-
-
-class _LaterUpload:
-    """The upload of a layer that is still being updated; the optimizer's thread enqueues it.
-
-    If the layer is updated in parts, each part is uploaded as soon as it is updated.
-
-    Args:
-        worker: worker to upload to.
-        slot: slot that needs the weights.
-        layer: the layer.
-        segment: the layer's part of the slot's arena.
-    """
-
-    def __init__(self, worker: Worker, slot: Slot, layer: HostLayer, segment: Tensor) -> None:
-        self._worker, self._slot, self._layer, self._segment = worker, slot, layer, segment
-        self._begun: Event | None = None
-        self._sent: list[tuple[int, int]] = []
-        self.waiter = Waiter()
-        """Woken when the whole upload is enqueued."""
-
-    def part(self, master: nn.Parameter, start: int, end: int) -> None:
-        """Enqueue the upload of elements ``start`` to ``end`` of ``master``, which are updated."""
-
-        def enqueue() -> None:
-            stream = self._worker.device.weights_up
-            begun = self._begun or stream.record(timed=True)
-            if (span := self._layer.upload_part(stream, self._segment, master, start, end)) is not None:
-                self._begun = begun
-                self._sent.append(span)
-
-        self._enqueue(enqueue)
-
-    def finish(self) -> None:
-        """Enqueue the rest of the upload: all weights are updated."""
-        self._enqueue(
-            lambda: self._worker.upload(self._slot, self._layer, self._segment, self._begun, _merged(self._sent))
-        )
-        self.waiter.wake()
-
-    def _enqueue(self, work: Callable[[], None]) -> None:
-        slot = self._slot
-        try:
-            with slot.uploading:
-                if not slot.cancelled and not slot.cancel_scope.failed:
-                    with self._worker.device.activate():
-                        work()
-        except BaseException as error:
-            slot.cancel_scope.fail(error)
-
-
-def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sort disjoint spans and join adjacent ones."""
-    merged: list[tuple[int, int]] = []
-    for start, end in sorted(spans):
-        if merged and merged[-1][1] == start:
-            merged[-1] = merged[-1][0], end
-        else:
-            merged.append((start, end))
-    return merged

@@ -23,9 +23,9 @@ from lightning_roundpipe.planning.span import Span
 from lightning_roundpipe.runtime.batch.known_losses import Weight, combined_losses
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
+from lightning_roundpipe.runtime.core.teardown import GRACE
 from lightning_roundpipe.runtime.core.trace import Trace
 from lightning_roundpipe.runtime.core.turns import Slot, Slots
-from lightning_roundpipe.runtime.core.worker_pool import GRACE
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten, is_cache, unflatten
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation
