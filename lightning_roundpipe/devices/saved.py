@@ -124,8 +124,7 @@ class LedgerSavedCounter(SavedCounter):
     def held(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> object:
         if self._amount is not None:
             return _Held(self._ledger, self._amount, inputs, outputs)
-        if self._ledger.limit is None:
-            self._amounts.learn(self._key, self._found(inputs, outputs))
+        self._amounts.learn(self._key, self._found(inputs, outputs))
         return None  # the hooks have counted
 
     def _found(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> SavedAmount:

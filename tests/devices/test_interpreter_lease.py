@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -76,6 +76,46 @@ def test_short_calls_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_long_calls_run_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     train(0.05, monkeypatch, term=0.02)
     assert Layer.most > 1
+
+
+class Looking(torch.autograd.Function):
+    """Notes whether the thread that runs it holds the lease."""
+
+    held: ClassVar[dict[str, set[bool]]] = {}
+
+    @classmethod
+    def look(cls, where: str) -> None:
+        cls.held.setdefault(where, set()).add(getattr(interpreter_lease._mine, "lease", None) is not None)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Looking.look("forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Looking.look("backward")
+        return grad
+
+
+class LookingLayer(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = Looking.apply(super().forward(x))
+        return result
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.03])
+def test_short_forwards_hold_the_lease(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long ones release it at once, and backward does: others need not wait until it has expired."""
+    monkeypatch.setattr(interpreter_lease, "TERM_S", 0.02 if seconds else 60.0)
+    monkeypatch.setattr(Layer, "seconds", seconds)
+    module = Model()
+    module.layers = nn.ModuleList(LookingLayer() for _ in range(4))
+    strategy = ours(num_microbatches=4, layers=["LookingLayer"], plan="forward 0-1; fused 2-3; backward 0-1; round 4")
+    Looking.held.clear()
+    trainer_of(strategy, devices=2).fit(module, loader([torch.ones(4, 4)] * 5))
+    assert (True in Looking.held["forward"]) == (not seconds)
+    assert Looking.held["backward"] == {False}
 
 
 def beside(function: Callable[[], object]) -> threading.Thread:
