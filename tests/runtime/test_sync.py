@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from patience import join, start, until
+from patience import PATIENCE_S, join, start, until
 
 from lightning_roundpipe.runtime.threads.sync import Cancelled, CancelScope, UserLock, Waiter
 
@@ -173,6 +174,113 @@ def test_one_at_a_time(seed: int) -> None:
 
     join(start(*(work(number) for number in range(6))))
     assert most == [1] and done == [120]
+
+
+class Late(CancelScope):
+    """Its waits return late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.woken, self.gate = threading.Event(), threading.Event()
+
+    def wait(self, waiter: Waiter) -> None:
+        super().wait(waiter)
+        self.woken.set()
+        assert self.gate.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("again", [1, 3])
+def test_a_running_thread_need_not_wait_for_one_that_was_woken(again: int) -> None:
+    """That one tries again, and is not forgotten."""
+    lock, cancel_scope, late = UserLock(), CancelScope(), Late()
+    order: list[str] = []
+
+    def take() -> None:
+        lock.acquire((0, 0), late)
+        order.append("woken")
+        lock.release()
+
+    lock.acquire((1, 0), cancel_scope)
+    threads = start(take)
+    until(lambda: len(lock._queue) == 1)
+    lock.release()
+    assert late.woken.wait(PATIENCE_S)
+    for _ in range(again):
+        lock.acquire((1, 0), cancel_scope)  # hangs if the lock belongs to a thread that does not run
+        order.append("running")
+        lock.release()
+    lock.acquire((1, 0), cancel_scope)
+    late.gate.set()
+    until(lambda: len(lock._queue) == 1)
+    lock.release()
+    join(threads)
+    assert order == ["running"] * again + ["woken"]
+
+
+def test_nobody_overtakes_in_the_same_section() -> None:
+    """What the section adds to is added in the order of microbatches, also if one that was woken comes late."""
+    lock, cancel_scope, late = UserLock(), CancelScope(), Late()
+    order: list[str] = []
+
+    def take(name: str, priority: tuple[int, int], scope: CancelScope) -> Callable[[], None]:
+        def run() -> None:
+            lock.acquire(priority, scope, "a")
+            order.append(name)
+            lock.release()
+
+        return run
+
+    lock.acquire((1, 0), cancel_scope, "a")
+    threads = start(take("woken", (0, 1), late))
+    until(lambda: len(lock._queue) == 1)
+    lock.release()
+    assert late.woken.wait(PATIENCE_S)
+    threads += start(take("behind", (0, 2), cancel_scope))
+    until(lambda: len(lock._queue) == 2)  # although the lock is free
+    lock.acquire((0, 0), cancel_scope, "a")  # the one before comes first
+    order.append("before")
+    lock.release()
+    late.gate.set()
+    join(threads)
+    assert order == ["before", "woken", "behind"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_wake_is_lost(seed: int) -> None:
+    """Whatever pauses, resumes, fails and comes again: all threads end, and the lock is free."""
+    lock, scopes = UserLock(), [CancelScope() for _ in range(3)]
+    inside, most = [0], [0]
+
+    def within() -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        inside[0] -= 1
+
+    def work(number: int) -> Callable[[], None]:
+        def run() -> None:
+            drawn = random.Random(seed * 100 + number)
+            scope = scopes[number % 3]
+            with contextlib.suppress(Cancelled):
+                for turn in range(60):
+                    priority = drawn.randint(0, 5), number
+                    lock.acquire(priority, scope, piece := drawn.choice("ab"))
+                    within()
+                    if drawn.random() < 0.3:
+                        lock.pause(piece)
+                        time.sleep(drawn.choice((0.0, 0.0003)))
+                        lock.resume(priority, scope, piece)
+                        within()
+                    lock.release()
+                    if number == 0 and turn == 30:
+                        scopes[0].fail(ValueError())
+
+        return run
+
+    join(start(*(work(number) for number in range(9))))
+    assert most == [1]
+    for piece in "ab":
+        lock.acquire((0, 0), CancelScope(), piece)
+        lock.release()
 
 
 def test_a_failure_wakes_those_who_wait_for_the_lock() -> None:
