@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import bitsandbytes as bnb
+import harness
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -191,6 +192,22 @@ def test_low_precision_leaves_packed_weights_and_scales_alone(name: str, precisi
         plain = run("auto", module, batches(), precision=precision)
         for one, other in zip(plain.losses, result.losses, strict=True):
             assert abs(one - other) < 0.01
+
+
+@pytest.mark.parametrize("kind", ["dense", "grouped_mm", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("16-mixed", marks=pytest.mark.slow)])
+def test_mixed_precision_computes_as_in_plain_microbatches(kind: str, precision: str) -> None:
+    """bitsandbytes' operator, given fp32, computed in fp32 where the engine watched operations, elsewhere in 16 bits.
+
+    Which steps are watched depends on the plan, so the bits of a model with experts did, too.
+    """
+    module = task() if kind == "dense" else with_experts("qwen3_moe", kind)
+    first = trained(module, 1, precision=precision)
+    assert_identical(first, trained(module, 4, precision=precision, plan=PLAN))
+    if precision == "bf16-mixed":
+        by_hand = harness.by_hand(module, batches(), 2, lambda part: (part["labels"] != -100).sum(), bf16=True)
+        for one, other in zip(first.losses, by_hand.losses, strict=True):
+            assert one.item() == pytest.approx(other.item(), rel=1e-6)
 
 
 class Block(nn.Module):
