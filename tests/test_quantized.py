@@ -519,6 +519,9 @@ def spoiled(kind: str) -> pl.LightningModule:
         return weight
     if kind == "embedding":
         module.into = bnb.nn.EmbeddingNF4(32, 32)
+    if kind == "tied":
+        module.into = bnb.nn.Linear4bit(32, 32, bias=False)
+        module.into.weight = module.out.weight
     if kind == "scales":
         state = module.blocks[1].frozen.weight.quant_state  # type: ignore[union-attr]
         state.absmax = state.absmax[:3].clone()
@@ -540,6 +543,7 @@ def spoiled(kind: str) -> pl.LightningModule:
     [
         ("trained", "adapters"),
         ("embedding", "llm_int8_skip_modules"),
+        ("tied", "'into' is a layer in four bits whose weight is not quantised.*llm_int8_skip_modules"),
         ("sixteen", "llm_int8_has_fp16_weight=False"),
         ("gptq", "'into' are quantised by gptq.*BitsAndBytesConfig"),
         ("library", r"'into' are in a format \(HQQ\).*BitsAndBytesConfig"),

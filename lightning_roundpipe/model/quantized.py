@@ -389,6 +389,12 @@ def _refuse(module: nn.Module) -> None:
                 "save. Leave embeddings as they are: llm_int8_skip_modules of BitsAndBytesConfig names modules that "
                 "are not quantised."
             )
+        weight = _weight(inner)
+        if hasattr(inner, "support_avx512bf16_for_cpu") and type(weight) is nn.Parameter and weight.is_floating_point():
+            raise RoundPipeError(
+                f"{prefix!r} is a layer in four bits whose weight is not quantised, most likely because it is also "
+                "that of an embedding (tied). Name the layer in llm_int8_skip_modules of BitsAndBytesConfig."
+            )
         for name, parameter in inner._parameters.items():
             if parameter is not None and is_packed(parameter):
                 _refuse_parameter(f"{prefix}.{name}".lstrip("."), parameter)
