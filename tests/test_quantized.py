@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import bitsandbytes as bnb
+import harness
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -193,6 +194,22 @@ def test_low_precision_leaves_packed_weights_and_scales_alone(name: str, precisi
             assert abs(one - other) < 0.01
 
 
+@pytest.mark.parametrize("kind", ["dense", "grouped_mm", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("16-mixed", marks=pytest.mark.slow)])
+def test_mixed_precision_computes_as_in_plain_microbatches(kind: str, precision: str) -> None:
+    """bitsandbytes' operator, given fp32, computed in fp32 where the engine watched operations, elsewhere in 16 bits.
+
+    Which steps are watched depends on the plan, so the bits of a model with experts did, too.
+    """
+    module = task() if kind == "dense" else with_experts("qwen3_moe", kind)
+    first = trained(module, 1, precision=precision)
+    assert_identical(first, trained(module, 4, precision=precision, plan=PLAN))
+    if precision == "bf16-mixed":
+        by_hand = harness.by_hand(module, batches(), 2, lambda part: (part["labels"] != -100).sum(), bf16=True)
+        for one, other in zip(first.losses, by_hand.losses, strict=True):
+            assert one.item() == pytest.approx(other.item(), rel=1e-6)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -262,6 +279,8 @@ def rows() -> list[Tensor]:
 
 def made(name: str) -> tuple[pl.LightningModule, list[Any]]:
     """A module in a format, or with quantised experts, and batches for it."""
+    if name == "packed experts":
+        return with_experts("qwen3_moe", "grouped_mm"), batches()
     if name != "experts":
         return task(name), batches()
     torch.manual_seed(3)
@@ -365,7 +384,7 @@ def test_the_module_is_left_as_it_was(tmp_path: Path) -> None:
     assert_same(run("auto", again, batches(1)), run("auto", module, batches(1)))
 
 
-@pytest.mark.parametrize("name", ["nf4", "int8", "experts"])
+@pytest.mark.parametrize("name", ["nf4", "int8", "experts", "packed experts"])
 def test_resumes_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     """Plain Lightning calls the scales in its own checkpoint unexpected."""
     module, data = made(name)
@@ -385,7 +404,7 @@ def test_resumes_from_a_checkpoint(name: str, tmp_path: Path) -> None:
             assert torch.equal(value, whole.state[key]), key
 
 
-@pytest.mark.parametrize("name", ["nf4", "int8", "experts"])
+@pytest.mark.parametrize("name", ["nf4", "int8", "experts", "packed experts"])
 def test_copies_of_a_trained_module_train(name: str) -> None:
     """A copy had no companions: Parameter.__deepcopy__ drops attributes. torch.save and torch.load lose classes."""
     module, data = made(name)
@@ -468,6 +487,30 @@ def test_an_evaluation_before_leaves_the_weights_usable(name: str, saved: bool) 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
+class _Pair(Tensor):
+    """A tensor with tensors inside it, as torchao's: its values are their sum."""
+
+    @staticmethod
+    def __new__(cls, one: Tensor, other: Tensor) -> _Pair:
+        made: _Pair = Tensor._make_wrapper_subclass(cls, one.shape, dtype=one.dtype)
+        made.one, made.other = one, other
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["one", "other"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *_: Any) -> _Pair:
+        return cls(inner["one"], inner["other"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        pairs = [a for a in args if isinstance(a, cls)]
+        if func is torch.ops.aten.detach.default or func is torch.ops.aten.clone.default:
+            return cls(pairs[0].one.clone(), pairs[0].other.clone())
+        return func(*[a.one + a.other if isinstance(a, cls) else a for a in args], **(kwargs or {}))
+
+
 def spoiled(kind: str) -> pl.LightningModule:
     module = Own()
     if kind == "trained":
@@ -476,6 +519,18 @@ def spoiled(kind: str) -> pl.LightningModule:
         return weight
     if kind == "embedding":
         module.into = bnb.nn.EmbeddingNF4(32, 32)
+    if kind == "tied":
+        module.into = bnb.nn.Linear4bit(32, 32, bias=False)
+        module.into.weight = module.out.weight
+    if kind == "scales":
+        state = module.blocks[1].frozen.weight.quant_state  # type: ignore[union-attr]
+        state.absmax = state.absmax[:3].clone()
+    if kind == "no scales":
+        module.blocks[1].frozen.weight.quant_state = None  # type: ignore[union-attr]
+    if kind == "library":
+        module.into = type("HQQLinear", (nn.Linear,), {"__module__": "hqq.core.quantize"})(32, 32)
+    if kind == "subclass":
+        module.into.weight = nn.Parameter(_Pair(torch.zeros(32, 32), torch.ones(32, 32)), requires_grad=False)
     if kind == "gptq":
         module.into.hf_quantizer = SimpleNamespace(quantization_config=GPTQConfig(bits=4))
     if kind == "sixteen":
@@ -488,8 +543,13 @@ def spoiled(kind: str) -> pl.LightningModule:
     [
         ("trained", "adapters"),
         ("embedding", "llm_int8_skip_modules"),
+        ("tied", "'into' is a layer in four bits whose weight is not quantised.*llm_int8_skip_modules"),
         ("sixteen", "llm_int8_has_fp16_weight=False"),
         ("gptq", "'into' are quantised by gptq.*BitsAndBytesConfig"),
+        ("library", r"'into' are in a format \(HQQ\).*BitsAndBytesConfig"),
+        ("subclass", r"'into' are in a format \(\w+'s _Pair\).*BitsAndBytesConfig"),
+        ("scales", r"'blocks\.1\.frozen' has 3 scales instead of 16.*Copy or download"),
+        ("no scales", r"'blocks\.1\.frozen' lacks its scales"),
     ],
 )
 def test_refused_by_name_with_a_remedy(kind: str, words: str) -> None:

@@ -10,7 +10,8 @@ The header has the size of every tensor, so it is written first, and the weights
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,10 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lightning_roundpipe.export.gguf_tokenizer import write_tokenizer
-from lightning_roundpipe.export.sources import Spec
 from lightning_roundpipe.export.weights import Weights
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Values of ``model_type``, which are GGUF's names of them as well."""
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+"""GGUF's names of them by ``model_type``."""
 
 _TYPES = {"auto": "F16", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "q8_0": "Q8_0"}
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
@@ -52,6 +52,9 @@ def check_architecture(config: PretrainedConfig) -> None:
         ("attention_bias", not getattr(config, "attention_bias", False)),
         ("mlp_bias", not getattr(config, "mlp_bias", False)),
         ("use_sliding_window", not getattr(config, "use_sliding_window", False)),
+        ("norm_topk_prob", getattr(config, "norm_topk_prob", True)),
+        ("decoder_sparse_step", getattr(config, "decoder_sparse_step", 1) == 1),
+        ("mlp_only_layers", not getattr(config, "mlp_only_layers", None)),
     ):
         if not fits:
             raise ValueError(
@@ -62,6 +65,15 @@ def check_architecture(config: PretrainedConfig) -> None:
         raise ValueError(f"format=gguf: a model with rope_type={way!r} is not written. {_OTHERWISE}.")
     if find_spec("gguf") is None:
         raise ImportError("format=gguf needs the package gguf: pip install gguf")
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: Any
 
 
 class GgufFile:
@@ -94,22 +106,25 @@ class GgufFile:
         self._weights, self._config, self._name = weights, config, name
         self._tokenizer, self._original = tokenizer, original
         self.type = _TYPES[dtype]
-        arch = getattr(gguf.MODEL_ARCH, config.model_type.upper())
-        known = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-        self._names: dict[str, str] = {}
-        for parameter in weights.parameters:
-            found = known.get_name(parameter, try_suffixes=(".weight", ".bias"))
-            if found is None:
-                raise ValueError(
-                    f"format=gguf: GGUF has no name for the weight {parameter} of a {config.model_type}. {_OTHERWISE}."
-                )
-            self._names[parameter] = found
-        self._types = {parameter: self._type_of(spec) for parameter, spec in weights.parameters.items()}
+        self._arch = ARCHITECTURES[config.model_type]
+        known = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, self._arch.upper()), config.num_hidden_layers)
+        self._tensors: dict[str, list[_Tensor]] = {}
+        for parameter, spec in weights.parameters.items():
+            parts = self._tensors[parameter] = []
+            for own, shape in _parts(parameter, spec.shape):
+                found = known.get_name(own, try_suffixes=(".weight", ".bias"))
+                if found is None:
+                    raise ValueError(
+                        f"format=gguf: GGUF has no name for the weight {parameter} of a {config.model_type}. "
+                        f"{_OTHERWISE}."
+                    )
+                name = found if found.endswith((".weight", ".bias")) else f"{found}.weight"
+                parts.append(_Tensor(name, shape, self._type_of(name, shape)))
 
     @property
     def nbytes(self) -> int:
         """The size of the weights."""
-        return sum(self._nbytes(parameter) for parameter in self._names)
+        return sum(self._nbytes(tensor) for parts in self._tensors.values() for tensor in parts)
 
     def write(self, path: Path, progress: Callable[[int], None]) -> None:
         """Write the file; ``progress`` is called with the bytes of each weight that has come.
@@ -117,18 +132,18 @@ class GgufFile:
         Raises:
             ValueError: a weight is too large for float16.
         """
-        writer = self._gguf.GGUFWriter(path, self._config.model_type)
+        writer = self._gguf.GGUFWriter(path, self._arch)
         try:
             self._add_facts(writer)
             write_tokenizer(writer, self._tokenizer, self._original, self._config)
             factors = _rope_factors(self._config)
             if factors is not None:
                 writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
-            for parameter, spec in self._weights.parameters.items():
-                kind = self._types[parameter]
-                writer.add_tensor_info(
-                    self._names[parameter], spec.shape, np.dtype(np.float32), self._nbytes(parameter), raw_dtype=kind
-                )
+            for parts in self._tensors.values():
+                for part in parts:
+                    writer.add_tensor_info(
+                        part.name, part.shape, np.dtype(np.float32), self._nbytes(part), raw_dtype=part.type
+                    )
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
@@ -137,29 +152,30 @@ class GgufFile:
             expected = iter(self._weights.parameters)
             for parameter, tensor in self._weights.by_parameter():
                 assert parameter == next(expected)
-                writer.write_tensor_data(self._stored(parameter, tensor))
-                progress(self._nbytes(parameter))
+                parts = self._tensors[parameter]
+                for part, values in zip(parts, tensor.chunk(len(parts), dim=1 if len(parts) > 1 else 0), strict=True):
+                    writer.write_tensor_data(self._stored(parameter, values, part.type))
+                    progress(self._nbytes(part))
         finally:
             writer.close()
 
-    def _type_of(self, spec: Spec) -> Any:
+    def _type_of(self, name: str, shape: Sequence[int]) -> Any:
         types = self._gguf.GGMLQuantizationType
-        if len(spec.shape) < 2:
+        if len(shape) < 2 or name.endswith("ffn_gate_inp.weight"):  # vectors, and routers as llama.cpp has them
             return types.F32
         block, _ = self._gguf.GGML_QUANT_SIZES[types[self.type]]
-        return types[self.type] if spec.shape[-1] % block == 0 else types.F16
+        return types[self.type] if shape[-1] % block == 0 else types.F16
 
-    def _nbytes(self, parameter: str) -> int:
-        block, size = self._gguf.GGML_QUANT_SIZES[self._types[parameter]]
-        return self._weights.parameters[parameter].numel // int(block) * int(size)
+    def _nbytes(self, tensor: _Tensor) -> int:
+        block, size = self._gguf.GGML_QUANT_SIZES[tensor.type]
+        return math.prod(tensor.shape) // int(block) * int(size)
 
-    def _stored(self, parameter: str, tensor: Tensor) -> Any:
+    def _stored(self, parameter: str, tensor: Tensor, kind: Any) -> Any:
         values = tensor.float()
         config = self._config
         if config.model_type == "llama" and parameter.endswith(("q_proj.weight", "k_proj.weight")):
             heads = config.num_attention_heads if "q_proj" in parameter else config.num_key_value_heads
             values = _paired(values, heads)
-        kind = self._types[parameter]
         if kind == self._gguf.GGMLQuantizationType.F16 and values.abs().max() > torch.finfo(torch.float16).max:
             raise ValueError(
                 f"format=gguf: {parameter} has values that float16 cannot hold. Set dtype=bfloat16 or dtype=q8_0."
@@ -180,6 +196,10 @@ class GgufFile:
         writer.add_embedding_length(config.hidden_size)
         writer.add_block_count(config.num_hidden_layers)
         writer.add_feed_forward_length(config.intermediate_size)
+        if config.model_type == "qwen3_moe":
+            writer.add_expert_count(config.num_experts)
+            writer.add_expert_used_count(config.num_experts_per_tok)
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_head_count(heads)
         writer.add_head_count_kv(config.num_key_value_heads)
         writer.add_key_length(width)
@@ -194,6 +214,17 @@ class GgufFile:
             if rope["rope_type"] == "yarn":
                 trained = rope.get("original_max_position_embeddings") or config.max_position_embeddings
                 writer.add_rope_scaling_orig_ctx_len(int(trained))
+
+
+def _parts(parameter: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the tensors that a parameter becomes: its own name, or those of two halves, and their shapes.
+
+    Hugging Face keeps two weights of each expert in one parameter, one above the other.
+    """
+    if not parameter.endswith(".experts.gate_up_proj"):
+        return [(parameter, shape)]
+    experts, rows, columns = shape
+    return [(parameter.replace("gate_up_proj", own), (experts, rows // 2, columns)) for own in ("gate_proj", "up_proj")]
 
 
 def _rope(config: PretrainedConfig) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ of eight bits has the scale of each row beside it, as ``SCB``.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lightning_roundpipe.export.sources import Source, Spec
 from lightning_roundpipe.extras import need
+from lightning_roundpipe.model.quantize_weight import shape_to_unpack
 
 _STATE = ".quant_state.bitsandbytes__"
 _SCALES, _FORMAT = "SCB", "weight_format"
@@ -73,7 +75,9 @@ class Dequantised:
 
     def _numbers(self, name: str, stored: Tensor, scales: Tensor | None) -> Tensor:
         if name in self._states:
-            decoded: Tensor = self._bitsandbytes.dequantize_4bit(stored, self._states[name])
+            state = copy.copy(self._states[name])
+            state.shape = torch.Size(shape_to_unpack(state.shape, state.blocksize))
+            decoded: Tensor = self._bitsandbytes.dequantize_4bit(stored, state)
             return decoded.reshape(self.specs[name].shape)
         if scales is not None:
             rows: Tensor = self._bitsandbytes.int8_vectorwise_dequant(stored, scales)

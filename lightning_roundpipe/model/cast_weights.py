@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from lightning_roundpipe.model.below_modes import call_below
 from lightning_roundpipe.model.quantized import is_stored_as_is
 from lightning_roundpipe.model.rounded import TO, casts_to, keeps_values
 
@@ -72,7 +73,7 @@ class CastWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_iter((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 self._see(leaf, func, args, kwargs)
-        return func(*args, **kwargs)
+        return call_below(func, args, kwargs)
 
     def _see(self, tensor: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lightning_roundpipe.extras import need
 from lightning_roundpipe.messages import PREFIX
+from lightning_roundpipe.model.quantize_weight import BrokenWeightsError
 from lightning_roundpipe.model.quantized import is_packed
 
 if TYPE_CHECKING:
@@ -34,6 +35,19 @@ if TYPE_CHECKING:
 
 QUANTIZATIONS = ("nf4", "fp4", "int8")
 """Formats of packed weights: two of four bits, one of eight."""
+
+_HUB = (
+    "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
+    "trust_remote_code",
+)  # fmt: skip
+"""Options of ``from_pretrained`` that say where files are, for the configuration as for the weights."""
+
+_OWN = {
+    "quantization_config": "quantization='nf4' and double_quantization=False",
+    "torch_dtype": "dtype=",
+    "device_map": "nothing: the weights stay in host memory",
+}
+"""Options of transformers that say otherwise what arguments here say, and what to write for them."""
 
 _PATIENCE_S = 3.0
 """Before progress is shown."""
@@ -96,10 +110,11 @@ def from_pretrained(
         quantization: one of `QUANTIZATIONS`; None: that of the files.
         double_quantization: quantise the scales of ``nf4`` and ``fp4`` too, as QLoRA does.
         dtype: of all other weights and of the computation; ``"auto"``: that of the files.
-        options: others of transformers' ``from_pretrained``.
+        options: others of transformers' ``from_pretrained``, such as ``revision`` or ``attn_implementation``.
 
     Raises:
-        ValueError: the format does not exist, or the files are quantised in another one.
+        ValueError: the format does not exist, the files are quantised in another one or are broken, or an option
+            has an argument of its own here.
         ImportError: a package is missing.
     """
     from transformers import AutoConfig
@@ -107,7 +122,14 @@ def from_pretrained(
     from lightning_roundpipe.model import quantize_loader
 
     check_quantization(quantization)
-    config = options.pop("config", None) or AutoConfig.from_pretrained(path)
+    for name, instead in _OWN.items():
+        if name in options:
+            raise ValueError(f"{name} is not an option of quantize.from_pretrained. Write {instead}.")
+    config = options.pop("config", None)
+    if config is None:
+        where = {name: options[name] for name in _HUB if name in options}
+        config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **options)
+        options = rest | where
     stored = stored_quantization(config, str(path), quantization)
     computed = _dtype(dtype, config)
     if stored is None and quantization is not None:
@@ -115,7 +137,11 @@ def from_pretrained(
     elif stored is not None and isinstance(config.quantization_config, dict):
         config.quantization_config["bnb_4bit_compute_dtype"] = str(computed).removeprefix("torch.")
     with ShownProgress() as progress, quantize_loader.installed(progress):
-        return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, device_map="cpu", **options)
+        try:
+            return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, device_map="cpu", **options)
+        except BrokenWeightsError as error:
+            error.add_note(f"Copy or download {path} again, or quantise the 16-bit model anew.")
+            raise
 
 
 def from_config(
@@ -128,7 +154,7 @@ def from_config(
     """
     from lightning_roundpipe.model import quantize_loader
 
-    check_quantization(quantization)
+    _check_format(quantization)
     computed = _dtype(dtype, config)
     wanted = quantize_loader.configuration(quantization, double_quantization, computed)
     with ShownProgress() as progress:
@@ -136,14 +162,45 @@ def from_config(
 
 
 def quantize(model: PreTrainedModel, quantization: str, *, double_quantization: bool = True) -> PreTrainedModel:
-    """Pack the weights of ``model`` in place, one by one, and return it."""
+    """Pack the weights of ``model`` in place, one by one, and return it.
+
+    Raises:
+        ValueError: the format does not exist, or ``model`` is none that can be packed: it has adapters, is quantised
+            already, has no weights, or is not transformers'.
+        ImportError: a package is missing.
+    """
     from lightning_roundpipe.model import quantize_loader
 
-    check_quantization(quantization)
+    _check_format(quantization)
+    _refuse_unfit(model)
     wanted = quantize_loader.configuration(quantization, double_quantization, model.dtype)
     with ShownProgress() as progress:
         quantize_loader.quantize_model(model, wanted, progress)
     return model
+
+
+def _check_format(quantization: str | None) -> None:
+    if quantization is None:
+        raise ValueError(f"quantization=None must be one of {', '.join(QUANTIZATIONS)}.")
+    check_quantization(quantization)
+
+
+def _refuse_unfit(model: nn.Module) -> None:
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if kinds & {"PeftModel", "BaseTunerLayer"}:
+        raise ValueError("quantize() takes a model without adapters: quantise it first, then call get_peft_model.")
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"quantize() takes a model of transformers, not a {type(model).__name__}. Put bitsandbytes.nn.Linear4bit "
+            "into modules of your own: they are trained, too."
+        )
+    if is_quantized(model):
+        raise ValueError("quantize(): the model is quantised already. Take it with weights in 16 bits.")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            "quantize(): the model is on the meta device and has no weights: use quantize.from_config for random ones, "
+            "or quantize.from_pretrained."
+        )
 
 
 def is_quantized(model: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.model.quantize_weight import BLOCK, NESTED_BLOCK, UnfitModelError
+from lightning_roundpipe.model.quantize_weight import BLOCK, UnfitModelError, shape_to_unpack
 
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 _GROUPED = {"grouped_mm", "_grouped_mm", "grouped_mm_fallback"}
@@ -51,13 +51,13 @@ def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             yield f"{prefix}.{name}", module, name
 
 
-def check_sizes(name: str, shape: Sequence[int]) -> None:
+def check_sizes(name: str, shape: Sequence[int], block: int = BLOCK) -> None:
     """Raise unless each expert begins with a block of its own."""
     _, rows, columns = shape
-    if rows * columns % BLOCK:
+    if rows * columns % block:
         raise UnfitModelError(
             f"model.quantization: each expert in {name} is a matrix of {rows} x {columns}, which no number of blocks "
-            f"of {BLOCK} holds. Load this model with model.quantization=null."
+            f"of {block} holds. Load this model with model.quantization=null."
         )
 
 
@@ -81,6 +81,8 @@ class ExpertWeights(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
+        self.quant_state = cast(Any, weight).quant_state
+        """That of the weight, which loses it in ``torch.save``, as those of bitsandbytes' modules do."""
 
     @property
     def shape(self) -> torch.Size:
@@ -290,19 +292,22 @@ def _unpack(packed: Tensor, state: Any, first: int, count: int, dtype: torch.dty
     size = rows * columns
     begin, end = first * size, (first + count) * size
     unpack: Callable[..., Tensor] = torch.ops.bitsandbytes.dequantize_4bit.default
-    scales = _scales(state, begin // BLOCK, end // BLOCK)
+    scales = _scales(state, begin // state.blocksize, end // state.blocksize)
     bytes_of_them = packed.view(-1, 1)[begin // 2 : end // 2]
-    return unpack(bytes_of_them, scales, state.blocksize, state.quant_type, (count, rows, columns), dtype)
+    shape = shape_to_unpack((count, rows, columns), state.blocksize)
+    unpacked = unpack(bytes_of_them, scales, state.blocksize, state.quant_type, shape, dtype)
+    return unpacked.view(count, rows, columns)
 
 
 def _scales(state: Any, first: int, last: int) -> Tensor:
     """Return the scales of these blocks. Quantised scales have blocks of their own, which need not begin there."""
     if not state.nested:
         return cast(Tensor, state.absmax[first:last])
-    outer, end = first // NESTED_BLOCK, -(-last // NESTED_BLOCK)
     nested = state.state2
+    size = nested.blocksize
+    outer, end = first // size, -(-last // size)
     scales: Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
-        state.absmax[outer * NESTED_BLOCK : last], nested.absmax[outer:end], nested.code, NESTED_BLOCK, nested.dtype
+        state.absmax[outer * size : last], nested.absmax[outer:end], nested.code, size, nested.dtype
     )
     offset: Tensor = state.offset
-    return scales[first - outer * NESTED_BLOCK :] + offset
+    return scales[first - outer * size :] + offset

@@ -34,7 +34,8 @@ from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from typing_extensions import override
 
 from lightning_roundpipe.model.quantize_experts import ExpertWeights, check_sizes, fused_experts
-from lightning_roundpipe.model.quantize_weight import UnfitModelError, pack_4bit, pack_8bit
+from lightning_roundpipe.model.quantize_weight import BrokenWeightsError, UnfitModelError, pack_4bit, pack_8bit
+from lightning_roundpipe.model.quantized import misfit
 
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
 
@@ -114,13 +115,14 @@ class _Quantizer:
             module = model.get_submodule(prefix)
             weight = module._parameters[own]
             if type(weight).__name__ == "Params4bit":
+                check_sizes(name, cast(Any, weight).quant_state.shape, cast(Any, weight).quant_state.blocksize)
                 del module._parameters[own]
                 setattr(module, own, ExpertWeights(cast(nn.Parameter, weight)))
         _forget_conversions(model, self.experts)
         _return_freed_memory()
-        for name, parameter in model.named_parameters():
-            _check_whole(name, parameter)
-        for module in model.modules():
+        for name, module in model.named_modules():
+            if wrong := misfit(module):
+                raise BrokenWeightsError(f"the quantised weight of {name!r} {wrong}")
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 # Otherwise the first evaluation on a CPU that has these instructions rounds the scales and packs the
                 # weight for a kernel without gradients, and training after it computes none.
@@ -337,10 +339,3 @@ def _return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
-
-
-def _check_whole(name: str, parameter: Any) -> None:
-    kind = type(parameter).__name__
-    lacks = (kind == "Params4bit" and parameter.quant_state is None) or (kind == "Int8Params" and parameter.SCB is None)
-    if lacks or (kind == "Parameter" and not parameter.is_floating_point()):
-        raise ValueError(f"it lacks the scales of the quantised weight {name!r}")

@@ -7,6 +7,8 @@ bytes, and only one piece at a time takes that memory. PyTorch's operations use 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, cast
 
@@ -25,6 +27,10 @@ _PIECE = 1 << 19
 
 class UnfitModelError(ValueError):
     """A model whose weights cannot be packed as asked, whatever its files are like."""
+
+
+class BrokenWeightsError(ValueError):
+    """Files of packed weights that lack some of what unpacks them, or have it in another size."""
 
 
 def pack_4bit(weight: Tensor, kind: str, double: bool, module: nn.Module | None = None) -> nn.Parameter:
@@ -73,6 +79,15 @@ def pack_4bit(weight: Tensor, kind: str, double: bool, module: nn.Module | None 
     if module is not None:
         cast(Any, module).quant_state = state
     return made
+
+
+def shape_to_unpack(shape: Sequence[int], block: int) -> Sequence[int]:
+    """Return the shape in which bitsandbytes unpacks a weight of ``shape`` correctly, on every device.
+
+    On a CPU it begins each row with a scale of its own, also where blocks run on from row to row (bitsandbytes 0.50:
+    rows of 96 in blocks of 64 get scales of other weights).
+    """
+    return shape if shape[-1] % block == 0 else (math.prod(shape),)
 
 
 def pack_8bit(weight: Tensor) -> nn.Parameter:

@@ -12,19 +12,24 @@ The modules of ``bitsandbytes`` run unchanged: each use unpacks the weight on th
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.model.quantize_experts import ExpertWeights
 
 _PACKAGE = "bitsandbytes"
 _PACKED = ("Params4bit", "Int8Params")
 _EMBEDDINGS = ("Embedding4bit", "Embedding8bit")
 _FOUR_BITS = ("fp4", "nf4")
+_OTHERS = {"hqq": "HQQ", "gptqmodel": "GPTQ", "auto_gptq": "GPTQ", "awq": "AWQ"}
+"""Packages that put modules of their own in place of linear layers, and the formats of these."""
 _COMPANION = "_roundpipe_companion"
 _TRANSIENT = ("CB", "idx")
 """Tensors of a state that say nothing of the weight: its bytes once more, and what the last call has found."""
@@ -103,10 +108,15 @@ def prepare(module: nn.Module) -> None:
     for inner in module.modules():
         _restore_class(inner)
     _refuse(module)
-    for inner in module.modules():
+    for name, inner in module.named_modules():
         packed = [p for p in inner._parameters.values() if p is not None and is_packed(p)]
         if not all(map(_is_quantized, packed)):
             inner.to("cpu")
+        if wrong := misfit(inner):
+            raise RoundPipeError(
+                f"the quantised weight of {name!r} {wrong}: its file is broken, or is one of another model. Copy or "
+                "download it again, or quantise the 16-bit checkpoint anew."
+            )
         if packed:
             _settle(inner)
         if type(inner).__name__ == "Bnb4bitParametrization" and _is_theirs(inner):
@@ -119,6 +129,47 @@ def prepare(module: nn.Module) -> None:
             # A copy of a prepared module has parameters without the mark here.
             if isinstance(value, Tensor) and _COMPANION not in value.__dict__ and name not in _TRANSIENT:
                 setattr(state, name, _companion(value.detach()))
+
+
+def misfit(module: nn.Module) -> str | None:
+    """Return what is wrong with the sizes of the packed weight of ``module`` and of its scales, or None.
+
+    Kernels read as many scales as the weight has blocks, also beyond the end of a tensor.
+    """
+    weight: Any = _weight(module)
+    if hasattr(module, "init_8bit_state"):
+        if weight is None or weight.dtype is not torch.int8:
+            return None
+        linear: Any = module
+        scales = getattr(weight, "SCB", None)
+        return _wrong_sizes({"scales": (linear.state.SCB if scales is None else scales, len(weight))})
+    if not _is_of_four_bits(module) or weight is None or (is_packed(weight) and not weight.bnb_quantized):
+        return None
+    state = getattr(weight, "quant_state", None)
+    if getattr(state, "packing_format_for_cpu", False):
+        return None
+    if state is None:
+        return None if weight.is_floating_point() and not is_packed(weight) else "lacks its scales"
+    shape = (getattr(module, "out_features", None), getattr(module, "in_features", None))
+    if None not in shape and tuple(state.shape) != shape:
+        return f"has the shape {tuple(state.shape)} instead of {shape}"
+    blocks = -(-math.prod(state.shape) // state.blocksize)
+    wanted = {"scales": (state.absmax, blocks), "values in its table": (state.code, 16)}
+    if math.prod(state.shape) % state.blocksize == 0:
+        wanted["bytes"] = (weight.detach().view(torch.uint8), math.prod(state.shape) // 2)
+    if state.nested:
+        outer = -(-blocks // state.state2.blocksize)
+        wanted |= {"scales of scales": (state.state2.absmax, outer), "values for scales": (state.state2.code, 256)}
+    return _wrong_sizes(wanted)
+
+
+def _wrong_sizes(wanted: Mapping[str, tuple[Tensor | None, int]]) -> str | None:
+    for what, (tensor, size) in wanted.items():
+        if tensor is None:
+            return f"lacks its {what}"
+        if tensor.numel() != size:
+            return f"has {tensor.numel()} {what} instead of {size}"
+    return None
 
 
 def load_states(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -147,6 +198,11 @@ def load_states(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any
                     left[f"{start}parametrizations.{parameter}.original"] = left.pop(start + parameter)
         weight: Any = _weight(inner)
         if weight is None or not is_packed(weight):
+            continue
+        if isinstance(inner, ExpertWeights):  # saved under the name of the parameter that it stands for
+            _load_state(prefix, left, weight.quant_state)
+            if prefix in left:
+                left[f"{prefix}.weight"] = left.pop(prefix)
             continue
         if hasattr(inner, "init_8bit_state"):
             left.pop(f"{start}weight_format", None)
@@ -202,15 +258,28 @@ def _restore_class(module: Any) -> None:
     weight = _weight(module)
     if type(weight) is not nn.Parameter:
         return
+    bitsandbytes = sys.modules[_PACKAGE]
     if hasattr(module, "init_8bit_state") and "CB" in weight.__dict__:
-        weight.__class__ = sys.modules[_PACKAGE].nn.Int8Params
-    elif hasattr(module, "support_avx512bf16_for_cpu") and getattr(module, "quant_state", None) is not None:
+        weight.__class__ = bitsandbytes.nn.Int8Params
+    elif _is_of_four_bits(module) and (state := getattr(module, "quant_state", None)) is not None:
         if weight.__dict__.get("quant_state") is not None:
-            weight.__class__ = sys.modules[_PACKAGE].nn.Params4bit
+            weight.__class__ = bitsandbytes.nn.Params4bit
         else:
-            from bitsandbytes.nn.modules import fix_4bit_weight_quant_state_from_module
+            module.weight = bitsandbytes.nn.Params4bit(
+                weight.data,
+                quant_state=state,
+                blocksize=state.blocksize,
+                compress_statistics=state.nested,
+                quant_type=state.quant_type,
+                quant_storage=weight.dtype,
+                module=None if isinstance(module, ExpertWeights) else module,
+                bnb_quantized=True,
+            )
 
-            fix_4bit_weight_quant_state_from_module(module)
+
+def _is_of_four_bits(module: nn.Module) -> bool:
+    """Return whether the weight of ``module`` is made to be in four bits."""
+    return hasattr(module, "support_avx512bf16_for_cpu") or isinstance(module, ExpertWeights)
 
 
 def _settle(module: nn.Module) -> None:
@@ -281,8 +350,16 @@ def _keep_no_longer(module: nn.Module, *_: Any) -> None:
 
 
 def _refuse_others(module: nn.Module) -> None:
-    """Raise for models that transformers has loaded in the format of another library."""
+    """Raise for weights in the format of another library, loaded by transformers or by that library itself."""
     for name, inner in module.named_modules():
+        packages = {kind.__module__.partition(".")[0] for kind in type(inner).__mro__}
+        found = [*map(_other_format, inner._parameters.values()), *map(_OTHERS.get, packages)]
+        if other := next(filter(None, found), None):
+            raise RoundPipeError(
+                f"the weights of {(name or type(inner).__name__)!r} are in a format ({other}) that the roundpipe "
+                "strategy cannot send to devices. Take the model with weights in 16 bits, and quantise it with "
+                "quantization_config=BitsAndBytesConfig(load_in_4bit=True), or not at all."
+            )
         quantizer = inner.__dict__.get("hf_quantizer")
         config = getattr(quantizer, "quantization_config", None)
         if config is None or getattr(config, "dequantize", False):
@@ -296,6 +373,13 @@ def _refuse_others(module: nn.Module) -> None:
             )
 
 
+def _other_format(parameter: Tensor | None) -> str | None:
+    """Return what holds the values of a parameter that has several tensors inside it, None for all others."""
+    if parameter is None or not bool(is_traceable_wrapper_subclass(parameter)):
+        return None
+    return f"{type(parameter).__module__.partition('.')[0]}'s {type(parameter).__name__}"
+
+
 def _refuse(module: nn.Module) -> None:
     for prefix, inner in module.named_modules():
         kinds = {kind.__name__ for kind in type(inner).__mro__ if kind.__module__.partition(".")[0] == _PACKAGE}
@@ -304,6 +388,12 @@ def _refuse(module: nn.Module) -> None:
                 f"{prefix!r} is an embedding in four or eight bits ({min(found)}), whose weights bitsandbytes cannot "
                 "save. Leave embeddings as they are: llm_int8_skip_modules of BitsAndBytesConfig names modules that "
                 "are not quantised."
+            )
+        weight = _weight(inner)
+        if hasattr(inner, "support_avx512bf16_for_cpu") and type(weight) is nn.Parameter and weight.is_floating_point():
+            raise RoundPipeError(
+                f"{prefix!r} is a layer in four bits whose weight is not quantised, most likely because it is also "
+                "that of an embedding (tied). Name the layer in llm_int8_skip_modules of BitsAndBytesConfig."
             )
         for name, parameter in inner._parameters.items():
             if parameter is not None and is_packed(parameter):

@@ -78,6 +78,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama tied": {"tie_word_embeddings": True},
     "qwen2": {},
     "qwen3": {"head_dim": 128},  # transformers' reader leaves this figure out and takes the default
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 768},
 }
 ERRORS = {"float32": 1e-5, "float16": 3e-2, "bfloat16": 0.2, "q8_0": 0.3}
 """What formats may change in logits of about 10."""
@@ -149,6 +150,26 @@ def test_figures(tmp_path: Path) -> None:
     assert {name: said[f"qwen3.{name}"] for name in wanted} == wanted
     assert said["qwen3.attention.layer_norm_rms_epsilon"] == pytest.approx(3e-6)
     assert said["tokenizer.ggml.model"] == "none"
+
+
+def test_experts_are_two_weights_in_the_file(tmp_path: Path) -> None:
+    """As llama.cpp reads them; routers stay in 32 bits."""
+    base = make_base(
+        tmp_path / "base", "qwen3_moe", num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
+        moe_intermediate_size=32, head_dim=16,
+    )  # fmt: skip
+    trained = from_run(adapted(base, tmp_path / "adapters", target_modules=["q_proj"]), base=str(base))
+    export(trained, tmp_path / "gguf", format="gguf", dtype="q8_0")
+    [path] = (tmp_path / "gguf").glob("*.gguf")
+    said = fields(path)
+    assert said["general.architecture"] == "qwen3moe"
+    facts = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+    assert [said[f"qwen3moe.{name}"] for name in facts] == [4, 2, 32]
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for name, shape in (("ffn_gate_exps", [64, 32, 4]), ("ffn_up_exps", [64, 32, 4]), ("ffn_down_exps", [32, 64, 4])):
+        tensor = found[f"blk.1.{name}.weight"]
+        assert (list(tensor.shape), tensor.tensor_type.name) == (shape, "Q8_0")
+    assert found["blk.1.ffn_gate_inp.weight"].tensor_type.name == "F32"
 
 
 def test_rotary_scaling(tmp_path: Path) -> None:
@@ -242,6 +263,8 @@ def test_the_tokenizer_of_a_gguf_file_is_kept(tmp_path: Path) -> None:
         ("llama", {"attention_bias": True}, "attention_bias=True is not written"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not written"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not written"),
+        ("qwen3_moe", {"norm_topk_prob": False, "num_experts": 2}, "norm_topk_prob=False is not written"),
+        ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not written"),
     ],
 )
 def test_refused(kind: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -161,3 +161,20 @@ def test_another_method(tmp_path: Path) -> None:
     (base / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"quantised by gptq, which is not unpacked here.*with base="):
         export(from_run(tmp_path / "adapters", base=str(base)), tmp_path / "merged")
+
+
+def test_rows_that_are_no_whole_number_of_blocks(tmp_path: Path) -> None:
+    """bitsandbytes' kernel for CPUs gave them the scales of other weights: errors of 24 % instead of 9 %."""
+    sizes = SIZES | {"intermediate_size": 96}
+    packed = from_config("llama", quantization="nf4", **sizes, **HEADS).model
+    packed.save_pretrained(tmp_path / "base")
+    weight = packed.get_submodule("model.layers.0.mlp.down_proj").weight
+    state = weight.quant_state
+    codes = torch.stack([weight.data.view(-1) >> 4, weight.data.view(-1) & 15], 1).view(-1).long()
+    scales = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
+    wanted = (state.code[codes] * scales.repeat_interleave(state.blocksize)[: len(codes)]).view(state.shape)
+    model = from_config("llama", **sizes, **HEADS).model
+    adapters_on(model, tmp_path / "adapters", ["q_proj"])
+    export(from_run(tmp_path / "adapters", base=str(tmp_path / "base")), tmp_path / "merged", dtype="float32")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged.get_parameter("model.layers.0.mlp.down_proj.weight"), wanted)

@@ -271,6 +271,14 @@ def _drop(*endings: str) -> Callable[[dict[str, torch.Tensor]], Any]:
     return change
 
 
+def _cut(ending: str) -> Callable[[dict[str, torch.Tensor]], Any]:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        name = next(name for name in weights if name.endswith(ending))
+        weights[name] = weights[name][: len(weights[name]) // 2].clone()
+
+    return change
+
+
 def _garble(weights: dict[str, torch.Tensor]) -> None:
     name = next(name for name in weights if name.endswith("bitsandbytes__nf4"))
     weights[name] = torch.zeros_like(weights[name])
@@ -458,6 +466,7 @@ MODELS = [
             _quantised(_of_weights(_drop(".nested_quant_map"))),
             _quantised(_of_weights(_drop("q_proj.weight"))),
             _quantised(_of_weights(_garble)),
+            *(_quantised(_of_weights(_cut(part))) for part in ("q_proj.weight", *_PARTS[:4])),
         ),
     ),
     Mistake(

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import peft
+import pytest
 import torch
 import torch.nn.functional as F
 import zoo
@@ -242,6 +243,29 @@ def _draws_by_itself(user: User) -> None:
     user.fit(module)
 
 
+def _quantised(change: Any) -> Any:
+    """The mistake of training an MLP whose output layer is in four bits, after this change of its weight."""
+
+    def way(user: User) -> None:
+        nn4: Any = pytest.importorskip("bitsandbytes.nn")
+        module = zoo.make_module("mlp")
+        width = module.model.head.in_features
+        head = nn4.Linear4bit(width, module.model.head.out_features, compute_dtype=torch.float32, quant_type="nf4")
+        module.model.head = head.requires_grad_(False).to("cpu")
+        change(module.model.head)
+        user.fit(module)
+
+    return way
+
+
+def _too_few_scales(head: Any) -> None:
+    head.weight.quant_state.absmax = head.weight.quant_state.absmax[:0].clone()
+
+
+def _of_hqq(head: Any) -> None:
+    head.__class__ = type("HQQLinear", (nn.Linear,), {"__module__": "hqq.core.quantize"})
+
+
 SECTION = "The module, its optimizer and its loss"
 MODULES = [
     Mistake(
@@ -299,6 +323,20 @@ MODULES = [
         "parameter '…' is on device cuda:0 already",
         "Build the model on the CPU (no .cuda(), no device_map)",
         (_on_a_gpu,),
+    ),
+    Mistake(
+        SECTION,
+        "weights that another library than bitsandbytes has quantised (GPTQ, AWQ, HQQ, torchao)",
+        "the weights of '…' are in a format (…) that the roundpipe strategy cannot send to devices",
+        "Take the model with weights in 16 bits",
+        (_quantised(_of_hqq),),
+    ),
+    Mistake(
+        SECTION,
+        "a quantised weight whose scales are missing, or are not as many as its blocks",
+        "the quantised weight of '…' has … scales instead of …",
+        "Copy or download it again, or quantise the 16-bit checkpoint anew",
+        (_quantised(_too_few_scales),),
     ),
     Mistake(
         SECTION,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 from harness import assert_identical, assert_same, ours, quiet, run, trainer_of
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
@@ -403,6 +404,51 @@ def test_experts_that_blocks_do_not_fit_are_refused() -> None:
         from_config(quantization="nf4", **odd).model  # noqa: B018
 
 
+def numbers(weight: Tensor, state: Any) -> Tensor:
+    """The values of a packed weight, by the definition of the format."""
+    scales = state.absmax
+    if state.nested:
+        outer = state.state2
+        scales = outer.code[scales.long()] * outer.absmax.repeat_interleave(outer.blocksize)[: len(scales)]
+        scales = scales + state.offset
+    packed = weight.detach().view(-1)
+    codes = torch.stack([packed >> 4, packed & 15], 1).view(-1).long()
+    return (state.code[codes] * scales.repeat_interleave(state.blocksize)[: len(codes)]).view(state.shape)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("columns", [24, 64, 96, 128])
+def test_experts_are_unpacked_by_the_definition_of_the_format(block: int, columns: int) -> None:
+    """Scales of single experts were looked up as if each were for 64 weights.
+
+    bitsandbytes' kernel for CPUs takes the wrong scales where a row is no whole number of blocks.
+    """
+    experts = torch.randn(4, 64, columns, generator=torch.Generator().manual_seed(0))
+    packed, state = bnb.functional.quantize_4bit(experts, blocksize=block, compress_statistics=True, quant_type="nf4")
+    wanted = numbers(packed, state)
+    assert (wanted - experts).norm() < 0.12 * experts.norm()
+    assert torch.allclose(quantize_experts._unpack_all(packed, state, torch.float32), wanted, atol=1e-5)
+    for expert in range(4):
+        one = quantize_experts._unpack_one(packed, state, expert, torch.float32)
+        assert torch.allclose(one, wanted[expert], atol=1e-5)
+
+
+def test_blocks_of_another_size_are_read(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = quantize.from_pretrained(folders["gpt_oss"], "nf4")
+    for module in model.modules():
+        if isinstance(module, ExpertWeights):
+            values = numbers(module.weight, module.weight.quant_state)
+            module.weight.data, module.weight.quant_state = bnb.functional.quantize_4bit(
+                values, blocksize=128, compress_statistics=True, quant_type="nf4"
+            )
+    model.save_pretrained(tmp_path)
+    read = quantize.from_pretrained(tmp_path)
+    experts = next(m for m in read.modules() if isinstance(m, ExpertWeights))
+    assert experts.weight.quant_state.blocksize == 128
+    read.set_experts_implementation("eager")
+    assert torch.allclose(logits(read), logits(model), atol=1e-5)
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -456,6 +502,94 @@ def test_experts_that_transformers_left_in_16_bits_are_read_so(folders: dict[str
     ours = from_folder(tmp_path).model
     assert not any(isinstance(module, ExpertWeights) for module in ours.modules())
     assert torch.equal(logits(ours), logits(theirs))
+
+
+def test_options_that_say_where_files_are_reach_the_configuration(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The configuration was that of the default revision, and options of configurations were given to the model."""
+    shutil.copytree(folders["llama"], tmp_path / "inner")
+    model = quantize.from_pretrained(tmp_path, "nf4", subfolder="inner", use_cache=False, attn_implementation="eager")
+    assert model.config.use_cache is False
+    assert model.config._attn_implementation == "eager"
+    assert torch.allclose(logits(model), logits(quantize.from_pretrained(folders["llama"], "nf4")), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, "Write quantization='nf4'"),
+        ({"torch_dtype": torch.bfloat16}, "Write dtype="),
+        ({"device_map": "auto"}, "stay in host memory"),
+    ],
+)
+def test_options_with_arguments_of_their_own_are_refused(
+    folders: dict[str, Path], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        quantize.from_pretrained(folders["llama"], "nf4", **options)
+
+
+def _adapted() -> nn.Module:
+    return get_peft_model(copy.deepcopy(plain("llama")), LoraConfig(target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: quantize.quantize(copy.deepcopy(plain("llama")), "nf4"), "quantised already"),
+        (_adapted, "without adapters.*get_peft_model"),
+        (lambda: _adapted().get_base_model(), "without adapters.*get_peft_model"),
+        (lambda: nn.Sequential(nn.Linear(64, 64)), "not a Sequential.*Linear4bit"),
+        (lambda: copy.deepcopy(plain("llama")).to("meta"), "quantize.from_config"),
+    ],
+)
+def test_models_that_cannot_be_packed_are_refused(make: Any, words: str) -> None:
+    """A model in four bits was called one in eight, and adapters were packed."""
+    with pytest.raises(ValueError, match=words):
+        quantize.quantize(make(), "int8")
+
+
+def test_no_format_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be one of nf4"):
+        quantize.quantize(plain("llama"), None)  # type: ignore[arg-type]
+
+
+def _cut(size: int) -> Any:
+    return lambda tensor: tensor[:size].clone()
+
+
+BROKEN = [
+    (".absmax", _cut(3), "has 3 scales instead of"),
+    (".nested_absmax", _cut(0), "has 0 scales of scales"),
+    (".quant_map", _cut(8), "has 8 values in its table"),
+    ("q_proj.weight", _cut(100), "has 100 bytes instead of"),
+]
+
+
+@pytest.mark.parametrize(("part", "change", "words"), BROKEN)
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_files_with_parts_of_the_wrong_size_are_refused(
+    folders: dict[str, Path], tmp_path: Path, name: str, part: str, change: Any, words: str
+) -> None:
+    """Kernels read beyond the end of too few scales, and training went on."""
+    quantize.from_pretrained(folders[name], "nf4").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    of = "q_proj" if name == "llama" or part == "q_proj.weight" else "experts.gate_up_proj"
+    key = next(key for key in weights if of in key and key.endswith(part))
+    weights[key] = change(weights[key])
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=words) as raised:
+        quantize.from_pretrained(tmp_path)
+    assert f"download {tmp_path} again" in raised.value.__notes__[0]
+
+
+def test_eight_bits_with_too_few_scales_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    quantize.from_pretrained(folders["llama"], "int8").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    key = next(key for key in weights if key.endswith(".SCB"))
+    weights[key] = weights[key][:3].clone()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="has 3 scales instead of"):
+        quantize.from_pretrained(tmp_path)
 
 
 def test_transformers_refuses_packed_experts(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.model.below_modes import call_below
 from lightning_roundpipe.planning.crossing import tensor_bytes
 from lightning_roundpipe.runtime.layer_calls.layer_mode import LayerMode
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
@@ -91,7 +92,7 @@ class _Mode(LayerMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         key = self._key(func, args, kwargs) if func in _CHOOSING else None
-        return func(*args, **kwargs) if key is None else self.choose(key, func, args, kwargs)
+        return call_below(func, args, kwargs) if key is None else self.choose(key, func, args, kwargs)
 
     def choose(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError  # `DiscreteOpRecorder` and `DiscreteOpReplayer` do it, each in its way

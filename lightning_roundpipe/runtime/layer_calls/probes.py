@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_roundpipe.model.below_modes import call_below
 from lightning_roundpipe.runtime.layer_calls.layer_mode import LayerMode
 
 Again = Callable[[], Sequence[Tensor]]
@@ -43,7 +44,7 @@ class OperationRecorder(LayerMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if not getattr(func, "is_view", False) and func not in _COPIES:
             self.operations.append(func)
-        return func(*args, **(kwargs or {}))
+        return call_below(func, args, kwargs or {})
 
 
 def differs(first: Sequence[Tensor], again: Again, forget: Callable[[], None]) -> bool:

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import STRUCTURE, frozen, same
+from lightning_roundpipe.model.below_modes import call_below
 from lightning_roundpipe.runtime.layer_calls.tiled_call import CannotTile, Layout, Span, part_of
 
 TOKENS = 512
@@ -331,7 +332,7 @@ class _NoRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and _draws_with(func, args, kwargs or {}):
             self._refuse(str(func))
-        return func(*args, **(kwargs or {}))
+        return call_below(func, args, kwargs or {})
 
 
 def _draws_with(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

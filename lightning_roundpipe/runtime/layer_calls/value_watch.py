@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_roundpipe.model.below_modes import call_below
+
 aten = torch.ops.aten
 
 _LINEAR = {
@@ -65,7 +67,7 @@ class ValueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         origins = [self._origins(tensor) for tensor in given]
-        result = func(*args, **(kwargs or {}))
+        result = call_below(func, args, kwargs or {})
         found = set().union(*origins)
         if found:
             written = func._schema.is_mutable and origins[0]  # its memory may be one expanded number
