@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import harness
@@ -25,6 +26,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from lightning_roundpipe.model.fused_attention import NAME, register
 from lightning_roundpipe.model.packed_rows import masks_needed
 from lightning_roundpipe.tasks.causal_lm import CausalLM
 
@@ -86,6 +88,29 @@ def test_a_rows_loss_is_that_of_its_documents(name: str) -> None:
         packed = float(task.loss_of(batch([found[:3], found[3:]]))) * sum(len(d) - 1 for d in found)
         alone = sum(float(task.loss_of(batch([[d]]))) * (len(d) - 1) for d in found)
     assert packed == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", NAME])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "windows"])
+def test_every_attention_keeps_documents_apart(name: str, implementation: str) -> None:
+    """A packed row's loss and gradients are those of its documents. (`flex_attention` has no backward on a CPU.)"""
+    register()
+    torch.manual_seed(0)
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 4}
+    config = Qwen3Config(**USUAL, num_hidden_layers=2, **windows) if name == "windows" else MODELS[name][0]
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=implementation)
+    task = CausalLM(model, lambda parameters: SGD(parameters, lr=0.1), fused_attention=False)
+    task.keep_documents_apart()
+    found = documents()
+    given = [batch([found[:3], found[3:]]), *(batch([[document]]) for document in found)]
+    targets = [sum(len(document) - 1 for document in found), *(len(document) - 1 for document in found)]
+    results = []
+    for rows, number in zip(given, targets, strict=True):
+        loss = task.loss_of(rows) * number
+        results.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)))
+    for packed, *alone in zip(*results, strict=True):
+        parts = [part for part in alone if part is not None]
+        torch.testing.assert_close(packed, torch.stack(parts).sum(0), rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_tried_leaves_no_trace() -> None:

@@ -23,6 +23,7 @@ from torchmetrics import MeanMetric
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from lightning_roundpipe.model.fused_attention import attend_without_masks
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
 from lightning_roundpipe.model.packed_rows import document_masks, masks_needed
 from lightning_roundpipe.model.quantize import refuse_adapted_experts, refuse_full_training, stored_beside
@@ -49,6 +50,8 @@ class CausalLM(LightningModule):
         max_new_tokens: length of the completions of ``predict_step``.
         lean_loss: compute the loss without ever holding all logits. The loss is the same up to rounding; see
             `model.lean_loss` for the conditions on an output layer.
+        fused_attention: compute attention with sliding windows or sinks without masks of length x length. Numbers are
+            the same up to rounding; see `model.fused_attention`.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class CausalLM(LightningModule):
         lora: PeftConfig | None = None,
         max_new_tokens: int = 32,
         lean_loss: bool = True,
+        fused_attention: bool = True,
     ) -> None:
         super().__init__()
         if lora is None:
@@ -67,6 +71,8 @@ class CausalLM(LightningModule):
         if lora is not None:
             refuse_adapted_experts(self.model, lora)
         self.model.train()  # Hugging Face loads models in eval mode, and Lightning keeps the mode
+        if fused_attention:
+            attend_without_masks(self.model)
         if lean_loss:
             make_lean(self.model)
         self.lean_loss = lean_loss
