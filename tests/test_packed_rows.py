@@ -11,6 +11,8 @@ import torch
 from harness import ours, run
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -28,7 +30,7 @@ from transformers import (
 
 from lightning_roundpipe.model.fused_attention import NAME, register
 from lightning_roundpipe.model.packed_rows import masks_needed
-from lightning_roundpipe.tasks.causal_lm import CausalLM
+from lightning_roundpipe.tasks.causal_lm import LONG_ROW, CausalLM
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "initializer_range": 0.3}
 USUAL = SIZES | {"intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
@@ -49,7 +51,7 @@ MODELS: dict[str, tuple[PreTrainedConfig, bool]] = {
 
 def module(name: str, *, dropout: bool = False) -> CausalLM:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(MODELS[name][0])
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name][0]))
     if not dropout:
         for part in model.modules():
             if isinstance(part, nn.Dropout):
@@ -111,6 +113,29 @@ def test_every_attention_keeps_documents_apart(name: str, implementation: str) -
     for packed, *alone in zip(*results, strict=True):
         parts = [part for part in alone if part is not None]
         torch.testing.assert_close(packed, torch.stack(parts).sum(0), rtol=1e-4, atol=1e-5)
+
+
+def test_long_rows_need_no_masks() -> None:
+    """Attention is that of each document, and nothing is as large as the square of a row."""
+    task, sizes = module("qwen3"), []
+    length = LONG_ROW
+    task.keep_documents_apart(length)
+    assert task.model.config._attn_implementation == NAME and not task.document_masks
+    ids = torch.randint(64, (1, length), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(length)[None] % 512
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))
+            return out
+
+    with Sizes():
+        task.loss_of({"input_ids": ids, "labels": ids, "position_ids": positions}).backward()
+    assert max(sizes) < length * length // 8
+    short = module("qwen3")
+    short.keep_documents_apart(LONG_ROW - 1)
+    assert short.model.config._attn_implementation == "sdpa"
 
 
 def test_what_is_tried_leaves_no_trace() -> None:

@@ -102,7 +102,7 @@ class PlanOptions:
     sequence_length: int | None = option("in tokens; by default 2048", default=None, at_least=1, many=True)
     max_positions: int | None = option("tokens, beyond those of the model", default=None, at_least=1)
     token_tiles: int | Literal["auto"] | None = option(
-        "tokens of a tile, or auto; by default none", default=None, read=read_tiles, shown="NUMBER|auto", many=True
+        "tokens of a tile, or auto; by default none", default=None, read=read_tiles, shown="NUMBER", many=True
     )
     microbatch_size: int | None = option("in sequences; by default the fastest", default=None, at_least=1, many=True)
 

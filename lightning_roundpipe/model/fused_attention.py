@@ -38,13 +38,15 @@ _KNOWN = frozenset({"position_ids", "output_attentions", "use_cache", "cache_pos
 """Arguments of attention that change nothing here."""
 
 
-def attend_without_masks(model: nn.Module) -> bool:
-    """Let ``model`` attend without masks where it has sliding windows or sinks.
+def attend_without_masks(model: nn.Module, *, packed: bool = False) -> bool:
+    """Let ``model`` attend without masks where it has sliding windows or sinks, or is given packed rows.
 
     The model runs on a few tokens in both ways, with the first layer of each kind only.
 
     Args:
         model: a causal language model of Hugging Face, or adapters around one, on the host.
+        packed: whether rows have documents that do not see each other. Each is then computed on its own, as soon as the
+            host knows where it ends, which is worth it in rows of many thousand tokens.
 
     Returns:
         Whether it does. Otherwise it stays as it is: PyTorch's attention needs no masks either, or the model does what
@@ -54,7 +56,7 @@ def attend_without_masks(model: nn.Module) -> bool:
     if getattr(getattr(inner, "config", None), "_attn_implementation", None) == NAME:
         register()  # in a process that has not made the model
         return True
-    if not needs_masks(inner) or not inner._can_set_attn_implementation():
+    if not needs_masks(inner, packed=packed) or not inner._can_set_attn_implementation():
         return False
     before, expected = inner.config._attn_implementation, _logits(model)
     register()
@@ -71,15 +73,15 @@ def attend_without_masks(model: nn.Module) -> bool:
     return False
 
 
-def needs_masks(model: Any) -> bool:
-    """Return whether a causal language model has windows or sinks, for which PyTorch's attention is given masks."""
+def needs_masks(model: Any, *, packed: bool = False) -> bool:
+    """Return whether PyTorch's attention would be given masks: for windows, sinks or ``packed`` rows."""
     config = getattr(model, "config", None)
     if config is None or getattr(config, "_attn_implementation", None) not in ("sdpa", "eager"):
         return False
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
     windows = "sliding_attention" in kinds if kinds else getattr(text, "sliding_window", None) is not None
-    return windows or any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    return packed or windows or any(name.endswith(".sinks") for name, _ in model.named_parameters())
 
 
 def _logits(model: nn.Module) -> Tensor:
