@@ -200,7 +200,9 @@ def attention(
             "Choose another one, with model.set_attn_implementation('eager')."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    size = value.shape[-1]
+    size, device = value.shape[-1], query.device.type
+    if torch.is_autocast_enabled(device):  # which is off in backward, and rotated queries and keys are in fp32
+        query, key, value = (t.to(torch.get_autocast_dtype(device)) for t in (query, key, value))
     if s_aux is not None:
         query, key, value = _with_sinks(query, key, value, s_aux, scale)
     how = _How(scale, sliding_window, s_aux is not None)

@@ -82,6 +82,18 @@ def test_numbers_are_those_of_attention_with_masks(name: str, rows: str, monkeyp
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_under_autocast(name: str) -> None:
+    """Rotated queries and keys are in fp32, values are not, and backward runs without autocast."""
+    model, found = model_of(MODELS[name]).float(), []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(numbers(model, {}, 23, masked=False))
+        assert attend_without_masks(model)
+    norms = [torch.cat([t.float().flatten() for t in tensors]) for tensors in found]
+    assert float((norms[0] - norms[1]).norm() / norms[0].norm()) < 0.05
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_generated_text_is_the_same(name: str) -> None:
     model = model_of(MODELS[name]).eval()
     ids = torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(1))
