@@ -1,19 +1,24 @@
-"""What tiles of tokens save and cost in a layer, on an emulated device: peak memory, and seconds of a step.
+"""What tiles of tokens save and cost in a layer, on an emulated device: peak memory, and the processor's seconds.
 
-    python benchmarks/bench_tiles.py [tokens] [tile]
+    OMP_NUM_THREADS=1 python benchmarks/bench_tiles.py [tokens] [tile]
 
-Two models of two layers, each as it is and in tiles: one of Llama-3.1-8B's shape at an eighth of its width, and a
-mixture of experts of Qwen3-MoE's shape. Every call is a stage of its own, so that the peak is one call's.
+Two models of two layers, one of Llama-3.1-8B's shape at an eighth of its width, and a mixture of experts of Qwen3-MoE's
+shape. Every call is a stage of its own, so that the peak is one call's. They run as they are, with
+``token_tiles="auto"`` where there is room (tiles are off), and in tiles, one after another, several times in turn: the
+ratios are medians over the turns, so that other work on the machine changes little.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
+import time
 import warnings
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from common import Stopwatch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaModel, Qwen3MoeConfig, Qwen3MoeModel
@@ -21,8 +26,12 @@ from transformers import LlamaConfig, LlamaModel, Qwen3MoeConfig, Qwen3MoeModel
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.messages import gib
 
-STEPS = 4
-"""The first two check recomputations, and the plan is made after the first."""
+STEPS = 5
+CHECKED = 3
+"""Of them: the first two check recomputations, and the plan is made after the first."""
+TURNS = 3
+ROOM = 2**36
+"""Bytes of a device on which everything fits."""
 
 
 class TwoLayers(pl.LightningModule):
@@ -56,20 +65,19 @@ def experts() -> TwoLayers:
     return TwoLayers(Qwen3MoeModel(config), 256)
 
 
-def step(module: TwoLayers, tokens: int, tile: int | None) -> tuple[int, float]:
-    """Return the peak bytes of the device and the seconds of computing in the last step."""
+def step(module: TwoLayers, tokens: int, tile: int | str | None) -> tuple[int, float]:
+    """Return the peak bytes of the device and the processor's seconds of the fastest step after the checked ones."""
     data = [torch.randn(1, tokens, module.width, generator=torch.Generator().manual_seed(0))] * STEPS
     plan = "forward 0 1; fused 2; backward 1 0; round 1"
-    strategy = RoundPipeStrategy(token_tiles=tile, num_microbatches=1, plan=plan)
+    memory = None if tile != "auto" else ROOM
+    strategy = RoundPipeStrategy(token_tiles=tile, num_microbatches=1, plan=plan, emulation={"memory": memory})
+    watch = Stopwatch(clock=time.process_time)
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[watch],
     )  # fmt: skip
     trainer.fit(module, DataLoader(data, batch_size=None))
-    report = strategy.report()
-    computing = [e for e in report["events"] if e["kind"] in ("forward", "recompute", "backward")]
-    spent = sum(e["end_s"] - e["start_s"] for e in computing)
-    return max(report["peak_device_bytes"]), spent
+    return max(strategy.report()["peak_device_bytes"]), min(watch.seconds[CHECKED:])
 
 
 def main() -> None:
@@ -77,14 +85,16 @@ def main() -> None:
     given = [int(argument) for argument in sys.argv[1:]]
     tokens, tile = given if len(given) == 2 else (8192, 1024)
     for name, make in (("Llama, 1/8 of the width", llama), ("Qwen3-MoE, 1/8 of the width", experts)):
-        found = {}
-        for size in (None, tile):
+        settings: tuple[int | str | None, ...] = (None, "auto", tile)
+        turns = []
+        for _ in range(TURNS):
             torch.manual_seed(0)
-            found[size] = step(make(), tokens, size)
-        (whole, before), (tiled, after) = found[None], found[tile]
+            turns.append([step(make(), tokens, size) for size in settings])
+        whole, _, tiled = (max(turn[i][0] for turn in turns) for i in range(3))
+        off, on = (statistics.median(turn[i][1] / turn[0][1] for turn in turns) for i in (1, 2))
         print(
-            f"{name}, {tokens:,} tokens: {gib(whole)} and {before:.2f} s whole; {gib(tiled)} "
-            f"({100 * tiled / whole:.0f} %) and {after:.2f} s ({after / before:.2f} times) in tiles of {tile:,}"
+            f"{name}, {tokens:,} tokens: {gib(whole)} whole, {gib(tiled)} ({100 * tiled / whole:.0f} %) in tiles of "
+            f"{tile:,}; takes {off:.3f} times as long with tiles off, {on:.3f} times in tiles"
         )
 
 

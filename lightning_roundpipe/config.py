@@ -138,6 +138,8 @@ LossWeight = Callable[[Any], Any]
 NETWORK_DTYPES = ("bfloat16", "float32")
 """The dtypes in which gradients can travel between machines."""
 
+AUTO_TILE = 1024
+"""Tokens of a tile with ``token_tiles="auto"``: products of so many take many times as long as reading the weights."""
 REDUCE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The dtypes in which gradients can be copied, and the bytes of a number in each."""
 

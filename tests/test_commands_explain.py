@@ -42,6 +42,17 @@ def test_the_rows_together_are_what_is_planned(command: Any, hardware: str, give
     assert (tiles["longest"]["tokens"], tiles["slowdown"]) == (found["longest_sequence"], 0.0)
 
 
+@pytest.mark.parametrize("hardware", ["rtx4090x2", "cpu"])
+def test_rows_in_tiles_are_what_is_planned(command: Any, hardware: str) -> None:
+    _, out, _ = command(*TINY, f"hardware={hardware}", "microbatches=4", "format=json", "token_tiles=16")
+    found = json.loads(out)
+    assert found["in_tiles"] is None
+    for one in found["memory"]:
+        rows = sum(row["bytes"] for row in one["tensors"])
+        planned = [item["bytes"] for item in one["items"] if "activations" in item["name"]]
+        assert rows + one["kept_by_other_calls_bytes"] == one["activation_bytes"] == sum(planned)
+
+
 def test_a_fused_stage_has_graphs_of_other_calls(command: Any) -> None:
     plan = "plan=forward 0-2; fused 3-8; backward 0-2; round 4"
     code, out, _ = command(*TINY[:3], "hardware=rtx4090x2", "microbatches=4", "format=json", "explain=memory", plan)

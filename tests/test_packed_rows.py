@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import harness
@@ -10,6 +11,8 @@ import torch
 from harness import ours, run
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -25,8 +28,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from lightning_roundpipe.model.fused_attention import NAME, register
 from lightning_roundpipe.model.packed_rows import masks_needed
-from lightning_roundpipe.tasks.causal_lm import CausalLM
+from lightning_roundpipe.tasks.causal_lm import LONG_ROW, CausalLM
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "initializer_range": 0.3}
 USUAL = SIZES | {"intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
@@ -47,7 +51,7 @@ MODELS: dict[str, tuple[PreTrainedConfig, bool]] = {
 
 def module(name: str, *, dropout: bool = False) -> CausalLM:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(MODELS[name][0])
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name][0]))
     if not dropout:
         for part in model.modules():
             if isinstance(part, nn.Dropout):
@@ -86,6 +90,52 @@ def test_a_rows_loss_is_that_of_its_documents(name: str) -> None:
         packed = float(task.loss_of(batch([found[:3], found[3:]]))) * sum(len(d) - 1 for d in found)
         alone = sum(float(task.loss_of(batch([[d]]))) * (len(d) - 1) for d in found)
     assert packed == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", NAME])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "windows"])
+def test_every_attention_keeps_documents_apart(name: str, implementation: str) -> None:
+    """A packed row's loss and gradients are those of its documents. (`flex_attention` has no backward on a CPU.)"""
+    register()
+    torch.manual_seed(0)
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 4}
+    config = Qwen3Config(**USUAL, num_hidden_layers=2, **windows) if name == "windows" else MODELS[name][0]
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=implementation)
+    task = CausalLM(model, lambda parameters: SGD(parameters, lr=0.1), fused_attention=False)
+    task.keep_documents_apart()
+    found = documents()
+    given = [batch([found[:3], found[3:]]), *(batch([[document]]) for document in found)]
+    targets = [sum(len(document) - 1 for document in found), *(len(document) - 1 for document in found)]
+    results = []
+    for rows, number in zip(given, targets, strict=True):
+        loss = task.loss_of(rows) * number
+        results.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)))
+    for packed, *alone in zip(*results, strict=True):
+        parts = [part for part in alone if part is not None]
+        torch.testing.assert_close(packed, torch.stack(parts).sum(0), rtol=1e-4, atol=1e-5)
+
+
+def test_long_rows_need_no_masks() -> None:
+    """Attention is that of each document, and nothing is as large as the square of a row."""
+    task, sizes = module("qwen3"), []
+    length = LONG_ROW
+    task.keep_documents_apart(length)
+    assert task.model.config._attn_implementation == NAME and not task.document_masks
+    ids = torch.randint(64, (1, length), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(length)[None] % 512
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))
+            return out
+
+    with Sizes():
+        task.loss_of({"input_ids": ids, "labels": ids, "position_ids": positions}).backward()
+    assert max(sizes) < length * length // 8
+    short = module("qwen3")
+    short.keep_documents_apart(LONG_ROW - 1)
+    assert short.model.config._attn_implementation == "sdpa"
 
 
 def test_what_is_tried_leaves_no_trace() -> None:

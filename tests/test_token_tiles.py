@@ -135,7 +135,7 @@ def _train_within(tiles: Any, memory: int | None) -> Result:
 
 @pytest.mark.slow
 def test_auto_turns_tiles_on_where_a_call_does_not_fit(made: list[TokenTiles], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_roundpipe.runtime.layer_calls.token_tiles.AUTO_TOKENS", 64)
+    monkeypatch.setattr("lightning_roundpipe.runtime.layer_calls.token_tiles.AUTO_TILE", 64)
     whole = _train_within(None, None)
     with pytest.raises(torch.OutOfMemoryError):
         _train_within(None, 1_700_000)
@@ -151,7 +151,7 @@ def test_auto_turns_tiles_on_where_a_call_does_not_fit(made: list[TokenTiles], m
 @pytest.mark.slow
 def test_auto_turns_tiles_on_where_no_plan_fits(made: list[TokenTiles], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call of the first batch fits on its own, but not with what waits beside it under a plan."""
-    monkeypatch.setattr("lightning_roundpipe.runtime.layer_calls.token_tiles.AUTO_TOKENS", 64)
+    monkeypatch.setattr("lightning_roundpipe.runtime.layer_calls.token_tiles.AUTO_TILE", 64)
     monkeypatch.setattr(TokenTiles, "may_need", lambda *_: False)
     with pytest.raises(DoesNotFit):
         _train_within(None, 2_350_000)

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_roundpipe.commands.plan_model import Longest, Outlook, find_longest, plan_of_longest, shape_of
 from lightning_roundpipe.commands.plan_shape import TILE, ModelShape
+from lightning_roundpipe.config import AUTO_TILE
 from lightning_roundpipe.planning.census import CallMemory, Part, Row
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.memory import Item, device_items, worst_stage
@@ -95,7 +96,9 @@ class InTiles:
 
 
 def in_tiles(found: Outlook) -> InTiles | None:
-    """None: no sequence fits."""
+    """None: no sequence fits, or tiles are planned anyway."""
+    if found.wish.token_tiles is not None:
+        return None
     if found.longest is None or not found.longest.tokens:
         return None
     whole = shape_of(found.wish, found.hardware)
@@ -119,6 +122,8 @@ def explain(found: Outlook) -> list[Explained]:
     made = [_explained(of_plan, shape, found.plan, found.costs, size, length, found)]
     if found.longest is not None and found.longest.tokens and (size, length) != (1, found.longest.tokens):
         tokens = found.longest.tokens
+        if wish.token_tiles == "auto":
+            shape = shape.in_tiles(AUTO_TILE)
         costs = shape.costs(1, tokens)
         plan = plan_of_longest(costs, shape, found.workers, found.microbatches, found.memory, wish.min_round)
         made.append(_explained(f"the longest sequence, {tokens:,} tokens", shape, plan, costs, 1, tokens, found))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # and with them torch
 _OF_MODELS = (
     "hardware", "hardware_file", "gpu", "gpus", "host_memory", "lora", "lora_settings", "model_settings", "precision",
     "sequence_length", "max_positions", "microbatch_size", "reduce_dtype", "explain",
-    "network",
+    "network", "token_tiles",
 )  # fmt: skip
 TABLE_SEARCH_SECONDS = 2.0
 """Longest search for each row of a table."""
@@ -50,6 +50,15 @@ def read_precision(text: str, name: str) -> Precision:
         if one == precision:
             return one
     raise ValueError(f"{name}={text!r} must be one of {', '.join(known)}.{did_you_mean(text, known)}")
+
+
+def read_tiles(text: str, name: str) -> int | Literal["auto"]:
+    """As the strategy takes them."""
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{name}={text!r} must be a whole number of tokens of at least 1, or auto.")
+    return int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +101,9 @@ class PlanOptions:
     )
     sequence_length: int | None = option("in tokens; by default 2048", default=None, at_least=1, many=True)
     max_positions: int | None = option("tokens, beyond those of the model", default=None, at_least=1)
+    token_tiles: int | Literal["auto"] | None = option(
+        "tokens of a tile, or auto; by default none", default=None, read=read_tiles, shown="NUMBER", many=True
+    )
     microbatch_size: int | None = option("in sequences; by default the fastest", default=None, at_least=1, many=True)
 
     costs: str | None = option(
@@ -368,6 +380,7 @@ def _wish(options: PlanOptions, search_seconds: float) -> Wish:
         max_positions=options.max_positions,
         machines=options.machines,
         network=options.network,
+        token_tiles=options.token_tiles,
     )
     refuse_unscaled(wish.reduce_dtype, wish.precision)
     return wish

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from lightning_roundpipe.commands.machines import choose_machine
 from lightning_roundpipe.commands.plan_shape import USUAL_LENGTH, ModelShape, Wish
+from lightning_roundpipe.config import AUTO_TILE
 from lightning_roundpipe.model.refine import Refined
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits
@@ -242,11 +243,12 @@ def _length_of(wish: Wish, shape: ModelShape) -> int:
 def shape_of(wish: Wish, machine: Hardware) -> ModelShape:
     """The model that the wish is about."""
     memory = memory_of(wish, machine)
-    return ModelShape(
+    shape = ModelShape(
         wish.model, wish.lora, wish.precision, machine, wish.staleness, memory, wish.model_settings, wish.lora_settings,
         wish.reduce_dtype, wish.like_paper, wish.max_positions,
         wish.machines,
     )  # fmt: skip
+    return shape.in_tiles(wish.token_tiles) if isinstance(wish.token_tiles, int) else shape
 
 
 def memory_of(wish: Wish, machine: Hardware) -> int | None:
@@ -255,7 +257,24 @@ def memory_of(wish: Wish, machine: Hardware) -> int | None:
 
 
 def look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...] = (), *, longest: bool = True) -> Outlook:
-    """`look`, where the model has been built. ``longest``: also for the longest sequence, which takes some seconds."""
+    """`look`, where the model has been built. ``longest``: also for the longest sequence, which takes some seconds.
+
+    With ``token_tiles="auto"``, tiles are planned where it does not fit without them, as in training, and the outlook's
+    wish then says of how many tokens. The longest sequence is that in tiles.
+    """
+    if wish.token_tiles != "auto":
+        return _look_at(shape, wish, assumed, longest=longest)
+    whole = _look_at(shape, replace(wish, token_tiles=None), assumed, longest=False)
+    tiled = shape.in_tiles(AUTO_TILE)
+    if not whole.fits:
+        return _look_at(tiled, replace(wish, token_tiles=AUTO_TILE), assumed, longest=longest)
+    found = None
+    if longest:
+        found = find_longest(tiled, whole.workers, whole.microbatches, whole.memory, wish.min_round)
+    return replace(whole, wish=wish, longest=found)
+
+
+def _look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...], *, longest: bool) -> Outlook:
     machine = shape.hardware
     memory = memory_of(wish, machine)
     length = _length_of(wish, shape)

@@ -16,6 +16,7 @@ from lightning_roundpipe.commands.plan_costs import Partitioner, side_by_side_li
 from lightning_roundpipe.commands.plan_model import Communication, Outlook, total
 from lightning_roundpipe.commands.plan_shape import Wish
 from lightning_roundpipe.commands.remedies import Remedies, size_text
+from lightning_roundpipe.config import AUTO_TILE
 from lightning_roundpipe.planning.memory import Item, Parameters, StageRow
 
 
@@ -52,6 +53,8 @@ def as_table(
             f"Planned for {wish.max_positions:,} positions (max_positions=); the configuration has "
             f"{found.configured_positions:,}. To train beyond them, stretch the model's rotary embedding (model.rope=)."
         )
+    if wish.token_tiles is not None:
+        head.append(_tiles(wish))
     if found.cuts:
         head.append(f"Layers that are too large for a worker are cut: {'; '.join(found.cuts)}.")
     parts: list[RenderableType] = [Text(line) for line in (_verdict(found), *_facts(found))]
@@ -72,6 +75,15 @@ def as_table(
         parts += ["", Text(heading), "", _stage_table(found.stages), "", Text(f"Layers of each stage: {cut}")]
         parts.append(pasted(f"plan='{plan}'"))
     return Group(*parts)
+
+
+def _tiles(wish: Wish) -> str:
+    if wish.token_tiles == "auto":
+        return (
+            f"It needs no tiles of tokens (strategy.token_tiles=auto); the longest sequence has tiles of {AUTO_TILE:,}."
+        )
+    size = f"{wish.token_tiles:,} tokens (strategy.token_tiles={wish.token_tiles})"
+    return f"MLPs, norms and experts run in tiles of {size}."
 
 
 def _packed(parameters: Parameters) -> list[str]:
@@ -252,6 +264,7 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "reduce_dtype": wish.reduce_dtype,
         "partitioner": partitioner_of(wish),
         "max_positions": wish.max_positions,
+        "token_tiles": wish.token_tiles,
         "machines": wish.machines,
         "communication": _communication(found.communication),
         "fits": found.fits,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,7 @@ class Wish:
     machines: int = 1
     network: float | None = None
     """Bytes a second."""
+    token_tiles: int | Literal["auto"] | None = None
 
     def changed(self, changes: Mapping[str, Any]) -> Wish:
         """With other values of these options; ``model.NAME`` and ``lora.NAME`` are settings."""
@@ -84,7 +85,7 @@ class Wish:
 
 
 TILE = 4096
-"""Tokens of a tile, in what is said of tiles."""
+"""Tokens of a tile, in what is said of tiles where none are asked for."""
 
 
 class ModelShape:
@@ -135,6 +136,7 @@ class ModelShape:
         self.has_experts = any(weight.ndim == 3 for weight in self._module.parameters())
         self._lean = _is_lean(self._module)
         self._tiled: list[nn.Module] = []
+        self._tile = TILE
         weights = list(self._module.parameters())
         trained = sum(p.numel() for p in weights if p.requires_grad)
         frozen = sum(p.numel() for p in weights) - trained
@@ -155,13 +157,10 @@ class ModelShape:
             self._known[key] = self._costs(microbatch_size, sequence_length)
         return self._known[key]
 
-    def in_tiles(self) -> ModelShape:
-        """The same model, where modules that act on each token alone run in tiles of tokens, a sequence at a time.
-
-        The engine does not run them so yet.
-        """
+    def in_tiles(self, tile: int = TILE) -> ModelShape:
+        """The same model, where modules that act on each token alone run in tiles of ``tile`` tokens."""
         other = copy(self)
-        other._known = {}
+        other._known, other._tile = {}, tile
         with self._without_logits():
             other._tiled = token_wise(self._module, self._layers, probe_batch(), self.hardware)
         return other
@@ -172,14 +171,14 @@ class ModelShape:
     def memories(self, microbatch_size: int, sequence_length: int) -> list[CallMemory]:
         """What the activations of each call of `costs` consist of."""
         tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
-        with self._without_logits(), tiled(self._tiled, TILE):
+        with self._without_logits(), tiled(self._tiled, self._tile):
             return estimate_memory(
                 self._module, self._layers, {"input_ids": tokens, "labels": tokens}, self.hardware, packed=self._packed
             )
 
     def _costs(self, microbatch_size: int, sequence_length: int) -> Costs:
         tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
-        with self._without_logits(), tiled(self._tiled, TILE):
+        with self._without_logits(), tiled(self._tiled, self._tile):
             costs = self._estimate(input_ids=tokens, labels=tokens)
         if self._like_paper:
             head = self._estimate(input_ids=tokens).calls[-1]

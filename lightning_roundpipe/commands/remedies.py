@@ -28,7 +28,7 @@ from lightning_roundpipe.commands.plan_model import (
     total,
 )
 from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
-from lightning_roundpipe.config import parse_bytes
+from lightning_roundpipe.config import AUTO_TILE, parse_bytes
 from lightning_roundpipe.planning.profile import Hardware, Precision
 
 SECONDS = 15.0
@@ -152,6 +152,8 @@ class _Tries:
         if fewer and (size := wish.microbatch_size) is not None and size > 1:
             smaller = [s for s in (8, 4, 2, 1) if s < size and size * found.microbatches % s == 0]
             yield [{"microbatch_size": s, "microbatches": found.microbatches * size // s} for s in smaller]
+        if fewer and wish.token_tiles is None and not found.fits_device:
+            yield [{"token_tiles": AUTO_TILE}]
         if wish.staleness:
             yield [{"staleness": 0}]
         if fewer:
@@ -284,7 +286,7 @@ class _Tries:
         return {"sequence_length": longest.tokens, "microbatch_size": 1}
 
     def _shape(self, wish: Wish) -> ModelShape:
-        key = wish.lora, wish.precision, wish.staleness, wish.model_settings
+        key = wish.lora, wish.precision, wish.staleness, wish.model_settings, wish.token_tiles
         if key not in self._shapes:
             self._shapes[key] = shape_of(wish, self._outlook.hardware)
         shape, machine = self._shapes[key], self._machine(wish)

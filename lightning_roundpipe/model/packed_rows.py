@@ -31,7 +31,7 @@ def masks_needed(model: nn.Module) -> bool:
     Raises:
         ValueError: the model does not keep them apart in either way.
     """
-    name = type(_base(model)).__name__
+    name = type(base_model(model)).__name__
     try:
         if not _mixes(model, masked=False):
             return False
@@ -60,7 +60,7 @@ def document_masks(model: nn.Module, position_ids: Tensor) -> Any:
         A mask of shape (rows, 1, tokens, tokens), or one for each kind of layer by its name; None or another form where
         the attention's implementation takes it.
     """
-    base, given = _base(model), inspect.signature(masking_utils.create_masks_for_generate).parameters
+    base, given = base_model(model), inspect.signature(masking_utils.create_masks_for_generate).parameters
     dtype = base.get_input_embeddings().weight.dtype
     settings: dict[str, Any] = {
         "config": base.config,
@@ -77,7 +77,7 @@ def document_masks(model: nn.Module, position_ids: Tensor) -> Any:
     return masking_utils.create_masks_for_generate(**settings)
 
 
-def _base(model: nn.Module) -> Any:
+def base_model(model: nn.Module) -> Any:
     """Return the model inside adapters."""
     inner: Any = model
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
@@ -86,7 +86,7 @@ def _base(model: nn.Module) -> Any:
 def _mixes(model: nn.Module, *, masked: bool) -> bool:
     """Return whether the second document has other logits beside the first one than alone."""
     generator = torch.Generator().manual_seed(0)
-    vocabulary = min(1000, _base(model).get_input_embeddings().weight.shape[0])
+    vocabulary = min(1000, base_model(model).get_input_embeddings().weight.shape[0])
     row = torch.randint(vocabulary, (1, 2 * LENGTH), generator=generator)
     positions = torch.arange(LENGTH).repeat(2)[None]
     both: dict[str, Any] = {"input_ids": row, "position_ids": positions}
@@ -98,19 +98,19 @@ def _mixes(model: nn.Module, *, masked: bool) -> bool:
         for batch in (both, alone):
             yield model(**batch, use_cache=False).logits[0, -LENGTH:].float()
 
-    with _evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         try:
-            with _few_layers(_base(model)):
+            with few_layers(base_model(model)):
                 beside, by_itself = second()
         except (IndexError, ValueError, KeyError):  # the model counts its layers
             beside, by_itself = second()
-    lowest = _base(model).get_input_embeddings().weight.dtype
+    lowest = base_model(model).get_input_embeddings().weight.dtype
     rounding = max(1e-4, 8 * torch.finfo(lowest).eps) * float(by_itself.abs().max())
     return bool((beside - by_itself).abs().max() > rounding)
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Without dropout; modules get their modes back."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -122,7 +122,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _few_layers(model: nn.Module) -> Iterator[None]:
+def few_layers(model: nn.Module) -> Iterator[None]:
     """Leave out the layers after the first of each kind, as a large model's take minutes on the host."""
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     kinds = getattr(config, "layer_types", None) or []

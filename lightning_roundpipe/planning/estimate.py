@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import MappingKey, keystr, tree_flatten, tree_map, tree_map_with_path
 
-from lightning_roundpipe.planning.census import CallMemory, Census, Name, call_memory
+from lightning_roundpipe.planning.census import CallMemory, Census, Held, Name, call_memory
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.crossing import Crossed, Crossing
 from lightning_roundpipe.planning.meter import Meter, Work
@@ -306,6 +306,10 @@ class _Walk:
         peak, forward_peak, worst = work.peak, None, work.memory.worst
         if self.emulated:
             peak, forward_peak, worst = kept + returning, sum(leaf.nbytes for leaf in leaves), given
+            if backward.tile_bytes:  # beside what it finds
+                peak += backward.tile_bytes
+                name = Name("", "graph of a tile", (backward.tile_bytes,), torch.uint8)
+                work.memory.log.append(Held(name, backward.tile_bytes, given, work.seconds, given + 1, work.seconds))
         taken = tuple(inputs.values())
         found = _Measured(
             work, backward, bool(roots), sum(nbytes for _, nbytes in taken), kept, returning, peak, forward_peak,

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -36,6 +37,9 @@ _BACKWARD_FLOPS = 2.5
 
 _TILE = 128
 """Rows that a kernel for experts' products takes at once; each expert's last tile is half empty, on average."""
+
+_MORE = 8
+"""By which a sink widens a head."""
 
 _FORMATS: Mapping[torch.dtype, Format] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _FREE = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::lift_fresh", "aten::_local_scalar_dense")
@@ -77,6 +81,7 @@ class Work:
         operations: how many there were, views included.
         unpackings: operations that dequantise packed weights, which ``operations`` leaves out.
         memory: the storages that were made in it, and in other scopes that share it.
+        tile_bytes: the most that the graph of a tile of tokens keeps, see `tiles`.
     """
 
     seconds: float = 0.0
@@ -85,6 +90,7 @@ class Work:
     operations: int = 0
     unpackings: int = 0
     memory: Memory = field(default_factory=Memory)
+    tile_bytes: int = 0
 
     @property
     def live(self) -> int:
@@ -111,6 +117,11 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def work(self) -> Work:
         """What was counted outside of all scopes."""
         return self._scopes[0]
+
+    @property
+    def innermost(self) -> Work:
+        """What is counted now."""
+        return self._scopes[-1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -240,11 +251,20 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Scaled dot product attention by shapes: (batch, heads, length, size) becomes (batch, length, heads, size)."""
+    """Scaled dot product attention by shapes: (batch, heads, length, size) becomes (batch, length, heads, size).
+
+    Windows and sinks are those of `model.fused_attention`: sinks widen the heads, and what is in a window is computed
+    again in backward, so that of it only the inputs are kept.
+    """
     window = sliding_window if getattr(module, "is_causal", True) else 0
-    return _Attention.apply(query, key, value, window), None  # type: ignore[no-untyped-call]
+    size = value.shape[-1]
+    if s_aux is not None:
+        query, key, value = (F.pad(t, (0, _MORE)) for t in (query, key, value))
+    found: Tensor = _Attention.apply(query, key, value, window)  # type: ignore[no-untyped-call]
+    return (found if s_aux is None else found[..., :size].contiguous()), None
 
 
 class _Attention(torch.autograd.Function):
@@ -253,7 +273,8 @@ class _Attention(torch.autograd.Function):
         batch, heads, length, size = query.shape
         out = query.new_empty(batch, length, heads, value.shape[-1])
         sums = query.new_empty(batch, heads, length, dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, out, sums)
+        again = bool(window) and length > (window or 0)
+        ctx.save_for_backward(query, key, value, *(() if again else (out, sums)))
         ctx.flops = 2 * batch * heads * _pairs(length, key.shape[-2], window) * (size + value.shape[-1])
         _count(ctx.flops, (query, key, value, out, sums))
         return out

@@ -8,7 +8,7 @@ intermediates are those of one tile; its inputs and outputs stay whole. Backward
 
 There are no data here to compare a module on the whole with one on parts. So a module is taken to act on each token
 alone if nothing in it attends, convolves, or takes a softmax over as many numbers as there are tokens, and if it takes
-one tensor of tokens and gives tensors of as many.
+one tensor of tokens and gives tensors of as many. As in training, its graph has to keep something beside these.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from lightning_roundpipe.planning.profile import Format, Hardware
 _PROBE = 509
 """Tokens: a number that no model has elsewhere."""
 _PLAIN = (nn.Linear, nn.Embedding)
+_WORTH = 4
+"""As in training: the part of what a module takes and gives that its graph has to keep beside it."""
 _MIXING = ("conv", "cumprod", "fft", "roll", "scan")
 _SOFTMAX = ("aten::_softmax", "aten::_log_softmax")
 
@@ -37,13 +39,13 @@ def token_wise(
     """Layers, and modules inside of them, that act on each token alone: the outermost ones, without linear layers and
     embeddings, which hold nothing but what they take and give. ``batch`` is `probe_batch`."""
     inside = {module for layer in layers.values() for module in layer.modules() if not isinstance(module, _PLAIN)}
-    with _Probe(hardware) as probe, ExitStack() as hooks:
-        for module in inside:
-            hooks.callback(module.register_forward_pre_hook(probe.enter, with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(probe.leave, with_kwargs=True).remove)
-        with torch.no_grad():
+    with _Probe(hardware) as probe:
+        with ExitStack() as hooks, torch.no_grad():
+            for module in inside:
+                hooks.callback(module.register_forward_pre_hook(probe.enter, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(probe.leave, with_kwargs=True).remove)
             model(**batch, use_cache=False)
-    found = [module for module in inside if probe.alone.get(module)]
+        found = [module for module in inside if probe.alone.get(module) and probe.is_worth_it(module)]
     covered = {inner for module in found for inner in module.modules() if inner is not module}
     return [module for module in found if module not in covered]
 
@@ -60,6 +62,7 @@ class _Probe(Meter):  # type: ignore[no-untyped-call]
         super().__init__(hardware)
         self._running: list[nn.Module] = []
         self.alone: dict[nn.Module, bool] = {}
+        self._given: dict[nn.Module, tuple[Any, Any]] = {}
 
     def add(self, flops: float, nbytes: float, form: Format, filling: float = 1.0, *, attention: bool = False) -> None:
         if attention:
@@ -87,6 +90,18 @@ class _Probe(Meter):  # type: ignore[no-untyped-call]
         whole = len(given) == 1 and args and args[0] is given[0] and _has_tokens(given[0])
         if not (whole and made and all(_has_tokens(leaf) for leaf in made)):
             self.alone[module] = False
+        self._given[module] = args, kwargs
+
+    def is_worth_it(self, module: nn.Module) -> bool:
+        """Return whether its graph keeps enough beside what it takes and gives, as `tile_check` asks in training."""
+        args, kwargs = self._given[module]
+        taken = args[0].detach().requires_grad_()
+        self.ignore([taken, *module.parameters(), *module.buffers()])
+        with torch.enable_grad(), self.scope() as work:
+            made = [leaf for leaf in tree_leaves(module(taken, *args[1:], **kwargs)) if isinstance(leaf, Tensor)]
+            given = sum(leaf.nbytes for leaf in made)
+            kept = work.live - given
+        return bool(_WORTH * kept >= taken.nbytes + given)
 
 
 def _has_tokens(tensor: Tensor) -> bool:
@@ -95,7 +110,7 @@ def _has_tokens(tensor: Tensor) -> bool:
 
 @contextmanager
 def tiled(modules: list[nn.Module], tokens: int) -> Iterator[None]:
-    """Their forwards run in tiles of ``tokens`` at most, for one sequence."""
+    """Their forwards run in tiles of ``tokens`` at most."""
     for module in modules:
         module.forward = _Tiled(module.forward, tokens)
     try:
@@ -110,38 +125,40 @@ class _Tiled:
         self._run, self._tokens = run, tokens
 
     def __call__(self, whole: Tensor, *args: Any, **kwargs: Any) -> Any:
-        length = max(whole.shape[:2])
-        count = -(-length // self._tokens)
-        if count == 1:
+        tile = _Tile(lambda part: self._run(part, *args, **kwargs), whole, self._tokens)
+        if tile.count == 1:
             return self._run(whole, *args, **kwargs)
-        tile = _Tile(lambda part: self._run(part, *args, **kwargs), length, count)
         graph = torch.empty((), device="meta", requires_grad=torch.is_grad_enabled())  # for weights that are trained
         found = _InTiles.apply(whole, graph, tile)  # type: ignore[no-untyped-call]
         return tree_unflatten(found, tile.form)
 
 
 class _Tile:
-    """The first tile, which stands for ``count`` of them that are alike."""
+    """The first tile, which stands for ``count`` of them that are alike: a part of a row, or several rows."""
 
-    def __init__(self, run: Any, length: int, count: int) -> None:
-        self._run, self._length, self.count = run, length, count
-        self._tokens = -(-length // count)
+    def __init__(self, run: Any, whole: Tensor, tokens: int) -> None:
+        self._run = run
+        self._rows, self._columns = whole.shape[:2] if whole.dim() > 2 else (1, whole.shape[0])
+        self._part = max(1, tokens // self._columns), self._columns
+        self.count = -(-self._rows // self._part[0])
+        if self._columns > tokens:
+            of_row = -(-self._columns // tokens)
+            self._part, self.count = (1, -(-self._columns // of_row)), self._rows * of_row
         self.form: Any = None
 
     def of(self, whole: Tensor) -> Tensor:
-        return whole.narrow(self._dim(whole, self._length), 0, self._tokens)
+        rows, columns = self._part
+        shaped = tuple(whole.shape[:2]) == (self._rows, self._columns)
+        return whole[:rows, :columns] if shaped else whole[: rows * columns]
 
     def whole_like(self, part: Tensor) -> Tensor:
-        shape = list(part.shape)
-        shape[self._dim(part, self._tokens)] = self._length
-        return part.new_empty(shape)
+        shaped = tuple(part.shape[:2]) == self._part
+        every = (self._rows, self._columns) if shaped else (self._rows * self._columns,)
+        return part.new_empty(*every, *part.shape[len(every) :])
 
     def compute(self, part: Tensor) -> list[Tensor]:
         leaves, self.form = tree_flatten(self._run(part))
         return leaves
-
-    def _dim(self, tensor: Tensor, tokens: int) -> int:
-        return tuple(tensor.shape[:2]).index(tokens)
 
 
 class _InTiles(torch.autograd.Function):
@@ -159,13 +176,26 @@ class _InTiles(torch.autograd.Function):
         given = torch.empty_like(whole) if ctx.needs_input_grad[0] else None
         with torch.enable_grad(), _repeated(tile.count):
             part = tile.of(whole).detach().requires_grad_(given is not None)
+            with _kept_by_tile():
+                results = tile.compute(part)
             pairs = [
                 (made, tile.of(gradient))
-                for made, gradient in zip(tile.compute(part), gradients, strict=True)
+                for made, gradient in zip(results, gradients, strict=True)
                 if made.requires_grad
             ]
+            del results
             torch.autograd.backward([made for made, _ in pairs], [gradient for _, gradient in pairs])
         return given, None, None
+
+
+@contextmanager
+def _kept_by_tile() -> Iterator[None]:
+    """Notes what the graph of a tile keeps."""
+    meter = current_meter()
+    assert meter is not None, "tiles are counted, not computed"
+    before = meter.innermost.live
+    yield
+    meter.innermost.tile_bytes = max(meter.innermost.tile_bytes, meter.innermost.live - before)
 
 
 @contextmanager

@@ -71,3 +71,15 @@ def test_the_pages_have_every_row() -> None:
     for row in pages.ROWS:
         assert [line.split(" | ")[1] for line in page.splitlines() if line.startswith(f"| {row.title} |")] == ["1", "8"]
     assert pages.ROWS[1].command in page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_speeds_over_the_length_are_what_is_planned() -> None:
+    """The shortest, and one that needs tiles."""
+    pages = script("docs/make_length_speed.py")
+    page = pages.between(pages.PAGE.read_text())
+    shortest, longest = (pages.speed(tokens) for tokens in (pages.LENGTHS[0], pages.LENGTHS[-1]))
+    assert not shortest.tiles and longest.tiles
+    for one in (shortest, longest):
+        assert f"| {' | '.join(pages.cells(one))} |\n" in page

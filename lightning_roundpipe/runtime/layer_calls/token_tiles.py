@@ -26,6 +26,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from lightning_roundpipe.config import AUTO_TILE
 from lightning_roundpipe.model.attributes import StateDiff
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.runtime.layer_calls.tile_check import Verdict, check
@@ -41,8 +42,6 @@ from lightning_roundpipe.runtime.layer_calls.tiled_call import (
 from lightning_roundpipe.runtime.layer_calls.value_watch import ValueWatch
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
-AUTO_TOKENS = 1024
-"""Tokens of a tile with ``"auto"``: their products take many times as long as reading and writing the weights."""
 _NEVER = (nn.Linear, nn.Embedding, nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.ParameterList)
 """Modules that keep nothing but their inputs and outputs, or are not called."""
 _BOOKKEEPING = frozenset(nn.Module().__dict__)
@@ -73,13 +72,13 @@ class TokenTiles:
     """What the modules of all layers have shown, and the tiles that follow from it.
 
     Args:
-        tile: tokens in a tile at most; ``"auto"``: `AUTO_TOKENS`, once something does not fit without tiles.
+        tile: tokens in a tile at most; ``"auto"``: `AUTO_TILE`, once something does not fit without tiles.
         room: bytes that a worker has for a call, beside the weights and gradients of the largest layer; None without a
             limit, so that everything fits.
     """
 
     def __init__(self, tile: int | Literal["auto"], room: int | None) -> None:
-        self.tile = AUTO_TOKENS if tile == "auto" else tile
+        self.tile = AUTO_TILE if tile == "auto" else tile
         self.on = tile != "auto"
         """Whether modules run in tiles at all."""
         self.came = False
