@@ -22,7 +22,7 @@ def costs_of(*seconds: float, weight_bytes: int = 1000) -> Costs:
 
 def test_one_worker_takes_the_sum() -> None:
     costs = costs_of(1.0, 2.0, 3.0)
-    plan = plan_forward(costs, 1, [1] * 4, FAST)
+    plan = plan_forward(costs, 1, [1] * 4, FAST, 0.0)
     assert forward_seconds(plan, costs, 1, [1] * 4, FAST) == pytest.approx(24.0)
 
 
@@ -44,10 +44,18 @@ def test_by_hand_where_all_stages_are_spread() -> None:
     assert forward_seconds(plan, costs, 2, [1] * 4, 1000.0) == pytest.approx(1.0 + 2 * 3.0)
 
 
+def test_short_stages_hide_the_time_between_two_calls() -> None:
+    """One worker, two microbatches, two layers of 1 s: with a stage each, one computes while the other waits."""
+    costs, one, two = costs_of(1.0, 1.0), ForwardPlan((Span(0, 1),)), ForwardPlan((Span(0, 0), Span(1, 1)))
+    assert forward_seconds(one, costs, 1, [1, 1], FAST, 0.5) == pytest.approx(0.5 + 2 * 2.5)
+    assert forward_seconds(two, costs, 1, [1, 1], FAST, 0.5) == pytest.approx(0.5 + 2 * 2.0)
+    assert plan_forward(costs, 1, [1, 1], FAST, 0.5).stages == two.stages
+
+
 def test_all_stages_are_spread_where_copies_are_fast() -> None:
     """Equal layers, which fill and drain a pipeline: four workers are four times as fast as one."""
     costs = costs_of(*[1.0] * 6, 8.0, weight_bytes=1000)
-    plan = plan_forward(costs, 4, [1] * 8, FAST, 1000)
+    plan = plan_forward(costs, 4, [1] * 8, FAST, 0.0, 1000)
     assert (plan.spread, plan.first_spread) == (4, 0)
     assert 8 * 14 / forward_seconds(plan, costs, 4, [1] * 8, FAST) == pytest.approx(4.0)
 
@@ -56,7 +64,7 @@ def test_a_long_last_layer_is_spread() -> None:
     """30 layers, and an output layer that takes as long as eight of them: on one worker, three would be idle."""
     costs, sizes = costs_of(*[1.0] * 30, 8.0, weight_bytes=1000), [1] * 8
     for stage_bytes, rate in ((None, 2000.0), (1000, 2000.0), (1000, FAST)):
-        plan = plan_forward(costs, 4, sizes, rate, stage_bytes)
+        plan = plan_forward(costs, 4, sizes, rate, 0.0, stage_bytes)
         assert plan.spread == 4
         assert 8 * 38 / forward_seconds(plan, costs, 4, sizes, rate) > 3.5
         alone = ForwardPlan(plan.stages)
@@ -65,7 +73,7 @@ def test_a_long_last_layer_is_spread() -> None:
 
 def test_none_is_where_copies_take_longer() -> None:
     costs = costs_of(*[1e-3] * 12, weight_bytes=10**6)
-    plan = plan_forward(costs, 4, [1] * 8, 1e7, 10**6)
+    plan = plan_forward(costs, 4, [1] * 8, 1e7, 0.0, 10**6)
     assert plan.spread == 1
 
 
@@ -79,6 +87,6 @@ def test_shares() -> None:
 
 
 def test_stages_fit() -> None:
-    plan = plan_forward(costs_of(*[1.0] * 12), 3, [1] * 6, FAST, stage_bytes=2000)
+    plan = plan_forward(costs_of(*[1.0] * 12), 3, [1] * 6, FAST, 0.0, stage_bytes=2000)
     assert max(map(len, plan.stages)) <= 2
     assert [call for span in plan.stages for call in span.calls()] == list(range(12))

@@ -324,12 +324,12 @@ class Parting:
         assert known.trace is not None
         self._settle()
         seconds, made = evaluation.recorder.call_seconds(), step.made()
-        layers = [known.trace.calls[index].layer for index in made]
         taken = [
             [seconds.get(("forward", m, index), [0.0])[-1] / size for m, size in enumerate(sizes)] for index in made
         ]
-        known.know(trace_of(layers), [min(times) for times in taken])
-        known.home = evaluation.home_of(layers[-1])
+        calls = [known.trace.calls[index] for index in made]
+        known.know(Trace(calls), [min(times) for times in taken])
+        known.home = evaluation.home_of(calls[-1].layer)
 
     def _few(self, call: EvaluatedCall, whole: _Whole, evaluation: Evaluation) -> tuple[Any, Any]:
         """Return the arguments of the call with the samples of the compared parts alone, as one part."""
@@ -369,7 +369,8 @@ class Parting:
         )
         size, workers = room.numel() if room is not None else None, len(self._engine.worker_pool.workers)
         rates = dataclasses.replace(nominal(self._engine.worker_pool.accelerator or "cpu"), workers=workers)
-        plan = known.plans[tuple(sizes)] = plan_forward(costs, workers, sizes, rates.links().upload, size)
+        hop_s = rates.hop_s if known.home is not None else 0.0  # expected times are good for ratios alone
+        plan = known.plans[tuple(sizes)] = plan_forward(costs, workers, sizes, rates.links().upload, hop_s, size)
         return plan
 
 
