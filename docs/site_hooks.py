@@ -74,7 +74,8 @@ def _marked(row: re.Match[str]) -> str:
 
 
 def _shown_by(test: re.Match[str]) -> str:
-    return f"[`{test[2]}`]({PROJECT['urls']['Repository']}/blob/main/{test[1]})"
+    name = test[2].replace("_", "_<wbr>")  # a narrow column breaks it there
+    return f"[<code>{name}</code>]({PROJECT['urls']['Repository']}/blob/main/{test[1]})"
 
 
 # -- the code ----------------------------------------------------------------------------------------------------------

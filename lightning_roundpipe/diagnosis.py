@@ -460,13 +460,16 @@ def _losses(report: Mapping[str, Any], planned: PlannedStep, cores: int | None) 
     slowdown = busy / planned.busy_s if planned.busy_s > 0 else 1.0
     beyond = max(0.0, path.compute - planned.seconds)
     slower = min(beyond, max(0.0, planned.seconds * (slowdown - 1)))  # [3]
+    code = path.code - path.overhead
+    # Where devices wait for the machine's cores, the code between layers does, too, and takes longer by as much.
+    waits = code * (1 - 1 / slowdown) if cores is not None and slowdown > 1 else 0.0
     return _Losses(
         {
             "link": sum(path.link.values()),
             "update": path.update,
             "overhead": path.overhead,
-            "code": path.code - path.overhead,
-            "slower": slower,
+            "code": code - waits,
+            "slower": slower + waits,
             "imbalance": beyond - slower + planned.seconds - planned.best_s,
         },
         max(path.link, key=lambda kind: path.link[kind], default="weights"),

@@ -73,11 +73,9 @@ def validated(module: pl.LightningModule, strategy: Any, data: Any, devices: int
 
 def check(module: pl.LightningModule, data: Any, ran: Ran, *, parts: bool = True) -> None:
     assert_tensors_same(validated(module, "auto", data, 1), validated(module, cut(), data))
-    if parts:
-        assert len(ran) == 2 * (len(data) - 1)  # the first batch of each loop runs whole
-        assert all(not unsplittable and workers == {0, 1} for unsplittable, workers in ran)
-    else:
-        assert not ran
+    assert len(ran) == 2 * (len(data) if parts else 1)  # in two loops
+    assert all(workers == {0, 1} for _, workers in ran)
+    assert not parts or not any(unsplittable for unsplittable, _ in ran)
 
 
 @pytest.mark.parametrize(
@@ -217,15 +215,14 @@ def test_a_cache_is_joined_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_cache_that_nobody_uses_stays_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only comparisons join caches: those of two parts, in the 2nd, 3rd and 5th batch."""
+    """Only comparisons join caches: those of two parts, and of one that has the samples of both, in three batches."""
     joins: list[list[int]] = []
     real = parted_caches.joined
     monkeypatch.setattr(parted_caches, "joined", lambda parts, sizes: joins.append(list(sizes)) or real(parts, sizes))
     module = Validates(zoo.make_module("llama").model)
     with quiet():
-        trainer_of(cut(), devices=2).validate(module, loader(zoo.make_batches("llama", 6)), verbose=False)
-    assert len(joins) == 3
-    assert all(len(sizes) == 2 for sizes in joins)
+        trainer_of(cut(), devices=2).validate(module, loader(zoo.make_batches("llama", 7)), verbose=False)
+    assert joins == [[4], [2, 2]] * 3  # the 1st, 3rd and 7th
 
 
 def test_a_joined_cache_is_an_ordinary_one() -> None:
@@ -297,7 +294,7 @@ def test_generate_runs_in_parts(name: str, options: Any, ran: Ran) -> None:
 def test_caches_of_generate_stay_on_their_workers_and_are_never_joined(
     ran: Ran, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for comparisons: after the 1st, 2nd, 4th, 8th and 16th call in parts."""
+    """But for comparisons: in the 1st, 3rd, 7th and 15th call in parts."""
     joins: list[list[int]] = []
     real = parted_caches._join
     for module in (parted_caches, evaluation_parts):
@@ -305,8 +302,9 @@ def test_caches_of_generate_stay_on_their_workers_and_are_never_joined(
             module, "joined", lambda parts, sizes: joins.append(list(sizes)) or real(list(parts), sizes)
         )
     generated(Generates(zoo.make_module("llama").model), cut(), zoo.make_batches("llama", 3))
-    assert len(ran) == 3 * 7 - 1
-    assert joins == [[2, 2]] * (5 * 2)  # the caches that a compared call takes and returns
+    assert len(ran) == 3 * 7
+    # The cache that the one part takes, what it returns, and what the two parts return.
+    assert joins == [[2, 2], [4], [2, 2]] * 4
 
 
 def test_a_failed_attempt_leaves_the_cache_as_it_was(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,4 +318,4 @@ def test_a_failed_attempt_leaves_the_cache_as_it_was(ran: Ran, monkeypatch: pyte
     monkeypatch.setattr(EvaluationStep, "run_parts", run_parts)
     module, data = Generates(zoo.make_module("llama").model), zoo.make_batches("llama", 2)
     assert all(map(torch.equal, generated(module, "auto", data, 1), generated(module, cut(), data)))
-    assert len(ran) == 2 * 7 - 1
+    assert len(ran) == 2 * 7

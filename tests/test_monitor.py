@@ -357,6 +357,17 @@ def test_all_layers_slower_is_the_host_and_has_no_remedy_on_emulated_devices() -
     assert emulated is not None and emulated.cause == "host" and not emulated.remedy
 
 
+def test_code_that_waits_for_the_machines_cores_is_not_the_cause() -> None:
+    """Other programs slow emulated devices and the code between layers alike; on GPUs, only the code uses cores."""
+    planned = known()
+    slow = [e | {"start_s": 3 * e["start_s"], "end_s": 3 * e["end_s"]} for e in planned["events"]]
+    report = delayed(planned | {"events": slow, "step_time_s": 3 * planned["step_time_s"]}, 3 * planned["step_time_s"])
+    emulated, gpus = diagnose([report], times(report), cores=4), diagnose([report], times(report))
+    assert emulated is not None and emulated.cause == "host"
+    assert emulated.lost_s["user code"] == pytest.approx(planned["step_time_s"], rel=0.1)
+    assert gpus is not None and gpus.cause == "user code"
+
+
 @pytest.mark.parametrize(("policy", "cause"), [("text", "imbalance"), ("measured", None)])
 def test_an_uneven_plan_by_hand_is_compared_with_the_planners(policy: str, cause: str | None) -> None:
     """The planner's own plan of the same costs is the reference; a measured plan is its own."""

@@ -133,7 +133,7 @@ def test_the_reference_has_every_group_and_command(hooks: ModuleType) -> None:
         ("reference/a.md", "[x](../../conf) [y](../lora.md#a)", "[x]({r}/tree/main/conf) [y](../lora.md#a)"),
         ("a.md", "`[x](../Makefile)` [y](https://x.y)", "`[x](../Makefile)` [y](https://x.y)"),
         ("compatibility.md", "| a | works; b | c |", '| a | <span class="state works">✓</span> works; b | c |'),
-        ("compatibility.md", "| `tests/a.py::test_b` |", "| [`test_b`]({r}/blob/main/tests/a.py) |"),
+        ("compatibility.md", "| `tests/a.py::test_b` |", "| [<code>test_<wbr>b</code>]({r}/blob/main/tests/a.py) |"),
         ("lora.md", "| a | works | `tests/a.py::test_b` |", "| a | works | `tests/a.py::test_b` |"),
     ],
 )
@@ -169,6 +169,7 @@ def test_the_build_is_strict(tmp_path: Path) -> None:
 # -- a browser ---------------------------------------------------------------------------------------------------------
 
 SCREENS = {"desktop, light": (1280, 900, "light"), "desktop, dark": (1280, 900, "dark"), "phone": (390, 844, "dark")}
+SCHEMES = {"light": "default", "dark": "slate"}
 SEARCHES = {
     "staleness": "/optimizer/",
     "watchdog_timeout": "/reference/options/",
@@ -181,6 +182,7 @@ SEARCHES = {
 MISSING_PICTURES = "[...document.images].filter(i => !(i.complete && i.naturalWidth)).map(i => i.src)"
 LINKS = "[...document.querySelectorAll('a[href]')].map(a => a.href)"
 WIDER_THAN_THE_SCREEN = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
+SCHEME = "document.body.dataset.mdColorScheme"
 FOUND = "[...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
 
 
@@ -214,8 +216,7 @@ def test_a_browser_finds_no_fault(site: Path, screen: str, tmp_path: Path) -> No
             browser.wait_for("[...document.images].every(i => i.complete)")
             assert browser.evaluate(MISSING_PICTURES) == [], page
             assert not browser.evaluate(WIDER_THAN_THE_SCREEN), f"{page} is wider than the screen"
-            scheme = browser.evaluate("document.body.dataset.mdColorScheme")
-            assert scheme == {"light": "default", "dark": "slate"}[SCREENS[screen][2]]
+            assert browser.evaluate(SCHEME) == SCHEMES[SCREENS[screen][2]]
             targets |= {link: page for link in browser.evaluate(LINKS) if link.startswith(address)}
             anchors[here] = set(browser.evaluate("[...document.querySelectorAll('[id]')].map(e => e.id)"))
             assert not browser.faults, f"{page}: {browser.faults}"
@@ -223,6 +224,16 @@ def test_a_browser_finds_no_fault(site: Path, screen: str, tmp_path: Path) -> No
             there, _, anchor = link.partition("#")
             assert there in anchors or (site / there.removeprefix(address)).is_file(), f"{page} links to {link}"
             assert not anchor or anchor in anchors[there], f"{page} links to {link}, which has no such place"
+
+
+@pytest.mark.slow
+def test_the_site_follows_the_system(site: Path, tmp_path: Path) -> None:
+    """A visit by day leaves a setting in the browser, which kept the site light in the evening."""
+    with served(site) as address, chromium(tmp_path) as browser:
+        for scheme in ("light", "dark", "light"):
+            browser.screen(1280, 900, scheme)
+            browser.open(address)
+            browser.wait_for(f"{SCHEME} == '{SCHEMES[scheme]}'")
 
 
 @pytest.mark.slow

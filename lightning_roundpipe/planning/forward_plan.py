@@ -2,12 +2,15 @@
 
 The planner of steps places a fused stage and lets forward stages wait for it. A forward alone has neither, and its last
 stage decides: an output layer that takes as long as many layers keeps one worker busy while the others have nothing
-left to do. So the last stage may be spread: each worker receives its weights and takes a share of the microbatches.
+left to do. So stages may be spread, the last one or all: each worker receives their weights and takes a share of the
+microbatches. Where all are spread, no worker waits for another one, but each receives all weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.span import Span
@@ -22,36 +25,45 @@ class ForwardPlan:
 
     Attributes:
         stages: the stages.
-        spread: number of workers that share the microbatches of the last stage.
+        spread: number of workers that share the microbatches of the spread stages.
+        first_spread: index of the first stage that is spread: 0 for all, -1 for the last one alone.
     """
 
     stages: tuple[Span, ...]
     spread: int = 1
+    first_spread: int = -1
 
-    def shares(self, microbatches: int) -> list[range]:
-        """Return the microbatches of each worker in the last stage."""
-        count = min(self.spread, microbatches)
-        ends = [microbatches * (number + 1) // count for number in range(count)]
-        return [range(first, last) for first, last in zip([0, *ends], ends, strict=False)]
+    def shares(self, sizes: Sequence[int]) -> list[range]:
+        """Return the microbatches of each worker in the spread stages.
+
+        Args:
+            sizes: number of samples of each microbatch.
+        """
+        count, ends = min(self.spread, len(sizes)), [0, *accumulate(sizes)]
+        cuts = [min(range(len(ends)), key=lambda i: abs(ends[i] * count - ends[-1] * k)) for k in range(1, count + 1)]
+        return [range(first, last) for first, last in pairwise([0, *cuts]) if first < last]
 
 
 def plan_forward(
-    costs: Costs, workers: int, microbatches: int, upload_rate: float, stage_bytes: int | None = None
+    costs: Costs, workers: int, sizes: Sequence[int], upload_rate: float, hop_s: float, stage_bytes: int | None = None
 ) -> ForwardPlan:
     """Return the fastest of the plans whose stages take about equally long.
 
     Args:
-        costs: of the calls of one microbatch; only their forwards count.
+        costs: of the calls of one sample; only their forwards count.
         workers: number of workers. Slot *i* runs on worker *i* modulo ``workers``.
-        microbatches: number of microbatches.
+        sizes: number of samples of each microbatch.
         upload_rate: bytes a second from the host to a worker.
+        hop_s: seconds from the end of a microbatch's call to the start of its next one, at least. Other microbatches
+            compute meanwhile, if they are in the same stage.
         stage_bytes: most weights of a stage of several calls; None for no limit.
     """
     total_s = sum(call.forward_s for call in costs)
     counts = {*range(1, len(costs), 1 + len(costs) // CUTS), len(costs)}
     cuts = dict.fromkeys(_stages(costs, total_s / count, stage_bytes) for count in sorted(counts))
-    plans = [ForwardPlan(stages, spread) for stages in cuts for spread in (1, workers)]
-    return min(plans, key=lambda plan: forward_seconds(plan, costs, workers, microbatches, upload_rate))
+    ways = [(1, -1), (workers, -1), (workers, 0)]
+    plans = [ForwardPlan(stages, spread, first) for stages in cuts for spread, first in ways]
+    return min(plans, key=lambda plan: forward_seconds(plan, costs, workers, sizes, upload_rate, hop_s))
 
 
 def _stages(costs: Costs, limit_s: float, stage_bytes: int | None) -> tuple[Span, ...]:
@@ -68,25 +80,32 @@ def _stages(costs: Costs, limit_s: float, stage_bytes: int | None) -> tuple[Span
     return (*stages, Span(first, len(costs) - 1))
 
 
-def forward_seconds(plan: ForwardPlan, costs: Costs, workers: int, microbatches: int, upload_rate: float) -> float:
-    """Return how long all microbatches take under ``plan``.
+def forward_seconds(
+    plan: ForwardPlan, costs: Costs, workers: int, sizes: Sequence[int], upload_rate: float, hop_s: float = 0.0
+) -> float:
+    """Return how long all microbatches take under ``plan``. For the arguments see `plan_forward`.
 
     A worker computes one microbatch at a time, in order. It has room for two stages: the upload of a slot begins when
-    the slot before opens, and when the one before that has closed.
+    the slot before opens, and when the one before that has closed. A microbatch makes all its calls of a stage before
+    the next one makes its first, so only a stage of one call lets another microbatch compute between two calls.
     """
-    calls = list(costs)
-    slots = [(span, range(microbatches)) for span in plan.stages[:-1]]
-    slots += [(plan.stages[-1], share) for share in plan.shares(microbatches)]
-    ready = [0.0] * microbatches
+    calls, shares = list(costs), plan.shares(sizes)
+    slots = [(span, range(len(sizes))) for span in plan.stages[: plan.first_spread]]
+    slots += [(span, share) for span in plan.stages[plan.first_spread :] for share in shares]
+    taken: dict[Span, tuple[float, int]] = {}
+    for span in plan.stages:
+        held = {calls[number].layer: calls[number].weight_bytes for number in span.calls()}
+        taken[span] = sum(calls[number].forward_s for number in span.calls()), sum(held.values())
+    ready = [0.0] * len(sizes)
     free, opened, closed, uploaded = ([0.0] * workers for _ in range(4))
     for slot, (span, served) in enumerate(slots):
         worker = slot % workers
-        seconds = sum(calls[number].forward_s for number in span.calls())
-        nbytes = sum({calls[number].layer: calls[number].weight_bytes for number in span.calls()}.values())
+        seconds, nbytes = taken[span]
         uploaded[worker] = max(uploaded[worker], opened[worker], closed[worker]) + nbytes / upload_rate
         opened[worker] = clock = max(free[worker], uploaded[worker])
         closed[worker] = free[worker]
         for microbatch in served:
-            clock = ready[microbatch] = max(clock, ready[microbatch]) + seconds
+            begun = max(clock, ready[microbatch] + hop_s)
+            clock = ready[microbatch] = begun + seconds * sizes[microbatch] + (len(span) - 1) * hop_s
         free[worker] = clock
     return max(ready)

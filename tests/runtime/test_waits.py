@@ -277,7 +277,8 @@ ELSEWHERE = {
     ("runtime.engine:Engine.train_batch", "self.model.buffers.settle()"),  # test_statistics_are_there_after_a_step
     ("runtime.engine:Engine.train_manually", "self.model.buffers.settle()"),  # test_statistics_are_there_after_a_step
     ("runtime.engine:Engine.evaluate", "self.model.buffers.settle()"),  # test_statistics_are_there_after_a_step
-    ("runtime.modes.evaluation_parts:Parting._look", "self._engine.model.buffers.settle()"),  # test_evaluation_parts.py
+    ("runtime.modes.call_effects:CallEffects.found", "self._buffers.settle()"),  # test_evaluation_parts.py
+    ("runtime.modes.call_effects:CallEffects.undo", "self._buffers.settle()"),  # test_evaluation_parts.py
     (
         "runtime.profile.parts_check:PartsCheck._side",
         "engine.model.buffers.settle()",
@@ -350,8 +351,6 @@ to look at (the main thread goes on while microbatches are running), or, where n
 SPARE = {
     # In evaluation every copy is for the call that is about to run, which waits for it.
     ("runtime.modes.evaluation:Evaluation.call", "self._activations.settle()"),
-    # An emulated device computes in the calling thread; on a GPU, times of what has not ended cannot be read.
-    ("runtime.modes.evaluation_parts:Parting._look", "device.compute.synchronize()  # what has been timed has ended"),
 }
 """Not needed for the order; each says why."""
 

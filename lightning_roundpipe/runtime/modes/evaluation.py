@@ -233,6 +233,10 @@ class Evaluation:
 
     # -- uploading ahead ----------------------------------------------------------------------------------------------
 
+    def home_of(self, layer: HostLayer) -> Device:
+        """Return the device that a whole call of ``layer`` runs on."""
+        return self._worker_of(layer).device
+
     def _worker_of(self, layer: HostLayer) -> Worker:
         return self._engine.worker_pool.workers[layer.index % len(self._engine.worker_pool.workers)]
 

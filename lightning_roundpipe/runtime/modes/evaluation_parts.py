@@ -3,31 +3,32 @@
 The step itself runs once, on the whole batch, on the calling thread. `Parting` cuts a call of a model only where the
 result is the same but for rounding:
 
-    first call of its kind ── runs whole, examined ── [1]       draws, logs, keeps or changes something: never cut
-    second call ── runs in parts, then the samples of two parts as one ── [2]      the outputs differ: never cut
-    later calls ── run in parts ── [3]     another order of layers, an error, a branch not taken at [2]: whole after all
-    the 2nd, 4th, 8th, ... of these ── as at [2]
+    first call of its kind ── runs in parts, by the layer calls that are expected ── [1]
+        it draws, logs, keeps or changes something ── that is put back; [2]
+        it does not call the layers that are expected, in their order ── [2]
+    whole, examined ── draws, logs, keeps or changes something: never cut ── [2]
+    the 1st, 3rd, 7th, ... call in parts ── the samples of two parts once more, as one part ── [3]
+        the outputs differ: never cut
+    later calls ── another order of layers, an error, a branch not taken at [3]: whole after all ── [4]
 
-A model that passes [1] leaves nothing behind, so a failed attempt in parts can be repeated whole. A call may be given a
-key-value cache, as in ``generate`` (`parted_caches`). A model may return tensors with a row for each sample, caches
-that it has filled, and losses, if the function that computed them tells how those of the parts combine
+A call that passes [1] or [2] leaves nothing behind, so a failed attempt in parts can be repeated whole. A call may be
+given a key-value cache, as in ``generate`` (`parted_caches`). A model may return tensors with a row for each sample,
+caches that it has filled, and losses, if the function that computed them tells how those of the parts combine
 (`known_losses`).
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.model.attributes import same
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.forward_plan import ForwardPlan, plan_forward
 from lightning_roundpipe.planning.nominal import nominal
@@ -40,6 +41,7 @@ from lightning_roundpipe.runtime.core.trace import Trace
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten, is_cache, unflatten
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.modes.call_effects import CallEffects
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 from lightning_roundpipe.runtime.modes.evaluation_step import (
     Branches,
@@ -50,7 +52,6 @@ from lightning_roundpipe.runtime.modes.evaluation_step import (
     without_caches,
 )
 from lightning_roundpipe.runtime.modes.parted_caches import contents, joined, parts_of
-from lightning_roundpipe.runtime.user_code.module_state import StateWatch
 
 _PLAIN = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device)
 KINDS = 64
@@ -69,24 +70,30 @@ class _CallKind:
 
     Attributes:
         cut: whether calls run in parts; None until the first comparison.
-        looks: examined calls.
-        trace: the layer calls that the model makes; None until examined.
+        looks: calls that ran whole and were examined.
+        tried: whether the first call was tried in parts.
+        trace: the layer calls that the model makes; None until one was examined.
         home: the device of the last one. Outputs of parts go there, so that user code finds them on the same device in
             every batch.
-        seconds: forward time of each of them, on the whole batch.
-        plans: the stages over them, by number of microbatches.
-        calls: attempts in parts; those whose number is a power of two are compared with the whole.
+        seconds: forward time of each of them, for a sample.
+        plans: the stages over them, by the sizes of the microbatches.
+        calls: attempts in parts, by a known trace or successful.
         branches: truth values of tensors that user code branched on in compared parts, with every prefix.
     """
 
     cut: bool | None = None
     looks: int = 0
+    tried: bool = False
     trace: Trace | None = None
     home: Device | None = None
     seconds: list[float] = field(default_factory=list)
-    plans: dict[int, ForwardPlan] = field(default_factory=dict)
+    plans: dict[tuple[int, ...], ForwardPlan] = field(default_factory=dict)
     calls: int = 0
     branches: Branches = frozenset()
+
+    def know(self, trace: Trace, seconds: list[float]) -> None:
+        self.trace, self.seconds = trace, seconds
+        self.plans.clear()
 
 
 class Parting:
@@ -128,22 +135,20 @@ class Parting:
             return whole()
         self._known[kind] = known
         if known.trace is None:
-            return self._look(known, whole, samples)  # [1]
-        known.calls += 1
-        compared = COMPARED if known.calls & (known.calls - 1) == 0 else 0
-        output = self._in_parts(evaluation, known, name, whole, compared)
-        if output is not None and output.compared is not None:
-            agrees = _agree(_Whole(evaluation, function, *output.few)(), output.compared)  # [2]
-            evaluation.go_on(known.home)
-            self._decide(known, name, agrees)
-            output = output if agrees else None
-        elif output is None and known.cut is None:
-            self._decide(known, name, False)
-        self.expected = output is not None
-        if output is None:
-            return whole()
+            output = self._try(known, name, whole)  # [1]
+            if output is None:
+                return self._look(known, whole, samples)  # [2]
+        else:
+            output = self._in_parts(known, name, whole)  # [4]
+            if output is None or not output.agrees:
+                if output is not None or known.cut is None:
+                    self._decide(known, name, False)
+                return whole()
+        if output.compared:
+            self._decide(known, name, True)
+        self.expected = True
         output.keep_cache()
-        return output.whole  # [3]
+        return output.whole
 
     def _decide(self, known: _CallKind, name: str, agrees: bool) -> None:
         """Set whether this kind is cut. A failure in parts decides only at the first comparison.
@@ -182,47 +187,77 @@ class Parting:
 
     # -- the first call -----------------------------------------------------------------------------------------------
 
+    def _try(self, known: _CallKind, name: str, whole: _Whole) -> _Parted | None:
+        """Make the first call in parts, by the layer calls that are expected.
+
+        Returns:
+            The output; None if nothing is known yet, or the parts differ from the whole, which decides. What the
+            attempt has changed is put back.
+        """
+        if known.tried or self._trains() or not (expected := self._expected(name, whole)):
+            return None
+        known.tried = True
+        with torch._C.DisableTorchFunction():
+            effects = CallEffects(self._engine)
+        if not effects.undoable:
+            return None
+        known.know(trace_of(layer for layer, _ in expected), [seconds for _, seconds in expected])
+        known.home = None
+        output = self._in_parts(known, name, whole)
+        with torch._C.DisableTorchFunction():
+            if output is not None and output.clean and not effects.found():
+                if output.agrees:
+                    return output
+                self._decide(known, name, False)
+            else:
+                known.trace, known.calls, known.branches = None, 0, frozenset()
+            effects.undo()
+        return None
+
+    def _trains(self) -> bool:
+        return any(m.training for m in self._engine.model.module.modules())
+
+    def _expected(self, name: str, whole: _Whole) -> list[tuple[HostLayer, float]]:
+        """Return the layers that the model probably calls, in order, each with its time for a sample, by its weights.
+
+        Those are training's calls, if there is a trace of it; else each layer once, in the order of their definition.
+        """
+        trace, layers = self._engine.learned.trace, self._engine.model.layers
+        rates = nominal(self._engine.worker_pool.accelerator or "cpu")
+        a_weight_s = 2.0 * _rows_of_a_sample(whole) / rates.flops["fp32"]
+        called = layers if trace is None else [call.layer for call in trace.calls]
+        found = [(layer, a_weight_s * _multiplied(layer.module)) for layer in called]
+        root = self._engine.model.module
+        model = dict(root.named_modules()).get(name, root)  # the LightningModule goes by the name of its class
+        within = {id(module) for module in model.modules()}
+        return [(layer, seconds) for layer, seconds in found if id(layer.module) in within]
+
     def _look(self, known: _CallKind, whole: _Whole, samples: int) -> Any:
+        """Make the call whole, and find out whether calls of its kind can be cut."""
         module: Any = self._engine.model.module
         evaluation = whole.evaluation
-        if any(m.training for m in module.modules()):
+        if known.cut is not None or self._trains():
             return whole()
-        watch = StateWatch(list(module.modules()), list(module.parameters()))
-        buffers = [(b, b.detach().clone()) for b in module.buffers()]
-        states, first = self._random_states(), evaluation.calls
+        with torch._C.DisableTorchFunction():
+            effects = CallEffects(self._engine)
+        first = evaluation.calls
         layers: list[tuple[HostLayer, Forward]] = []
         evaluation.looked_at = layers
         logged: list[Any] = []
         with log_as(module, _noting(module.log, logged)):
             output = whole()
-        self._engine.model.buffers.settle()
         evaluation.looked_at = None
         known.looks += 1
-        left = any(
-            not same(old.get(key), new.get(key)) for _, old, new in watch.changes() for key in old.keys() | new.keys()
-        )
-        drew = any(not _equal(a, b) for a, b in zip(states, self._random_states(), strict=True))
-        changed = any(not torch.equal(b, before) for b, before in buffers)
-        effects = any(forward.side_outputs or forward.mutated for _, forward in layers)
-        if (
-            left
-            or drew
-            or changed
-            or effects
-            or logged
-            or not layers
-            or not self._can_merge(output, samples, evaluation)
-        ):
+        with torch._C.DisableTorchFunction():
+            left = effects.found() or any(forward.side_outputs or forward.mutated for _, forward in layers)
+        if left or logged or not layers or not self._can_merge(output, samples, evaluation):
             known.cut = False
         elif not _ambiguous(output, samples):
-            trace = Trace()
-            for layer, _ in layers:
-                trace.append(layer)
-            for device in self._engine.worker_pool.devices:
-                device.compute.synchronize()  # what has been timed has ended
+            self._settle()  # what has been timed has ended
             seconds = evaluation.recorder.call_seconds()
-            known.seconds = [min(seconds.get(("forward", 0, first + i), [0.0])) for i in range(len(layers))]
-            known.trace, known.home = trace, evaluation.device
+            times = [min(seconds.get(("forward", 0, first + i), [0.0])) for i in range(len(layers))]
+            known.know(trace_of(layer for layer, _ in layers), [taken / samples for taken in times])
+            known.home = evaluation.device
         elif known.looks >= LOOKS:
             known.cut = False
         return output
@@ -241,28 +276,14 @@ class Parting:
             )
         )
 
-    def _random_states(self) -> list[Any]:
-        generators = {id(d.generator): d.generator for d in self._engine.worker_pool.devices}
-        generators[id(torch.default_generator)] = torch.default_generator
-        state: Any = np.random.get_state()
-        return [*(g.get_state() for g in generators.values()), random.getstate(), (state[2], state[1].tobytes())]
-
     # -- in parts -----------------------------------------------------------------------------------------------------
 
-    def _in_parts(
-        self, evaluation: Evaluation, known: _CallKind, name: str, whole: _Whole, compared: int
-    ) -> _Parted | None:
-        """Return the output; None if the call cannot be made in parts.
-
-        Args:
-            evaluation: the batch's evaluation.
-            known: what is known of such calls.
-            name: the model's.
-            whole: the call.
-            compared: parts whose output is to be compared, and is returned by itself.
-        """
-        engine, trace = self._engine, known.trace
+    def _in_parts(self, known: _CallKind, name: str, whole: _Whole) -> _Parted | None:
+        """Return the output; None if the call cannot be made in parts."""
+        engine, evaluation, trace = self._engine, whole.evaluation, known.trace
         assert trace is not None
+        known.calls += 1
+        compared = COMPARED if (known.calls & (known.calls + 1)) == 0 else 0  # 1, 3, 7, ...
         evaluation.stop_foreseeing()
         call = EvaluatedCall(name, 0, engine.thread_state())
         call.settle = self._settle
@@ -272,28 +293,46 @@ class Parting:
                 parts = call.split_with_cache(
                     whole.args, whole.kwargs, self._sizes_of, engine.model.bucket_of, evaluation.locate
                 )
-                few = self._few(call, whole, evaluation) if compared else ((), {})
+                sizes, few = list(call.sizes), sum(call.sizes[:compared])
+                if compared:
+                    parts, sizes = [*parts, self._few(call, whole, evaluation)], [*sizes, few]
             except (ValueError, RoundPipeError):
                 return None
-            plan = known.plans.get(len(parts)) or known.plans.setdefault(len(parts), self._plan(known, len(parts)))
-            step = EvaluationStep(engine, evaluation, trace, plan, self._sizes_of, known.branches, compared)
+            step = EvaluationStep(engine, evaluation, trace, self._plan(known, sizes), sizes, known.branches, compared)
             with log_as(engine.model.module, raise_unsplittable):
                 step.run_parts(call, whole.function, parts)
             try:
                 if step.unsplittable:
                     return None
                 known.branches = step.branches
-                home = known.home
-                evaluation.go_on(home)
-                beginning = call.beginning(compared).merge(home, lambda _: None) if compared else None
-                return _Parted(call.merge(home, lambda _: None), few, beginning, call.keep_cache)
+                if known.home is None:  # the trace and its times are only what was expected
+                    self._know_made(known, step, sizes, evaluation)
+                evaluation.go_on(known.home)
+                agrees = True
+                if compared:
+                    alone = call.pop_last(few).merge(known.home, lambda _: None)  # [3]
+                    agrees = _agree(alone, call.beginning(compared).merge(known.home, lambda _: None))
+                merged = call.merge(known.home, lambda _: None)
+                return _Parted(merged, bool(compared), agrees, not (step.wrote or call.alike), call.keep_cache)
             except RoundPipeError:
                 return None  # `merge` cannot put the outputs together
             finally:
                 step.release()
 
+    def _know_made(self, known: _CallKind, step: EvaluationStep, sizes: list[int], evaluation: Evaluation) -> None:
+        """Set the trace and its times to what the parts have done."""
+        assert known.trace is not None
+        self._settle()
+        seconds, made = evaluation.recorder.call_seconds(), step.made()
+        taken = [
+            [seconds.get(("forward", m, index), [0.0])[-1] / size for m, size in enumerate(sizes)] for index in made
+        ]
+        calls = [known.trace.calls[index] for index in made]
+        known.know(Trace(calls), [min(times) for times in taken])
+        known.home = evaluation.home_of(calls[-1].layer)
+
     def _few(self, call: EvaluatedCall, whole: _Whole, evaluation: Evaluation) -> tuple[Any, Any]:
-        """Return the arguments of the call with the samples of the compared parts alone."""
+        """Return the arguments of the call with the samples of the compared parts alone, as one part."""
         samples = sum(call.sizes[:COMPARED])
         sizes = [samples, sum(call.sizes) - samples] if len(call.sizes) > COMPARED else [samples]
         alone = EvaluatedCall(call.name, 0, call.thread_state)
@@ -315,28 +354,24 @@ class Parting:
         for device in self._engine.worker_pool.devices:
             device.compute.synchronize()
 
-    def _plan(self, known: _CallKind, microbatches: int) -> ForwardPlan:
-        """Return a plan whose stages fit the existing weight arenas."""
+    def _plan(self, known: _CallKind, sizes: list[int]) -> ForwardPlan:
+        """Return a plan for parts of these sizes, whose stages fit the existing weight arenas."""
         assert known.trace is not None
+        if (made := known.plans.get(tuple(sizes))) is not None:
+            return made
         room = self._engine.worker_pool.workers[0].weights[0].buffer
+        calls = zip(known.trace.calls, known.seconds, strict=True)
         costs = Costs(
             tuple(
-                CallCost(
-                    call.layer.name,
-                    max(seconds / microbatches, 1e-9),
-                    0.0,
-                    call.layer.nbytes,
-                    0,
-                    0,
-                    0,
-                    needs_backward=False,
-                )
-                for call, seconds in zip(known.trace.calls, known.seconds, strict=True)
+                CallCost(call.layer.name, max(seconds, 1e-9), 0.0, call.layer.nbytes, 0, 0, 0, needs_backward=False)
+                for call, seconds in calls
             )
         )
-        size = room.numel() if room is not None else None
-        rate = nominal(self._engine.worker_pool.accelerator or "cpu").upload
-        return plan_forward(costs, len(self._engine.worker_pool.workers), microbatches, rate, size)
+        size, workers = room.numel() if room is not None else None, len(self._engine.worker_pool.workers)
+        rates = dataclasses.replace(nominal(self._engine.worker_pool.accelerator or "cpu"), workers=workers)
+        hop_s = rates.hop_s if known.home is not None else 0.0  # expected times are good for ratios alone
+        plan = known.plans[tuple(sizes)] = plan_forward(costs, workers, sizes, rates.links().upload, hop_s, size)
+        return plan
 
 
 @dataclass
@@ -345,14 +380,17 @@ class _Parted:
 
     Attributes:
         whole: that of all samples.
-        few: the arguments of a call with the samples of the compared parts alone.
-        compared: the output of these parts; None if nothing is compared.
+        compared: whether some parts were compared with their samples as one part.
+        agrees: whether these gave the same; True if nothing was compared.
+        clean: whether layers wrote neither to arguments nor to modules, and every output has a row for each sample or
+            is a known loss.
         keep_cache: lets the cache that the call was given stand for those of the parts.
     """
 
     whole: Any
-    few: tuple[Any, Any]
-    compared: Any
+    compared: bool
+    agrees: bool
+    clean: bool
     keep_cache: Callable[[], None]
 
 
@@ -369,6 +407,26 @@ class _Whole:
         self.evaluation.losses.clear()
         with self.evaluation.within_model():
             return self.function(*self.args, **self.kwargs)
+
+
+def trace_of(layers: Iterable[HostLayer]) -> Trace:
+    trace = Trace()
+    for layer in layers:
+        trace.append(layer)
+    return trace
+
+
+def _multiplied(module: nn.Module) -> int:
+    """Return how many weights each token is multiplied by: all but embeddings, which are looked up."""
+    modules = [m for m in module.modules() if not isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    return sum(p.numel() for m in modules for p in m.parameters(recurse=False))
+
+
+def _rows_of_a_sample(whole: _Whole) -> float:
+    """Return how many tokens, or rows of features, an argument has for each sample, at most."""
+    tensors = [leaf for leaf in flatten((whole.args, whole.kwargs))[0] if isinstance(leaf, Tensor) and leaf.numel()]
+    rows = [t.numel() / len(t) / (t.shape[-1] if t.is_floating_point() else 1) for t in tensors if t.dim() > 1]
+    return max(rows, default=1.0)
 
 
 def _noting(real: Callable[..., Any], logged: list[Any]) -> Callable[..., None]:
@@ -419,7 +477,3 @@ def _near(a: Any, b: Any) -> bool:
     if not torch.equal(a.isnan(), b.isnan()):
         return False
     return bool((x - y).abs().max() <= ROUNDING * x.abs().max())
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)

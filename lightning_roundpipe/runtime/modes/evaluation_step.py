@@ -21,10 +21,12 @@ from lightning_roundpipe.planning.forward_plan import ForwardPlan
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
 from lightning_roundpipe.runtime.batch.known_losses import Weight, combined_losses
+from lightning_roundpipe.runtime.core.call import Call, Forward
 from lightning_roundpipe.runtime.core.context import EngineContext
+from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
 from lightning_roundpipe.runtime.core.teardown import GRACE
-from lightning_roundpipe.runtime.core.trace import Trace
+from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.core.turns import Slot, Slots
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten, is_cache, unflatten
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
@@ -59,21 +61,24 @@ class EvaluationStep(ModelStep):
         evaluation: the batch's evaluation.
         trace: the layer calls that each part makes.
         plan: the stages over them.
-        sizes_for: see `ModelStep`.
+        sizes: number of samples of each part.
         branches: the branches that parts may take.
         compared: parts, the first ones, whose outputs are compared afterwards: these may take any branch, and the
-            others any that one of these takes.
+            others any that one of these takes. If there are some, one more part comes last, with the samples of all
+            of these.
 
     Attributes:
         unsplittable: whether a part failed or did what only a whole call may do; the output is then unusable.
+        wrote: whether a layer wrote to its arguments, or left something behind on modules.
     """
 
     def __init__(
         self, engine: EngineContext, evaluation: Evaluation, trace: Trace, plan: ForwardPlan,
-        sizes_for: Callable[[int], list[int]], branches: Branches, compared: int,
+        sizes: list[int], branches: Branches, compared: int,
     ) -> None:  # fmt: skip
-        super().__init__(engine, (0,), sizes_for, isolated=False, recorder=evaluation.recorder)
-        self.unsplittable = False
+        super().__init__(engine, (0,), lambda _: sizes, isolated=False, recorder=evaluation.recorder)
+        self.unsplittable = self.wrote = False
+        self._part_sizes = sizes
         self._first_slot: int | None = None
         self.branches, self.compared = branches, compared
         self._trace, self._forward_plan = trace, plan
@@ -94,13 +99,17 @@ class EvaluationStep(ModelStep):
             for queue in self.engine.worker_pool.queues:
                 queue.clear()
         self.cancel_scope.raise_error()
-        self.branches |= self.taken(self.compared)
-        self.unsplittable |= not self.taken() <= self.branches
+        self.branches |= self._taken(self.compared)
+        self.unsplittable |= not self._taken(len(call.sizes)) <= self.branches
 
-    def taken(self, parts: int | None = None) -> Branches:
-        """Return the branches that the first ``parts`` parts took, all by default, with every prefix."""
+    def _taken(self, parts: int) -> Branches:
+        """Return the branches that the first ``parts`` parts took, with every prefix."""
         decisions = [run.mode.decisions for run in self._evaluated[:parts]]
         return frozenset(tuple(taken[: i + 1]) for taken in decisions for i in range(len(taken)))
+
+    def made(self) -> list[int]:
+        """Return which of the trace's calls a part has made, in order."""
+        return sorted({index for run in self._evaluated for index in run.made})
 
     def _slots_for(self, call: ModelCall[PartRun], microbatches: int) -> tuple[ModelCallStages | None, Slots]:
         return self._portion, CallSlots(self._make_group("forward", self._forward_plan.stages, microbatches))
@@ -119,11 +128,14 @@ class EvaluationStep(ModelStep):
         return super()._worker_of(index - self._first_slot, layers)
 
     def _rounds_of(self, way: DirectionStages, trace: Trace, microbatches: int) -> list[list[Slot]]:
-        """Return the slots of each share of the microbatches, which have all but the last one in common."""
-        *stages, last = way.stages
-        shared = [self._slot_of(stage, trace, range(microbatches), 0, None) for stage in stages]
-        shares = self._forward_plan.shares(microbatches)
-        return [[*shared, self._slot_of(last, trace, share, 0, None)] for share in shares]
+        """Return the slots of each share of the microbatches, which have those before the spread stages in common."""
+        plan, stages = self._forward_plan, way.stages
+        shares = plan.shares(self._part_sizes)
+        shared = [self._slot_of(stage, trace, range(microbatches), 0, None) for stage in stages[: plan.first_spread]]
+        spread = [
+            [self._slot_of(stage, trace, share, 0, None) for share in shares] for stage in stages[plan.first_spread :]
+        ]
+        return [[*shared, *mine] for mine in zip(*spread, strict=True)]
 
     def _run_all(self, work: list[Callable[[], None]]) -> None:
         tasks: list[Task[None]] = []
@@ -149,6 +161,8 @@ class _EvaluationPart(PartRun):
         super().__init__(step.engine, step, *args)
         self._evaluation_step = step
         self.segments = _EvaluationSections(step.engine, step.spec, self.index, learning=False)
+        self.made: list[int] = []
+        """Which calls of the trace it has made."""
         self.weights: list[Weight | None] = []
         """Of each leaf of the output, how it counts beside those of other parts if it is a loss."""
         self.mode: EvaluationUserCode = EvaluationUserCode(
@@ -180,6 +194,16 @@ class _EvaluationPart(PartRun):
     def _seed_of(self, layer: HostLayer) -> None:
         return None
 
+    def _next(self, layer: HostLayer) -> tuple[int, TracedCall]:
+        index, traced = super()._next(layer)
+        self.made.append(index)
+        return index, traced
+
+    def _run_forward(self, call: Call, recorded: RecordedCall | None, traced: TracedCall) -> tuple[Forward, Slot]:
+        forward, slot = super()._run_forward(call, recorded, traced)
+        self._evaluation_step.wrote |= bool(forward.side_outputs or forward.mutated)
+        return forward, slot
+
     def _give(self, output: Any) -> None:
         super()._give(output)
         losses = self.mode.losses
@@ -198,11 +222,13 @@ class EvaluatedCall(ModelCall[PartRun]):
     Attributes:
         cache: the key-value cache that the call is given; None if there is none.
         caches: that of each part.
+        alike: whether an output has no row for each sample and is no known loss, but is the same for all parts.
         settle: waits until the devices have filled the caches.
     """
 
     cache: Any = None
     caches: list[Any]
+    alike: bool = False
     settle: Callable[[], None]
 
     def split_with_cache(
@@ -233,15 +259,23 @@ class EvaluatedCall(ModelCall[PartRun]):
 
     def beginning(self, parts: int) -> EvaluatedCall:
         """Return the call of the first ``parts`` parts alone."""
+        return self._of([copy.copy(run) for run in self.runs[:parts]], self.sizes[:parts])  # `merge` takes outputs
+
+    def pop_last(self, size: int) -> EvaluatedCall:
+        """Take the last part, of ``size`` samples, out of this call, and return it as a call by itself."""
+        return self._of([self.runs.pop()], [size])
+
+    def _of(self, runs: list[PartRun], sizes: list[int]) -> EvaluatedCall:
         fresh = EvaluatedCall(self.name, self.number, self.thread_state)
-        fresh.settle, fresh.sizes = self.settle, self.sizes[:parts]
-        fresh.runs = [copy.copy(run) for run in self.runs[:parts]]  # `merge` takes their outputs
+        fresh.settle, fresh.sizes, fresh.runs = self.settle, sizes, runs
         return fresh
 
     def _merge(self, parts: list[Tensor], place: int) -> Tensor:
         weights = [run.weights[place] for run in self.runs if isinstance(run, _EvaluationPart)]
         if not is_number(parts[0]) or any(weight is None for weight in weights):
-            return super()._merge(parts, place)
+            merged = super()._merge(parts, place)
+            self.alike |= not self.rows[-1]
+            return merged
         self.rows.append(False)
         with torch.no_grad():
             total = combined_losses(parts, weights)

@@ -22,7 +22,7 @@ class EvaluationUserCode(UserCodeMode):
 
     Args:
         engine: the context of the engine.
-        touched: called when user code reads the ``.data`` of a master, through which it may write to it.
+        touched: called before user code writes to a master, or reads its ``.data``, through which it may write to it.
         aside: see `UserCodeMode`.
         decided: called when user code asks for a tensor's truth value, with all truth values so far.
     """
@@ -53,10 +53,12 @@ class EvaluationUserCode(UserCodeMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if isinstance(args[0] if args else None, nn.Parameter) and func == DATA and id(args[0]) in self._all:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        target = args[0] if args else None
+        writes = func == DATA or (IN_PLACE.fullmatch(name) and name != "requires_grad_")
+        if writes and isinstance(target, nn.Parameter) and id(target) in self._all:
             self._touched()
         result = super().__torch_function__(func, types, args, kwargs)
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if func in WITH_REDUCTION:
             bound = dict(zip(LOSS_ARGUMENTS, args, strict=False)) | kwargs
             self.losses.note(func, args, kwargs, result, lambda: self.targets_of(bound))

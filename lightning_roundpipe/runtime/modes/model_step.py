@@ -217,7 +217,7 @@ class ModelStep(Step):
         assert self.plan is not None and self._trace is not None
         way = DirectionStages(phase, spans)
         rounds = self._rounds_of(way, self._trace, microbatches)
-        slots = list(dict.fromkeys(slot for row in rounds for slot in row))
+        slots = sorted({slot for row in rounds for slot in row}, key=lambda slot: slot.index)
         with self._counting:
             self._unclosed += len(slots)
         self.slots += slots

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_roundpipe.model.attributes import Container, own_attributes
-from lightning_roundpipe.runtime.profile.left_behind import names_in, put_back_of, state_of, walk
+from lightning_roundpipe.runtime.user_code.left_behind import names_in, put_back_of, state_of, walk
 
 _MOST_BYTES = 1 << 26
 """Of a larger array, only the first bytes are compared."""

@@ -35,10 +35,10 @@ from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.prediction import CallOrder
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards
-from lightning_roundpipe.runtime.profile.left_behind import ABSENT, LeftBehind, SavedAttributes, code_of
 from lightning_roundpipe.runtime.profile.outside_writes import OutsideWrites
 from lightning_roundpipe.runtime.profile.rehearsal import CannotRehearse, Rehearsal, SameDraws, Written, without_dropout
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, ModelInterceptor, intercepted
+from lightning_roundpipe.runtime.user_code.left_behind import ABSENT, LeftBehind, SavedAttributes, code_of
 from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, derive
 
 FEW = 2

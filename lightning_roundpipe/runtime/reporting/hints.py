@@ -133,8 +133,8 @@ class Hints:
         """Hint: evaluation cuts the calls of the model ``name``."""
         self.say(
             "evaluation",
-            f"in evaluation, calls of {name!r} run in parts of the batch, which gave what the whole batch gives; some "
-            "later ones are compared again. num_microbatches=1 keeps them whole.",
+            f"in evaluation, calls of {name!r} run in parts of the batch: two parts gave what their samples give as "
+            "one, and some later ones are compared again. num_microbatches=1 keeps calls whole.",
         )
 
     def of_uneven_evaluation(self, name: str) -> None:

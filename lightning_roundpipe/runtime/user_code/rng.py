@@ -55,6 +55,17 @@ class GlobalRandomState:
         for generator in self._generators.values():
             generator.manual_seed(_PARKED)
 
+    def has_moved(self) -> bool:
+        """Return whether one of the generators is in another state than saved."""
+        kind, words, position, *_ = np.random.get_state()
+        held: Any = self._numpy
+        return (
+            any(not torch.equal(g.get_state(), self._states[key]) for key, g in self._generators.items())
+            or random.getstate() != self._python
+            or (kind, position) != (held[0], held[2])
+            or not np.array_equal(words, held[1])
+        )
+
     def restore(self) -> None:
         for key, generator in self._generators.items():
             generator.set_state(self._states[key])
