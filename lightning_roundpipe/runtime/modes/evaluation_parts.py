@@ -318,7 +318,7 @@ class Parting:
     def _plan(self, known: _CallKind, microbatches: int) -> ForwardPlan:
         """Return a plan whose stages fit the existing weight arenas."""
         assert known.trace is not None
-        room = self._engine.worker_pool.workers[0].weights[0].buffer
+        rooms = [worker.weights[0].buffer for worker in self._engine.worker_pool.workers]
         costs = Costs(
             tuple(
                 CallCost(
@@ -334,7 +334,7 @@ class Parting:
                 for call, seconds in zip(known.trace.calls, known.seconds, strict=True)
             )
         )
-        size = room.numel() if room is not None else None
+        size = min((room.numel() for room in rooms if room is not None), default=None)
         rate = nominal(self._engine.worker_pool.accelerator or "cpu").upload
         return plan_forward(costs, len(self._engine.worker_pool.workers), microbatches, rate, size)
 
