@@ -21,7 +21,7 @@ Format = Literal["fp32", "bf16", "fp16"]
 
 _SIZES = ("memory", "host_memory")
 _OPTIONAL = ("attention_efficiency", "optimizer_bandwidth")
-_OF_KINDS = (
+OF_KINDS = (
     "title", "workers", "flops", "memory", "memory_bandwidth", "upload", "download", "matmul_efficiency",
     "memory_efficiency", "kernel_s", "attention_efficiency",
 )  # fmt: skip
@@ -164,8 +164,8 @@ def _read_kinds(value: Any, machine: Hardware) -> tuple[Hardware, ...]:
     kinds = []
     for entry in value:
         for key in entry:
-            if key not in _OF_KINDS:
-                raise ValueError(f"kinds has a key {key!r} that is not a device's; it takes {', '.join(_OF_KINDS)}.")
+            if key not in OF_KINDS:
+                raise ValueError(f"kinds has a key {key!r} that is not a device's; it takes {', '.join(OF_KINDS)}.")
         if not {"title", "workers"} <= entry.keys():
             raise ValueError("kinds: each needs a title, and workers, the number of such devices.")
         kinds.append(replace(machine, **{str(name): _read(str(name), part) for name, part in entry.items()}))
