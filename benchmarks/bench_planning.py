@@ -5,7 +5,10 @@ time grows. The search is judged on the paper's five models: eight workers, 16 m
 layers fused, no limit of memory. Its plans are compared with the paper's: one step (staleness 0) with the makespan that
 the paper's simulator gives RoundPipe, and each of many steps (staleness 1) with the same without fill and drain.
 
-    .venv/bin/python benchmarks/bench_planning.py [--search-seconds 10]
+    .venv/bin/python benchmarks/bench_planning.py [--search-seconds 10] [--unequal]
+
+``--unequal`` prints instead how near unequal workers come to the sum of what each of them reaches alone, as
+`docs/planning.md` has it.
 """
 
 from __future__ import annotations
@@ -106,10 +109,52 @@ def add_row(table: Table, case: Case, staleness: Staleness, search_seconds: floa
     return ours / paper
 
 
+MIXED = (
+    (1.0, 0.5),
+    (1.0, 1.0, 0.5, 0.5),
+    (1.0, 0.5) * 2,
+    (1.0, 1.0, 1.0, 0.4),
+    (1.0, 0.5) * 4,
+    (1.0,) * 4 + (0.5,) * 4,
+)
+MICROBATCHES = 64
+
+
+def rate(case: Case, speeds: tuple[float, ...], staleness: Staleness, search_seconds: float) -> float:
+    """Microbatches a second on workers of these speeds. The clock does not end the search."""
+    costs, workers = case.costs().at_speeds(speeds), len(speeds)
+    host, limits = HostTime(hop_s=case.hop_ms / 1e3), Limits.usual(costs, workers, MICROBATCHES)
+    plan = search_partition(costs, workers, MICROBATCHES, limits, staleness, host, search_seconds, by_clock=False)
+    steps = STEADY * PERIOD_STEPS if staleness else 1
+    run = run_steps(plan, costs, workers, MICROBATCHES, Rules(staleness, host=host), steps)
+    return MICROBATCHES / (run.period_s(PERIOD_STEPS) if staleness else run.makespan_s)
+
+
+def unequal_table(search_seconds: float) -> str:
+    """In Markdown: percent of the sum of what each worker reaches alone, with staleness 0 and with 1."""
+    cases = [case for case in read_cases(CASES) if case.schedule == "roundpipe"]
+    lines = ["| speeds | " + " | ".join(case.model for case in cases) + " |", "| --- |" + " ---: |" * len(cases)]
+    for speeds in MIXED:
+        cells = []
+        for case in cases:
+            shares = []
+            for staleness in (0, 1):
+                kind: Staleness = 1 if staleness else 0
+                alone = sum(speeds) * rate(case, (1.0,), kind, search_seconds)
+                shares.append(f"{100 * rate(case, speeds, kind, search_seconds) / alone:.1f}")
+            cells.append(" / ".join(shares))
+        lines.append(f"| {', '.join(f'{speed:g}' for speed in speeds)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--search-seconds", type=float, default=SEARCH_SECONDS)
+    parser.add_argument("--unequal", action="store_true")
     options = parser.parse_args()
+    if options.unequal:
+        print(unequal_table(options.search_seconds))
+        return
     console = Console(width=150)
     console.print(greedy_table())
     table = Table(title="Plans found for the paper's models, against the paper's own")

@@ -136,6 +136,7 @@ class TimedCuda:
             "device": lambda device: contextlib.nullcontext(),
             "default_generators": {0: torch.Generator(), None: torch.Generator()},
             "mem_get_info": lambda device: (1024 * _MIB, 1024 * _MIB),
+            "get_device_name": lambda device: "a GPU",
             "get_per_process_memory_fraction": lambda device: 1.0,
             "memory_reserved": lambda device: 0,
             "memory_allocated": lambda device: 0,

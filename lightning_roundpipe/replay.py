@@ -95,7 +95,7 @@ def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dic
         for event in run.events
         if event.kind in ("fused", *_KINDS)
         for stage in (plan.stages()[event.position],)
-        for kind, start_s, end_s in _parts(event, run, costs)
+        for kind, start_s, end_s in _parts(event, run, costs.on(event.worker))
     ]
     return {
         "plan": report["plan"],
@@ -109,7 +109,9 @@ def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dic
 
 
 def _fastest(costs: Costs, events: Sequence[Mapping[str, Any]]) -> Costs:
-    """Return the costs with each call's time replaced by that in the step, if it is shorter."""
+    """Return the costs with each call's time replaced by that in the step, if it is shorter and workers are equal."""
+    if costs.unequal:
+        return costs
     took: dict[tuple[str, int], float] = defaultdict(lambda: math.inf)
     for event in events:
         kind = "forward" if event["kind"] == "recompute" else event["kind"]

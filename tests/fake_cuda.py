@@ -199,6 +199,7 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
         "device": nothing,
         "default_generators": {0: GPU_GENERATOR, None: GPU_GENERATOR},
         "mem_get_info": lambda device: (600, 1000),
+        "get_device_name": lambda device: "a GPU",
         "get_per_process_memory_fraction": lambda device: 1.0,
         "memory_reserved": lambda device: 200,
         "memory_allocated": lambda device: 150,

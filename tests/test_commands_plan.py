@@ -342,3 +342,19 @@ def test_stages_of_a_given_length(call: Any) -> None:
     found = json.loads(call("stage_seconds=0.066")[1])
     assert max(found["forward"]) == 6 and max(found["backward"]) == 2
     assert "stage_seconds=0.03 is shorter than one layer takes" in call("stage_seconds=0.03")[2]
+
+
+def test_a_file_may_say_how_fast_each_worker_is(call: Any) -> None:
+    code, out, _ = call(speeds=[1, 0.5, 0.5])
+    assert code == 0
+    found = json.loads(out)
+    work = 6 * (9 * (2 * 10 + 22.5) + 8 + 16 - found["fused"] * 10)
+    assert work / 2 <= found["period_ms"] < work / 1.5, "two workers of the first one's speed, and not of the slowest"
+    for speeds, message in (
+        ([1, 0], "speeds=[1, 0] must be a list of numbers of more than 0"),
+        (2, "speeds=2 must be a list"),
+        ([1, 0.5], "workers=3 must be 2: the costs have times for each of so many"),
+    ):
+        code, out, err = call(speeds=speeds)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert message in err

@@ -448,6 +448,55 @@ def test_what_is_assumed_of_the_host_is_said(command: Any, tmp_path: Path) -> No
     assert len(json.loads(command(*options, "hardware=rtx4090x8", "format=json")[1])["assumed"]) == 1
 
 
+# -- unequal devices -------------------------------------------------------------------------------------------------
+
+
+def test_two_kinds_of_gpu_in_one_host() -> None:
+    machine = choose_machine("rtx4090x2+a800", None, None, None, None)
+    found = machine.hardware
+    assert (found.title, found.workers) == ("2 x RTX 4090 + 1 x A800 80GB", 3)
+    assert [device.title for device in found.devices] == ["RTX 4090", "A800 80GB", "RTX 4090"]
+    assert (found.host_memory, found.host_memory_bandwidth) == (384 * 2**30, 3 * 51.2e9)
+    assert any("in this order, RTX 4090, A800 80GB, RTX 4090" in text for text in machine.assumed)
+    assert len({device.host_memory for device in found.devices}) == 1, "they share one host"
+    same = choose_machine("rtx4090x2+rtx4090x2", None, None, None, None).hardware
+    assert (same.title, same.workers, same.kinds) == ("4 x RTX 4090", 4, ())
+
+
+def test_the_memory_of_each_kind_is_shown(command: Any) -> None:
+    options = ("model=tiny_llama", "sequence_length=64", "microbatches=4", "microbatch_size=1", "search_seconds=0.1")
+    code, out, err = command(*options, "hardware=rtx4090+h200")
+    assert (code, err) == (0, "")
+    assert "2 workers, 4 microbatches" in out
+    assert "Each RTX 4090" in out and "Each H200" in out and "Each worker" not in out
+    assert "together, of 21.60" in out and "together, of 118.18" in out
+
+
+def test_a_file_of_two_kinds(command: Any, tmp_path: Path) -> None:
+    text = (ROOT / "conf" / "hardware" / "rtx4090x8.yaml").read_text()
+    kinds = "kinds:\n- {title: A, workers: 5}\n- {title: B, workers: 3, memory: 12GiB, upload: 12e9}\n"
+    file = tmp_path / "machine.yaml"
+    file.write_text(text + kinds)
+    found = read_machine(str(file))
+    assert [device.title for device in found.devices].count("B") == 3
+    a, b = found.kinds
+    assert (a.memory, b.memory, b.upload, b.download) == (24 * 2**30, 12 * 2**30, 12e9, 25e9)
+    assert found.of_each(lambda device: device.memory) == tuple(device.memory for device in found.devices)
+    for wrong, message in (
+        (kinds.replace("workers: 5", "workers: 4"), "workers=8 must be the number of devices of all kinds, which is 7"),
+        (kinds.replace("upload: 12e9", "hop_s: 1"), "kinds has a key 'hop_s' that is not a device's"),
+        (kinds.replace("title: A, ", ""), "each needs a title"),
+        ("kinds: 3\n", "kinds must be a list"),
+    ):
+        file.write_text(text + wrong)
+        code, out, err = command("model=tiny_llama", f"hardware={file}")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert message in err
+    file.write_text(text + kinds)
+    code, _, err = command("model=tiny_llama", f"hardware={file}", "workers=4")
+    assert (code, err.count("\n")) == (2, 1) and "workers=4 takes some of several kinds of GPU" in err
+
+
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 

@@ -44,7 +44,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, quick: None) -> Iterator[dict[int, str
     def make(kind: str, torch_devices: list[torch.device], *_: Any) -> list[CudaDevice]:
         assert (kind, torch_devices) == ("cuda", [torch.device("cuda", i) for i in range(len(torch_devices))])
         made[:] = [CudaDevice(i, torch.device("cpu"), "off", 1) for i in range(len(torch_devices))]
-        numbers = iter(names)
+        numbers = itertools.cycle(names)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: names[next(numbers)])
         return made
 
@@ -141,22 +141,30 @@ class TestGpus:
         assert probe(1, lambda what: None).hardware.title == "1 x H100"
         assert probe(8, lambda what: None).hardware.workers == 2
 
-    def test_of_unequal_ones_the_slowest_counts(self, gpus: dict[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_unequal_ones_are_measured_kind_by_kind(
+        self, gpus: dict[int, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         gpus[1] = "NVIDIA GeForce RTX 3090"
-        memory = iter([3 * 2**30, 2 * 2**30])
+        memory = iter([3 * 2**30, 2 * 2**30, 3 * 2**30, 2 * 2**30])  # of both, and of each alone
         real = probes.DeviceProbe._identity
 
         def identity(self: Any, remarks: list[str]) -> Any:
-            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**22, next(memory)))
-            return real(self, remarks)
+            with monkeypatch.context() as patched:
+                patched.setattr(torch.cuda, "mem_get_info", lambda _: (2**22, next(memory)))
+                return real(self, remarks)
 
         monkeypatch.setattr(probes.DeviceProbe, "_identity", identity)
         found = probe(None, lambda what: None)
-        assert (found.hardware.title, found.hardware.memory) == ("2 unequal GPUs", 2 * 2**30)
+        assert (found.hardware.title, found.hardware.memory) == ("1 x H100 + 1 x GeForce RTX 3090", 2 * 2**30)
+        assert [(kind.title, kind.workers, kind.memory) for kind in found.hardware.kinds] == [
+            ("H100", 1, 3 * 2**30),
+            ("GeForce RTX 3090", 1, 2 * 2**30),
+        ]
+        file = tmp_path / "machine.yaml"
+        file.write_text(this_machine.written(found))
+        assert read_hardware(file) == found.hardware
         text = " ".join(this_machine.written(found).replace("\n# ", " ").split())
-        assert (
-            "The GPUs are not equal (H100, GeForce RTX 3090): each number is that of the slowest or smallest." in text
-        )
+        assert "The GPUs are not equal (H100, GeForce RTX 3090): kinds: has what those of each kind reach" in text
 
     def test_fp16_is_measured_as_torch_is_set(self, gpus: dict[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
         class Narrow:
@@ -218,7 +226,7 @@ def test_every_number_has_a_mark(kind: str, request: pytest.FixtureRequest) -> N
     unmarked = [line.split(":")[0] for line in body if not re.search(r"# \[[MSA]\] \w", line)]
     assert unmarked == ["title", "workers", "flops", *(["memory", "emulated"] if kind == "emulated" else [])]
     named = {line.split(":")[0].strip() for line in body}
-    assert named >= {item.name for item in fields(Hardware)} - {"emulated"}
+    assert named >= {item.name for item in fields(Hardware)} - {"emulated", "kinds"}
     assert max(len(line) for line in text.splitlines() if not line.startswith("title:")) <= 80
 
 

@@ -133,7 +133,7 @@ def explain(found: Outlook) -> list[Explained]:
 def _explained(
     subject: str, shape: ModelShape, plan: Plan, costs: Costs, size: int, length: int, found: Outlook
 ) -> Explained:
-    stage = plan.stages()[worst_stage(plan, costs, found.workers)]
+    stage = plan.stages()[worst_stage(plan, costs, found.workers, found.worker)]
     need = costs.stage_bytes(stage.first, stage.last, stage.phase, plan.recompute_ahead)
     call = shape.memories(size, length)[stage.first + need.worst]
     return Explained(
@@ -142,7 +142,7 @@ def _explained(
         stage=stage.position,
         phase=stage.phase,
         limit=found.memory,
-        items=tuple(device_items(plan, costs, found.workers, found.memory)),
+        items=tuple(device_items(plan, costs, found.workers, found.memory, found.worker)),
         call=call,
         lines=tuple(_lines(call)),
         kept=need.activations - need.of_worst,

@@ -1,6 +1,8 @@
 """Machines: a choice of ``conf/hardware``, any number of a GPU that one of them has, or a file of one's own
 (`this_machine` makes one by measuring).
 
+Several GPUs of one host are joined by plus signs: ``rtx4090x2+rtx3090x2``.
+
 A file says what one device and one host can do. For another number of the same GPU, the rates of a device stay, and the
 host grows with the number: each GPU brings as much host memory and as much of its bandwidth as in the file (up to
 `MOST_BANDWIDTH`). Where fewer or more devices are used than the machine has (``workers=``), the host stays as it is.
@@ -23,6 +25,12 @@ MOST_WORKERS = 1024
 MOST_BANDWIDTH = 614.4e9
 """Bytes a second of a host's memory that a number of GPUs makes it have at most: two server processors with eight
 channels of DDR5-4800 each."""
+
+_OF_HOST = (
+    "host_memory", "host_memory_bandwidth", "hop_s", "issue_s", "call_s", "turn_s", "optimizer_bandwidth",
+    "network_efficiency",
+)  # fmt: skip
+"""Of devices in one host, what they have together."""
 
 _COUNTED = re.compile(r"(?P<gpu>.+?)x(?P<count>\d+)")
 
@@ -48,6 +56,8 @@ def read_machine(text: str) -> Hardware:
     """
     if is_path(text):
         return read_hardware(Path(text).expanduser())
+    if "+" in text:
+        return _together([read_machine(part) for part in text.split("+")], text)
     name = _plain(text)
     if name in _shipped():
         return _shipped()[name]
@@ -57,7 +67,8 @@ def read_machine(text: str) -> Hardware:
         known = sorted({*_shipped(), *_gpus()})
         raise ValueError(
             f"There is no hardware={text}.{did_you_mean(name, [*known, AUTO])} Allowed are "
-            f"{', '.join(sorted(_shipped()))}, any other number of these GPUs ({_example()}), a YAML file like those "
+            f"{', '.join(sorted(_shipped()))}, any other number of these GPUs ({_example()}) or several in one "
+            "host (rtx4090x2+rtx3090x2), a YAML file like those "
             "in conf/hardware, and auto, which measures this machine."
         )
     return _scaled(gpu, count, f"hardware={text}")
@@ -93,6 +104,11 @@ def choose_machine(
     assert hardware is not None
     found = read_machine(hardware)
     assumed = [] if is_path(hardware) else [_host(found, host_memory)]
+    if found.kinds:
+        order = ", ".join(device.title for device in found.devices)
+        assumed.append(f"of the devices: they take stages in this order, {order}; devices= of the Trainer gives it.")
+        if workers is not None:
+            raise ValueError(f"workers={workers} takes some of several kinds of GPU: say which, in hardware=.")
     if host_memory is not None:
         found = replace(found, host_memory=host_memory)
     if workers is not None and workers != found.workers:
@@ -131,6 +147,30 @@ def _scaled(gpu: str, count: int, given: str) -> Hardware:
         host_memory=int(share * machine.host_memory),
         host_memory_bandwidth=min(share * machine.host_memory_bandwidth, MOST_BANDWIDTH),
     )
+
+
+def _together(parts: list[Hardware], given: str) -> Hardware:
+    """Several kinds of devices in one host."""
+    kinds: dict[str, Hardware] = {}
+    for part in parts:
+        if part.emulated or part.kinds:
+            raise ValueError(f"hardware={given} must name GPUs: emulated devices are all alike, and files have kinds:.")
+        kind = part.title.removeprefix(f"{part.workers} x ")
+        count = part.workers + (kinds[kind].workers if kind in kinds else 0)
+        kinds[kind] = replace(part, title=kind, workers=count)
+    count = sum(kind.workers for kind in kinds.values())
+    if count > MOST_WORKERS:
+        raise ValueError(f"hardware={given} must be 1 to {MOST_WORKERS} GPUs.")
+    bandwidth = sum(part.host_memory_bandwidth for part in parts)
+    host = replace(
+        parts[0],
+        title=" + ".join(f"{kind.workers} x {kind.title}" for kind in kinds.values()),
+        workers=count,
+        host_memory=sum(part.host_memory for part in parts),
+        host_memory_bandwidth=min(bandwidth, MOST_BANDWIDTH),
+    )
+    shared = {name: getattr(host, name) for name in _OF_HOST}
+    return replace(host, kinds=tuple(replace(kind, **shared) for kind in kinds.values()) if len(kinds) > 1 else ())
 
 
 @cache

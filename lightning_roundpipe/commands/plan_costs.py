@@ -15,7 +15,7 @@ from lightning_roundpipe.planning.batch import Pace
 from lightning_roundpipe.planning.cost_files import SIZES, costs_of, read_cost_file, whole
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.memory import device_bytes, smallest_within
+from lightning_roundpipe.planning.memory import device_bytes, least, smallest_within
 from lightning_roundpipe.planning.pipeline import Rules, SimulatedRun, Staleness, run_steps
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, paper_plan, search_partition
@@ -82,6 +82,10 @@ def read_question(path: Path, case: str | None, memory: int | None, given: dict[
     if (found["min_round"] or 1) > microbatches:
         raise ValueError(f"min_round={found['min_round']} must be at most microbatches={microbatches}.")
     costs, hop_s = costs_of(data, path)
+    try:
+        costs.check_workers(workers)
+    except ValueError as error:
+        raise ValueError(f"costs={path}: {error}") from None
     if memory is not None and not any(call.weight_bytes for call in costs):
         raise ValueError(f"memory= needs sizes: {path} holds none of {', '.join(SIZES)}.")
     usual = Limits.usual(costs, workers, microbatches, memory)
@@ -142,7 +146,7 @@ def _parsed(question: Question, text: str) -> Plan:
 
 def does_not_fit(question: Question, text: str | None, form: Literal["table", "json"]) -> Reply | None:
     """The answer where no plan, or not that of ``text``, is within memory: what it needs, and what would fit."""
-    costs, limits, memory = question.costs, question.limits, question.limits.memory
+    costs, limits, memory = question.costs, question.limits, least(question.limits.memory)
     own = None if text is None else _parsed(question, text)
 
     def smallest(lowest: int) -> Plan:
@@ -151,9 +155,9 @@ def does_not_fit(question: Question, text: str | None, form: Literal["table", "j
     def need(plan: Plan) -> int:
         return device_bytes(plan, costs, question.workers)
 
-    least = need(own or smallest(limits.min_round))
+    needed = need(own or smallest(limits.min_round))
     beside = [] if own else limits.beside(costs, question.workers, question.microbatches)
-    if memory is None or least <= memory or beside:
+    if memory is None or needed <= memory or beside:
         return None
     tries = {"without plan=": limits.min_round} if own else {}
     tries |= {f"min_round={lowest}": lowest for lowest in (limits.min_round // 2, 1) if lowest}
@@ -165,9 +169,9 @@ def does_not_fit(question: Question, text: str | None, form: Literal["table", "j
             break
     if form == "json":
         would = [{"settings": settings, "period_ms": 1e3 * one.period_s} for settings, one in found.items()]
-        return Reply(as_json({"fits": False, "needed_bytes": least, "limit_bytes": memory, "would_fit": would}), 1)
+        return Reply(as_json({"fits": False, "needed_bytes": needed, "limit_bytes": memory, "would_fit": would}), 1)
     what = "this plan" if own else "a cut at every layer"
-    lines = [f"Does not fit: {what} needs {least:,} bytes of each worker, and memory={memory:,}."]
+    lines = [f"Does not fit: {what} needs {needed:,} bytes of each worker, and memory={memory:,}."]
     lines += [f"What would fit: {settings}, {1e3 * one.period_s:,.3f} ms a step." for settings, one in found.items()]
     return Reply("\n".join(lines), 1)
 

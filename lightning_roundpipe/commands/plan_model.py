@@ -15,11 +15,15 @@ from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.memory import (
     Item,
+    Memory,
     Parameters,
     StageRow,
+    arena_bytes,
     device_bytes,
     device_items,
+    fits,
     host_items,
+    least,
     smallest_within,
     stage_rows,
 )
@@ -110,7 +114,27 @@ class Outlook:
 
     @cached_property
     def device_items(self) -> list[Item]:
-        return device_items(self.plan, self.costs, self.workers, self.memory)
+        return self.items_of(self.worker)
+
+    def items_of(self, worker: int | None) -> list[Item]:
+        """What is in this worker's memory; None: in that of each."""
+        return device_items(self.plan, self.costs, self.workers, self.memory_of(worker), worker)
+
+    def memory_of(self, worker: int | None) -> int | None:
+        memory = self.limits.memory
+        return memory[worker or 0] if isinstance(memory, tuple) else memory
+
+    @cached_property
+    def worker(self) -> int | None:
+        """Of workers with unequal memory, the one with the least room left; None: they are equal."""
+        memory = self.limits.memory
+        if not isinstance(memory, tuple):
+            return None
+
+        def share(worker: int) -> float:
+            return device_bytes(self.plan, self.costs, self.workers, worker) / memory[worker]
+
+        return max(range(self.workers), key=share)
 
     @cached_property
     def host_items(self) -> list[Item]:
@@ -133,11 +157,12 @@ class Outlook:
 
     @property
     def memory(self) -> int | None:
-        return self.limits.memory
+        """Of `worker`."""
+        return self.memory_of(self.worker)
 
     @property
     def fits_device(self) -> bool:
-        return self.memory is None or total(self.device_items) <= self.memory
+        return fits(self.plan, self.costs, self.workers, self.limits.memory)
 
     @property
     def fits_host(self) -> bool:
@@ -150,9 +175,9 @@ class Outlook:
     @property
     def weights_fit(self) -> bool:
         """Whether what does not depend on microbatches fits: arenas on each worker, and all but boundary tensors."""
-        stages = self.stages
         of_weights, of_gradients = self.plan.arenas
-        arenas = of_weights * max(s.weight_bytes for s in stages) + of_gradients * max(s.gradient_bytes for s in stages)
+        weights, gradients = arena_bytes(self.plan, self.costs, self.workers, self.worker)
+        arenas = of_weights * weights + of_gradients * gradients
         saved = sum(c.boundary_bytes for c in self.costs.calls[: self.plan.fused.first] if c.needs_backward)
         host = total(self.host_items) - self.plan.round_microbatches * saved
         return (self.memory is None or arenas <= self.memory) and host <= self.hardware.host_memory
@@ -242,7 +267,7 @@ def _length_of(wish: Wish, shape: ModelShape) -> int:
 
 def shape_of(wish: Wish, machine: Hardware) -> ModelShape:
     """The model that the wish is about."""
-    memory = memory_of(wish, machine)
+    memory = least(memory_of(wish, machine))
     shape = ModelShape(
         wish.model, wish.lora, wish.precision, machine, wish.staleness, memory, wish.model_settings, wish.lora_settings,
         wish.reduce_dtype, wish.like_paper, wish.max_positions,
@@ -251,9 +276,11 @@ def shape_of(wish: Wish, machine: Hardware) -> ModelShape:
     return shape.in_tiles(wish.token_tiles) if isinstance(wish.token_tiles, int) else shape
 
 
-def memory_of(wish: Wish, machine: Hardware) -> int | None:
+def memory_of(wish: Wish, machine: Hardware) -> Memory | None:
     """Of each worker; None: no limit."""
-    return wish.memory or (None if machine.memory is None else int(MEMORY_SHARE * machine.memory))
+    return wish.memory or machine.of_each(
+        lambda device: None if device.memory is None else int(MEMORY_SHARE * device.memory)
+    )
 
 
 def look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...] = (), *, longest: bool = True) -> Outlook:
@@ -276,7 +303,7 @@ def look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...] = (), *, lon
 
 def _look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...], *, longest: bool) -> Outlook:
     machine = shape.hardware
-    memory = memory_of(wish, machine)
+    memory = least(memory_of(wish, machine))
     length = _length_of(wish, shape)
     workers = wish.workers or machine.workers
     microbatches = wish.microbatches or 2 * workers
@@ -335,10 +362,8 @@ class _Try:
         return next((plan for plan in (cut, *beside) if self.fits(plan)), cut)
 
     def fits(self, plan: Plan) -> bool:
-        limit = self.limits.memory
         host = total(host_items(plan, self.costs, self.shape.parameters, self.workers, self.microbatches))
-        fits_device = limit is None or device_bytes(plan, self.costs, self.workers) <= limit
-        return fits_device and host <= self.shape.hardware.host_memory
+        return fits(plan, self.costs, self.workers, self.limits.memory) and host <= self.shape.hardware.host_memory
 
     def run(self, plan: Plan) -> SimulatedRun:
         """The steps that tokens a second are counted in."""

@@ -61,7 +61,11 @@ def as_table(
     if remedies is not None:
         parts += ["", *_remedies(found, remedies)]
     parts += ["", *(Text(line) for line in head)]
-    parts.append(memory_table("Each worker", found.device_items, found.memory, locked=False))
+    if found.worker is None:
+        parts.append(memory_table("Each worker", found.device_items, found.memory, locked=False))
+    else:
+        for title, worker in _fullest(found).items():
+            parts.append(memory_table(title, found.items_of(worker), found.memory_of(worker), locked=False))
     parts.append(
         memory_table(
             "Host" if wish.machines == 1 else "Each host", found.host_items, found.hardware.host_memory, locked=True
@@ -99,6 +103,14 @@ def _packed(parameters: Parameters) -> list[str]:
     if parameters.packed_experts:
         lines.append("Experts are computed together (experts_implementation=grouped_mm), from a copy of them all.")
     return lines
+
+
+def _fullest(found: Outlook) -> dict[str, int]:
+    """Of each kind of device, the worker with the least room left."""
+    workers: dict[str, list[int]] = {}
+    for worker, device in enumerate(found.hardware.devices):
+        workers.setdefault(f"Each {device.title}", []).append(worker)
+    return {title: max(same, key=lambda worker: total(found.items_of(worker))) for title, same in workers.items()}
 
 
 def _verdict(found: Outlook) -> str:

@@ -92,7 +92,7 @@ class ModelShape:
     """A model without data, on a machine.
 
     Args:
-        memory: bytes that each worker may use, which layers are cut to fit as in training; None: no limit.
+        memory: bytes that every worker may use, which layers are cut to fit as in training; None: no limit.
         model_settings, lora_settings: what the command line changes of both.
         reduce_dtype: format that gradients travel in; None: fp32.
         like_paper: whether the times are those of the paper's library: the loss takes no longer than the output layer's
@@ -177,11 +177,19 @@ class ModelShape:
             )
 
     def _costs(self, microbatch_size: int, sequence_length: int) -> Costs:
+        machine = self.hardware
+        kinds = [self._costs_on(kind, microbatch_size, sequence_length) for kind in machine.kinds or (machine,)]
+        if len(kinds) == 1:
+            return kinds[0]
+        return Costs.of_workers([kinds[machine.kinds.index(device)] for device in machine.devices])
+
+    def _costs_on(self, device: Hardware, microbatch_size: int, sequence_length: int) -> Costs:
+        """On devices of one kind."""
         tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
         with self._without_logits(), tiled(self._tiled, self._tile):
-            costs = self._estimate(input_ids=tokens, labels=tokens)
+            costs = self._estimate(device, input_ids=tokens, labels=tokens)
         if self._like_paper:
-            head = self._estimate(input_ids=tokens).calls[-1]
+            head = self._estimate(device, input_ids=tokens).calls[-1]
             last = replace(costs.calls[-1], forward_s=head.forward_s, backward_s=head.backward_s)
             costs = Costs((*costs.calls[:-1], last))
         if self._reduced_bytes is None:
@@ -193,9 +201,9 @@ class ModelShape:
             )
         )
 
-    def _estimate(self, **batch: Tensor) -> Costs:
+    def _estimate(self, device: Hardware, **batch: Tensor) -> Costs:
         return estimate_costs(
-            self._module, self._layers, batch, self.hardware, packed=self._packed, experts_in_turn=self._like_paper
+            self._module, self._layers, batch, device, packed=self._packed, experts_in_turn=self._like_paper
         )
 
     def rules(self, staleness: Staleness, network: float | None = None) -> Rules:

@@ -29,7 +29,7 @@ from lightning_roundpipe.devices.intraop_threads import apply_num_threads
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.meter import Counter, attention_flops
 from lightning_roundpipe.planning.nominal import EMULATED
-from lightning_roundpipe.planning.profile import Format, Hardware
+from lightning_roundpipe.planning.profile import OF_KINDS, Format, Hardware
 from lightning_roundpipe.planning.updates import ADAMW_BYTES
 
 EMULATED_WORKERS = 4
@@ -94,7 +94,20 @@ def probe(workers: int | None, say: Callable[[str], None]) -> Probed:
             for context in (made[0].process_settings(), made[0].step_settings()):
                 stack.enter_context(context)
             devices = DeviceProbe(made, emulated=not cuda, say=say, stack=stack)
-        return devices.measured(host)
+        found = devices.measured(host)
+        kinds: dict[str, list[Device]] = {}
+        for device in made:
+            kinds.setdefault(device.kind.removeprefix("NVIDIA "), []).append(device)
+        if len(kinds) == 1:
+            return found
+        each = []
+        for name, same in kinds.items():
+            say(f"{name} alone")
+            part = DeviceProbe(same, emulated=not cuda, say=say, stack=stack).measured(host).hardware
+            own = {name: getattr(part, name) for name in OF_KINDS}
+            each.append(replace(found.hardware, **own | {"title": name}))
+        title = " + ".join(f"{kind.workers} x {kind.title}" for kind in each)
+        return replace(found, hardware=replace(found.hardware, title=title, kinds=tuple(each)))
 
 
 def _close(device: Device) -> None:
@@ -250,7 +263,10 @@ class DeviceProbe:
         memory = min(torch.cuda.mem_get_info(gpu)[1] for gpu in gpus)
         if len(set(kinds)) == 1:
             return f"{count} x {kinds[0]}", memory
-        remarks.append(f"The GPUs are not equal ({', '.join(kinds)}): each number is that of the slowest or smallest.")
+        remarks.append(
+            f"The GPUs are not equal ({', '.join(kinds)}): kinds: has what those of each kind reach while the others "
+            "idle, and the numbers above it are those of the slowest or smallest."
+        )
         return f"{count} unequal GPUs", memory
 
     # -- computing
@@ -272,7 +288,7 @@ class DeviceProbe:
         def run(device: Device) -> None:
             for _ in range(times):
                 with device.acquire_core():
-                    works[device.index]()
+                    works[self.devices.index(device)]()
             device.compute.synchronize()
 
         start = clock()
@@ -386,20 +402,20 @@ class DeviceProbe:
     def _links(self, remarks: list[str]) -> tuple[float, float]:
         """Bytes a second to each device and back while all devices copy, in the engine's streams and host memory."""
         nbytes = min((64 if self.emulated else 256) * _MIB, self._room // 4)
-        there = [device.allocate(nbytes, "a probe of the link") for device in self.devices]
+        there = {device: device.allocate(nbytes, "a probe of the link") for device in self.devices}
         start = clock()
-        here = [device.host_buffer(nbytes) for device in self.devices]
+        here = {device: device.host_buffer(nbytes) for device in self.devices}
         locking = (clock() - start) / (len(here) * nbytes / 2**30)
-        for buffer in here:
+        for buffer in here.values():
             buffer.zero_()
 
         def up(devices: list[Device]) -> None:
             for device in devices:
-                device.weights_up.copy(there[device.index], here[device.index])
+                device.weights_up.copy(there[device], here[device])
 
         def down(devices: list[Device]) -> None:
             for device in devices:
-                device.gradients_down.copy(here[device.index], there[device.index])
+                device.gradients_down.copy(here[device], there[device])
 
         def rate(*ways: Callable[[list[Device]], None], devices: list[Device]) -> float:
             def work() -> None:
@@ -418,12 +434,15 @@ class DeviceProbe:
         said = f"A link alone carries {_span(ups)} GB/s up and {_span(downs)} down; all at once, both ways {_gb(both)}"
         if not self.emulated:
             pageable = torch.zeros(nbytes, dtype=torch.uint8)
-            with self.devices[0].activate():
-                slow = nbytes / _best(lambda: (there[0].copy_(pageable), self.devices[0].compute.synchronize()))
-            locked = f"locked in {locking:.2g} s/GiB" if here[0].is_pinned() else "refused: no copy is of locked memory"
+            first = self.devices[0]
+            with first.activate():
+                slow = nbytes / _best(lambda: (there[first].copy_(pageable), first.compute.synchronize()))
+            locked = (
+                f"locked in {locking:.2g} s/GiB" if here[first].is_pinned() else "refused: no copy is of locked memory"
+            )
             said += f"; from pageable memory, alone, {_gb(slow)}. Page-locking: {locked}"
         remarks.append(f"{said}.")
-        for device, arena in zip(self.devices, there, strict=True):
+        for device, arena in there.items():
             device.free(arena)
         return together
 

@@ -29,6 +29,7 @@ from lightning_roundpipe.commands.plan_model import (
 )
 from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
 from lightning_roundpipe.config import AUTO_TILE, parse_bytes
+from lightning_roundpipe.planning.memory import least
 from lightning_roundpipe.planning.profile import Hardware, Precision
 
 SECONDS = 15.0
@@ -278,7 +279,7 @@ class _Tries:
                 shape = self._shape(wish)
             except ValueError:
                 return None
-            memory = memory_of(wish, shape.hardware)
+            memory = least(memory_of(wish, shape.hardware))
             longest = find_longest(shape, found.workers, found.microbatches, memory, wish.min_round)
         wanted = found.sequence_length
         if not max(_SHORTEST, wanted // _LEAST_PART) <= longest.tokens < wanted:

@@ -21,7 +21,7 @@ import torch
 from lightning_roundpipe.commands.machines import MOST_WORKERS
 from lightning_roundpipe.commands.probes import Probed, probe
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.planning.profile import Hardware
+from lightning_roundpipe.planning.profile import OF_KINDS, Hardware
 
 _WIDTH, _NOTE = 80, 32
 """Columns of the file, and where what is said of a number begins."""
@@ -149,6 +149,8 @@ def _entry(name: str, machine: Hardware, notes: dict[str, str]) -> list[str]:
         rows = [(f"title: {json.dumps(value)}", "")]
     elif name == "workers":
         rows = [(f"workers: {value}", "")]
+    elif name == "kinds":
+        return _kinds(machine)
     elif name == "emulated":
         rows = [("emulated: true", "what a worker may hold is counted as emulated devices do")] if value else []
     elif value is None:
@@ -160,6 +162,24 @@ def _entry(name: str, machine: Hardware, notes: dict[str, str]) -> list[str]:
         first, *more = textwrap.wrap(right, _WIDTH - _NOTE - 2) or [""]
         lines.append(f"{left:{_NOTE}}# {first}" if first else left)
         lines += [f"{'':{_NOTE}}# {line}" for line in more]
+    return lines
+
+
+def _kinds(machine: Hardware) -> list[str]:
+    """What each kind of device has of its own."""
+    lines = ["kinds:"] if machine.kinds else []
+    for kind in machine.kinds:
+        for name in OF_KINDS:
+            value = getattr(kind, name)
+            if name == "title":
+                lines.append(f"  - title: {json.dumps(value)}")
+            elif name == "flops":
+                lines.append("    flops:")
+                lines += [f"      {form}: {_number(rate):{_NOTE - 12}}# [M]" for form, rate in value.items()]
+            elif name == "workers":
+                lines.append(f"    workers: {value}")
+            elif value is not None:
+                lines.append(f"    {f'{name}: {_number(value)}':{_NOTE - 4}}# [{_MARKS.get(name, 'M')}]")
     return lines
 
 

@@ -175,6 +175,12 @@ class Device(ABC):
 
     index: int
     """The worker's number. Two workers may share one GPU."""
+
+    @property
+    def kind(self) -> str:
+        """Name of the hardware. Devices of one kind are equally fast, as all emulated ones are."""
+        return ""
+
     torch_device: torch.device
     """Where torch allocates this device's tensors."""
     compute: Stream

@@ -182,6 +182,10 @@ class CudaDevice(Device):
         sums["other tensors"] = self.resident_bytes() - sums.total()
         return dict(sums)
 
+    @property
+    def kind(self) -> str:
+        return torch.cuda.get_device_name(self.torch_device)
+
     def capacity(self) -> int | None:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         usable = free + torch.cuda.memory_reserved(self.torch_device)

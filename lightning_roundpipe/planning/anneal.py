@@ -26,23 +26,26 @@ class PlanTimer:
     """Times single plans: one step from idle workers."""
 
     def __init__(self, pace: Pace, workers: int) -> None:
-        self._forward, self._fused, self._recompute, self._backward = (
-            sums.tolist() for sums in (pace.forward, pace.fused, pace.recompute, pace.backward)
-        )
-        self._turn_s, self._hop_s, self._ahead = pace.turn_s, pace.hop_s if workers > 1 else 0.0, pace.ahead
-        self._workers = workers
+        self._hop_s, self._ahead = pace.hop_s if workers > 1 else 0.0, pace.ahead
+        each = pace.each(workers)
+        self._paces = [_Sums(one) for one in {id(one): one for one in each}.values()]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(map(id, each)))}
+        self._kinds = [numbers[id(one)] for one in each]
+        """Of each worker, which of the paces it has."""
 
     def __call__(self, forward: int, sizes: Sequence[int], rounds: Sequence[int]) -> float:
         """Seconds of a step; see `batch.step_ends`."""
-        turns = self._turns(forward, sizes)
-        workers = self._workers
+        kinds = self._turns(forward, sizes)
+        each = [kinds[kind] for kind in self._kinds]
+        workers, stages = len(each), range(len(sizes))
         free = [0.0] * workers
-        closed = [0.0] * len(turns)
+        closed = [0.0] * len(stages)
         slot = 0
         for members in rounds:
             first = last = 0.0
-            for stage, (length, comes) in enumerate(turns):
+            for stage in stages:
                 worker = slot % workers
+                length, comes = each[worker][stage]
                 ready = free[worker]
                 if closed[stage] > ready:
                     ready = closed[stage]
@@ -53,27 +56,43 @@ class PlanTimer:
                 slot += 1
         return max(closed)
 
-    def _turns(self, forward: int, sizes: Sequence[int]) -> list[tuple[float, float]]:
-        """Of each stage, a turn's length, and the time from a microbatch's end in the stage before to its own."""
-        turns = []
-        begin = 0
-        for size in sizes[:forward]:
-            length = self._forward[begin + size] - self._forward[begin] + self._turn_s
-            turns.append((length, length + self._hop_s))
-            begin += size
-        since = self._fused[-1] - self._fused[begin]
-        turns.append((since + self._turn_s, since + self._turn_s + self._hop_s))
-        since += self._hop_s
+    def _turns(self, forward: int, sizes: Sequence[int]) -> list[list[tuple[float, float]]]:
+        """By pace and stage, a turn's length, and the time from a microbatch's end in the stage before to its own."""
+        hop_s = self._hop_s
+        kinds = []
+        begin = sum(sizes[:forward])
+        for pace in self._paces:
+            turns, first = [], 0
+            for size in sizes[:forward]:
+                length = pace.forward[first + size] - pace.forward[first] + pace.turn_s
+                turns.append((length, length + hop_s))
+                first += size
+            length = pace.fused[-1] - pace.fused[begin] + pace.turn_s
+            turns.append((length, length + hop_s))
+            kinds.append(turns)
         end = begin
+        since = min(pace.fused[-1] - pace.fused[begin] for pace in self._paces) + hop_s
         for size in sizes[forward + 1 :]:
-            begin = end - size
-            recompute = self._recompute[end] - self._recompute[begin]
-            backward = self._backward[end] - self._backward[begin]
-            length = recompute + backward + self._turn_s
-            turns.append((length, length + self._hop_s - (min(recompute, since) if self._ahead else 0.0)))
-            since += backward + self._hop_s
+            begin, least = end - size, math.inf
+            for pace, turns in zip(self._paces, kinds, strict=True):
+                recompute = pace.recompute[end] - pace.recompute[begin]
+                backward = pace.backward[end] - pace.backward[begin]
+                length = recompute + backward + pace.turn_s
+                turns.append((length, length + hop_s - (min(recompute, since) if self._ahead else 0.0)))
+                least = min(least, backward)
+            since += least + hop_s
             end = begin
-        return turns
+        return kinds
+
+
+class _Sums:
+    """A pace, as lists, which are faster to read one number at a time."""
+
+    def __init__(self, pace: Pace) -> None:
+        self.forward, self.fused, self.recompute, self.backward = (
+            sums.tolist() for sums in (pace.forward, pace.fused, pace.recompute, pace.backward)
+        )
+        self.turn_s = pace.turn_s
 
 
 def anneal(

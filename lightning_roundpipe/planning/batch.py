@@ -13,15 +13,16 @@ the two ends of its range, so that only j = 0 and j = m count; and a maximum of 
 last end follows from the first one and the last one of the stage before, whatever the number of microbatches. A step's
 first stage comes behind the last one of the step before in the same way: each microbatch has to be through there.
 
-One simplification, which can only make a plan look slower, never faster: a recomputation is not assumed to begin before
-all forward stages are done (it matters when a stage recomputes for longer than all before it compute).
+Two simplifications, which can only make a plan look slower, never faster: a recomputation is not assumed to begin
+before all forward stages are done (it matters when a stage recomputes for longer than all before it compute); and of
+unequal workers, the stages before it are taken to run on the fastest one meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.simulation import HostTime
 
+T = TypeVar("T")
 Floats = NDArray[np.float64]
 Sizes = NDArray[np.int64]
 """Plans of one shape, a row each: calls per forward stage, of the fused stage, per backward stage (deepest first)."""
@@ -36,7 +38,10 @@ Sizes = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Pace:
-    """Sums over the calls before each call, in seconds, and what a turn takes besides."""
+    """Sums over the calls before each call, in seconds, and what a turn takes besides.
+
+    ``of_workers``: of unequal workers, the pace of each; empty: they are equal.
+    """
 
     forward: Floats
     fused: Floats
@@ -45,9 +50,20 @@ class Pace:
     turn_s: float
     hop_s: float
     ahead: bool
+    of_workers: tuple[Pace, ...] = ()
 
     @classmethod
     def of(cls, costs: Costs, host: HostTime, ahead: bool = True) -> Pace:
+        """The pace of calls, and with unequal workers that of each."""
+        if not costs.unequal:
+            return cls._of_one(costs, host, ahead)
+        each = [costs.on(worker) for worker in range(len(costs.times))]
+        known = {id(one): cls._of_one(one, host, ahead) for one in each}
+        mean = cls._of_one(Costs(costs.calls), host, ahead)
+        return replace(mean, of_workers=tuple(known[id(one)] for one in each))
+
+    @classmethod
+    def _of_one(cls, costs: Costs, host: HostTime, ahead: bool) -> Pace:
         calls, call_s, turn_s = costs.calls, host.call_s, host.turn_s
         if host.shared:  # the interpreter is ahead of the workers unless it is what limits them, whatever the plan
             call_s = turn_s = 0.0
@@ -56,6 +72,27 @@ class Pace:
         forward = [c.forward_s + call_s for c in calls]
         fused = [f + b for f, b in zip(forward, backward, strict=True)]
         return cls(_sums(forward), _sums(fused), _sums(recompute), _sums(backward), turn_s, host.hop_s, ahead)
+
+    def going_ahead(self, ahead: bool) -> Pace:
+        """The same with recomputation ahead, or without."""
+        return replace(self, ahead=ahead, of_workers=_each(self.of_workers, lambda one: replace(one, ahead=ahead)))
+
+    def each(self, workers: int) -> tuple[Pace, ...]:
+        """The pace of every worker."""
+        return self.of_workers or (self,) * workers
+
+    def speeds(self) -> list[float]:
+        """How much faster than the mean each worker is; none: they are equal."""
+        return [self.fused[-1] / one.fused[-1] if one.fused[-1] else 1.0 for one in self.of_workers]
+
+
+def _each(paces: Sequence[Pace], function: Callable[[Pace], T]) -> tuple[T, ...]:
+    """Of each pace, what the function makes of it: once for equal workers, which share an object."""
+    known: dict[int, T] = {}
+    for one in paces:
+        if id(one) not in known:
+            known[id(one)] = function(one)
+    return tuple(known[id(one)] for one in paces)
 
 
 def _sums(times: Sequence[float]) -> Floats:
@@ -78,23 +115,53 @@ class Turns(NamedTuple):
     behind_loss: Floats
 
 
+def period_of(workers: Sequence[object]) -> int:
+    """After how many of them workers repeat: 2 for fast, slow, fast, slow."""
+    whole = len(workers)
+    repeats = (n for n in range(1, whole) if whole % n == 0 and list(workers) == list(workers[:n]) * (whole // n))
+    return next(repeats, max(1, whole))
+
+
 def stage_times(pace: Pace, forward: int, sizes: Sizes) -> Turns:
-    """What turns take under the plans, rows of ``sizes`` with ``forward`` forward stages."""
+    """What turns take under the plans, rows of ``sizes`` with ``forward`` forward stages; on average, of unequal
+    workers."""
     starts, ends = stage_ends(forward, sizes)
+    return _turns(pace, forward, starts, ends, _since(pace, forward, starts, ends) if pace.ahead else None)
 
-    def sums(elapsed: Floats, stages: slice) -> Floats:
-        return elapsed[ends[:, stages]] - elapsed[starts[:, stages]]
 
-    before, middle, after = slice(0, forward), slice(forward, forward + 1), slice(forward + 1, None)
-    recompute, backward = sums(pace.recompute, after), sums(pace.backward, after)
-    fused = sums(pace.fused, middle)
-    length = np.concatenate([sums(pace.forward, before), fused, recompute + backward], axis=1) + pace.turn_s
-    lead = np.zeros_like(length)
+def worker_times(pace: Pace, workers: int, forward: int, sizes: Sizes) -> tuple[Turns, ...]:
+    """The same for each worker."""
+    if not pace.of_workers:
+        return (stage_times(pace, forward, sizes),) * workers
+    starts, ends = stage_ends(forward, sizes)
+    since = None
     if pace.ahead:
-        # What has passed since the microbatch left the forward stages; see the module's head.
-        since = np.cumsum(np.concatenate([fused, backward], axis=1) + pace.hop_s, axis=1)
-        lead[:, forward + 1 :] = np.minimum(recompute, since[:, :-1])
-    behind_loss = sums(pace.backward, middle)[:, 0]
+        least = [_since(one, forward, starts, ends) for one in {id(one): one for one in pace.of_workers}.values()]
+        since = np.minimum.reduce(least)
+    return _each(pace.of_workers, lambda one: _turns(one, forward, starts, ends, since))
+
+
+def _since(pace: Pace, forward: int, starts: Sizes, ends: Sizes) -> Floats:
+    """What has passed since a microbatch left the forward stages, (plans, backward stages); see the module's head."""
+    fused = _between(pace.fused, starts, ends, slice(forward, forward + 1))
+    backward = _between(pace.backward, starts, ends, slice(forward + 1, None))
+    return np.cumsum(np.concatenate([fused, backward], axis=1) + pace.hop_s, axis=1)[:, :-1]
+
+
+def _between(elapsed: Floats, starts: Sizes, ends: Sizes, stages: slice) -> Floats:
+    return elapsed[ends[:, stages]] - elapsed[starts[:, stages]]
+
+
+def _turns(pace: Pace, forward: int, starts: Sizes, ends: Sizes, since: Floats | None) -> Turns:
+    before, middle, after = slice(0, forward), slice(forward, forward + 1), slice(forward + 1, None)
+    recompute, backward = (_between(sums, starts, ends, after) for sums in (pace.recompute, pace.backward))
+    fused = _between(pace.fused, starts, ends, middle)
+    parts = [_between(pace.forward, starts, ends, before), fused, recompute + backward]
+    length = np.concatenate(parts, axis=1) + pace.turn_s
+    lead = np.zeros_like(length)
+    if since is not None:
+        lead[:, forward + 1 :] = np.minimum(recompute, since)
+    behind_loss = _between(pace.backward, starts, ends, middle)[:, 0]
     return Turns(forward, np.ascontiguousarray(length.T), np.ascontiguousarray(lead.T), behind_loss)
 
 
@@ -107,40 +174,61 @@ def stage_ends(forward: int, sizes: Sizes) -> tuple[Sizes, Sizes]:
     return starts, ends
 
 
-def step_ends(turns: Turns, hop_s: float, workers: int, rounds: Sequence[int], steps: int) -> Floats:
-    """When each of ``steps`` steps ends, (steps, plans). ``rounds``: the microbatches of each round of a step.
+def step_ends(each: Sequence[Turns], hop_s: float, rounds: Sequence[int], steps: int) -> Floats:
+    """When each of ``steps`` steps ends, (steps, plans).
 
     With several steps these are steps under staleness 1: the next one starts when this one's losses are known.
+
+    Args:
+        each: what turns take on each worker (`worker_times`).
+        hop_s: seconds from one worker to another.
+        rounds: the microbatches of each round of a step.
+        steps: how many.
     """
-    length = turns.length
-    stages, plans = length.shape
+    workers, position = len(each), each[0].forward
+    stages, plans = each[0].length.shape
     hop = hop_s if workers > 1 else 0.0
-    comes = length - turns.lead + hop  # from a microbatch's end in the stage before to its own, if nobody is waited for
-    behind = {members: length * (members - 1) for members in set(rounds)}  # from the first turn's end to the last one's
+    known: dict[int, tuple[Floats, Floats, dict[int, Floats]]] = {}
+    for turns in each:
+        if id(turns) not in known:
+            length = turns.length
+            comes = length - turns.lead + hop  # from a microbatch's end in the stage before to its own, if none waits
+            behind = {
+                members: length * (members - 1) for members in set(rounds)
+            }  # from the first turn's end to the last
+            known[id(turns)] = length, comes, behind
+    of_workers = [known[id(turns)] for turns in each]
     free = [np.zeros(plans) for _ in range(workers)]
     ends = np.empty((steps, plans))
     begin = np.zeros(plans)
     through = [(begin, begin)] * len(rounds)  # when each round's first microbatch ended the last step, and its last one
     slot = 0
     for step in range(steps):
+        if len(known) > 1:  # as in `pipeline`
+            slot += -slot % workers
         closed: list[Floats] = []
+        fused = 0
         for round_, members in enumerate(rounds):
-            rest, before, closed = behind[members], closed, []
+            before, closed = closed, []
             first = last = free[slot % workers]
             for s in range(stages):
-                ready = free[slot % workers]
+                worker = slot % workers
+                length, comes, behind = of_workers[worker]
+                ready = free[worker]
                 if before:
                     ready = np.maximum(ready, before[s])
                 if s:
                     first = np.maximum(ready + length[s], first + comes[s])
-                    last = np.maximum(first + rest[s], last + comes[s])
+                    last = np.maximum(first + behind[members][s], last + comes[s])
                 else:
                     first = np.maximum(np.maximum(ready, begin), through[round_][0]) + length[0]
-                    last = np.maximum(first + rest[0], through[round_][1] + length[0])
-                free[slot % workers] = last
+                    last = np.maximum(first + behind[members][0], through[round_][1] + length[0])
+                if s == position:
+                    fused = worker
+                free[worker] = last
                 closed.append(last)
                 slot += 1
             through[round_] = first, last
         ends[step] = np.maximum.reduce(closed)
-        begin = closed[turns.forward] - turns.behind_loss
+        begin = closed[position] - each[fused].behind_loss
     return ends

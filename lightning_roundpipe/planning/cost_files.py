@@ -10,6 +10,8 @@ beside the times, and have to where memory is limited::
      "head_weight_bytes": 1050e6, "head_gradient_bytes": 1050e6, "head_boundary_bytes": 67e6,
      "head_activation_bytes": 2e9}
 
+``speeds`` may say, for each worker, how much faster it is than these times.
+
 Or the file lists the ``calls`` of a trace, each with its own times and sizes, as `Costs.to_dict` writes them and as a
 run of ``roundpipe-train`` leaves them in ``costs.json``: measured on the device.
 """
@@ -64,6 +66,17 @@ def costs_of(data: Mapping[str, Any], path: Path) -> tuple[Costs, float]:
     Raises:
         ValueError: a key is missing or its value makes no sense; says which.
     """
+    costs, hop_s = _equal_costs_of(data, path)
+    if (speeds := data.get("speeds")) is None:
+        return costs, hop_s
+    if not isinstance(speeds, list) or not speeds or not all(_is_number(speed) and speed > 0 for speed in speeds):
+        raise ValueError(f"costs={path}: speeds={speeds!r} must be a list of numbers of more than 0, one a worker.")
+    if costs.unequal:
+        raise ValueError(f"costs={path} has times of each worker, and speeds: leave one of them out.")
+    return costs.at_speeds(speeds), hop_s
+
+
+def _equal_costs_of(data: Mapping[str, Any], path: Path) -> tuple[Costs, float]:
     if "calls" in data:
         try:
             return Costs.from_dict(data), number(data, "hop_ms", path, 0.0) / 1e3
@@ -95,10 +108,15 @@ def whole(data: Mapping[str, Any], name: str, path: Path, least: int = 1) -> int
 def number(data: Mapping[str, Any], name: str, path: Path, default: float | None = None) -> float:
     """A number of the file that is finite and not below 0."""
     value = _found(data, name, path) if default is None else data.get(name, default)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not 0 <= value <= _MOST:
+    if not _is_number(value):
         raise ValueError(f"costs={path}: {name}={value!r} must be a number of 0 to {_MOST:g}.")
     return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and 0 <= value <= _MOST
+    )
 
 
 def _found(data: Mapping[str, Any], name: str, path: Path) -> Any:

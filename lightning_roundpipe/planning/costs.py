@@ -17,14 +17,19 @@ backward  recomputation (forward) + backward   both                the worst cal
 
 A call that needs no backward (a frozen embedding) is neither recomputed nor uploaded again in a backward stage: there
 it costs nothing. In a fused stage it still runs forward, but nothing of it is kept.
+
+Workers may be unequal: then each has times of its own, and sizes are the same on all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal
+
+from lightning_roundpipe.messages import plural
 
 Phase = Literal["forward", "fused", "backward"]
 """How a call is run: its forward, its forward and backward in one, or its recomputation and backward."""
@@ -187,15 +192,87 @@ class StageBytes:
         return max(0, self._before - sum(size for distance, size in call.shared if distance == 1))
 
 
+_Times = tuple[tuple[float, float], ...]
+"""Seconds of each call's forward and backward."""
+
+
 @dataclass(frozen=True)
 class Costs:
-    """The calls of one microbatch in the order of the trace. ``first`` and ``last`` are call numbers, both included."""
+    """The calls of one microbatch in the order of the trace. ``first`` and ``last`` are call numbers, both included.
+
+    Attributes:
+        calls: what each costs. Of unequal workers, their times are the harmonic means of the workers': N workers that
+            are all busy get as much done in that time as N equal ones.
+        times: of unequal workers, each one's times of all calls; empty: workers are equal.
+    """
 
     calls: tuple[CallCost, ...]
+    times: tuple[_Times, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.calls:
             raise ValueError("Costs need at least one call: the model made none, so there is nothing to plan.")
+        if any(len(times) != len(self.calls) for times in self.times):
+            raise ValueError(
+                f"Costs of unequal workers need times of {plural(len(self.calls), 'call')} for each worker."
+            )
+
+    @classmethod
+    def of_workers(cls, each: Sequence[Costs]) -> Costs:
+        """The same calls on workers that may be unequal; ``each``: what they cost on each of them."""
+        times = tuple(tuple((call.forward_s, call.backward_s) for call in costs) for costs in each)
+        if len(set(times)) == 1:
+            return each[0]
+        calls = []
+        for call, *seconds in zip(each[0], *times, strict=True):
+            forward, backward = (_harmonic_mean(phase) for phase in zip(*seconds, strict=True))
+            calls.append(replace(call, forward_s=forward, backward_s=backward))
+        return cls(tuple(calls), times)
+
+    def at_speeds(self, speeds: Sequence[float]) -> Costs:
+        """The same calls on a worker for each of ``speeds``: on one of speed 2, they take half as long as here."""
+        if any(not 0 < speed < math.inf for speed in speeds):
+            raise ValueError(f"speeds={list(speeds)!r} must be numbers of more than 0, one for each worker.")
+        return Costs.of_workers([self._scaled(1 / speed) for speed in speeds])
+
+    def _scaled(self, factor: float) -> Costs:
+        return Costs(
+            tuple(
+                replace(call, forward_s=factor * call.forward_s, backward_s=factor * call.backward_s) for call in self
+            )
+        )
+
+    @property
+    def unequal(self) -> bool:
+        """Whether workers differ."""
+        return bool(self.times)
+
+    def check_workers(self, workers: int) -> None:
+        """Raise ``ValueError`` unless there are times for so many workers."""
+        if self.times and len(self.times) != workers:
+            raise ValueError(f"workers={workers} must be {len(self.times)}: the costs have times for each of so many.")
+
+    def on(self, worker: int) -> Costs:
+        """What the calls cost on this worker. Equal workers have one and the same object."""
+        return self._each[worker] if self.times else self
+
+    @cached_property
+    def _each(self) -> list[Costs]:
+        known: dict[_Times, Costs] = {}
+        for times in self.times:
+            if times not in known:
+                pairs = zip(self.calls, times, strict=True)
+                known[times] = Costs(
+                    tuple(replace(call, forward_s=forward, backward_s=backward) for call, (forward, backward) in pairs)
+                )
+        return [known[times] for times in self.times]
+
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """How much faster than the mean each worker is, over all calls; empty: workers are equal."""
+        whole = math.fsum(call.forward_s + call.backward_s for call in self)
+        each = (math.fsum(map(math.fsum, times)) for times in self.times)
+        return tuple(whole / seconds if seconds else 1.0 for seconds in each)
 
     def __len__(self) -> int:
         return len(self.calls)
@@ -224,7 +301,8 @@ class Costs:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and text, fit for JSON. ``Costs.from_dict`` gives back an equal object."""
-        return {"calls": [asdict(call) for call in self.calls]}
+        times = {"times": [[list(pair) for pair in worker] for worker in self.times]} if self.times else {}
+        return {"calls": [asdict(call) for call in self.calls], **times}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Costs:
@@ -232,7 +310,32 @@ class Costs:
         calls = data.get("calls")
         if not isinstance(calls, list):
             raise ValueError("Costs need a list under 'calls', as Costs.to_dict() writes it.")
-        return cls(tuple(_call_from_dict(number, call) for number, call in enumerate(calls)))
+        found = cls(tuple(_call_from_dict(number, call) for number, call in enumerate(calls)))
+        return found._with_times(data["times"]) if data.get("times") else found
+
+    def _with_times(self, times: object) -> Costs:
+        """For unequal workers, as ``to_dict`` writes their times."""
+        try:
+            each = [
+                Costs(
+                    tuple(
+                        replace(call, forward_s=forward, backward_s=backward)
+                        for call, (forward, backward) in zip(self.calls, worker, strict=True)
+                    )
+                )
+                for worker in times  # type: ignore[attr-defined]
+            ]
+        except TypeError as error:
+            raise ValueError(f"times must be a list for each worker, of a pair of seconds a call: {error}.") from None
+        except ValueError as error:
+            raise ValueError(
+                f"times must be a list for each worker, of {plural(len(self), 'pair')} of seconds: {error}"
+            ) from None
+        return Costs.of_workers(each)
+
+
+def _harmonic_mean(seconds: Sequence[float]) -> float:
+    return len(seconds) / math.fsum(1 / one for one in seconds) if all(seconds) else 0.0
 
 
 def _call_from_dict(number: int, data: object) -> CallCost:

@@ -7,6 +7,7 @@ known. Where they are, memory decides.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_roundpipe.planning.batch import Sizes, stage_ends
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, StageBytes
-from lightning_roundpipe.planning.memory import BOTH, arenas_within, device_bytes
+from lightning_roundpipe.planning.memory import BOTH, Memory, arenas_within, fits, least
 from lightning_roundpipe.planning.schedule import Arenas, Plan
 from lightning_roundpipe.planning.shapes import PlanShape
 
@@ -29,7 +30,7 @@ class Limits:
     Args:
         min_round: the fewest microbatches of a round.
         max_fused: how many calls may be fused besides the last one, which always is.
-        memory: bytes that each worker has; None: no limit.
+        memory: bytes that each worker has, or each of those that are not equal; None: no limit.
         max_round: the most microbatches of a round; None: all of a step's. Boundary tensors of a round are on the host.
         side_by_side: whether rounds of one microbatch may run side by side, all calls fused, though ``min_round`` asks
             for more. Only memory says whether a worker can hold that, so without ``memory`` they may not.
@@ -37,20 +38,22 @@ class Limits:
 
     min_round: int
     max_fused: int
-    memory: int | None = None
+    memory: Memory | None = None
     max_round: int | None = None
     side_by_side: bool = False
 
     def __post_init__(self) -> None:
-        for name, lowest in (("min_round", 1), ("max_fused", 0), ("memory", 1)):
-            value = getattr(self, name)
+        least_memory = least(self.memory)
+        for name, value, lowest in (
+            ("min_round", self.min_round, 1), ("max_fused", self.max_fused, 0), ("memory", least_memory, 1),
+        ):  # fmt: skip
             if value is not None and value < lowest:
                 raise ValueError(f"{name}={value!r} must be at least {lowest}.")
         if self.max_round is not None and self.max_round < self.min_round:
             raise ValueError(f"max_round={self.max_round!r} must be at least min_round={self.min_round!r}.")
 
     @classmethod
-    def usual(cls, costs: Costs, workers: int, microbatches: int, memory: int | None = None) -> Limits:
+    def usual(cls, costs: Costs, workers: int, microbatches: int, memory: Memory | None = None) -> Limits:
         """Rounds of at least N microbatches, or side by side; as many calls fused as ``memory`` has room for.
 
         Without ``memory`` an eighth of the calls before the last one (rounded up) are fused, and no rounds are side by
@@ -77,15 +80,18 @@ class Limits:
             and (self.max_round is None or plan.round_microbatches <= self.max_round)
             and len(plan.fused) <= self.max_fused + 1
         )
-        fits = self.memory is None or device_bytes(plan, costs, workers) <= self.memory
-        return fits and (is_beside or is_cut_so)
+        return (is_beside or is_cut_so) and fits(plan, costs, workers, self.memory)
 
 
 class MemoryTable:
     """The bytes of every possible stage, recomputed ahead or not, so that a batch of plans can be checked at once."""
 
-    def __init__(self, costs: Costs, workers: int, memory: int, ahead: bool = False, arenas: Arenas = BOTH) -> None:
+    def __init__(self, costs: Costs, workers: int, memory: Memory, ahead: bool = False, arenas: Arenas = BOTH) -> None:
         self._workers, self._memory, self._arenas = workers, memory, arenas
+        self._layer = (
+            max(call.weight_bytes for call in costs),
+            max((call.gradient_bytes for call in costs if call.needs_backward), default=0),
+        )
         self._waiting = np.array([*(call.waiting_bytes for call in costs), 0])
         self._returning = np.array(list(accumulate(costs, _returning, initial=0)))
         self._needs = {phase: _needs(costs, phase, ahead) for phase in get_args(Phase)}
@@ -104,9 +110,20 @@ class MemoryTable:
         left = np.concatenate([self._waiting[ends[:, :forward]], self._returning[starts[:, forward:]]], axis=1)
         waiting = (shape.round_microbatches - 1) * np.maximum(left, np.roll(left, self._workers, axis=1))
         of_weights, of_gradients = self._arenas
-        arenas = of_weights * weights.max(axis=1) + of_gradients * gradients.max(axis=1)
-        total = arenas + (activations + waiting).max(axis=1)
-        return np.asarray(total <= self._memory)
+        of_weight, of_gradient = self._layer
+        fitting = np.ones(len(sizes), dtype=np.bool_)
+        for part, memory in self._parts(sizes.shape[1]):
+            arenas = of_weights * np.maximum(weights[:, part].max(axis=1), of_weight)
+            arenas += of_gradients * np.maximum(gradients[:, part].max(axis=1), of_gradient)
+            fitting &= arenas + (activations + waiting)[:, part].max(axis=1) <= memory
+        return fitting
+
+    def _parts(self, stages: int) -> list[tuple[slice, int]]:
+        """Stages that come to the same workers, and the memory that each of these has. See `memory.of_worker`."""
+        if isinstance(self._memory, int):
+            return [(slice(None), self._memory)]
+        every = math.gcd(stages, self._workers)
+        return [(slice(first, None, every), min(self._memory[first::every])) for first in range(every)]
 
 
 def _returning(before: int, call: CallCost) -> int:

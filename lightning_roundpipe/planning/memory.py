@@ -3,14 +3,16 @@
 A worker holds two arenas for weights (the running slot's and the next one's), two for gradients (the running slot's and
 those on their way down), or one of each where the plan says so, each as large as the largest stage needs, the
 activations of the running stage, and tensors between stages: those that user code still holds of microbatches which
-wait for their next stage, and those that were brought for the microbatch whose turn is next. Any stage may come to any
-worker, so all workers need the same.
+wait for their next stage, and those that were brought for the microbatch whose turn is next. Workers that have equal
+memory reserve the same, whatever stages come to them. Where each has a budget of its own, it reserves what its own
+stages need, and what a layer at a time takes (`of_worker`).
 
 The host holds what outlives a stage: weights, gradients, the optimizer's state, and what recomputation starts from.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from lightning_roundpipe.messages import plural
@@ -21,6 +23,9 @@ from lightning_roundpipe.planning.span import Span
 
 ARENAS = 2
 """Of each kind at most: one is used while the other is filled or emptied."""
+
+Memory = int | tuple[int, ...]
+"""Bytes of each worker, or of each of those that are not equal."""
 
 BOTH: Arenas = (2, 2)
 SINGLE: Arenas = (1, 1)
@@ -66,17 +71,58 @@ MASTER_BYTES = 4
 """Masters, their gradients and each of AdamW's two moments are fp32."""
 
 
-def device_bytes(plan: Plan, costs: Costs, workers: int) -> int:
-    """Bytes that ``plan`` takes on each worker at its worst; what is brought ahead of its turn comes on top."""
+def device_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:
+    """Bytes that ``plan`` takes on each worker at its worst; what is brought ahead of its turn comes on top.
+
+    ``worker``: on this one, where they are not equal.
+    """
+    needs, waiting = _needs(plan, costs), waiting_bytes(plan, costs, workers)
+    of_weights, of_gradients = plan.arenas
+    weights, gradients = arena_bytes(plan, costs, workers, worker)
+    positions = of_worker(plan, workers, worker)
+    activations = max(needs[position].activations + waiting[position] for position in positions)
+    return of_weights * weights + of_gradients * gradients + activations
+
+
+def of_worker(plan: Plan, workers: int, worker: int | None = None) -> range:
+    """Positions of the stages that come to a worker, sooner or later; None: to any."""
+    stages = len(plan.stages())
+    if worker is None:
+        return range(stages)
+    every = math.gcd(stages, workers)
+    return range(worker % every, stages, every)
+
+
+def arena_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> tuple[int, int]:
+    """Bytes of a worker's arena for weights and of one for gradients.
+
+    Without a plan (in the first batch, in evaluation) a layer at a time comes to any worker, so it has arenas for that.
+    """
     needs = _needs(plan, costs)
-    weights = plan.weight_arenas * max(need.weights for need in needs)
-    gradients = plan.gradient_arenas * max(need.gradients for need in needs)
-    waiting = waiting_bytes(plan, costs, workers)
-    activations = max(need.activations + size for need, size in zip(needs, waiting, strict=True))
-    return weights + gradients + activations
+    own = [needs[position] for position in of_worker(plan, workers, worker)]
+    weights = [call.weight_bytes for call in costs]
+    gradients = [call.gradient_bytes for call in costs if call.needs_backward]
+    return (
+        max([*(need.weights for need in own), *weights]),
+        max([*(need.gradients for need in own), *gradients]),
+    )
 
 
-def arenas_within(plan: Plan, costs: Costs, workers: int, budget: int | None) -> list[Plan]:
+def fits(plan: Plan, costs: Costs, workers: int, memory: Memory | None) -> bool:
+    """Whether each worker has the memory (None: no limit) that ``plan`` takes there."""
+    if memory is None:
+        return True
+    if isinstance(memory, int):
+        return device_bytes(plan, costs, workers) <= memory
+    return all(device_bytes(plan, costs, workers, worker) <= most for worker, most in enumerate(memory))
+
+
+def least(memory: Memory | None) -> int | None:
+    """What every worker has."""
+    return min(memory) if isinstance(memory, tuple) else memory
+
+
+def arenas_within(plan: Plan, costs: Costs, workers: int, budget: Memory | None) -> list[Plan]:
     """``plan`` with as many arenas as ``budget`` (None: no limit) has room for: one of a kind where both do not fit.
 
     Returns:
@@ -85,7 +131,7 @@ def arenas_within(plan: Plan, costs: Costs, workers: int, budget: int | None) ->
     choices: tuple[tuple[Arenas, ...], ...] = ((BOTH,), ((2, 1), (1, 2)), (SINGLE,))
     for arenas in choices:
         plans = [plan.with_arenas(each) for each in arenas]
-        fitting = [one for one in plans if budget is None or device_bytes(one, costs, workers) <= budget]
+        fitting = [one for one in plans if fits(one, costs, workers, budget)]
         if fitting:
             return fitting
     return []
@@ -115,13 +161,15 @@ def _left_behind(stage: Stage, costs: Costs) -> int:
     return next(deeper, 0)
 
 
-def ahead_bytes(plan: Plan, costs: Costs, workers: int) -> int:
+def ahead_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:
     """What is brought to a worker before it is needed: inputs of a running microbatch's next call, and all that the
     next microbatch starts from. One worker has the outputs of its own stages, and their gradients."""
     needs, waiting = _needs(plan, costs), waiting_bytes(plan, costs, workers)
-    alone = max(need.activations + size for need, size in zip(needs, waiting, strict=True))
-    crowded = max(need.crowded + size for need, size in zip(needs, waiting, strict=True))
-    return crowded - alone + max(_brought(stage, costs, alone=workers == 1) for stage in plan.stages())
+    positions = of_worker(plan, workers, worker)
+    alone = max(needs[position].activations + waiting[position] for position in positions)
+    crowded = max(needs[position].crowded + waiting[position] for position in positions)
+    stages = plan.stages()
+    return crowded - alone + max(_brought(stages[position], costs, alone=workers == 1) for position in positions)
 
 
 def _brought(stage: Stage, costs: Costs, *, alone: bool) -> int:
@@ -132,7 +180,9 @@ def _brought(stage: Stage, costs: Costs, *, alone: bool) -> int:
     return taped[-1].input_bytes + (0 if alone else taped[-1].returning_bytes) if taped else 0
 
 
-def lead_within(plan: Plan, costs: Costs, workers: int, budget: int | None, lead: int) -> int:
+def lead_within(
+    plan: Plan, costs: Costs, workers: int, budget: int | None, lead: int, worker: int | None = None
+) -> int:
     """How many bytes of calls the host may enqueue before a device has reached them.
 
     Args:
@@ -141,38 +191,44 @@ def lead_within(plan: Plan, costs: Costs, workers: int, budget: int | None, lead
         workers: how many there are.
         budget: bytes of a worker, of which these are the last ones given out; None: no limit.
         lead: how many are worth it.
+        worker: whose they are, where workers are not equal.
     """
     if budget is None:
         return lead
-    return min(lead, max(0, budget - device_bytes(plan, costs, workers) - ahead_bytes(plan, costs, workers)))
+    need = device_bytes(plan, costs, workers, worker) + ahead_bytes(plan, costs, workers, worker)
+    return min(lead, max(0, budget - need))
 
 
-def planned_bytes(plan: Plan, costs: Costs, workers: int, budget: int | None, lead: int = 0) -> int:
+def planned_bytes(
+    plan: Plan, costs: Costs, workers: int, budget: int | None, lead: int = 0, worker: int | None = None
+) -> int:
     """What a worker will hold at its peak: `device_bytes`, and as much ahead as ``budget`` (None: no limit) allows.
 
-    ``lead``: see `lead_within`.
+    ``lead`` and ``worker``: see `lead_within`.
     """
-    need = device_bytes(plan, costs, workers)
-    room = ahead_bytes(plan, costs, workers)
+    need = device_bytes(plan, costs, workers, worker)
+    room = ahead_bytes(plan, costs, workers, worker)
     allowed = room if budget is None else min(room, max(0, budget - need))
-    return need + allowed + lead_within(plan, costs, workers, budget, lead)
+    return need + allowed + lead_within(plan, costs, workers, budget, lead, worker)
 
 
-def ahead_within(plan: Plan, costs: Costs, workers: int, budget: int | None) -> Plan:
+def ahead_within(plan: Plan, costs: Costs, workers: int, budget: Memory | None) -> Plan:
     """``plan`` with recomputation ahead, where it has backward stages and ``budget`` (None: no limit) has the room."""
     ahead = replace(plan, recompute_ahead=bool(plan.backward))
-    return ahead if budget is None or device_bytes(ahead, costs, workers) <= budget else plan
+    return ahead if fits(ahead, costs, workers, budget) else plan
 
 
-def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None) -> list[Item]:
+def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None, worker: int | None = None) -> list[Item]:
     """The parts of `planned_bytes`, each with the stage that needs most of it."""
     stages, needs, waiting = plan.stages(), _needs(plan, costs), waiting_bytes(plan, costs, workers)
+    positions = of_worker(plan, workers, worker)
     items = []
-    for what, arenas in zip(("weights", "gradients"), plan.arenas, strict=True):
-        position = max(range(len(stages)), key=lambda position: int(getattr(needs[position], what)))
-        size = getattr(needs[position], what)
-        items.append(Item(f"{plural(arenas, 'arena')} for {what}, of stage {position}", arenas * size))
-    position = worst_stage(plan, costs, workers)
+    parts = zip(("weights", "gradients"), plan.arenas, arena_bytes(plan, costs, workers, worker), strict=True)
+    for what, arenas, size in parts:
+        position = max(positions, key=lambda position: int(getattr(needs[position], what)))
+        of = f"of stage {position}" if getattr(needs[position], what) == size else "of the largest layer"
+        items.append(Item(f"{plural(arenas, 'arena')} for {what}, {of}", arenas * size))
+    position = worst_stage(plan, costs, workers, worker)
     stage, size = stages[position], needs[position].activations
     last = min(costs.calls[-1].activation_bytes, size) if stage.phase == "fused" else 0
     if last:  # of the last call, and the loss that follows it
@@ -183,19 +239,20 @@ def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None) -> 
         others = plan.round_microbatches - 1
         wait = f"{_microbatches(others)} that {'waits' if others == 1 else 'wait'} for the next stage"
         items.append(Item(f"boundary tensors of {wait}", waiting[position]))
-    if ahead := planned_bytes(plan, costs, workers, budget) - device_bytes(plan, costs, workers):
+    ahead = planned_bytes(plan, costs, workers, budget, worker=worker) - device_bytes(plan, costs, workers, worker)
+    if ahead:
         items.append(Item("boundary tensors that are brought ahead", ahead))
     return items
 
 
-def worst_stage(plan: Plan, costs: Costs, workers: int) -> int:
+def worst_stage(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:
     """Position of the stage whose activations, with what waits beside them, are the most; the last of equals.
 
     On a GPU a forward is counted with its call's backward, so that backward stages are the ones that really need it.
     """
     needs, waiting = _needs(plan, costs), waiting_bytes(plan, costs, workers)
     sizes = [need.activations + size for need, size in zip(needs, waiting, strict=True)]
-    return max(range(len(sizes)), key=lambda position: (sizes[position], position))
+    return max(of_worker(plan, workers, worker), key=lambda position: (sizes[position], position))
 
 
 @dataclass(frozen=True)
@@ -205,7 +262,7 @@ class StageRow:
     Args:
         phase: forward, fused or backward.
         calls: which, as in a plan.
-        ms: for one microbatch.
+        ms: for one microbatch, on the workers that it comes to.
         weight_bytes, gradient_bytes: that are brought, or taken away, once a round.
         activation_bytes: of one microbatch at its worst.
         waiting_bytes: of the round's other microbatches, while it runs.
@@ -227,7 +284,7 @@ def stage_rows(plan: Plan, costs: Costs, workers: int) -> list[StageRow]:
         StageRow(
             phase=stage.phase,
             calls=str(Span(stage.first, stage.last)),
-            ms=1e3 * costs.stage_time_s(stage.first, stage.last, stage.phase),
+            ms=1e3 * _on_its_workers(stage, plan, costs, workers).stage_time_s(stage.first, stage.last, stage.phase),
             weight_bytes=need.weights,
             gradient_bytes=need.gradients,
             activation_bytes=need.activations,
@@ -235,6 +292,13 @@ def stage_rows(plan: Plan, costs: Costs, workers: int) -> list[StageRow]:
         )
         for stage, need, waiting in parts
     ]
+
+
+def _on_its_workers(stage: Stage, plan: Plan, costs: Costs, workers: int) -> Costs:
+    """What calls cost on the workers that the stage comes to, where all of these are alike; else on average."""
+    every = math.gcd(len(plan.stages()), workers)
+    each = {id(found): found for found in map(costs.on, range(stage.position % every, workers, every))}
+    return next(iter(each.values())) if len(each) == 1 else costs
 
 
 def boundary_bytes(plan: Plan, costs: Costs) -> int:
@@ -278,7 +342,7 @@ def _microbatches(count: int) -> str:
 
 
 def smallest_within(
-    costs: Costs, workers: int, microbatches: int, min_round: int, budget: int | None, max_round: int | None = None
+    costs: Costs, workers: int, microbatches: int, min_round: int, budget: Memory | None, max_round: int | None = None
 ) -> Plan:
     """The cut at every call, with as many microbatches a round as ``budget`` has room for (None: no limit).
 
@@ -292,7 +356,7 @@ def smallest_within(
     plans = [
         Plan.per_call(len(costs), size).with_arenas(arenas) for arenas in (BOTH, SINGLE) for size in (*sizes, lowest)
     ]
-    fitting = (plan for plan in plans if budget is None or device_bytes(plan, costs, workers) <= budget)
+    fitting = (plan for plan in plans if fits(plan, costs, workers, budget))
     return next(fitting, plans[-1])
 
 
@@ -301,7 +365,7 @@ def partition_within(
     workers: int,
     microbatches: int,
     round_microbatches: int | None,
-    budget: int | None,
+    budget: Memory | None,
     min_round: int | None = None,
     stage_s: float | None = None,
     max_round: int | None = None,
@@ -312,11 +376,13 @@ def partition_within(
     different stages, so the limit is lowered until the whole plan fits. Where nobody says how many microbatches are a
     round, it is all of them, or, if that does not fit, fewer (see `smallest_within`), but ``min_round`` at least: by
     default one for each worker, as with less some would have nothing to do; and ``max_round`` at most. Arenas are
-    single where a cut at every call needs that. ``stage_s``: seconds that a stage may take for one microbatch.
+    single where a cut at every call needs that. ``stage_s``: seconds that a stage may take for one microbatch. The
+    partitioner knows no unequal workers: all have what the smallest has.
 
     Raises:
         ValueError: a cut at every call does not fit either, or is too long.
     """
+    budget = least(budget)
     if stage_s is not None:
         check_calls_are_short(costs, stage_s)
     if round_microbatches is None:

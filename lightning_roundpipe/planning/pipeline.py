@@ -20,6 +20,7 @@ which can be switched on alone:
     one interpreter issues the operations of all workers; where the host waits for the device, nothing is ahead  [11]
     rounds of one microbatch run side by side: a microbatch stays a call behind the one before, a slot waits     [12]
     for [2] when it closes, and one thread of the host adds the gradients that it sends; see `Slot`
+    unequal workers have times and links of their own, and a step begins on the first of them                    [13]
 
 Everything depends only on what has a lower slot, or a lower microbatch in the same slot, so one pass in that order is
 the whole simulation. What is left at nothing (links, updates, host time) takes no time.
@@ -91,7 +92,7 @@ class Rules:
         staleness: 0 or 1.
         recompute_ahead: whether a recomputation may run before its gradient is there; None: as the plan says.
         host: what the engine itself takes.
-        links: how fast a worker and the host exchange bytes; None: at once.
+        links: how fast a worker and the host exchange bytes, or how fast each of unequal ones does; None: at once.
         updates: how fast the optimizer is; None: at once.
         sums_per_s: bytes of gradients that the host adds in a second; None: at once.
         network: to other machines, which run the same plan; None: there are none.
@@ -100,7 +101,7 @@ class Rules:
     staleness: Staleness = 0
     recompute_ahead: bool | None = None
     host: HostTime = field(default_factory=HostTime)
-    links: Links | None = None
+    links: Links | tuple[Links, ...] | None = None
     updates: UpdateModel | None = None
     sums_per_s: float | None = None
     network: Network | None = None
@@ -153,6 +154,7 @@ def run_steps(
         if value < 1:
             raise ValueError(f"{name}={value!r} must be at least 1 to simulate steps.")
     plan.validate(costs.layers)
+    costs.check_workers(workers)
     pipeline = _Pipeline(plan, costs, workers, microbatches, rules or Rules())
     for _ in range(steps):
         pipeline.step()
@@ -222,31 +224,49 @@ def _leads(calls: Sequence[CallCost], phase: Phase, rules: Rules) -> dict[str, f
     return leads
 
 
+def _stages_of(plan: Plan, costs: Costs, workers: int, rules: Rules) -> list[list[_SimulatedStage]]:
+    """By worker, what every stage is on it. Equal workers share one list. [13]"""
+    known: dict[int, list[_SimulatedStage]] = {}
+    each = [costs.on(worker) for worker in range(workers)]
+    for one in each:
+        if id(one) not in known:
+            known[id(one)] = [_SimulatedStage(stage, one, rules) for stage in plan.stages()]
+    return [known[id(one)] for one in each]
+
+
+def _fastest(links: Sequence[Links] | None) -> Links | None:
+    """By which weights and gradients of a layer travel, if it is not known which worker they come from."""
+    return Links(max(link.upload for link in links), max(link.download for link in links)) if links else None
+
+
 class _Pipeline:
     def __init__(self, plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules) -> None:
         self._costs, self._workers, self._microbatches, self._rules = costs, workers, microbatches, rules
         self._round = plan.round_microbatches
         self._side_by_side = plan.side_by_side(workers, microbatches)
-        self._began: dict[int, float] = {}
+        self._behind: dict[int, tuple[float, float]] = {}
+        """By stage, when the next microbatch may begin beside the last one, and end. [12]"""
         self._added: dict[int, float] = {}
         self._adding = 0.0
         self._ahead = plan.recompute_ahead if rules.recompute_ahead is None else rules.recompute_ahead
-        self._stages = [_SimulatedStage(stage, costs, rules) for stage in plan.stages()]
+        self._stages = _stages_of(plan, costs, workers, rules)
         self._forward_of = plan.stage_of_forward
         self._last_backward = {  # per layer, the last stage that adds to its gradients
-            call.layer: stage.position for stage in self._stages for call in stage.trained
+            call.layer: stage.position for stage in self._stages[0] for call in stage.trained
         }
         self._free = [0.0] * workers
         self._summed = 0.0
         self._interpreter = Interpreter()
         self._closed: dict[int, float] = {}
-        links = rules.links
-        self._up = [Lane(links.upload) for _ in range(workers)] if links else None
-        self._down = [Lane(links.download) for _ in range(workers)] if links else None
+        links = (rules.links,) * workers if isinstance(rules.links, Links) else rules.links  # [13]
+        if links is not None and len(links) != workers:
+            raise ValueError(f"links={links!r} must be one for all workers, or one for each of {workers}.")
+        self._up = [Lane(link.upload) for link in links] if links else None
+        self._down = [Lane(link.download) for link in links] if links else None
         # When each arena of a worker is free again, the next one first.
         self._arena: dict[int, list[float]] = defaultdict(lambda: [0.0] * plan.weight_arenas)
         self._gradient_arena: dict[int, list[float]] = defaultdict(lambda: [0.0] * plan.gradient_arenas)
-        self._updating = Updating(rules.updates, costs, links)
+        self._updating = Updating(rules.updates, costs, _fastest(links))
         self._exchange = None
         if rules.network is not None:
             updates = rules.updates
@@ -263,14 +283,17 @@ class _Pipeline:
 
     def step(self) -> None:
         self._begin = self.losses[-1] if self.losses else 0.0  # [10]
+        if self._costs.unequal:
+            self._slot += -self._slot % self._workers  # [13]
         self._loss = self._begin
         self._saved: dict[tuple[int, int], tuple[float, int]] = {}  # likewise each forward stage
-        self._began.clear()
+        self._behind.clear()
         self._arrived: dict[str, float] = {}
         closed: dict[int, float] = {}
         for members in self._rounds():
-            for stage in self._stages:
-                closed[stage.position] = self._run_slot(stage, members, closed.get(stage.position, 0.0))
+            for position in range(len(self._stages[0])):
+                stage = self._stages[self._slot % self._workers][position]  # [1] [13]
+                closed[position] = self._run_slot(stage, members, closed.get(position, 0.0))
         self.losses.append(self._loss)
         self.ends.append(max(closed.values()))
         updates: list[tuple[str, float, float]] = []
@@ -292,7 +315,7 @@ class _Pipeline:
             yield range(begin, min(begin + self._round, self._microbatches))
 
     def _run_slot(self, stage: _SimulatedStage, members: range, closed: float) -> float:
-        worker = self._slot % self._workers  # [1]
+        worker = self._slot % self._workers
         if not self._side_by_side:
             self._free[worker] = max(self._free[worker], closed)  # [2]
         updated = self._updated(stage)
@@ -368,7 +391,7 @@ class _Pipeline:
         if stage.phase == "backward":
             saved, given = self._inputs(stage, worker, microbatch)
             behind = 0.0 if self._ahead else given
-            begin = max(free, saved, behind, ready, self._turn_behind(stage))  # [4]
+            begin = max(free, saved, behind, ready, self._turn_behind(stage)[0])  # [4]
             recomputed = self._computed(stage, begin, stage.recompute_s)
             start = max(recomputed, given)
             self._wait(worker, free, max(saved, behind), updated, ready)
@@ -381,7 +404,7 @@ class _Pipeline:
             self._note("backward", worker, stage, microbatch, start + hosted, end)
         else:
             given = self._given(stage, worker, microbatch)
-            begin = max(free, given, ready, self._turn_behind(stage))  # [3]
+            begin = max(free, given, ready, self._turn_behind(stage)[0])  # [3]
             self._wait(worker, free, given, updated, ready)
             end = self._computed(stage, begin, hosted + stage.compute_s)  # [5]
             if stage.phase == "fused":
@@ -390,16 +413,18 @@ class _Pipeline:
             self._note(stage.phase, worker, stage, microbatch, end - stage.compute_s, end)
             if stage.phase == "fused":
                 self._loss = max(self._loss, end - stage.behind_loss_s)
-        self._began[stage.position] = begin
+        end = max(end, self._turn_behind(stage)[1])
+        self._behind[stage.position] = begin + stage.lag_s, end
         self._free[worker] = end
         left = self._give_out(stage, worker, microbatch, end)
         self._left[microbatch] = left, worker
         if stage.phase == "forward":
             self._saved[microbatch, stage.position] = left, worker
 
-    def _turn_behind(self, stage: _SimulatedStage) -> float:
-        """When a turn may begin for the microbatch that runs beside it. [12]"""
-        return self._began.get(stage.position, -stage.lag_s) + stage.lag_s if self._side_by_side else 0.0
+    def _turn_behind(self, stage: _SimulatedStage) -> tuple[float, float]:
+        """When a turn may begin for the microbatch that runs beside it, and when it may end: one on a faster worker
+        stays behind. [12] [13]"""
+        return self._behind.get(stage.position, (0.0, 0.0)) if self._side_by_side else (0.0, 0.0)
 
     def _computed(self, stage: _SimulatedStage, begin: float, compute_s: float) -> float:
         """When a forward or a recomputation that begins at ``begin`` has ended. [11]"""

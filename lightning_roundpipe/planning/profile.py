@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,11 +21,17 @@ Format = Literal["fp32", "bf16", "fp16"]
 
 _SIZES = ("memory", "host_memory")
 _OPTIONAL = ("attention_efficiency", "optimizer_bandwidth")
+OF_KINDS = (
+    "title", "workers", "flops", "memory", "memory_bandwidth", "upload", "download", "matmul_efficiency",
+    "memory_efficiency", "kernel_s", "attention_efficiency",
+)  # fmt: skip
+"""Numbers that devices of one host may differ in."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One host and its devices. Rates are for one device where nothing else is said.
+    """One host and its devices. Rates are for one device where nothing else is said, and for the first kind of device
+    where there are several.
 
     Args:
         title: what people call it.
@@ -49,6 +55,7 @@ class Hardware:
         optimizer_bandwidth: bytes of the host's memory that the optimizer's threads read and write a second; None: the
             share ``memory_efficiency`` of ``host_memory_bandwidth``.
         network_efficiency: share of a network's rate that several machines reach between them.
+        kinds: of devices, where they are not all alike: each with its number of ``workers``, and the host's numbers.
         emulated: whether devices are emulated. Their memory holds what crosses calls and what graphs keep; what is in
             between an operation and the next is the host's.
     """
@@ -73,6 +80,21 @@ class Hardware:
     optimizer_bandwidth: float | None = None
     network_efficiency: float = 0.7
     emulated: bool = False
+    kinds: tuple[Hardware, ...] = ()
+
+    @property
+    def devices(self) -> tuple[Hardware, ...]:
+        """What each worker is. Workers of a kind are spread evenly among the others: fast, slow, fast, slow."""
+        kinds = self.kinds or (self,)
+        places = [((2 * n + 1) / kind.workers, order) for order, kind in enumerate(kinds) for n in range(kind.workers)]
+        return tuple(kinds[order] for _, order in sorted(places))
+
+    def of_each(self, number: Callable[[Hardware], int | None]) -> int | tuple[int, ...] | None:
+        """A size of every worker, or of each where they are not alike; None: no limit."""
+        sizes = [number(device) for device in self.devices]
+        if len(set(sizes)) == 1:
+            return sizes[0]
+        return tuple(2**62 if size is None else size for size in sizes)
 
     def product_s(self, flops: float, nbytes: float, form: Format, efficiency: float | None = None) -> float:
         """Seconds of one operation on a device, which is held up by its arithmetic or by its memory traffic.
@@ -82,10 +104,11 @@ class Hardware:
         computing = flops / (self.flops[form] * (efficiency or self.matmul_efficiency))
         return self.kernel_s + max(computing, nbytes / (self.memory_bandwidth * self.memory_efficiency))
 
-    def links(self) -> Links:
+    def links(self) -> Links | tuple[Links, ...]:
         """Each device's share of what the links carry, which together are no faster than the host's memory."""
         share = self.host_memory_bandwidth * self.memory_efficiency / self.workers
-        return Links(min(self.upload, share), min(self.download, share))
+        each = tuple(Links(min(one.upload, share), min(one.download, share)) for one in self.devices)
+        return each[0] if len(set(each)) == 1 else each
 
     def optimizer_rate(self, traffic: float) -> float:
         """Bytes of fp32 gradients a second that the optimizer takes; ``traffic``: bytes of memory for each weight."""
@@ -125,9 +148,30 @@ def read_hardware(path: Path) -> Hardware:
         if name not in data:
             raise ValueError(f"hardware: {path} lacks {name!r}; it needs {', '.join(needed)}.")
     try:
-        return Hardware(**{str(name): _read(str(name), value) for name, value in data.items()})
+        read = {str(name): _read(str(name), value) for name, value in data.items() if name != "kinds"}
+        machine = Hardware(**read)
+        return replace(machine, kinds=_read_kinds(data.get("kinds"), machine))
     except ValueError as error:
         raise ValueError(f"hardware: {path}: {error}") from None
+
+
+def _read_kinds(value: Any, machine: Hardware) -> tuple[Hardware, ...]:
+    """Kinds of devices; what one does not say is as the machine says."""
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value) or not value:
+        raise ValueError("kinds must be a list, with the keys of each kind of device that differ.")
+    kinds = []
+    for entry in value:
+        for key in entry:
+            if key not in OF_KINDS:
+                raise ValueError(f"kinds has a key {key!r} that is not a device's; it takes {', '.join(OF_KINDS)}.")
+        if not {"title", "workers"} <= entry.keys():
+            raise ValueError("kinds: each needs a title, and workers, the number of such devices.")
+        kinds.append(replace(machine, **{str(name): _read(str(name), part) for name, part in entry.items()}))
+    if (count := sum(kind.workers for kind in kinds)) != machine.workers:
+        raise ValueError(f"workers={machine.workers} must be the number of devices of all kinds, which is {count}.")
+    return tuple(kinds)
 
 
 def _read(name: str, value: Any) -> Any:

@@ -35,9 +35,10 @@ from lightning_roundpipe.planning.limits import Limits, MemoryTable
 from lightning_roundpipe.planning.memory import (
     BOTH,
     SINGLE,
+    Memory,
     ahead_within,
     arenas_within,
-    device_bytes,
+    fits,
     partition_within,
 )
 from lightning_roundpipe.planning.moves import kicked, neighbours, recuts
@@ -133,8 +134,10 @@ def search_partition(
     if not search_seconds:
         return best
 
-    def search(arenas: Arenas, ahead: bool = recompute_ahead, share: float = 1.0) -> list[Plan]:
-        ahead_pace, most = replace(pace, ahead=ahead), share * work
+    def search(
+        arenas: Arenas, ahead: bool = recompute_ahead, share: float = 1.0, limits: Limits = limits
+    ) -> list[Plan]:
+        ahead_pace, most = pace.going_ahead(ahead), share * work
         left = max(0.0, ends - time.monotonic())
         timing = Timing(ahead_pace, workers, microbatches, staleness, left, most)
         found = _PlanSearch(timing, costs, limits, most, arenas).run(baseline)
@@ -144,12 +147,14 @@ def search_partition(
         # Only the judge knows what a copy costs that does not run beside a stage.
         memory = limits.memory
         plans = search(BOTH if memory is None else SINGLE)[:judged]
-        if memory is not None and (not plans or device_bytes(plans[0].with_arenas(BOTH), costs, workers) > memory):
+        if memory is not None and (not plans or not fits(plans[0].with_arenas(BOTH), costs, workers, memory)):
             # Memory decides: without a second arena, or without graphs of whole stages, stages are larger.
             others: list[tuple[Arenas, bool]] = [(BOTH, recompute_ahead)] if baseline.arenas == BOTH else []
             others += [(arenas, False) for arenas in (SINGLE, BOTH) if recompute_ahead and arenas <= baseline.arenas]
             for arenas, ahead in others:
                 plans += search(arenas, ahead, _OTHERS)[:judged]
+        if isinstance(memory, tuple):  # where each worker does its share in what all have, more for one is no better
+            plans += search(SINGLE, recompute_ahead, _OTHERS, replace(limits, memory=min(memory)))[:judged]
         return min([best, *_with_arenas(plans, costs, workers, memory)], key=judge)
     plans = [plan.with_arenas(baseline.arenas) for plan in search(baseline.arenas)]
     timing = Timing(pace, workers, microbatches, staleness, math.inf, 0.0)
@@ -162,7 +167,7 @@ def search_partition(
     return best
 
 
-def _with_arenas(plans: Iterable[Plan], costs: Costs, workers: int, memory: int | None) -> list[Plan]:
+def _with_arenas(plans: Iterable[Plan], costs: Costs, workers: int, memory: Memory | None) -> list[Plan]:
     """The plans with as many arenas as fit, each once."""
     return list(dict.fromkeys(one for plan in plans for one in arenas_within(plan, costs, workers, memory)))
 

@@ -8,13 +8,14 @@ with all microbatches is as long as the workers' sums of stages are, and those c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from typing import Literal
 
 import numpy as np
 
-from lightning_roundpipe.planning.batch import Floats, Pace, Sizes
+from lightning_roundpipe.planning.batch import Floats, Pace, Sizes, period_of
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.shapes import PlanShape
 
@@ -52,7 +53,8 @@ def round_choices(microbatches: int, limits: Limits) -> list[int]:
 def seeds(pace: Pace, microbatches: int, limits: Limits, ramps: bool) -> Iterator[tuple[PlanShape, Sizes]]:
     """Each shape with its first plans. ``ramps``: also passes whose stages grow (forward) and shrink (backward).
 
-    Shapes of few stages come first, or with ramps some of every kind first: there is not always time for all.
+    Shapes of few stages come first, or with ramps some of every kind first: there is not always time for all. With
+    unequal workers there are as many stages as let each of them come to one kind of worker, and its length is for that.
     """
     calls = len(pace.forward) - 1
     most = min(limits.max_fused + 1, calls)
@@ -65,11 +67,24 @@ def seeds(pace: Pace, microbatches: int, limits: Limits, ramps: bool) -> Iterato
     both = pace.recompute + pace.backward
     fused = [count + 1 for count in _spread(0, min(most, calls - 1) - 1)]
 
+    shares = _shares(pace, limits)
+    period = math.lcm(*(period_of(one) for one in shares))
+
     @cache
-    def dealt(phase: Literal["forward", "backward"], rest: int, stages: int, ramps: bool) -> list[list[int]]:
+    def dealt(
+        phase: Literal["forward", "backward"], rest: int, stages: int, ramps: bool, position: int
+    ) -> list[list[int]]:
+        """Calls per stage of a pass whose first stage is at ``position``, modulo the period."""
         elapsed = (pace.forward if phase == "forward" else both)[: rest + 1]
         kinds = _weights(stages) if ramps else [np.ones(stages)]
-        sizes = {tuple(deal(elapsed, weights)): None for weights in kinds}
+        for_workers = [
+            np.array([share[(position + stage) % len(share)] for stage in range(stages)]) for share in shares
+        ]
+        if for_workers:
+            kinds = [
+                weights * (share if phase == "forward" else share[::-1]) for share in for_workers for weights in kinds
+            ]
+        sizes = {tuple(deal(elapsed, weights, alike=not for_workers)): None for weights in kinds}
         return [list(one if phase == "forward" else one[::-1]) for one in sizes]
 
     counts = _counts(calls)
@@ -77,6 +92,8 @@ def seeds(pace: Pace, microbatches: int, limits: Limits, ramps: bool) -> Iterato
     if ramps:
         shapes = [shape for begin in (0, 2, 1, 3) for shape in shapes[begin::4]]
     for forward, backward in shapes:
+        if (forward + 1 + backward) % period:
+            continue
         mean = max(pace.forward[-1] / forward, both[-1] / backward)
         if min(pace.forward[-1] / forward, both[-1] / backward) < mean * _ALIKE:
             continue
@@ -87,11 +104,22 @@ def seeds(pace: Pace, microbatches: int, limits: Limits, ramps: bool) -> Iterato
                 for held in fused
                 if max(forward, backward) <= calls - held
                 and (held == 1 or pace.fused[-1] - pace.fused[-1 - held] <= _FUSED * mean)
-                for ahead in dealt("forward", calls - held, forward, grow)
-                for behind in dealt("backward", calls - held, backward, grow)
+                for ahead in dealt("forward", calls - held, forward, grow, 0)
+                for behind in dealt("backward", calls - held, backward, grow, (forward + 1) % period)
             ]
             if rows:
                 yield PlanShape(forward, backward, members), np.array(rows)
+
+
+def _shares(pace: Pace, limits: Limits) -> list[list[float]]:
+    """Of unequal workers, what part of the work each could take: by speed, by memory, and by the lesser of both."""
+    shares = [pace.speeds()] if pace.of_workers else []
+    if isinstance(limits.memory, tuple):
+        mean = sum(limits.memory) / len(limits.memory)
+        shares.append([memory / mean for memory in limits.memory])
+    if len(shares) == 2:
+        shares.append([min(pair) for pair in zip(*shares, strict=True)])
+    return shares
 
 
 def _weights(stages: int) -> list[Floats]:
@@ -104,11 +132,11 @@ def _weights(stages: int) -> list[Floats]:
     return weights
 
 
-def deal(elapsed: Floats, weights: Floats) -> list[int]:
+def deal(elapsed: Floats, weights: Floats, *, alike: bool = True) -> list[int]:
     """Calls per stage, ascending through the trace, so that stage times are nearly as ``weights``; each at least one.
 
-    ``elapsed`` are the sums before each call and of all. Between equal calls, stages are sorted by size: what does
-    not divide evenly goes to the later stages.
+    ``elapsed`` are the sums before each call and of all. Between equal calls, stages of workers that are ``alike`` are
+    sorted by size: what does not divide evenly goes to the later stages.
     """
     calls, stages = len(elapsed) - 1, len(weights)
     goal = elapsed[-1] * np.cumsum(weights) / np.sum(weights)
@@ -118,7 +146,7 @@ def deal(elapsed: Floats, weights: Floats) -> list[int]:
     cuts = np.clip(cuts, places, calls - stages + places)  # and leaves one for each that follows
     sizes = np.diff(np.concatenate([[0], cuts, [calls]]))
     times = np.diff(elapsed)
-    if np.ptp(times) <= 1e-9 * times[0]:
+    if alike and np.ptp(times) <= 1e-9 * times[0]:
         sizes = np.sort(sizes)
     return [int(size) for size in sizes]
 

@@ -14,7 +14,6 @@ the whole simulation. Copies are taken to be hidden, and the optimizer not to ru
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from lightning_roundpipe.planning.costs import Costs, Phase
@@ -93,17 +92,18 @@ def simulate(plan: Plan, costs: Costs, workers: int, microbatches: int, host: Ho
             raise ValueError(f"{name}={value!r} must be at least 1 to simulate a step.")
     plan.validate(costs.layers)
     host = host or HostTime()
+    costs.check_workers(workers)
     stages = plan.stages()
-    computing = [costs.stage_time_s(s.first, s.last, s.phase) for s in stages]
+    computing = [[costs.on(worker).stage_time_s(s.first, s.last, s.phase) for s in stages] for worker in range(workers)]
     hosting = [host.turn_s + calls_made(costs, s) * host.call_s for s in stages]
     side_by_side = plan.side_by_side(workers, microbatches)
-    lags = [lag_s(costs, stage, host) for stage in stages]
-    began = [-math.inf] * len(stages)
+    lags = [[lag_s(costs.on(worker), stage, host) for stage in stages] for worker in range(workers)]
+    behind = [(0.0, 0.0)] * len(stages)  # when the next microbatch may begin beside the last one, and end
     free = [0.0] * workers
     left = [0.0] * microbatches
     closed = [0.0] * len(stages)
     turns: list[Turn] = []
-    slot = 0
+    slot, busy = 0, 0.0
     for round_, begin in enumerate(range(0, microbatches, plan.round_microbatches)):
         members = range(begin, min(begin + plan.round_microbatches, microbatches))
         for stage in stages:
@@ -112,18 +112,19 @@ def simulate(plan: Plan, costs: Costs, workers: int, microbatches: int, host: Ho
                 free[worker] = max(free[worker], closed[stage.position])  # [2] [3]
             hop = host.hop_s if stage.position and workers > 1 else 0.0
             for m in members:
-                start = max(free[worker], left[m] + hop)  # [4]
+                start = max(free[worker], left[m] + hop, behind[stage.position][0])  # [4] [6]
+                end = start + hosting[stage.position] + computing[worker][stage.position]  # [5]
+                end = max(end, behind[stage.position][1])
                 if side_by_side:
-                    start = max(start, began[stage.position] + lags[stage.position])  # [6]
-                began[stage.position] = start
-                end = start + hosting[stage.position] + computing[stage.position]  # [5]
+                    behind[stage.position] = start + lags[worker][stage.position], end
+                busy += computing[worker][stage.position]
                 free[worker] = left[m] = end
                 turns.append(Turn(slot, worker, round_, stage.phase, m, start, end))
             if side_by_side:
                 free[worker] = max(free[worker], closed[stage.position])  # [6]
             closed[stage.position] = free[worker]
             slot += 1
-    return Simulation(tuple(turns), workers, microbatches * sum(computing))
+    return Simulation(tuple(turns), workers, busy)
 
 
 def lag_s(costs: Costs, stage: Stage, host: HostTime) -> float:

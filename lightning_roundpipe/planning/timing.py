@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import numpy as np
 
-from lightning_roundpipe.planning.batch import Floats, Pace, Sizes, stage_times, step_ends
+from lightning_roundpipe.planning.batch import Floats, Pace, Sizes, stage_times, step_ends, worker_times
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.shapes import PlanShape, sizes_of
 
@@ -59,11 +58,11 @@ class Timing:
         Where the pattern of steps does not repeat after `PERIOD_STEPS`, one mean alone may be too low or too high.
         """
         shape, sizes = sizes_of(plan)
-        pace = replace(self.pace, ahead=self.pace.ahead and plan.recompute_ahead)
-        turns = stage_times(pace, shape.forward, np.array([sizes]))
+        pace = self.pace.going_ahead(self.pace.ahead and plan.recompute_ahead)
+        turns = worker_times(pace, self.workers, shape.forward, np.array([sizes]))
         steps = 2 * PERIOD_STEPS if self.staleness else 1
         rounds = shape.rounds(self.microbatches)
-        ends = step_ends(turns, self.pace.hop_s, self.workers, rounds, steps)[:, 0]
+        ends = step_ends(turns, self.pace.hop_s, rounds, steps)[:, 0]
         return (ends[PERIOD_STEPS:] - ends[:-PERIOD_STEPS]) / PERIOD_STEPS if self.staleness else ends
 
     def times(self, shape: PlanShape, sizes: Sizes) -> Floats:
@@ -79,8 +78,8 @@ class Timing:
             if self.is_over():
                 times.append(np.full(len(part), np.inf))
                 continue
-            turns = stage_times(self.pace, shape.forward, part)
-            ends = step_ends(turns, self.pace.hop_s, self.workers, rounds, steps)
+            turns = worker_times(self.pace, self.workers, shape.forward, part)
+            ends = step_ends(turns, self.pace.hop_s, rounds, steps)
             self.work_left -= _CALL_S + steps * slots * (_SLOT_S + _PLAN_S * len(part))
             if steps == 1:
                 times.append(ends[0])

@@ -5,6 +5,7 @@ It shares nothing with the package, so that a mistake there is not made here aga
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ def step_ends(
     *,
     same_sums: bool = True,
     in_turn: bool = True,
+    speeds: Sequence[float] = (),
 ) -> list[float]:
     """The end of each step.
 
@@ -35,6 +37,7 @@ def step_ends(
         same_sums: a later round's slot waits for the same stage of the round before.
         in_turn: a step waits for all losses of the last one, and each microbatch for the end of the same one there; if
             not, for free workers and gradients only.
+        speeds: of the workers, where they are not equal.
     """
     t, members = times, plan["round_microbatches"]
     free = [0.0] * workers
@@ -43,6 +46,8 @@ def step_ends(
     losses: list[float] = []
     through: dict[int, float] = {}
     for step in range(steps):
+        if len(set(speeds)) > 1:  # all steps begin on the first worker
+            slot += -slot % workers
         done: dict[int, float] = {}
         closed: dict[int, float] = {}
         starts = losses[-1] if losses and in_turn else 0.0
@@ -56,6 +61,7 @@ def step_ends(
             kinds += [("backward", n) for n in plan["backward"]]
             for kind, n in kinds:
                 worker = slot % workers
+                speed = speeds[worker] if speeds else 1.0
                 layers = range(low - n, low) if kind == "backward" else range(low, low + n)
                 if kind == "fused":
                     layers = range(low, t.layers + 1)
@@ -68,18 +74,18 @@ def step_ends(
                     at, where = left[m]
                     given = at + (t.hop if where != worker else 0.0)
                     if kind == "forward":
-                        start = max(start, given) + n * t.forward
+                        start = max(start, given) + n * t.forward / speed
                         saved[m, low + n] = start, worker
                     elif kind == "fused":
-                        start = max(start, given) + n * t.forward + t.head_forward
+                        start = max(start, given) + (n * t.forward + t.head_forward) / speed
                         losses[-1] = max(losses[-1], start)
-                        start += t.head_backward + n * t.backward
+                        start += (t.head_backward + n * t.backward) / speed
                     else:
                         at, where = saved.get((m, low - n), (0.0, worker))
                         if low - n and (m, low - n) not in saved:  # inside a forward stage: when that has ended
                             at, where = min(v for (mm, x), v in saved.items() if mm == m and x > low - n)
                         there = at + (t.hop if where != worker else 0.0)
-                        start = max(max(start, there) + n * t.forward, given) + n * t.backward
+                        start = max(max(start, there) + n * t.forward / speed, given) + n * t.backward / speed
                     left[m] = start, worker
                 free[worker] = start
                 closed[slot - first_slot] = start

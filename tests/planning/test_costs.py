@@ -124,3 +124,36 @@ def test_bad_costs_are_refused_by_name(data: dict[str, Any], message: str) -> No
 def test_call_costs_are_checked_when_made() -> None:
     with pytest.raises(ValueError, match="activation_bytes=inf of layer 'a'"):
         CallCost("a", 1.0, 1.0, 1, 1, 1, float("inf"), True)  # type: ignore[arg-type]
+
+
+# -- unequal workers -------------------------------------------------------------------------------------------------
+
+
+def test_unequal_workers_have_their_own_times_and_a_mean() -> None:
+    costs = even(2).at_speeds([2, 0.5])
+    assert [call.forward_s for call in costs.on(0)] == [0.5, 0.5]
+    assert [call.backward_s for call in costs.on(1)] == [4, 4]
+    assert costs.calls[0].forward_s == pytest.approx(2 / (2 + 0.5))  # both busy, they do 2.5 forwards a second
+    assert costs.speeds == pytest.approx((2 / 1.25, 0.5 / 1.25))
+    assert costs.on(0).calls[0].weight_bytes == even(2).calls[0].weight_bytes
+    assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
+def test_equal_workers_are_no_case_of_their_own() -> None:
+    costs = even(2)
+    assert costs.at_speeds([1, 1, 1]) == costs
+    assert costs.on(7) is costs
+    alternate = costs.at_speeds([1, 0.5, 1, 0.5])
+    assert alternate.on(0) is alternate.on(2)
+    assert not costs.unequal and alternate.unequal
+
+
+def test_times_of_unequal_workers_that_make_no_sense() -> None:
+    data = even(2).to_dict()
+    for times, message in (([[[1, 2]]], "2 pairs"), ([3], "a pair of seconds"), ([[[1, 2, 3], [1, 2]]], "2 pairs")):
+        with pytest.raises(ValueError, match=message):
+            Costs.from_dict(data | {"times": times})
+    with pytest.raises(ValueError, match="speeds="):
+        even(2).at_speeds([1, 0])
+    with pytest.raises(ValueError, match="workers=3 must be 2"):
+        even(2).at_speeds([1, 2]).check_workers(3)

@@ -138,10 +138,12 @@ def test_weights_are_sent_for_a_step_that_has_begun() -> None:
 
 
 COMPOSITIONS = st.lists(st.integers(1, 4), max_size=5)
+Case = tuple[Times, dict[str, object], int, int, list[float]]
+"""Times of layers, a plan, workers, microbatches, and speeds of unequal workers."""
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[Times, dict[str, object], int, int]:
+def plans(draw: st.DrawFn) -> Case:
     forward, fused = draw(COMPOSITIONS), draw(st.integers(0, 3))
     layers = sum(forward) + fused
     backward, left = [], sum(forward)
@@ -154,36 +156,39 @@ def plans(draw: st.DrawFn) -> tuple[Times, dict[str, object], int, int]:
     lowest = 2 if workers > 1 and microbatches > 1 else 1  # rounds of one run side by side: these judges do not know it
     members = draw(st.integers(lowest, microbatches))
     plan = {"forward": forward, "fused": fused, "backward": backward, "round_microbatches": members}
-    return times, plan, workers, microbatches
+    speeds = draw(
+        st.one_of(st.just([]), st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=workers, max_size=workers))
+    )
+    return times, plan, workers, microbatches, speeds
 
 
-def ours(times: Times, plan: dict[str, object]) -> tuple[Plan, Costs]:
+def ours(times: Times, plan: dict[str, object], speeds: list[float]) -> tuple[Plan, Costs]:
     forward, backward = plan["forward"], plan["backward"]
     assert isinstance(forward, list) and isinstance(backward, list) and isinstance(plan["fused"], int)
     shape = PlanShape(len(forward), len(backward), int(str(plan["round_microbatches"])))
     costs = timed(
         [times.forward] * times.layers + [times.head_forward], [times.backward] * times.layers + [times.head_backward]
     )
-    return plan_of(shape, [*forward, plan["fused"] + 1, *backward]), costs
+    return plan_of(shape, [*forward, plan["fused"] + 1, *backward]), costs.at_speeds(speeds) if speeds else costs
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(plans())
-def test_an_independent_judge_agrees(case: tuple[Times, dict[str, object], int, int]) -> None:
-    times, plan, workers, microbatches = case
-    made, costs = ours(times, plan)
+def test_an_independent_judge_agrees(case: Case) -> None:
+    times, plan, workers, microbatches, speeds = case
+    made, costs = ours(times, plan, speeds)
     made.validate(costs.layers)
     assert plan_of(*sizes_of(made)) == made
     rules = Rules(1, recompute_ahead=True, host=HostTime(hop_s=times.hop))
     run = run_steps(made, costs, workers, microbatches, rules, 4)
-    assert run.ends_s == pytest.approx(step_ends(times, plan, workers, microbatches, 4), abs=1e-9)
+    assert run.ends_s == pytest.approx(step_ends(times, plan, workers, microbatches, 4, speeds=speeds), abs=1e-9)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(plans())
-def test_batches_of_plans_take_what_plans_take(case: tuple[Times, dict[str, object], int, int]) -> None:
-    times, plan, workers, microbatches = case
-    made, costs = ours(times, plan)
+def test_batches_of_plans_take_what_plans_take(case: Case) -> None:
+    times, plan, workers, microbatches, speeds = case
+    made, costs = ours(times, plan, speeds)
     shape, sizes = sizes_of(made)
     members = [
         min(shape.round_microbatches, microbatches - begin)
@@ -192,27 +197,30 @@ def test_batches_of_plans_take_what_plans_take(case: tuple[Times, dict[str, obje
     for ahead in (False, True):
         host = HostTime(call_s=0.1, turn_s=0.2, hop_s=times.hop)
         pace = batched.Pace.of(costs, host, ahead)
-        turns = batched.stage_times(pace, shape.forward, np.array([sizes] * 2))
-        ends = batched.step_ends(turns, times.hop, workers, members, 4)
+        each = batched.worker_times(pace, workers, shape.forward, np.array([sizes] * 2))
+        ends = batched.step_ends(each, times.hop, members, 4)
         assert (ends[:, 0] == ends[:, 1]).all()
         assert PlanTimer(pace, workers)(shape.forward, sizes, members) == pytest.approx(ends[0, 0], abs=1e-9)
         run = run_steps(made, costs, workers, microbatches, Rules(1, ahead, host), 4)
         assert (ends[:, 0] >= np.array(run.ends_s) - 1e-9).all()
-        recomputed = pace.recompute[-1] if ahead else 0.0
-        if recomputed <= times.head_forward + times.head_backward:  # no recomputation can come too early
+        recomputed = pace.recompute[-1] / min([*costs.speeds, 1.0]) if ahead else 0.0
+        if recomputed <= (times.head_forward + times.head_backward) / max(
+            [*costs.speeds, 1.0]
+        ):  # no recomputation can come too early
             assert ends[:, 0] == pytest.approx(run.ends_s, abs=1e-9)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(plans())
 def test_one_step_without_recomputing_ahead_is_what_the_engine_does_now(
-    case: tuple[Times, dict[str, object], int, int],
+    case: Case,
 ) -> None:
-    times, plan, workers, microbatches = case
-    made, costs = ours(times, plan)
+    times, plan, workers, microbatches, speeds = case
+    made, _ = ours(times, plan, [])
     host = HostTime(call_s=0.1, turn_s=0.2, hop_s=times.hop)
     # The engine's own simulation takes a hop between any two stages; so many workers have no two stages in common.
     workers = max(workers, 1 + len(made.stages()) * -(-microbatches // made.round_microbatches))
+    made, costs = ours(times, plan, [speeds[worker % len(speeds)] for worker in range(workers)] if speeds else [])
     now = simulate(made, costs, workers, microbatches, host)
     run = run_steps(made, costs, workers, microbatches, Rules(recompute_ahead=False, host=host))
     assert run.makespan_s == pytest.approx(now.makespan_s)
@@ -436,11 +444,9 @@ def test_one_worker_hides_all_updates_but_the_first_layers() -> None:
     st.sampled_from([{}, {"clipping": True}, {"blocking": True}]),
     st.sampled_from([0, 1]),
 )
-def test_the_rules_hold(
-    case: tuple[Times, dict[str, object], int, int], rate: float, speed: float, kind: dict[str, bool], staleness: int
-) -> None:
-    times, plan, workers, microbatches = case
-    made, costs = ours(times, plan)
+def test_the_rules_hold(case: Case, rate: float, speed: float, kind: dict[str, bool], staleness: int) -> None:
+    times, plan, workers, microbatches, speeds = case
+    made, costs = ours(times, plan, speeds)
     rules = Rules(1 if staleness else 0, links=Links(rate, 2 * rate), updates=UpdateModel(speed, **kind))
     run = run_steps(made, costs, workers, microbatches, rules, 3)
     begins = [0.0, *run.losses_s]

@@ -409,3 +409,70 @@ def test_the_search_for_a_short_step_is_within_three_percent_of_the_best(stalene
             for seconds in (first_batch._SHORTEST_SEARCH_S, search.SEARCH_SECONDS)
         )  # fmt: skip
         assert step_s(short) <= 1.03 * step_s(full), case.model
+
+
+# -- unequal workers -------------------------------------------------------------------------------------------------
+
+
+def tokens_a_second(costs: Costs, workers: int, staleness: Literal[0, 1], hop_s: float) -> float:
+    """In microbatches; the plan is searched for without the clock, and judged by the full simulation."""
+    microbatches, host = 64, HostTime(hop_s=hop_s)
+    plan = search_partition(
+        costs, workers, microbatches, Limits.usual(costs, workers, microbatches), staleness, host, 10.0, by_clock=False
+    )
+    run = run_steps(plan, costs, workers, microbatches, Rules(staleness, host=host), 32 if staleness else 1)
+    return microbatches / (run.period_s(16) if staleness else run.makespan_s)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(
+    ("model", "speeds"),
+    [
+        ("llama3.1-8b", [1, 0.5]),
+        ("qwen3-1.7b", [1, 1, 0.4, 0.4]),
+        *(pytest.param(model, [1, 0.5] * 4, marks=pytest.mark.slow) for model in CASES),
+        *(pytest.param(model, [1] * 4 + [0.5] * 4, marks=pytest.mark.slow) for model in CASES),
+    ],
+)
+def test_unequal_workers_reach_most_of_what_each_reaches_alone(
+    model: str, speeds: list[float], staleness: Literal[0, 1]
+) -> None:
+    case = CASES[model]
+    together = tokens_a_second(case.costs().at_speeds(speeds), len(speeds), staleness, case.hop_ms / 1e3)
+    alone = tokens_a_second(case.costs(), 1, staleness, 0.0) * sum(speeds)
+    assert 0.9 * alone <= together <= 1.001 * alone
+
+
+def test_a_small_worker_gets_what_it_has_memory_for() -> None:
+    """Plans where all workers had the least are among those that are looked at."""
+    costs = Costs(tuple(call(f"layers.{n}", weights=100, gradients=200, activations=50) for n in range(12)))
+    costs = costs.at_speeds([1, 0.4])
+
+    def period_s(plan: Plan) -> float:
+        return run_steps(plan, costs, 2, 8, Rules(1), 12).period_s(6)
+
+    def best(*memory: int) -> Plan:
+        limits = Limits.usual(costs, 2, 8, memory)
+        return search_partition(costs, 2, 8, limits, 1, search_seconds=10.0, by_clock=False, judge=period_s, judged=6)
+
+    plan = best(3_000, 1_000)
+    assert [device_bytes(plan, costs, 2, worker) <= most for worker, most in enumerate((3_000, 1_000))] == [True, True]
+    assert device_bytes(plan, costs, 2) > 1_000, "the large one has what the small one could not hold"
+    assert period_s(best(3_000, 3_000)) <= period_s(plan) < period_s(best(1_000, 1_000))
+
+
+def test_memory_of_many_plans_on_unequal_workers_is_that_of_each() -> None:
+    random = Random(1)
+    costs = Costs(
+        tuple(call(f"layers.{n}", weights=random.randrange(9), gradients=random.randrange(9)) for n in range(8))
+    )
+    answers = set()
+    for forward, backward in itertools.product((1, 2, 3), (1, 2, 3, 3, 3)):
+        shape, rest = PlanShape(forward, backward, 3), np.arange(6.0)
+        sizes = [*deal(rest, np.ones(forward)), 3, *deal(rest, np.ones(backward))[::-1]]
+        plan, memory = plan_of(shape, sizes), tuple(random.randrange(60, 260) for _ in range(4))
+        each = [device_bytes(plan, costs, 4, worker) <= most for worker, most in enumerate(memory)]
+        [found] = MemoryTable(costs, 4, memory).fits(shape, np.array([sizes]))
+        assert found == all(each)
+        answers.add(bool(found))
+    assert answers == {True, False}

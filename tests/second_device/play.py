@@ -112,6 +112,7 @@ def play(patch: pytest.MonkeyPatch) -> None:
         "default_generators": backend.generators(),
         "cudart": lambda: backend.CUDART,
         "mem_get_info": lambda device: (ROOM, ROOM),
+        "get_device_name": lambda device: "a GPU",
         "get_per_process_memory_fraction": lambda device: 1.0,
         "memory_reserved": lambda device: 0,
         "memory_allocated": lambda device: 0,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -166,6 +167,9 @@ class Step:
         self.plan = plan
         workers = len(self.engine.worker_pool.workers)
         self._side_by_side = plan.side_by_side(workers, len(args)) and trace.torn_buffer() is None
+        costs = self.engine.learned.costs
+        unequal = costs is not None and costs.unequal
+        self.engine.worker_pool.align_slots(workers if unequal else math.gcd(len(plan.stages()), workers))
         rounds = self._make_rounds(plan.stages(), trace, len(args), plan.round_microbatches)
         self.slots = [slot for slots in rounds for slot in slots]
         order = MicrobatchOrder(range(len(args))) if self._side_by_side else None

@@ -91,6 +91,15 @@ class WorkerPool:
             return newest
         return next((device for device in self.devices if device.torch_device == home), None)
 
+    def align_slots(self, every: int) -> None:
+        """Skip slots until the next one's index is a multiple of ``every``.
+
+        Stages that are cut for one of unequal workers have to come to it in all steps. Slots of the first batch and of
+        evaluation would shift them. No other thread may make slots meanwhile.
+        """
+        index = self.next_slot()
+        self.next_slot = itertools.count(index + -index % every).__next__
+
     def thread(self, index: int) -> TaskThread:
         """Return the thread of microbatch ``index``, and start it if needed."""
         while len(self._threads) <= index:

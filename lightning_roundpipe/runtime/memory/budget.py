@@ -16,21 +16,36 @@ from lightning_roundpipe.messages import gib, plural
 from lightning_roundpipe.model.layers import find_layers, find_requested
 from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fit
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.memory import ARENAS, SINGLE, device_bytes, planned_bytes
+from lightning_roundpipe.planning.memory import ARENAS, SINGLE, Memory, device_bytes, planned_bytes
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.flat_params import aligned
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
+_ALIKE = 0.95
+"""Workers with this part of the largest one's memory have stages of the same size."""
 _SHARE = 0.9
 """Fraction of a device's memory that workers use if ``memory_budget`` is not set."""
 
 
-def worker_bytes(options: Options, devices: Sequence[Device]) -> int | None:
-    """Return the bytes that each worker may use for tensors, or None without a limit.
+def memory_of_workers(options: Options, devices: Sequence[Device]) -> Memory | None:
+    """Return `worker_bytes`, or those of each worker if they are not equal.
 
-    Any stage may run on any worker, so the smallest device counts. Memory that libraries keep is already subtracted.
+    A plan that is written by hand may bring any stage to any worker, so the smallest device counts for it.
+    """
+    each = [worker_bytes(options, [device]) for device in devices]
+    known = tuple(size for size in each if size is not None)
+    if options.plan_text is not None or len(known) < len(each) or min(known) >= _ALIKE * max(known):
+        return worker_bytes(options, devices)
+    return known
+
+
+def worker_bytes(options: Options, devices: Sequence[Device]) -> int | None:
+    """Return the bytes that every worker may use for tensors, or None without a limit.
+
+    Without a plan, any layer may run on any worker, so the smallest device counts. Memory that libraries keep is
+    already subtracted.
 
     Raises:
         ValueError: if the budget is a fraction and the devices have no capacity.
@@ -82,9 +97,14 @@ def library_bytes(devices: Sequence[Device]) -> int:
 
 
 def peak_bytes(plan: Plan, costs: Costs, options: Options, devices: Sequence[Device]) -> int:
-    """Return the planned peak of a worker in bytes, including the memory that libraries keep."""
-    limit = worker_bytes(options, devices)
-    return planned_bytes(plan, costs, len(devices), limit, devices[0].lead_bytes) + library_bytes(devices)
+    """Return the planned peak of a worker in bytes, including the memory that libraries keep; the most of all."""
+    limit, lead = memory_of_workers(options, devices), devices[0].lead_bytes
+    if not isinstance(limit, tuple):
+        return planned_bytes(plan, costs, len(devices), limit, lead) + library_bytes(devices)
+    return max(
+        planned_bytes(plan, costs, len(devices), most, lead, device.index) + device.library_bytes()
+        for most, device in zip(limit, devices, strict=True)
+    )
 
 
 def libraries_note(options: Options, devices: Sequence[Device]) -> str:

@@ -359,7 +359,7 @@ class Parting:
         assert known.trace is not None
         if (made := known.plans.get(tuple(sizes))) is not None:
             return made
-        room = self._engine.worker_pool.workers[0].weights[0].buffer
+        rooms = [worker.weights[0].buffer for worker in self._engine.worker_pool.workers]
         calls = zip(known.trace.calls, known.seconds, strict=True)
         costs = Costs(
             tuple(
@@ -367,7 +367,7 @@ class Parting:
                 for call, seconds in calls
             )
         )
-        size, workers = room.numel() if room is not None else None, len(self._engine.worker_pool.workers)
+        size, workers = min((room.numel() for room in rooms if room is not None), default=None), len(rooms)
         rates = dataclasses.replace(nominal(self._engine.worker_pool.accelerator or "cpu"), workers=workers)
         hop_s = rates.hop_s if known.home is not None else 0.0  # expected times are good for ratios alone
         plan = known.plans[tuple(sizes)] = plan_forward(costs, workers, sizes, rates.links().upload, hop_s, size)

@@ -15,27 +15,35 @@ from lightning_roundpipe.planning.memory import (
     ARENAS,
     BOTH,
     SINGLE,
+    Memory,
     ahead_within,
     boundary_bytes,
     device_bytes,
     lead_within,
+    of_worker,
     partition_within,
 )
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.planning.nominal import nominal, with_times_of_bytes
 from lightning_roundpipe.planning.pipeline import Rules, run_steps
 from lightning_roundpipe.planning.profile import Hardware
-from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition
 from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.learned import Learned
 from lightning_roundpipe.runtime.core.trace import Trace, distinct_layers
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
-from lightning_roundpipe.runtime.memory.budget import check_plan_fits, libraries_note, worker_bytes
+from lightning_roundpipe.runtime.memory.budget import (
+    check_plan_fits,
+    libraries_note,
+    memory_of_workers,
+    worker_bytes,
+)
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import begin_to_train
 from lightning_roundpipe.runtime.profile.autocast_weights import send_rounded
+from lightning_roundpipe.runtime.profile.speeds import worker_speeds
 from lightning_roundpipe.runtime.reporting.events import Recorder
 
 WORTH_S = 0.5
@@ -80,7 +88,8 @@ class Planner:
         options, learned, layers = self._options, self._learned, self._engine.model.layers
         learned.trace = trace = learned.trace or Trace()
         static = options.plan == "static"
-        seconds = recorder.nominal_seconds() if static else recorder.call_seconds()
+        speeds = [] if static else self._speeds(recorder)
+        seconds = recorder.nominal_seconds() if static else recorder.call_seconds(speeds)
         if not trace.learn(traces, seconds, len(layers)):
             return
         if not trace.calls:
@@ -94,8 +103,12 @@ class Planner:
         for worker in self._workers:
             worker.warm_up()
         costs = trace.costs(self._engine.gradients.reduction.dtype)
-        learned.costs = costs = with_times_of_bytes(costs, rates_of(self._devices[0])) if static else costs
-        limit = worker_bytes(options, self._devices)
+        if static:
+            costs = with_times_of_bytes(costs, rates_of(self._devices[0]))
+        elif speeds:
+            costs = costs.at_speeds(speeds)
+        learned.costs = costs
+        limit = memory_of_workers(options, self._devices)
         if (text := options.plan_text) is not None:
             plan = Plan.parse(text)
             plan.validate(trace.names)
@@ -110,13 +123,16 @@ class Planner:
             why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
             self.run_in_order(why, "plan must have these calls in one forward stage, or be left out.")
             return
-        lead = lead_within(plan, costs, len(self._workers), limit, self._devices[0].lead_bytes)
-        # What is left for prefetched activations:
-        room = None if limit is None else max(0, limit - device_bytes(plan, costs, len(self._workers)) - lead)
-        self._reserve_for(plan, costs, trace, room, lead)
+        self._reserve_for(plan, costs, trace, limit)
         learned.plan = plan
 
-    def _cut(self, costs: Costs, trace: Trace, microbatches: int, limit: int | None, *, fuses: bool) -> Plan:
+    def _speeds(self, recorder: Recorder) -> list[float]:
+        """Return how fast workers are beside each other; empty if they are alike."""
+        layers = self._engine.model.layers
+        alike = {layer.name: (type(layer.module), layer.nbytes) for layer in layers}
+        return worker_speeds(recorder, self._devices, alike)
+
+    def _cut(self, costs: Costs, trace: Trace, microbatches: int, limit: Memory | None, *, fuses: bool) -> Plan:
         """Return the plan of the paper's algorithm, or a better one where a step is long enough to pay for a search."""
         options, workers, size = self._options, len(self._workers), self._options.round_microbatches
         stage_s = options.stage_seconds
@@ -140,8 +156,8 @@ class Planner:
             limits = replace(limits, side_by_side=False)
         if beside := limits.beside(costs, workers, microbatches):
             plan = min([plan, *beside], key=step_s)
-        if seconds < WORTH_S:
-            return plan
+        if seconds < WORTH_S and not costs.unequal and not isinstance(limit, tuple):
+            return plan  # the paper's algorithm knows no unequal workers
         search_s = min(SEARCH_SECONDS, max(_SHORTEST_SEARCH_S, _SEARCH_STEPS * seconds))
         static, hints = options.plan == "static", self._engine.hints
         if static:
@@ -158,7 +174,7 @@ class Planner:
         )  # fmt: skip
         return found if step_s(found) < step_s(plan) and not trace.torn_buffer(found) else plan
 
-    def _links(self) -> Links | None:
+    def _links(self) -> Links | tuple[Links, ...] | None:
         """Return the links that plans are made for: a GPU's are not measured, and take their nominal rates."""
         if self._devices[0].torch_device.type != "cpu":
             return rates_of(self._devices[0]).links()
@@ -181,15 +197,18 @@ class Planner:
         self._learned.in_order = True
         self._engine.hints.say("order", f"{why}, so microbatches run one after another, without a plan.")
 
-    def _reserve_for(self, plan: Plan, costs: Costs, trace: Trace, room: int | None, lead: int) -> None:
-        weights = gradients = 0
-        for stage in plan.stages():
-            calls = trace.calls[stage.first : stage.last + 1]
-            loaded = [c for c in calls if stage.phase != "backward" or c.taped]
-            weights = max(weights, sum(layer.nbytes for layer in distinct_layers(loaded)))
-            if stage.phase != "forward":
-                gradients = max(gradients, sum(HostGradSums.bytes_of(c.layer) for c in calls if c.taped))
+    def _reserve_for(self, plan: Plan, costs: Costs, trace: Trace, limit: Memory | None) -> None:
+        """Reserve what the stages need that come to each worker: to any of them, unless their memory is unequal."""
+        sizes = [_arenas_of(trace, stage) for stage in plan.stages()]
+        workers = len(self._workers)
         for worker in self._workers:
+            own = worker.index if isinstance(limit, tuple) else None
+            budget = limit[worker.index] if isinstance(limit, tuple) else limit
+            stages = [sizes[position] for position in of_worker(plan, workers, own)]
+            weights, gradients = (max(each) for each in zip(*stages, strict=True))
+            lead = lead_within(plan, costs, workers, budget, worker.device.lead_bytes, own)
+            # What is left for prefetched activations:
+            room = None if budget is None else max(0, budget - device_bytes(plan, costs, workers, own) - lead)
             worker.reserve(weights, gradients, room, lead, plan.arenas)
         self._devices[0].reserve_host(boundary_bytes(plan, costs))
 
@@ -226,6 +245,15 @@ class Planner:
         for worker in self._workers:
             worker.forget()
         self.reserve_for_layers()
+
+
+def _arenas_of(trace: Trace, stage: Stage) -> tuple[int, int]:
+    """Return the bytes of the arenas for weights and for gradients that a stage needs."""
+    calls = trace.calls[stage.first : stage.last + 1]
+    loaded = [c for c in calls if stage.phase != "backward" or c.taped]
+    weights = sum(layer.nbytes for layer in distinct_layers(loaded))
+    trained = [HostGradSums.bytes_of(c.layer) for c in calls if c.taped and stage.phase != "forward"]
+    return weights, sum(trained)
 
 
 def rates_of(device: Device) -> Hardware:

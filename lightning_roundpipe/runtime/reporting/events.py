@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lightning_roundpipe.devices import Event
@@ -103,13 +104,24 @@ class Recorder:
             )
         return sorted(rows, key=lambda r: r["start_s"])
 
-    def call_seconds(self) -> dict[tuple[str, int, int], list[float]]:
-        """Return the durations of computations in seconds, by (kind, microbatch, call)."""
+    def call_seconds(self, speeds: Sequence[float] = ()) -> dict[tuple[str, int, int], list[float]]:
+        """Return the durations of computations in seconds, by (kind, microbatch, call).
+
+        Args:
+            speeds: of the workers, if they are not equal: durations are those of a worker with speed 1.
+        """
         found: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-        for kind, _, start, end, microbatch, _, where in self._items:
+        for kind, worker, start, end, microbatch, _, where in self._items:
             if kind in COMPUTE:
-                found[kind, microbatch, where.call].append(end.time() - start.time())
+                speed = speeds[worker] if speeds else 1.0
+                found[kind, microbatch, where.call].append(speed * (end.time() - start.time()))
         return found
+
+    def computations(self) -> Iterator[tuple[str, int, EventSource, float]]:
+        """Yield kind, worker, source and duration in seconds of each computation."""
+        for kind, worker, start, end, _, _, where in self._items:
+            if kind in COMPUTE:
+                yield kind, worker, where, end.time() - start.time()
 
     def nominal_seconds(self) -> dict[tuple[str, int, int], list[float]]:
         """Return the nominal durations that `count` has recorded, by the same keys."""

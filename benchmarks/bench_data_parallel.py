@@ -1,0 +1,125 @@
+"""Whether a model is ever slower here than under data parallelism on the same machine: small and large models, planned.
+
+For each model, tokens a second of `roundpipe-plan`'s plan, of the paper's plan in the same engine, and of data
+parallelism as DistributedDataParallel has it: weights, gradients (fp32) and AdamW's state on every GPU, nothing
+recomputed, gradients summed over the links while the last backward runs, the update on the GPU. That is counted in its
+favour: operations are issued at no cost, sums reach the links' full rate, and microbatches are as large as memory
+allows.
+
+The host has 1 TiB.
+
+    .venv/bin/python benchmarks/bench_data_parallel.py [--hardware rtx4090x4] [--microbatches 8] [--staleness 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_roundpipe.commands.machines import read_machine
+from lightning_roundpipe.commands.plan_model import MEMORY_SHARE, look_at, shape_of, total
+from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
+from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.memory import host_items
+from lightning_roundpipe.planning.pipeline import Staleness, run_steps
+from lightning_roundpipe.planning.profile import Hardware
+from lightning_roundpipe.planning.search import paper_plan
+from lightning_roundpipe.planning.updates import ADAMW_BYTES
+
+STATE_BYTES = 4 + 4 + 8 + 2
+"""Of a trained weight: master, gradient, moments, and the copy that layers compute with."""
+SIZES = (8, 4, 2, 1)
+STEPS = 8
+SMALL: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    ("smollm2_135m", ()),
+    ("qwen3_1_7b", (("num_hidden_layers", "1"), ("vocab_size", "32000"))),
+    ("qwen3_1_7b", (("num_hidden_layers", "3"), ("vocab_size", "32000"))),
+    ("qwen3_1_7b", (("num_hidden_layers", "8"), ("vocab_size", "32000"))),
+    ("qwen3_1_7b", (("num_hidden_layers", "16"), ("vocab_size", "32000"))),
+)
+LARGE = ("qwen3_1_7b", "llama3_1_8b", "gpt_oss_20b", "qwen3_32b", "qwen3_235b_a22b")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Tokens a second; None where it does not fit."""
+
+    ours: float | None
+    paper: float | None
+    data_parallel: float | None
+    plan: str
+
+
+def data_parallel_s(costs: Costs, shape: ModelShape, machine: Hardware, microbatches: int) -> float | None:
+    """Seconds of a step; None if a GPU cannot hold it."""
+    assert machine.memory is not None
+    trained = shape.parameters.trained
+    state = STATE_BYTES * trained + shape.parameters.compute_bytes * shape.parameters.frozen
+    if state + costs.stage_bytes(0, len(costs) - 1, "fused").activations > MEMORY_SHARE * machine.memory:
+        return None
+    workers = machine.workers
+    backward = sum(call.backward_s for call in costs if call.needs_backward)
+    passes = -(-microbatches // workers) * (sum(call.forward_s for call in costs) + backward)
+    rate = min(machine.upload, machine.host_memory_bandwidth * machine.memory_efficiency / (2 * workers))
+    sums = 2 * (workers - 1) / workers * 4 * trained / rate
+    update = ADAMW_BYTES * trained / (machine.memory_bandwidth * machine.memory_efficiency)
+    return passes + max(0.0, sums - backward) + update
+
+
+def rates(
+    model: str, settings: tuple[tuple[str, str], ...], hardware: str, microbatches: int, lora: str, staleness: Staleness
+) -> Rates:
+    """All three, each with the microbatch that is best for it."""
+    machine = replace(read_machine(hardware), host_memory=2**40)
+    wish = Wish(
+        model=model, hardware=hardware, lora=lora, precision="bf16-mixed", sequence_length=2048, microbatch_size=None,
+        microbatches=microbatches, workers=None, staleness=staleness, memory=None, model_settings=settings,
+    )  # fmt: skip
+    shape = shape_of(wish, machine)
+    found = look_at(shape, wish, longest=False)
+    best: dict[str, float] = {}
+    for size in SIZES:
+        costs, tokens = shape.costs(size, 2048), microbatches * size * 2048
+        limits = found.limits
+        try:
+            plan = paper_plan(costs, machine.workers, microbatches, limits)
+        except ValueError:  # a layer does not fit
+            continue
+        if total(host_items(plan, costs, shape.parameters, machine.workers, microbatches)) <= machine.host_memory:
+            run = run_steps(plan, costs, machine.workers, microbatches, found.rules, 2 * STEPS)
+            best["paper"] = max(best.get("paper", 0.0), tokens / run.period_s(STEPS))
+        seconds = data_parallel_s(costs, shape, machine, microbatches)
+        if seconds is not None:
+            best["data parallel"] = max(best.get("data parallel", 0.0), tokens / seconds)
+    ours = found.tokens_per_s if found.run is not None else None
+    stages = "side by side" if found.side_by_side else f"{len(found.plan.forward)}+1+{len(found.plan.backward)}"
+    return Rates(ours, best.get("paper"), best.get("data parallel"), f"{found.microbatch_size}, {stages}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hardware", default="rtx4090x4")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--staleness", type=int, choices=(0, 1), default=0)
+    options = parser.parse_args()
+    table = Table(
+        title=f"Tokens a second, {options.hardware}, {options.microbatches} microbatches, staleness {options.staleness}"
+    )
+    for heading in ("model", "ours", "paper's plan", "data parallel", "ratio", "sequences, stages"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    cases = [*((model, settings) for model, settings in SMALL), *((model, ()) for model in LARGE)]
+    for model, settings in cases:
+        lora = "attention" if model == "qwen3_235b_a22b" else "none"
+        found = rates(model, settings, options.hardware, options.microbatches, lora, 1 if options.staleness else 0)
+        cells = [f"{rate:,.0f}" if rate else "-" for rate in (found.ours, found.paper, found.data_parallel)]
+        others = max(found.paper or 0.0, found.data_parallel or 0.0)
+        ratio = f"{found.ours / others:.2f}" if found.ours and others else "-"
+        table.add_row(" ".join((model, *("=".join(pair) for pair in settings))), *cells, ratio, found.plan)
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Workers of different kinds: each gets stages that are cut for its speed and memory, and the numbers stay the same."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import zoo
+from harness import assert_same, ours, run
+from stress import all_reports
+from torch import Tensor, nn
+
+from lightning_roundpipe.devices import emulated_work
+from lightning_roundpipe.devices.emulated import EmulatedDevice
+from lightning_roundpipe.planning import Costs, Plan
+from lightning_roundpipe.planning.pipeline import run_steps
+from lightning_roundpipe.runtime.profile import first_batch
+
+FORWARD_S, BACKWARD_S = 0.02, 0.04
+BLOCKS = 12
+_here = threading.local()
+
+
+@pytest.fixture
+def kinds(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes emulated devices differ: ``kinds(speeds)`` gives each a name, which layers below read their speed from."""
+    monkeypatch.setattr(first_batch, "_SHORTEST_SEARCH_S", 0.5)
+
+    def make(*speeds: float, memory: tuple[int, ...] = ()) -> None:
+        original, acquire_core = EmulatedDevice.__init__, EmulatedDevice.acquire_core
+
+        @contextlib.contextmanager
+        def with_speed(self: EmulatedDevice) -> Iterator[None]:
+            with acquire_core(self):
+                _here.speed = speeds[self.index]
+                yield
+
+        def init(self: EmulatedDevice, index: int, device: torch.device, emulation: Any) -> None:
+            original(self, index, device, dataclasses.replace(emulation, memory=memory[index]) if memory else emulation)
+
+        monkeypatch.setattr(EmulatedDevice, "acquire_core", with_speed)
+        monkeypatch.setattr(EmulatedDevice, "__init__", init)
+        monkeypatch.setattr(EmulatedDevice, "kind", property(lambda self: f"a device of speed {speeds[self.index]}"))
+
+    return make
+
+
+class _TakeTime(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        emulated_work(FORWARD_S / getattr(_here, "speed", 1.0))
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        emulated_work(BACKWARD_S / getattr(_here, "speed", 1.0))
+        return grad * 1.0
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _TakeTime.apply(self.linear(x))  # type: ignore[no-untyped-call]
+        return out
+
+
+class Slow(pl.LightningModule):
+    """Blocks of equal length."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return (batch**2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def reports_of(module: pl.LightningModule, batches: list[Any], devices: int, **options: Any) -> list[dict[str, Any]]:
+    with all_reports() as made:
+        run(ours(**options), module, batches, devices=devices, watch=False)
+    return [report for make in made if not (report := make())["profiled"]]
+
+
+@pytest.mark.parametrize(
+    "speeds",
+    [(1.0, 0.5), *(pytest.param(speeds, marks=pytest.mark.slow) for speeds in ((1.0, 0.5, 1.0, 0.5), (0.4, 1.0, 1.0)))],
+)
+def test_each_worker_has_stages_for_its_speed(kinds: Any, speeds: tuple[float, ...]) -> None:
+    """Two steps in a row take what one is planned to take, near what all workers reach alone."""
+    kinds(*speeds)
+    workers, microbatches = len(speeds), 12
+    reports = reports_of(Slow(), [torch.randn(12, 16)] * 3, workers, num_microbatches=microbatches)
+    for report in reports:
+        plan, costs = Plan.parse(report["plan"]), Costs.from_dict(report["costs"])
+        assert costs.speeds == pytest.approx([speed * workers / sum(speeds) for speed in speeds], rel=0.1)
+        first = min(slot["slot"] for slot in report["slots"])
+        assert [slot["worker"] for slot in report["slots"]] == [n % workers for n in range(len(report["slots"]))]
+        assert first % workers == 0
+        planned = run_steps(plan, costs, workers, microbatches).makespan_s
+        alone = microbatches * (BLOCKS * (2 * FORWARD_S + BACKWARD_S) - len(plan.fused) * FORWARD_S) / sum(speeds)
+        assert planned < alone / 0.9
+        assert planned < report["step_time_s"] < 1.25 * planned, "other work on the machine makes turns longer"
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_the_numbers_are_those_of_plain_training(kinds: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds(1.0, 0.5, 0.5)
+    monkeypatch.setattr(first_batch, "worker_speeds", lambda *_: [1.0, 0.5, 0.5])
+    batches = zoo.make_batches(name, 3, 8)
+    plain = run("auto", zoo.make_module(name), batches)
+    unequal = run(ours(num_microbatches=4), zoo.make_module(name), batches, devices=3)
+    assert_same(plain, unequal)
+    assert unequal.report is not None and Costs.from_dict(unequal.report["costs"]).unequal
+
+
+def test_each_worker_has_stages_for_its_memory(kinds: Any) -> None:
+    """The small one could not hold what the large one has, and neither exceeds what it has."""
+    small, large = 7_000, 60_000
+    kinds(1.0, 0.4, memory=(large, small))
+    reports = reports_of(Slow(), [torch.randn(16, 16)] * 3, 2, num_microbatches=8)
+    for report in reports:
+        assert report["peak_device_bytes"][1] <= small < report["peak_device_bytes"][0] <= large
