@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -230,6 +231,13 @@ class SeveralMachines(OneProcess):
                 "Leave group (or sync_dist_group) out."
             )
         return peers
+
+
+def folder_of_checkpoints(trainer: Trainer) -> Path:
+    """Return a folder of this machine that has room for a checkpoint, as far as settings say."""
+    named = getattr(trainer.checkpoint_callback, "dirpath", None)
+    found = next((str(name) for name in (named, trainer.default_root_dir) if name and "://" not in str(name)), None)
+    return Path(found or tempfile.gettempdir())
 
 
 def _version(package: str) -> str:

@@ -223,6 +223,81 @@ def soak(folder: Path, steps: int) -> dict[str, Any]:
     return result | {"seen": seen}
 
 
+class Broad(pl.LightningModule):
+    """Much to save, and little to compute: 64 MiB of weights, and 128 MiB of optimizer state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(16)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Anonymous(threading.Thread):
+    """The most memory of this process that is no file's, in bytes, until `end`."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most, self._over = 0, threading.Event()
+
+    def run(self) -> None:
+        while not self._over.wait(0.002):
+            self.most = max(self.most, self.now())
+
+    def end(self) -> int:
+        self._over.set()
+        self.join()
+        return self.most
+
+    @staticmethod
+    def now() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def saves_much(folder: Path, resume: bool = False) -> dict[str, Any]:
+    """What a checkpoint of a broad model, or going on from it, takes of memory beyond what training takes."""
+    path, grew = folder.parent / "broad.ckpt", 0
+    loaded, anonymous = 0, Anonymous()
+
+    class SavesAtTheEnd(pl.Callback):
+        roundpipe_looks_away = ("on_train_batch_end",)
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            nonlocal loaded
+            loaded = anonymous.end() if resume else 0
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            nonlocal grew
+            if resume:
+                assert path.name not in Path("/proc/self/maps").read_text(), "the file is still in use"
+            elif batch_idx == 2:
+                trainer.strategy._running()[1].settle()
+                before, saving = Anonymous.now(), Anonymous()
+                saving.start()
+                trainer.save_checkpoint(path)
+                grew = saving.end() - before
+
+    module, data = Broad(), torch.randn(12, 1024, generator=torch.Generator().manual_seed(RANK))
+    trainer = trainer_of(
+        ours(num_microbatches=2), num_nodes=MACHINES, max_epochs=1 + resume, use_distributed_sampler=False,
+        callbacks=[SavesAtTheEnd()], default_root_dir=folder,
+    )  # fmt: skip
+    before_fit = Anonymous.now()
+    if resume:
+        anonymous.start()
+    with quiet():
+        trainer.fit(module, DataLoader(data, 4), ckpt_path=path if resume else None)
+    held = sum(value.nbytes for state in trainer.optimizers[0].state.values() for value in state.values())
+    return {"grew": grew, "held": held, "loaded": loaded - before_fit, "state": module.state_dict()}
+
+
 class Counting(pl.LightningModule):
     """A linear model whose batches are numbers, and which logs what Lightning exchanges between machines."""
 

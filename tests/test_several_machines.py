@@ -109,6 +109,23 @@ def test_checkpoints_are_those_of_one_machine(tmp_path: Path) -> None:
             assert_tensors_same(plain["state"], result["state"])
 
 
+@pytest.mark.slow
+def test_checkpoints_take_no_memory_for_the_state_of_other_machines(tmp_path: Path) -> None:
+    """The first machine held all of it at once when it saved, and each machine did when it went on: 64 MiB here."""
+    first, second = several_machines.results("saves_much", tmp_path / "run")
+    assert first["held"] > 60e6 and second["held"] > 60e6
+    for one in (first, second):
+        assert one["grew"] < 16e6, f"{one['grew'] / 1e6:.0f} MB while saving"
+    saved = torch.load(tmp_path / "broad.ckpt", weights_only=False)["optimizer_states"][0]["state"]
+    assert len(saved) == 32 and all(one["exp_avg_sq"].any() for one in saved.values())
+    again = several_machines.results("saves_much", tmp_path / "again", resume=True)
+    for one in again:
+        assert one["held"] in (first["held"], second["held"])
+        assert one["loaded"] < 100e6, f"{one['loaded'] / 1e6:.0f} MB while loading; it was three times the weights"
+    assert all(torch.equal(again[0]["state"][name], again[1]["state"][name]) for name in again[0]["state"])
+    assert any(not torch.equal(first["state"][name], again[0]["state"][name]) for name in first["state"])
+
+
 # ------------------------------------------------------------------------------------------------- what surrounds it
 
 
