@@ -328,6 +328,7 @@ class RoundPipeStrategy(SeveralMachines):
             names = {id(p): name for name, p in module.named_parameters()}
             buckets = [[names.get(id(p), "") for p in bucket.masters] for bucket in engine.model.buckets]
             self._agree_on_training(module.trainer, module, buckets)
+            self._agree_on_stopping(module.trainer)
             self._stepping.started()
             if module.automatic_optimization:
                 engine.reserve_gradients()
@@ -524,6 +525,7 @@ class RoundPipeStrategy(SeveralMachines):
             "_quieten": _nothing,
             "_former": {},
             "_peers": None,
+            "_agreeing": (),
         }
 
     def __repr__(self) -> str:

@@ -34,27 +34,40 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def environment(rank: int, machines: int, port: int) -> dict[str, str]:
-    """The variables that a user sets on each machine."""
-    return os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "NODE_RANK": str(rank),
-        "WORLD_SIZE": str(machines),
+def environment(rank: int, machines: int, port: int, slurm: str | None = None) -> dict[str, str]:
+    """The variables that a user sets on each machine, or those of SLURM: "alone", or with an address ("named")."""
+    found = os.environ | {
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
         "PYTHONUNBUFFERED": "1",
     }
+    if slurm is not None:
+        found |= {
+            "SLURM_JOB_ID": str(port),
+            "SLURM_JOB_NAME": "train",
+            "SLURM_NODELIST": "127.0.0.1",
+            "SLURM_NNODES": str(machines),
+            "SLURM_NTASKS": str(machines),
+            "SLURM_NTASKS_PER_NODE": "1",
+            "SLURM_PROCID": str(rank),
+            "SLURM_NODEID": str(rank),
+            "SLURM_LOCALID": "0",
+        }
+    if slurm != "alone":
+        found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return found if slurm else found | {"NODE_RANK": str(rank), "WORLD_SIZE": str(machines)}
 
 
-def start(job: str, machines: int, folder: Path, arguments: dict[str, Any]) -> list[subprocess.Popen[str]]:
+def start(
+    job: str, machines: int, folder: Path, arguments: dict[str, Any], slurm: str | None = None
+) -> list[subprocess.Popen[str]]:
     """Start the processes. Their output goes to files in ``folder``."""
     port, code = free_port(), "import sys, several_jobs; several_jobs.main(*sys.argv[1:])"
     folder.mkdir(parents=True, exist_ok=True)
     return [
         subprocess.Popen(
             [sys.executable, "-c", code, job, str(folder), json.dumps(arguments)],
-            env=environment(rank, machines, port),
+            env=environment(rank, machines, port, slurm),
             stdout=open(folder / f"output-{rank}.txt", "w"),
             stderr=subprocess.STDOUT,
             text=True,

@@ -20,7 +20,12 @@ CASES: dict[str, dict[str, Any]] = {
     "adamw": {"late": 1.5},
     "one microbatch each": {"microbatches": 2, "optimizer": "sgd"},
     "looked at, and accumulated": {"blocking": True, "accumulate_grad_batches": 2, "steps": 5},
-    "clipped and accumulated": {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "steps": 5},
+    "clipped and accumulated": {
+        "gradient_clip_val": 0.1,
+        "accumulate_grad_batches": 2,
+        "steps": 5,
+        "devices": [2, 1],
+    },
     "stale": {"options": {"staleness": 1}},
     "stale, clipped, state everywhere": {
         "options": {"staleness": 1, "shard_optimizer": False},
@@ -70,6 +75,19 @@ def test_two_machines_are_one_with_all_samples(tmp_path: Path) -> None:
     first, second = (found[0]["drawn"] for found in compare(tmp_path, ["adamw", "clipped and accumulated"], UNEVEN))
     assert len(first) == 2 * len(second) > 0
     assert not first & second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [True, False])
+def test_slurm_with_one_task_on_each_machine(names: bool, tmp_path: Path) -> None:
+    """Lightning learns who is who from SLURM, and an address unless MASTER_ADDR names one."""
+    case = {"steps": 2, "devices": [1, 2]}
+    processes = several_machines.start("cases", 2, tmp_path, {"cases": [case]}, slurm="named" if names else "alone")
+    ended = several_machines.collect(processes, tmp_path, PATIENCE_S)
+    assert [one.status for one in ended] == [0, 0], "\n\n".join(one.output for one in ended)
+    found = [torch.load(tmp_path / f"result-{rank}.pt", weights_only=False)[0] for rank in range(2)]
+    assert_one(case, found, ours=False)
+    assert "roundpipe: plan" not in ended[1].output
 
 
 @pytest.mark.slow
@@ -156,11 +174,20 @@ def test_what_lightning_exchanges(tmp_path: Path) -> None:
     assert "roundpipe:" not in output[1] and "Epoch" not in output[1]
 
 
+def test_a_machine_that_stops_stops_all(tmp_path: Path) -> None:
+    """After the batch in which its code says so. The others waited, until an error said where each machine was."""
+    hooks = ["training_step", "on_train_batch_end", "on_validation_epoch_end", "on_train_epoch_end"]
+    first, second = several_machines.results("stops", tmp_path, hooks=hooks)
+    assert first == second
+    assert [steps for steps, _, _ in first] == [3, 2, 4, 6]
+
+
 # ----------------------------------------------------------------------------------------------------------- failures
 
 REFUSED = {
     "fewer batches": "the machines differ in the number of training batches: machine 0 (.*) has '8', and machine 1",
     "another model": "the machines differ in the number of parameters and buffers: machine 0 (.*) has 4, and machine 1",
+    "another version": "the machines differ in the version of torchmetrics: machine 0 (.*) has '.*', and machine 1",
     "another setting": "the machines differ in staleness: machine 0 (.*) has 0, and machine 1 (.*) has 1",
 }
 FAILED = {
