@@ -441,11 +441,11 @@ class Faulty(Counting):
             self.more = torch.nn.Linear(2, 2)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if RANK == 1 and self.trainer.global_step == 3:
+        if (0 if "the first" in self.kind else 1) == RANK and self.trainer.global_step == 3:
             if self.kind == "raises":
                 raise ValueError("the data is spilled")
-            if self.kind in ("killed", "stopped"):
-                os.kill(os.getpid(), signal.SIGKILL if self.kind == "killed" else signal.SIGSTOP)
+            if self.kind.endswith(("killed", "stopped")):
+                os.kill(os.getpid(), signal.SIGKILL if self.kind.endswith("killed") else signal.SIGSTOP)
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -484,7 +484,8 @@ def fault(folder: Path, kind: str, timeout: float = 10.0) -> dict[str, Any]:
     saving = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_top_k=-1)
     trainer = trainer_of(
         ours(num_microbatches=2, machine_timeout=timeout, **options), devices=2, num_nodes=MACHINES, callbacks=[saving],
-        max_epochs=2, enable_checkpointing=True, use_distributed_sampler=False, check_val_every_n_epoch=1,
+        max_epochs=1000 if kind == "goes on" else 2, enable_checkpointing=True, use_distributed_sampler=False,
+        check_val_every_n_epoch=1,
     )  # fmt: skip
     with quiet():
         trainer.fit(module, training, DataLoader(data[:8], 4))
