@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,21 @@ UNFINISHED = ".unfinished"
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoint format, written under a temporary name first."""
+    """Lightning's checkpoint format, written under a temporary name first.
+
+    Attributes:
+        maps: whether tensors that are loaded stay in the file, mapped into memory, until they are copied or written to.
+    """
+
+    maps = False
+
+    @override
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if self.maps and zipfile.is_zipfile(path):  # no remote file, none of an old format, none that is cut short
+            with contextlib.suppress(RuntimeError):  # a file system that cannot map
+                loaded: dict[str, Any] = torch.load(path, "cpu", mmap=True, weights_only=kwargs.get("weights_only"))
+                return loaded
+        return super().load_checkpoint(path, *args, **kwargs)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:

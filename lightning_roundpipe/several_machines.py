@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,6 +40,8 @@ class SeveralMachines(OneProcess):
     options: Options
     _peers: Peers | None = None
     _num_nodes: int = 1
+    _agreeing: tuple[object, ...] = ()
+    """The loops of the trainer in which machines agree on when to stop."""
 
     # -- who is who ---------------------------------------------------------------------------------------------------
 
@@ -118,7 +121,10 @@ class SeveralMachines(OneProcess):
             + (", trained" if tensor.requires_grad else "")
             for kind, name, tensor in tensors
         }
-        self._peers.agree({**settings, "the number of parameters and buffers": len(model), **model}, "the model")
+        packages = {type(inner).__module__.partition(".")[0] for inner in module.modules()} - {"__main__"}
+        versions = {f"the version of {package}": _version(package) for package in sorted(packages)}
+        counted = {"the number of parameters and buffers": len(model)}
+        self._peers.agree(settings | versions | counted | model, "the model")
         self._peers.share([(name, tensor) for _, name, tensor in tensors], "the weights of the first machine")
 
     def _agree_on_training(self, trainer: Trainer, module: LightningModule, buckets: list[list[str]]) -> None:
@@ -148,8 +154,44 @@ class SeveralMachines(OneProcess):
             "the data and settings of training",
         )
 
+    def _agree_on_stopping(self, trainer: Trainer) -> None:
+        """Let ``should_stop``, wherever code of one machine sets it, stop all of them after the same batch.
+
+        Lightning looks at it at the end of a batch, a validation and an epoch, after all hooks of users. At two of
+        these places it calls no hook of the strategy.
+        """
+        if self._peers is None:
+            return
+        batches, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop
+
+        def batch_ended(data_fetcher: Any) -> None:
+            self._stop_together(trainer)
+            type(batches).on_advance_end(batches, data_fetcher)
+
+        def epoch_ended() -> None:
+            type(epochs).on_advance_end(epochs)
+            self._stop_together(trainer)
+
+        self._agreeing = batches, epochs
+        batches.on_advance_end, epochs.on_advance_end = batch_ended, epoch_ended  # type: ignore[method-assign]
+
+    def _stop_together(self, trainer: Trainer) -> None:
+        trainer.should_stop = self.reduce_boolean_decision(trainer.should_stop, all=False)
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self._peers is not None and self.lightning_module is not None:
+            self._stop_together(self.lightning_module.trainer)
+
+    def _stop_agreeing(self) -> None:
+        for loop in self._agreeing:
+            vars(loop).pop("on_advance_end", None)
+        self._agreeing = ()
+
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._stop_agreeing()
         if self._peers is not None:
             peers, self._peers = self._peers, None
             peers.liveness.fail(exception)
@@ -157,6 +199,7 @@ class SeveralMachines(OneProcess):
     @override
     def teardown(self) -> None:
         """Leave the run together with the other machines, unless it has failed: none misses another one."""
+        self._stop_agreeing()
         peers, self._peers = self._peers, None
         if peers is not None:
             peers.barrier("the end of the run")
@@ -230,6 +273,13 @@ class SeveralMachines(OneProcess):
                 "Leave group (or sync_dist_group) out."
             )
         return peers
+
+
+def folder_of_checkpoints(trainer: Trainer) -> Path:
+    """Return a folder of this machine that has room for a checkpoint, as far as settings say."""
+    named = getattr(trainer.checkpoint_callback, "dirpath", None)
+    found = next((str(name) for name in (named, trainer.default_root_dir) if name and "://" not in str(name)), None)
+    return Path(found or tempfile.gettempdir())
 
 
 def _version(package: str) -> str:

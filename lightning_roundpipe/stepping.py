@@ -52,6 +52,8 @@ class Stepping:
         self._engine = engine
         self._inform = inform
         self._parameters = list(module.parameters())
+        self._state_is_mapped = False
+        """Whether the optimizer's state may lie in the file of a checkpoint."""
         self._listening: list[object] | None = None
         """The state of `listening` for which the way of stepping was chosen."""
         self._settle = FlushOptimizer(self._finish)
@@ -134,7 +136,6 @@ class Stepping:
         if reason is None:
             if not self.apart:
                 self._engine.enable_async_optimizer(True)
-                self.drop_state_of_others()
         elif staleness := self._engine.options.staleness:
             raise MisconfigurationException(
                 f"staleness={staleness} applies updates while the next step runs, which is not possible: {reason}. "
@@ -143,14 +144,28 @@ class Stepping:
         else:
             self._engine.enable_async_optimizer(False)
             self._inform(f"roundpipe: training waits for each optimizer step: {reason}.")
+        self._keep_own_state()
 
-    def drop_state_of_others(self) -> None:
-        """Drop the optimizer's state of parameters that other machines update."""
+    def loaded(self, *, mapped: bool) -> None:
+        """Take note that the optimizer's state was loaded.
+
+        Args:
+            mapped: whether it may lie in the file of a checkpoint.
+        """
+        self._state_is_mapped = mapped
+        if self._listening is not None:  # otherwise the first batch decides who needs it
+            self._keep_own_state()
+
+    def _keep_own_state(self) -> None:
+        """Drop the state of parameters that other machines update. Copy the rest, if it lies in a checkpoint's file."""
+        mapped, self._state_is_mapped = self._state_is_mapped, False
         for optimizer in self._optimizers:
-            for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter)]:
-                owner = self._engine.owner_of(parameter)
+            for parameter, state in list(optimizer.state.items()):
+                owner = self._engine.owner_of(parameter) if isinstance(parameter, nn.Parameter) else None
                 if owner is not None and owner != self._engine.machine:
                     del optimizer.state[parameter]
+                elif mapped and isinstance(state, dict):
+                    state.update({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})
 
     def _now(self) -> list[object]:
         return listening(self._trainer, self._module, self._optimizers, self._parameters)

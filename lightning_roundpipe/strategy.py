@@ -32,6 +32,7 @@ from lightning_roundpipe.announcements import Announcements, changed_settings, n
 from lightning_roundpipe.checkpoint_io import WholeCheckpointIO
 from lightning_roundpipe.config import Emulation, Options, RoundPipeError, refuse_unscaled
 from lightning_roundpipe.devices import make_devices
+from lightning_roundpipe.machines.file_tensors import FileTensors
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.meta import make_room
 from lightning_roundpipe.model.quantized import load_states, prepare
@@ -59,7 +60,7 @@ from lightning_roundpipe.runtime.faults.notes import remedied
 from lightning_roundpipe.runtime.memory.budget import over_capacity
 from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExchange
 from lightning_roundpipe.runtime.report import Report
-from lightning_roundpipe.several_machines import SeveralMachines
+from lightning_roundpipe.several_machines import SeveralMachines, folder_of_checkpoints
 from lightning_roundpipe.step_monitor import RoundPipeMonitor
 from lightning_roundpipe.stepping import Stepping
 
@@ -327,6 +328,7 @@ class RoundPipeStrategy(SeveralMachines):
             names = {id(p): name for name, p in module.named_parameters()}
             buckets = [[names.get(id(p), "") for p in bucket.masters] for bucket in engine.model.buckets]
             self._agree_on_training(module.trainer, module, buckets)
+            self._agree_on_stopping(module.trainer)
             self._stepping.started()
             if module.automatic_optimization:
                 engine.reserve_gradients()
@@ -523,6 +525,7 @@ class RoundPipeStrategy(SeveralMachines):
             "_quieten": _nothing,
             "_former": {},
             "_peers": None,
+            "_agreeing": (),
         }
 
     def __repr__(self) -> str:
@@ -564,7 +567,14 @@ class RoundPipeStrategy(SeveralMachines):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load as the base class does. For files that cannot be read, the error names ``ckpt_path`` and a remedy."""
+        """Load as the base class does. For files that cannot be read, the error names ``ckpt_path`` and a remedy.
+
+        Of several machines, each has room for its own part of the optimizer's state. That of others stays in the file.
+        """
+        plugin = self.checkpoint_io
+        reader = plugin.checkpoint_io if isinstance(plugin, _WrappingCheckpointIO) else plugin
+        if isinstance(reader, WholeCheckpointIO):
+            reader.maps = self._peers is not None
         try:
             checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         except Exception as error:
@@ -609,7 +619,7 @@ class RoundPipeStrategy(SeveralMachines):
         for optimizer, state in zip(self.optimizers, states, strict=True):
             load_optimizer(optimizer, state)
         if self._stepping is not None:
-            self._stepping.drop_state_of_others()
+            self._stepping.loaded(mapped=self._peers is not None)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -622,7 +632,8 @@ class RoundPipeStrategy(SeveralMachines):
         owners = [engine.owner_of(parameter) for parameter in parameters]
         if None in owners:
             return state
-        found = peers.gather_states(state["state"], [owner or 0 for owner in owners], "the optimizer's state")
+        room = FileTensors(folder_of_checkpoints(self._running()[0].trainer))
+        found = peers.gather_states(state["state"], [owner or 0 for owner in owners], room, "the optimizer's state")
         return {**state, "state": dict(sorted(found.items()))}
 
     @override

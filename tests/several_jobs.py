@@ -24,8 +24,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
-RANK = int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", 0)))
-MACHINES = int(os.environ.get("WORLD_SIZE", 1))
+import lightning_roundpipe.several_machines
+
+RANK = int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", os.environ.get("SLURM_PROCID", 0))))
+MACHINES = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
 
 
 def main(job: str, folder: str, arguments: str) -> None:
@@ -125,7 +127,7 @@ def train(
     steps: int = 3,
     samples: int = 8,
     microbatches: int | None = 4,
-    devices: int = 2,
+    devices: int | Sequence[int] = 2,
     blocking: bool = False,
     dropout: float = 0.0,
     even: bool = False,
@@ -145,6 +147,7 @@ def train(
     Args:
         strategy: another strategy than ours.
         microbatches: of all machines together; None: as many as each makes by default.
+        devices: of each machine; a number, if all have as many.
         blocking: whether a callback looks at gradients.
         even: whether each sample has the same number of targets.
         resume: a checkpoint to go on from.
@@ -181,7 +184,7 @@ def train(
     more = [*more, Late(late, module)] if late and rank == machines - 1 > 0 else more
     made = trainer_of(
         ours(**(parts | (options or {}))) if strategy is None else strategy,
-        devices=devices,
+        devices=devices if isinstance(devices, int) else devices[rank],
         num_nodes=trainer.pop("num_nodes", machines if strategy is None else 1),
         use_distributed_sampler=False,
         callbacks=[losses, *more, *([Looks()] if blocking else []), *([Saves(save, save_after)] if save else [])],
@@ -221,6 +224,81 @@ def soak(folder: Path, steps: int) -> dict[str, Any]:
 
     result = train(steps=steps, more=[Looks()])
     return result | {"seen": seen}
+
+
+class Broad(pl.LightningModule):
+    """Much to save, and little to compute: 64 MiB of weights, and 128 MiB of optimizer state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(16)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Anonymous(threading.Thread):
+    """The most memory of this process that is no file's, in bytes, until `end`."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most, self._over = 0, threading.Event()
+
+    def run(self) -> None:
+        while not self._over.wait(0.002):
+            self.most = max(self.most, self.now())
+
+    def end(self) -> int:
+        self._over.set()
+        self.join()
+        return self.most
+
+    @staticmethod
+    def now() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def saves_much(folder: Path, resume: bool = False) -> dict[str, Any]:
+    """What a checkpoint of a broad model, or going on from it, takes of memory beyond what training takes."""
+    path, grew = folder.parent / "broad.ckpt", 0
+    loaded, anonymous = 0, Anonymous()
+
+    class SavesAtTheEnd(pl.Callback):
+        roundpipe_looks_away = ("on_train_batch_end",)
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            nonlocal loaded
+            loaded = anonymous.end() if resume else 0
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            nonlocal grew
+            if resume:
+                assert path.name not in Path("/proc/self/maps").read_text(), "the file is still in use"
+            elif batch_idx == 2:
+                trainer.strategy._running()[1].settle()
+                before, saving = Anonymous.now(), Anonymous()
+                saving.start()
+                trainer.save_checkpoint(path)
+                grew = saving.end() - before
+
+    module, data = Broad(), torch.randn(12, 1024, generator=torch.Generator().manual_seed(RANK))
+    trainer = trainer_of(
+        ours(num_microbatches=2), num_nodes=MACHINES, max_epochs=1 + resume, use_distributed_sampler=False,
+        callbacks=[SavesAtTheEnd()], default_root_dir=folder,
+    )  # fmt: skip
+    before_fit = Anonymous.now()
+    if resume:
+        anonymous.start()
+    with quiet():
+        trainer.fit(module, DataLoader(data, 4), ckpt_path=path if resume else None)
+    held = sum(value.nbytes for state in trainer.optimizers[0].state.values() for value in state.values())
+    return {"grew": grew, "held": held, "loaded": loaded - before_fit, "state": module.state_dict()}
 
 
 class Counting(pl.LightningModule):
@@ -311,6 +389,48 @@ def dies_once(folder: Path, epochs: int) -> dict[str, Any]:
     return train(options=options, more=more, enable_checkpointing=True, max_epochs=epochs, resume="last")
 
 
+class Stopped(Counting):
+    """Its second machine sets ``should_stop`` in a hook."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def stop_in(self, hook: str, now: bool) -> None:
+        if RANK == MACHINES - 1 and hook == self.hook and now:
+            self.trainer.should_stop = True
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.stop_in("training_step", batch_idx == 2)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.stop_in("on_train_batch_end", batch_idx == 1)
+
+    def on_validation_epoch_end(self) -> None:
+        self.stop_in("on_validation_epoch_end", self.trainer.global_step == 4)
+
+    def on_train_epoch_end(self) -> None:
+        self.stop_in("on_train_epoch_end", True)
+
+    def on_train_start(self) -> None:
+        pass
+
+
+def stops(folder: Path, hooks: list[str]) -> list[tuple[int, int, int]]:
+    """For each hook: steps, validations and epochs of a run that only the last machine wants to stop there."""
+    data, found = torch.arange(48.0).repeat(4, 1).T.contiguous(), []
+    for hook in hooks:
+        module = Stopped(hook)
+        trainer = trainer_of(
+            ours(num_microbatches=2), devices=2, num_nodes=MACHINES, max_epochs=2, val_check_interval=4
+        )
+        with quiet():
+            trainer.fit(module, DataLoader(data, 4), DataLoader(data[:4], 2))
+        found.append((trainer.global_step, len(module.validated), trainer.current_epoch))
+    return found
+
+
 class Faulty(Counting):
     """What one machine does in its fourth batch."""
 
@@ -321,11 +441,11 @@ class Faulty(Counting):
             self.more = torch.nn.Linear(2, 2)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if RANK == 1 and self.trainer.global_step == 3:
+        if (0 if "the first" in self.kind else 1) == RANK and self.trainer.global_step == 3:
             if self.kind == "raises":
                 raise ValueError("the data is spilled")
-            if self.kind in ("killed", "stopped"):
-                os.kill(os.getpid(), signal.SIGKILL if self.kind == "killed" else signal.SIGSTOP)
+            if self.kind.endswith(("killed", "stopped")):
+                os.kill(os.getpid(), signal.SIGKILL if self.kind.endswith("killed") else signal.SIGSTOP)
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -357,11 +477,15 @@ def fault(folder: Path, kind: str, timeout: float = 10.0) -> dict[str, Any]:
     if kind == "fewer batches that nobody counts":
         training = DataLoader(Numbers(8 if RANK == 0 else 5), 4)
     options = {"staleness": 1} if kind == "another setting" and RANK == 1 else {}
+    if kind == "another version" and RANK == 1:
+        own = lightning_roundpipe.several_machines._version
+        lightning_roundpipe.several_machines._version = lambda name: "0.1" if name == "torchmetrics" else own(name)
     module = Faulty(kind)
     saving = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_top_k=-1)
     trainer = trainer_of(
         ours(num_microbatches=2, machine_timeout=timeout, **options), devices=2, num_nodes=MACHINES, callbacks=[saving],
-        max_epochs=2, enable_checkpointing=True, use_distributed_sampler=False, check_val_every_n_epoch=1,
+        max_epochs=1000 if kind == "goes on" else 2, enable_checkpointing=True, use_distributed_sampler=False,
+        check_val_every_n_epoch=1,
     )  # fmt: skip
     with quiet():
         trainer.fit(module, training, DataLoader(data[:8], 4))

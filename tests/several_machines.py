@@ -34,27 +34,48 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def environment(rank: int, machines: int, port: int) -> dict[str, str]:
-    """The variables that a user sets on each machine."""
-    return os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "NODE_RANK": str(rank),
-        "WORLD_SIZE": str(machines),
+def environment(rank: int, machines: int, port: int, slurm: str | None = None) -> dict[str, str]:
+    """The variables that a user sets on each machine, or those of SLURM: "alone", or with an address ("named")."""
+    found = os.environ | {
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
         "PYTHONUNBUFFERED": "1",
     }
+    if slurm is not None:
+        found |= {
+            "SLURM_JOB_ID": str(port),
+            "SLURM_JOB_NAME": "train",
+            "SLURM_NODELIST": "127.0.0.1",
+            "SLURM_NNODES": str(machines),
+            "SLURM_NTASKS": str(machines),
+            "SLURM_NTASKS_PER_NODE": "1",
+            "SLURM_PROCID": str(rank),
+            "SLURM_NODEID": str(rank),
+            "SLURM_LOCALID": "0",
+        }
+    if slurm != "alone":
+        found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return found if slurm else found | {"NODE_RANK": str(rank), "WORLD_SIZE": str(machines)}
 
 
-def start(job: str, machines: int, folder: Path, arguments: dict[str, Any]) -> list[subprocess.Popen[str]]:
-    """Start the processes. Their output goes to files in ``folder``."""
+def start(
+    job: str,
+    machines: int,
+    folder: Path,
+    arguments: dict[str, Any],
+    slurm: str | None = None,
+    network: Any = None,
+) -> list[subprocess.Popen[str]]:
+    """Start the processes, on this machine or on a `SlowNetwork`. Their output goes to files in ``folder``."""
     port, code = free_port(), "import sys, several_jobs; several_jobs.main(*sys.argv[1:])"
     folder.mkdir(parents=True, exist_ok=True)
     return [
         subprocess.Popen(
-            [sys.executable, "-c", code, job, str(folder), json.dumps(arguments)],
-            env=environment(rank, machines, port),
+            [
+                *([] if network is None else network.inside(rank)),
+                *(sys.executable, "-c", code, job, str(folder), json.dumps(arguments)),
+            ],
+            env=environment(rank, machines, port, slurm) | ({} if network is None else network.variables),
             stdout=open(folder / f"output-{rank}.txt", "w"),
             stderr=subprocess.STDOUT,
             text=True,
@@ -87,11 +108,11 @@ LEFT = 1000
 
 
 def collect(
-    processes: Sequence[subprocess.Popen[str]], folder: Path, limit: float, *, others: bool = True
+    processes: Sequence[subprocess.Popen[str]], folder: Path, limit: float, *, until: int | None = None
 ) -> list[Machine]:
-    """Wait for the processes, by default ``others`` than the first one, too, and kill what is left at last."""
+    """Wait for the processes, or ``until`` one of them has ended, and kill what is left at last."""
     deadline, ended = time.monotonic() + limit, dict[int, float]()
-    while len(ended) < len(processes) and time.monotonic() < deadline and (others or 0 not in ended):
+    while len(ended) < len(processes) and time.monotonic() < deadline and (until is None or until not in ended):
         for rank, process in enumerate(processes):
             if rank not in ended and process.poll() is not None:
                 ended[rank] = time.monotonic()
@@ -111,15 +132,19 @@ def collect(
     ]
 
 
-def launch(job: str, folder: Path, *, machines: int = 2, limit: float = 240, **arguments: Any) -> list[Machine]:
+def launch(
+    job: str, folder: Path, *, machines: int = 2, limit: float = 240, network: Any = None, **arguments: Any
+) -> list[Machine]:
     """Run ``job`` on each machine and return what they left."""
-    return collect(start(job, machines, folder, arguments), folder, limit)
+    return collect(start(job, machines, folder, arguments, network=network), folder, limit)
 
 
-def results(job: str, folder: Path, *, machines: int = 2, limit: float = 240, **arguments: Any) -> list[Any]:
+def results(
+    job: str, folder: Path, *, machines: int = 2, limit: float = 240, network: Any = None, **arguments: Any
+) -> list[Any]:
     """Run ``job`` on each machine and return what each saved. All must end well."""
     import torch
 
-    found = launch(job, folder, machines=machines, limit=limit, **arguments)
+    found = launch(job, folder, machines=machines, limit=limit, network=network, **arguments)
     assert [one.status for one in found] == [0] * machines, "\n\n".join(one.output for one in found)
     return [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(machines)]

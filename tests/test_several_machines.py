@@ -20,7 +20,12 @@ CASES: dict[str, dict[str, Any]] = {
     "adamw": {"late": 1.5},
     "one microbatch each": {"microbatches": 2, "optimizer": "sgd"},
     "looked at, and accumulated": {"blocking": True, "accumulate_grad_batches": 2, "steps": 5},
-    "clipped and accumulated": {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "steps": 5},
+    "clipped and accumulated": {
+        "gradient_clip_val": 0.1,
+        "accumulate_grad_batches": 2,
+        "steps": 5,
+        "devices": [2, 1],
+    },
     "stale": {"options": {"staleness": 1}},
     "stale, clipped, state everywhere": {
         "options": {"staleness": 1, "shard_optimizer": False},
@@ -73,6 +78,19 @@ def test_two_machines_are_one_with_all_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("names", [True, False])
+def test_slurm_with_one_task_on_each_machine(names: bool, tmp_path: Path) -> None:
+    """Lightning learns who is who from SLURM, and an address unless MASTER_ADDR names one."""
+    case = {"steps": 2, "devices": [1, 2]}
+    processes = several_machines.start("cases", 2, tmp_path, {"cases": [case]}, slurm="named" if names else "alone")
+    ended = several_machines.collect(processes, tmp_path, PATIENCE_S)
+    assert [one.status for one in ended] == [0, 0], "\n\n".join(one.output for one in ended)
+    found = [torch.load(tmp_path / f"result-{rank}.pt", weights_only=False)[0] for rank in range(2)]
+    assert_one(case, found, ours=False)
+    assert "roundpipe: plan" not in ended[1].output
+
+
+@pytest.mark.slow
 def test_in_other_ways(tmp_path: Path) -> None:
     compare(tmp_path, [name for name in CASES if name not in ("adamw", "clipped and accumulated")])
 
@@ -109,6 +127,23 @@ def test_checkpoints_are_those_of_one_machine(tmp_path: Path) -> None:
             assert_tensors_same(plain["state"], result["state"])
 
 
+@pytest.mark.slow
+def test_checkpoints_take_no_memory_for_the_state_of_other_machines(tmp_path: Path) -> None:
+    """The first machine held all of it at once when it saved, and each machine did when it went on: 64 MiB here."""
+    first, second = several_machines.results("saves_much", tmp_path / "run")
+    assert first["held"] > 60e6 and second["held"] > 60e6
+    for one in (first, second):
+        assert one["grew"] < 16e6, f"{one['grew'] / 1e6:.0f} MB while saving"
+    saved = torch.load(tmp_path / "broad.ckpt", weights_only=False)["optimizer_states"][0]["state"]
+    assert len(saved) == 32 and all(one["exp_avg_sq"].any() for one in saved.values())
+    again = several_machines.results("saves_much", tmp_path / "again", resume=True)
+    for one in again:
+        assert one["held"] in (first["held"], second["held"])
+        assert one["loaded"] < 100e6, f"{one['loaded'] / 1e6:.0f} MB while loading; it was three times the weights"
+    assert all(torch.equal(again[0]["state"][name], again[1]["state"][name]) for name in again[0]["state"])
+    assert any(not torch.equal(first["state"][name], again[0]["state"][name]) for name in first["state"])
+
+
 # ------------------------------------------------------------------------------------------------- what surrounds it
 
 
@@ -139,11 +174,20 @@ def test_what_lightning_exchanges(tmp_path: Path) -> None:
     assert "roundpipe:" not in output[1] and "Epoch" not in output[1]
 
 
+def test_a_machine_that_stops_stops_all(tmp_path: Path) -> None:
+    """After the batch in which its code says so. The others waited, until an error said where each machine was."""
+    hooks = ["training_step", "on_train_batch_end", "on_validation_epoch_end", "on_train_epoch_end"]
+    first, second = several_machines.results("stops", tmp_path, hooks=hooks)
+    assert first == second
+    assert [steps for steps, _, _ in first] == [3, 2, 4, 6]
+
+
 # ----------------------------------------------------------------------------------------------------------- failures
 
 REFUSED = {
     "fewer batches": "the machines differ in the number of training batches: machine 0 (.*) has '8', and machine 1",
     "another model": "the machines differ in the number of parameters and buffers: machine 0 (.*) has 4, and machine 1",
+    "another version": "the machines differ in the version of torchmetrics: machine 0 (.*) has '.*', and machine 1",
     "another setting": "the machines differ in staleness: machine 0 (.*) has 0, and machine 1 (.*) has 1",
 }
 FAILED = {
@@ -151,6 +195,8 @@ FAILED = {
     "raises in a hook": "machine 1 (.*) has failed: ValueError: the validation is spilled",
     "killed": "machine 1 (.*) has died: its connection broke",
     "stopped": "machine 1 (.*) has not answered for",
+    "the first is killed": "machine 0 (.*) has died|machine 0 (.*), which keeps the job's store, does not answer",
+    "the first is stopped": "machine 0 (.*), which keeps the job's store, has not answered for",
     "fewer batches that nobody counts": "the machines have come to different places",
 }
 
@@ -166,10 +212,10 @@ def test_machines_that_differ_are_refused_before_training(kind: str, tmp_path: P
 
 def fails(folder: Path, kind: str) -> None:
     """The other machine ends soon, with an error that says why; the last checkpoint is whole."""
-    processes = several_machines.start("fault", 2, folder, {"kind": kind})
-    first, _ = several_machines.collect(processes, folder, PATIENCE_S, others=False)
-    assert first.status not in (0, several_machines.LEFT), first.output
-    assert re.search(FAILED[kind], first.output), first.output
+    processes, other = several_machines.start("fault", 2, folder, {"kind": kind}), int("the first" in kind)
+    left = several_machines.collect(processes, folder, PATIENCE_S, until=other)[other]
+    assert left.status not in (0, several_machines.LEFT), left.output
+    assert re.search(FAILED[kind], left.output), left.output
     saved = sorted((folder / "checkpoints").glob("*.ckpt"))
     assert saved
     for path in saved:

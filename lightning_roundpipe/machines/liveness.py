@@ -1,13 +1,13 @@
 """Whether the other machines of a job are alive, and what became of one that is not.
 
 A collective operation waits for all machines. If one has died, hangs or has failed, the others would wait without end,
-or raise an error of the network that does not say why. So each machine has a thread that writes to the job's store and
-reads what the others have written:
+or raise an error of the network that does not say why. So each machine has two threads. One writes to the job's store
+and reads what the others have written. It may block there, so another one draws the conclusions:
 
     every `BEAT` seconds: my number, what I wait for ── the others' ── [1]
-    a machine whose number stands still for half of the timeout hangs or has died ── [2]
+    a machine whose number stands still for half of the timeout hangs or has died, and so has the store's ── [2]
     a machine that fails writes its error; the others say that they have read it ── [3]
-    all machines wait, and not for the same thing: none of them will ever go on ── [4]
+    all machines wait, and not for the same thing, or too long for the same: none of them will ever go on ── [4]
     a failure is known, and the main thread does not end: it waits where nothing can reach it; end the process ── [5]
     the process ends after a failure: gloo would wait for what it has sent to the other machine; leave it ── [6]
 
@@ -33,6 +33,10 @@ BEAT = 0.5
 """Seconds between two messages of a machine."""
 STALL = 15.0
 """Seconds after which machines that wait for different things are taken for stuck."""
+BOUNDED = ("the gradients of bucket", "the weights of bucket")
+"""How waits for one message of bounded size begin. If all machines are in them, nothing but the network is missing."""
+PATIENCE = 10
+"""Timeouts that other operations may take, whose size is not known, while all machines wait for the same one."""
 SILENCE = 8 * BEAT
 """Seconds without a message after which a machine whose connection broke is taken for dead."""
 LAST_WORDS = 10.0
@@ -54,7 +58,7 @@ class MachineError(RoundPipeError):
 
 
 class Liveness:
-    """Watches the other machines in a run of the trainer, from `begin` to `end`, on a thread of its own.
+    """Watches the other machines in a run of the trainer, from `begin` to `end`, on threads of its own.
 
     Args:
         store: a connection to the job's store that no other thread uses.
@@ -92,7 +96,9 @@ class Liveness:
         self._read = threading.Event()
         self._seen: dict[int, tuple[int, float]] = {}
         """The last number of each other machine, and when it came."""
-        self._thread: threading.Thread | None = None
+        self._beats: tuple[dict[int, dict[str, Any]], float] = {}, 0.0
+        """The last messages of the others, and when the store answered."""
+        self._threads: list[threading.Thread] = []
 
     def name_of(self, rank: int) -> str:
         return f"machine {rank} ({self._names[rank]})"
@@ -105,7 +111,7 @@ class Liveness:
         atexit.register(self._at_exit)
 
     def begin(self) -> None:
-        """Begin a run: start the thread. Until `end`, this process must not outlive a failure [5].
+        """Begin a run: start the threads. Until `end`, this process must not outlive a failure [5].
 
         Raises:
             RoundPipeError: an earlier run has failed.
@@ -117,15 +123,16 @@ class Liveness:
             )
         self._run += 1
         self._over.clear()
-        self._thread = threading.Thread(target=self._watch, name="roundpipe-liveness", daemon=True)
-        self._thread.start()
+        self._beats = {}, time.monotonic()
+        for name, work in (("store", self._keep_exchanging), ("liveness", self._watch)):
+            self._threads.append(threading.Thread(target=work, name=f"roundpipe-{name}", daemon=True))
+            self._threads[-1].start()
 
     def end(self) -> None:
-        """End the run."""
+        """End the run. After a failure, a thread may stay blocked by the store until the process ends."""
         self._over.set()
-        if self._thread is not None:
-            self._thread.join(self._timeout / 2)
-            self._thread = None
+        while self._threads:
+            self._threads.pop().join(self._timeout / 2 if self.failure is None else 4 * BEAT)
 
     @contextlib.contextmanager
     def waiting(self, label: str) -> Iterator[None]:
@@ -143,6 +150,13 @@ class Liveness:
             if threading.current_thread() is self._main:
                 self._told = True
             raise MachineError(self.failure)
+
+    def says(self) -> str:
+        """Return what this machine waits for from the others, as a sentence; empty if it does not."""
+        label, since = self._wait()
+        if label is None:
+            return ""
+        return f"For {time.monotonic() - since:.0f} seconds this machine has waited for {label} from other machines."
 
     def explain(self, error: BaseException, label: str) -> MachineError:
         """Return the error to raise when the network has failed with ``error``.
@@ -185,21 +199,32 @@ class Liveness:
         sys.stderr.flush()
         self._leave(1)
 
-    # -- the thread ---------------------------------------------------------------------------------------------------
+    # -- the threads --------------------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        seen = self._seen
-        seen.update({other: (0, time.monotonic()) for other in self._others})
+    def _keep_exchanging(self) -> None:
         number = 0
         while not self._over.is_set():
             number += 1
             try:
-                beats = self._exchange(number)
+                self._beats = self._exchange(number), time.monotonic()
             except Exception as error:  # the machine with the store has ended
-                keeper = self.name_of(0) if self._rank else "this machine"
-                self._fail(f"{keeper}, which keeps the job's store, does not answer: {_first(error)}")
-                beats = {}
-            now = time.monotonic()
+                self._fail(f"{self._keeper()} does not answer: {_first(error)}")
+                self._beats = {}, time.monotonic()
+            self._over.wait(BEAT)
+
+    def _keeper(self) -> str:
+        return f"{self.name_of(0) if self._rank else 'this machine'}, which keeps the job's store,"
+
+    def _watch(self) -> None:
+        seen = self._seen
+        seen.update({other: (0, time.monotonic()) for other in self._others})
+        while not self._over.is_set():
+            (beats, answered), now = self._beats, time.monotonic()
+            if now - answered > self._timeout / 2:  # [2]
+                self._fail(
+                    f"{self._keeper()} has not answered for {now - answered:.0f} seconds: it has died, hangs, or its "
+                    "network is down (machine_timeout says how long to wait)."
+                )
             for other, beat in beats.items():
                 if beat["n"] != seen[other][0] or beat["run"] < self._run:
                     seen[other] = beat["n"], now
@@ -249,19 +274,33 @@ class Liveness:
         return (f"torch.distributed.{frame.f_code.co_name}()", self._sampled[1]) if frame is not None else (None, 0.0)
 
     def _look_for_stuck(self, beats: dict[int, dict[str, Any]]) -> None:
-        """Find machines that wait for different things [4]."""
+        """Find machines that wait for different things, or for a network that carries nothing [4]."""
         label, since = self._wait()
-        if self.failure is not None or label is None or time.monotonic() - since < STALL:
+        if (
+            self.failure is not None
+            or label is None
+            or not beats
+            or any(beat["wait"] is None for beat in beats.values())
+        ):
             return
-        if not beats or any(beat["wait"] is None or beat["for"] < STALL for beat in beats.values()):
-            return
-        if different := [(other, beat["wait"]) for other, beat in beats.items() if beat["wait"] != label]:
-            other, theirs = different[0]
+        waits = {self._rank: label} | {other: beat["wait"] for other, beat in beats.items()}
+        shortest = min(time.monotonic() - since, *(beat["for"] for beat in beats.values()))
+        places = " and ".join(f"{self.name_of(rank)} waits for {wait}" for rank, wait in sorted(waits.items()))
+        text = ""
+        if all(wait.startswith(BOUNDED) for wait in waits.values()) or len(set(waits.values())) == 1:
+            if shortest > self._timeout * (1 if label.startswith(BOUNDED) else PATIENCE):
+                text = (
+                    f"the network has stalled: all machines answer, and for {shortest:.0f} seconds {places}. Let the "
+                    "network pass the connections of gloo, whose interface GLOO_SOCKET_IFNAME names; a network that "
+                    "is only slow needs a larger machine_timeout."
+                )
+        elif shortest > STALL:
             text = (
-                f"the machines have come to different places: {self.name_of(self._rank)} waits for {label}, and "
-                f"{self.name_of(other)} for {theirs}. Each needs the same number of batches, and the same hooks; code "
-                "that only one machine runs must not call the trainer."
+                f"the machines have come to different places: {places}. Each needs the same number of batches, and the "
+                "same hooks; code that only one machine runs must not call the trainer. If they have these, the "
+                "network between them has stalled."
             )
+        if text:
             self._fail(text)
             self._post(text)
 

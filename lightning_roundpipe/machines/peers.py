@@ -13,6 +13,7 @@ A process group must not be used by two threads at once. So there are three:
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import threading
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.machines.file_tensors import FileTensors
 from lightning_roundpipe.machines.liveness import Liveness
 
 MAIN, GRADIENTS, WEIGHTS = "main", "gradients", "weights"
@@ -154,13 +156,14 @@ class Peers:
                     )
 
     def gather_states(
-        self, states: dict[int, dict[str, Any]], owners: Sequence[int], label: str
+        self, states: dict[int, dict[str, Any]], owners: Sequence[int], room: FileTensors, label: str
     ) -> dict[int, dict[str, Any]]:
         """Return on machine 0 what each machine has of an optimizer's state; on others, ``states``.
 
         Args:
             states: this machine's part, by number of the parameter.
             owners: the machine that has the state of each parameter.
+            room: where machine 0 has room for what it receives.
             label: what it is.
         """
         found = dict(states)
@@ -177,12 +180,18 @@ class Peers:
                     if self.rank == source:
                         tensor = mine[int(number)][name].contiguous()
                     else:
-                        tensor = torch.empty(shape if self.rank == 0 else 0, dtype=getattr(torch, dtype))
+                        tensor = room.empty(shape if self.rank == 0 else [0], getattr(torch, dtype))
                         received[name] = tensor
-                    self.wait(self.deliver(tensor, [source], 0, MAIN), label)
+                    self._bring(tensor, math.prod(shape), source, label)
                 if self.rank == 0:
                     found[int(number)] = received
         return found
+
+    def _bring(self, tensor: Tensor, size: int, source: int, label: str) -> None:
+        """Bring a tensor of ``size`` numbers from ``source`` to machine 0, in messages of bounded size."""
+        flat = tensor.view(-1)
+        for start in range(0, size, PORTION):
+            self.wait(self.deliver(flat[start : min(start + PORTION, size)], [source], 0, MAIN), label)
 
     # -- tensors that all machines have -------------------------------------------------------------------------------
 

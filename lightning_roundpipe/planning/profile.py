@@ -104,10 +104,14 @@ class Hardware:
         computing = flops / (self.flops[form] * (efficiency or self.matmul_efficiency))
         return self.kernel_s + max(computing, nbytes / (self.memory_bandwidth * self.memory_efficiency))
 
-    def links(self) -> Links | tuple[Links, ...]:
-        """Each device's share of what the links carry, which together are no faster than the host's memory."""
+    def link(self, device: Hardware) -> Links:
+        """The share of ``device`` in what the links carry, which together are no faster than the host's memory."""
         share = self.host_memory_bandwidth * self.memory_efficiency / self.workers
-        each = tuple(Links(min(one.upload, share), min(one.download, share)) for one in self.devices)
+        return Links(min(device.upload, share), min(device.download, share))
+
+    def links(self) -> Links | tuple[Links, ...]:
+        """The `link` of each device, once if all are alike."""
+        each = tuple(map(self.link, self.devices))
         return each[0] if len(set(each)) == 1 else each
 
     def optimizer_rate(self, traffic: float) -> float:

@@ -121,7 +121,7 @@ class Engine:
         self.hints.of_cuts(found)
         dtype, limit = options.reduce_dtype, options.watchdog_timeout
         self.worker_pool = WorkerPool(
-            devices, limit, prefetch=bool(options.prefetch)
+            devices, limit, prefetch=bool(options.prefetch), elsewhere=peers.liveness.says if peers is not None else str
         )  # has started threads: from here on, a failing constructor must call close()
         reduction = Reduction(getattr(torch, dtype) if dtype is not None else None, self.worker_pool.summing)
         watched = functools.partial(is_watched, options, formats, learned)

@@ -117,6 +117,23 @@ def test_a_store_that_is_gone(pair: Any) -> None:
     assert second.failure.endswith("machine 0 (a), which keeps the job's store, does not answer: Broken pipe")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_does_not_come_back(rank: int, pair: Any) -> None:
+    """The machine that keeps it was stopped, or the network was down, and the only thread waited in it for ever."""
+    board, machines, left = pair(timeout=1.0)
+    until(lambda: machines[rank]._beats[0])
+    goes_on = threading.Event()
+    board.set = lambda *_: goes_on.wait(20)
+    began = time.monotonic()
+    until(lambda: machines[rank].failure and left)
+    assert time.monotonic() - began < 3
+    keeper = r"machine 0 \(a\)" if rank else "this machine"
+    with pytest.raises(MachineError, match=f"{keeper}, which keeps the job's store, has not answered for .*network is"):
+        machines[rank].check()
+    machines[rank].fail(ValueError("the same"))
+    goes_on.set()
+
+
 def test_a_broken_connection_is_explained_by_what_comes_later(pair: Any) -> None:
     _, (first, second), _ = pair(timeout=30.0)
     threading.Timer(0.1, second.fail, (KeyError("lost"),)).start()
@@ -164,6 +181,22 @@ def test_a_call_of_torch_distributed_is_a_wait(pair: Any) -> None:
         until_ = time.monotonic() + 20
         called["broadcast"](lambda: (first.failure and second.failure) or time.monotonic() > until_)
     assert "torch.distributed.broadcast()" in str(first.failure)
+
+
+@pytest.mark.parametrize("theirs", ["the gradients of bucket 3", "the weights of bucket 1"])
+def test_machines_that_all_wait_for_messages_have_no_network(theirs: str, pair: Any) -> None:
+    """They waited for a day. What one of them has sent may be in the memory of its kernel, so it is ahead."""
+    _, (first, second), _ = pair(timeout=1.0)
+    with first.waiting("the gradients of bucket 3"), second.waiting(theirs):
+        time.sleep(0.5)
+        first.check()
+        assert (
+            first.says() == "For 1 seconds this machine has waited for the gradients of bucket 3 from other machines."
+        )
+        until(lambda: first.failure and second.failure)
+    places = rf"machine 0 \(a\) waits for the gradients of bucket 3 and machine 1 \(b\) waits for {theirs}"
+    with pytest.raises(MachineError, match=f"the network has stalled: .* for 1 seconds {places}"):
+        first.check()
 
 
 def test_machines_that_wait_for_the_same_are_only_slow(pair: Any) -> None:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class WorkerPool:
     Args:
         devices: one device per worker.
         watchdog_timeout: seconds without progress after which a step fails.
+        elsewhere: returns what the step waits for from other machines, as a sentence or nothing.
         prefetch: whether workers upload the weights of their next slot while one is open.
 
     Attributes:
@@ -52,8 +53,16 @@ class WorkerPool:
         broken: whether a thread did not return or a device could not be reset, so that no further step may run.
     """
 
-    def __init__(self, devices: list[Device], watchdog_timeout: float, *, prefetch: bool = True) -> None:
+    def __init__(
+        self,
+        devices: list[Device],
+        watchdog_timeout: float,
+        *,
+        prefetch: bool = True,
+        elsewhere: Callable[[], str] = str,
+    ) -> None:
         self.devices = devices
+        self._elsewhere = elsewhere
         self._around = contextlib.ExitStack()
         self._around.enter_context(devices[0].process_settings())  # first, as new threads inherit the settings
         self.workers = [Worker(d) for d in devices]
@@ -150,7 +159,7 @@ class WorkerPool:
                 elif time.monotonic() - since > self._limit:
                     raise TimeoutError(
                         f"nothing happened for watchdog_timeout={self._limit:g} seconds. Raise it if a layer, or the "
-                        f"code between layers, really takes that long. All threads:\n{stacks()}"
+                        f"code between layers, really takes that long. {self._elsewhere()}\nAll threads:\n{stacks()}"
                     )
 
     def _look_for_the_dead(self) -> None:

@@ -1,0 +1,57 @@
+"""Tensors in files without a name, for what is collected for a checkpoint.
+
+The first machine writes the optimizer's state of all machines into one file, and has room in memory for its own part
+only. Collected in anonymous memory, the rest would have to fit as well. Here it lies in files, mapped into memory: the
+tensors are ordinary ones, and the kernel writes their pages out and drops them where memory is short.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.messages import PREFIX, gib, warn
+
+SMALL = 2**20
+"""Bytes below which a tensor lies in memory."""
+
+
+class FileTensors:
+    """Makes tensors in files of a folder. A file is gone with its tensor, or with the process.
+
+    Args:
+        folder: where there is room for as much as will be collected, on a disk. It is made if it does not exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder: Path | None = folder
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a contiguous tensor, in memory if it is small, or if the folder has no room: then warn once."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self._folder is not None and nbytes >= SMALL:
+            try:
+                return torch.frombuffer(_mapped(self._folder, nbytes), dtype=dtype).view(tuple(shape))
+            except OSError as error:
+                warn(
+                    f"{PREFIX}the optimizer's state of other machines is collected in memory, as {self._folder} does "
+                    f"not take {gib(nbytes)} more ({error.strerror}): give ModelCheckpoint a dirpath, or the Trainer "
+                    "a default_root_dir, on a disk with room for it."
+                )
+                self._folder = None
+        return torch.empty(tuple(shape), dtype=dtype)
+
+
+def _mapped(folder: Path, nbytes: int) -> mmap.mmap:
+    """Return a mapped file of ``nbytes``, all of which the disk has: a page that it lacks would end the process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        return mmap.mmap(file.fileno(), nbytes)

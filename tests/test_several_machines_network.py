@@ -1,0 +1,72 @@
+"""Several machines with a network of a stated rate and latency between them, and with one that stalls."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import several_machines
+from patience import PATIENCE_S
+from test_several_machines import assert_one
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from slow_network import SlowNetwork, unavailable
+
+WHY_NOT = unavailable()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(10 * PATIENCE_S),
+    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
+]
+
+
+@pytest.fixture
+def between() -> Iterator[Callable[[int, float], SlowNetwork]]:
+    """Makes a network between machines, which send so many bytes a second, with 5 ms of latency."""
+    made: list[SlowNetwork] = []
+
+    def make(machines: int, rate: float) -> SlowNetwork:
+        made.append(SlowNetwork(machines, rate, 0.005))
+        return made[-1]
+
+    yield make
+    for network in made:
+        network.close()
+
+
+@pytest.mark.parametrize("machines", [2, 3])
+def test_over_a_slow_network(machines: int, between: Any, tmp_path: Path) -> None:
+    network = between(machines, 12.5e6)
+    common: dict[str, Any] = {"microbatches": 6, "samples": 12}
+    stale = {"options": {"staleness": 1}, "gradient_clip_val": 0.1}
+    cases = [common, common | stale, common | {"lora": True, "accumulate_grad_batches": 3}]
+    found = several_machines.results("cases", tmp_path, machines=machines, network=network, cases=cases)
+    for case, ones in zip(cases, zip(*found, strict=True), strict=True):
+        assert_one(case, list(ones), ours="options" in case)
+
+
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_a_network_that_stalls_ends_all_machines(all_of_it: bool, between: Any, tmp_path: Path) -> None:
+    """All of it, so that machines do not hear of each other; or the connections of gloo only."""
+    network = between(2, 12.5e6)
+    processes = several_machines.start("fault", 2, tmp_path, {"kind": "goes on", "timeout": 5.0}, network=network)
+    deadline = time.monotonic() + PATIENCE_S
+    while not list(tmp_path.glob("checkpoints/*.ckpt")):
+        assert time.monotonic() < deadline and not any(one.poll() for one in processes)
+        time.sleep(0.1)
+    network.stall() if all_of_it else network.stall_gloo()
+    for one in several_machines.collect(processes, tmp_path, 2 * PATIENCE_S):
+        assert one.status not in (0, several_machines.LEFT), one.output
+        assert one.after < 15
+        expected = (
+            r"machine \d \(.*\)(, which keeps the job's store,)? has not answered for|this machine, which keeps"
+            if all_of_it
+            else r"the network has stalled: all machines answer|the network between them has stalled"
+        )
+        assert re.search(expected, one.output), one.output
