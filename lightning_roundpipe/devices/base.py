@@ -192,6 +192,8 @@ class Device(ABC):
     """The default generator of layers that run on this device."""
     lead_bytes: int
     """How many bytes of calls the host may enqueue ahead of the device, memory permitting."""
+    backward_needs_interpreter: bool
+    """Whether autograd runs backward on the thread that calls it, as on the host, and not on one of its own."""
     generator_lock: GeneratorLock
     """Reentrant lock of ``generator``, shared by all devices that share it. Hold it from seeding to the last draw."""
 

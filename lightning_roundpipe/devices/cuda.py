@@ -63,6 +63,7 @@ class CudaDevice(Device):
         self.generator = torch.cuda.default_generators[torch_device.index]
         self.generator_lock = _generator_locks.setdefault(torch_device.index, GeneratorLock())
         self.lead_bytes = LEAD_BYTES
+        self.backward_needs_interpreter = False
         self._pin_memory, self._sharers = pin_memory, sharers
         self._switch = AbortSwitch(f"Device {index}")
         self._arenas: dict[int, tuple[Tensor, str]] = {}

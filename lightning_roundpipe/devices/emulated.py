@@ -42,6 +42,7 @@ class EmulatedDevice(Device):
         self.index, self.torch_device = index, torch_device
         self.generator, self.generator_lock = torch.default_generator, generators.HOST_LOCK
         self.lead_bytes = 0  # an enqueued call has run already
+        self.backward_needs_interpreter = True
         self._emulation = emulation
         self._switch = AbortSwitch(f"Device {index}")
         self._closed = False

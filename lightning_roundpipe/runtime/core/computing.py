@@ -17,8 +17,8 @@ from lightning_roundpipe.runtime.user_code.interception import Inside, calling
 class Computing:
     """Context manager around a call's compute: holds the core, names the call for a profiler, and records its times.
 
-    Layers that the layer's code calls are sent to ``inside``, which refuses them. A backward, which autograd
-    runs without the interpreter, and a layer whose code takes long run without the interpreter's lease.
+    Layers that the layer's code calls are sent to ``inside``, which refuses them. A layer whose code takes
+    long runs without the interpreter's lease, and so does a backward that autograd runs on threads of its own.
 
     Args:
         worker: worker that the call runs on.
@@ -56,7 +56,8 @@ class Computing:
             name.__exit__(None, None, None)
             core.__exit__(None, None, None)
             raise
-        alone = self._kind == "backward" or self._layer.launch_seconds >= interpreter_lease.TERM_S
+        elsewhere = self._kind == "backward" and not device.backward_needs_interpreter
+        alone = elsewhere or self._layer.launch_seconds >= interpreter_lease.TERM_S
         self._leased = alone and interpreter_lease.release()
         self._began = time.perf_counter()
         if self._counter is not None:
