@@ -66,6 +66,7 @@ class SavedAmounts:
         return amount if agreed else None
 
     def learn(self, key: Hashable, amount: SavedAmount) -> None:
+        """Remember what a call of this kind has saved."""
         before = self._found.get(key)
         if before is None:
             if len(self._found) >= self.MOST:
