@@ -1,4 +1,4 @@
-"""Tokens a second over the length of sequences, in docs/long-sequences.md: planned, beside what the paper measured.
+"""Tokens a second over the length of sequences, planned, beside what the paper measured: docs/long-sequences-speed.md.
 
     .venv/bin/python docs/make_length_speed.py          (a minute or two)
 
@@ -18,7 +18,7 @@ from lightning_roundpipe.commands.plan_shape import Wish
 from lightning_roundpipe.pictures import save
 
 HERE = Path(__file__).parent
-PAGE, PICTURE = HERE / "long-sequences.md", HERE / "images" / "length-speed.png"
+PAGE, PICTURE = HERE / "long-sequences-speed.md", HERE / "images" / "length-speed.png"
 MEASURED = HERE.parent / "benchmarks" / "measured.json"
 BEGIN, END = "<!-- figures: docs/make_length_speed.py -->\n", "<!-- end of speeds -->\n"
 LENGTHS = tuple(2**n for n in range(9, 18))

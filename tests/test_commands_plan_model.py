@@ -369,7 +369,7 @@ def test_rounds_run_side_by_side_where_worker_and_host_have_the_memory(command: 
         assert less["fits"] and not less["side_by_side"]
         assert less["tokens_per_s"] < found["tokens_per_s"]
     assert "\nThe 8 rounds of a step run side by side. Each is a whole microbatch" in command(*options)[1]
-    several = command("model=tiny_llama,tiny_qwen3_1_7b", *options[1:-1])[1]
+    several = command("model=tiny_llama,tiny_qwen3_1_7b", *options[1:3], *options[4:-1], "search_seconds=1")[1]
     assert "beside: rounds side by side, as in data parallelism." in " ".join(several.split())
 
 

@@ -241,5 +241,5 @@ def test_calls_that_are_counted_as_a_whole_have_the_peaks_of_those_counted_tenso
         with all_reports() as made:
             run(used, zoo.make_module(name), [batch] * 6, devices=1, watch=False)
         peaks.append([report["peak_device_bytes"] for make in made if not (report := make())["profiled"]])
-    assert peaks[0] == peaks[1]
-    assert len(peaks[0]) == 5
+    assert len(peaks[0]) == len(peaks[1]) == 5
+    assert peaks[0] == [pytest.approx(peak, rel=0.01) for peak in peaks[1]]  # threads meet in another order each time

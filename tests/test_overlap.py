@@ -23,7 +23,7 @@ from torch.optim import SGD
 
 from lightning_roundpipe.devices.errors import StreamAborted
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
-from lightning_roundpipe.runtime.core.worker import Worker
+from lightning_roundpipe.runtime.core.weight_uploads import WeightUploads
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.optimizer import async_optimizer
@@ -343,15 +343,15 @@ class Watched:
         self.broken: list[str] = []
         self.seen = 0
         self._lock = threading.Lock()
-        upload, copy, apply = Worker.upload, HostLayer.upload, AsyncOptimizer._apply
+        upload, copy, apply = WeightUploads.upload, HostLayer.upload, AsyncOptimizer._apply
 
-        def uploading(worker: Worker, slot: Any, layer: HostLayer, *args: Any) -> None:
+        def uploading(uploads: WeightUploads, slot: Any, layer: HostLayer, *args: Any) -> None:
             masters = layer.bucket.version
             if masters != slot.version and layer.bucket.masters:
                 self.note(f"[5] layer {layer.index} was uploaded in version {masters}, not {slot.version}")
             with self._lock:
                 self.seen += 1
-            upload(worker, slot, layer, *args)
+            upload(uploads, slot, layer, *args)
 
         def copying(layer: HostLayer, stream: Any, *args: Any) -> None:
             """The optimizer is told of the upload later, and may then write at once."""
@@ -375,7 +375,7 @@ class Watched:
                 self.note(f"[4] gradients of update {step.number} were written while they were used")
             apply(updates, step, gathered)
 
-        patch.setattr(Worker, "upload", uploading)
+        patch.setattr(WeightUploads, "upload", uploading)
         patch.setattr(HostLayer, "upload", copying)
         patch.setattr(AsyncOptimizer, "_apply", applying)
 

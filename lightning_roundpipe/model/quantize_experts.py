@@ -296,7 +296,8 @@ def _unpack(packed: Tensor, state: Any, first: int, count: int, dtype: torch.dty
     bytes_of_them = packed.view(-1, 1)[begin // 2 : end // 2]
     shape = shape_to_unpack((count, rows, columns), state.blocksize)
     unpacked = unpack(bytes_of_them, scales, state.blocksize, state.quant_type, shape, dtype)
-    return unpacked.view(count, rows, columns)
+    whole = (count, rows, columns)
+    return unpacked if unpacked.shape == whole else unpacked.view(whole)
 
 
 def _scales(state: Any, first: int, last: int) -> Tensor:
