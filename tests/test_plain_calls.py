@@ -329,3 +329,36 @@ def test_more_microbatches_and_devices_take_no_more_switches_for_each_call(monke
         switches[devices, microbatches] = min(acquired[step] for step in range(3, STEPS)) / calls
     assert max(switches.values()) < 2.5, switches
     assert switches[8, 32] < 1.2 * switches[8, 8], switches
+
+
+class Surrounded(Steps):
+    """Calls its layers within a context of autograd's."""
+
+    context: Callable[[], Any]
+
+    def loss_and_logits(self, batch: Any) -> tuple[Tensor, Tensor]:
+        with type(self).context():
+            return super().loss_and_logits(batch)
+
+
+def passing() -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor,), lambda packed: packed[0])
+
+
+def forbidden() -> Any:
+    return torch.autograd.graph.disable_saved_tensors_hooks("not here")
+
+
+@pytest.mark.parametrize("context", [passing, forbidden, torch.autograd.graph.save_on_cpu])
+@pytest.mark.parametrize("memory", [None, "1GiB"])
+def test_hooks_on_saved_tensors_around_a_plain_call_are_not_the_layers(
+    context: Callable[[], Any], memory: str | None, threads_of_calls: Counter[str]
+) -> None:
+    """Plain calls run on the thread that has the hooks. `torch.utils.checkpoint` computed layers in backward there."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        module = type("Surrounded", (Surrounded,), {"context": staticmethod(context)})(Net(Block))
+    strategy = ours(num_microbatches=MICROBATCHES, plan=halves(CALLS), emulation={"memory": memory})
+    batches = zoo.make_batches("mlp")[0]
+    assert_same(run("auto", module, batches, steps=STEPS), run(strategy, module, batches, steps=STEPS, devices=2))
+    assert threads_of_calls["roundpipe-microbatch"]
