@@ -10,12 +10,12 @@ _autograd: Any = torch._C._autograd
 
 
 class without_function_modes:
-    """Context in which the calling thread has no torch-function modes and no hooks on saved tensors, and may use tensor
-    subclasses.
+    """Context in which the calling thread has no torch-function modes and no hooks on saved tensors, and may use
+    tensor subclasses.
 
     A microbatch's thread has the mode of its user code, which layers must not see, and disables torch functions in the
-    engine's own code. Hooks on saved tensors, such as those of ``torch.utils.checkpoint``, and their prohibition are the
-    caller's: a layer keeps or recomputes what it saves by the plan.
+    engine's own code. Hooks on saved tensors, such as those of ``torch.utils.checkpoint``, are the caller's, and so is
+    their prohibition: a layer keeps or recomputes what it saves by the plan.
     """
 
     __slots__ = ("_enabled", "_hooks", "_modes", "_refused")
