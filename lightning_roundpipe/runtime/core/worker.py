@@ -36,7 +36,7 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.module_buffers import ReplicaBuffers
 from lightning_roundpipe.runtime.reporting.events import EventSource
-from lightning_roundpipe.runtime.threads.function_modes import without_function_modes
+from lightning_roundpipe.runtime.threads.caller_modes import without_caller_modes
 from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
 from lightning_roundpipe.runtime.threads.task_thread import Task, TaskThread
 
@@ -115,7 +115,7 @@ class Worker:
             return self.run(function, cancel_scope)
         try:
             cancel_scope.check()
-            with self.device.activate(), without_function_modes():
+            with self.device.activate(), without_caller_modes():
                 result = function()
         finally:
             self.thread.end_turn()

@@ -1,4 +1,4 @@
-"""`without_function_modes`: a context in which torch functions do what they do on a new thread."""
+"""`without_caller_modes`: a context in which the calling thread is as a new one to torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 _autograd: Any = torch._C._autograd
 
 
-class without_function_modes:
+class without_caller_modes:
     """Context in which the calling thread has no torch-function modes and no hooks on saved tensors, and may use
     tensor subclasses.
 
