@@ -33,7 +33,7 @@ from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.optimizer import async_optimizer
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
-from lightning_roundpipe.runtime.threads.sync import CancelScope
+from lightning_roundpipe.runtime.threads.sync import CancelScope, UserLock
 
 CUT = Case(harness.per_call(CALLS, 2), 2, 4, (6, 6))
 """Two rounds, a cut at every call: gradients travel up and down, and boundaries between the workers."""
@@ -186,7 +186,6 @@ WAITS = [
         "closing early",
     ),
     Wait("runtime.core.turns:MicrobatchOrder.begin", "cancel_scope.wait(waiter)", "numbers", BESIDE),
-    Wait("runtime.threads.sync:UserLock.acquire", "cancel_scope.wait(waiter)", "numbers", BUSY, "user code"),
     Wait(
         "runtime.core.microbatch:MicrobatchTask.run",
         "self._cancel_scope.wait(predecessor)  # [1]",
@@ -221,6 +220,8 @@ WAITS = [
 ]
 
 ELSEWHERE = {
+    # A thread that does not wait tries again: test_a_user_code_lock_that_is_missing_is_noticed
+    ("runtime.threads.sync:UserLock.acquire", "cancel_scope.wait(waiter)"),
     # Other machines: `tests/test_several_machines.py`, where gradients or weights that are read too early show.
     *(
         ("runtime.optimizer.gradient_exchange:GradientExchange." + name, line)
@@ -444,6 +445,20 @@ def noticed(wait: Wait, seed: int) -> str:
 )
 def test_a_wait_that_is_missing_is_noticed(wait: Wait) -> None:
     assert any(noticed(wait, seed) for seed in range(TRIES)), f"nothing shows without {wait.line!r}"
+
+
+def test_a_user_code_lock_that_is_missing_is_noticed() -> None:
+    def wrong(seed: int) -> str:
+        case = replace(BUSY, emulation={"poison": True, "delay_seed": seed})
+        expected = stress.reference(case)
+        with pytest.MonkeyPatch.context() as patch, late("user code", LATER**seed):
+            patch.setattr(UserLock, "acquire", lambda *_: None)
+            try:
+                return "\n".join(stress.wrong(stress.train(case), expected))
+            except Exception as error:
+                return repr(error)
+
+    assert any(wrong(seed) for seed in range(TRIES))
 
 
 @pytest.mark.parametrize("times", [1.0, pytest.param(LATER ** (TRIES - 1), marks=pytest.mark.slow)])
