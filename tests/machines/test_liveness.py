@@ -126,7 +126,7 @@ def test_a_store_that_does_not_come_back(rank: int, pair: Any) -> None:
     board.set = lambda *_: goes_on.wait(20)
     began = time.monotonic()
     until(lambda: machines[rank].failure and left)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 15
     keeper = r"machine 0 \(a\)" if rank else "this machine"
     with pytest.raises(MachineError, match=f"{keeper}, which keeps the job's store, has not answered for .*network is"):
         machines[rank].check()

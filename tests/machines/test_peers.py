@@ -31,6 +31,6 @@ def test_a_machine_that_meets_nobody_says_where_it_looked(who: str, monkeypatch:
     began = time.monotonic()
     with pytest.raises(RoundPipeError, match=rf"machine {rank} of 2 .* at 127.0.0.1:{port} .* machine_timeout=0.5 sec"):
         meet(rank, 2, TIMEOUT)
-    assert time.monotonic() - began < 10 * TIMEOUT
+    assert time.monotonic() - began < 60
     joins.shutdown()
     assert not dist.is_initialized()
