@@ -249,10 +249,6 @@ def at_lines(chosen: Sequence[Site], seed: int) -> None:
     faulty.assert_trains()
 
 
-def test_where_the_engine_works() -> None:
-    at_lines(random.Random(0).sample(working(), 3), seed=0)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_wherever_the_engine_works() -> None:

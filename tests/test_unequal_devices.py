@@ -22,7 +22,7 @@ from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.runtime.profile import first_batch
 
-FORWARD_S, BACKWARD_S = 0.02, 0.04
+FORWARD_S, BACKWARD_S = 0.01, 0.02
 BLOCKS = 12
 _here = threading.local()
 
@@ -104,7 +104,7 @@ def reports_of(module: pl.LightningModule, batches: list[Any], devices: int, **o
 def test_each_worker_has_stages_for_its_speed(kinds: Any, speeds: tuple[float, ...]) -> None:
     """Slots go round, step after step from the first worker, under a plan that takes what all workers reach alone.
 
-    How much longer a step takes than planned depends on what else the machine does: `benchmarks/bench_schedule.py` says it.
+    How much longer a step takes depends on what else the machine does: `benchmarks/bench_schedule.py` says it.
     """
     kinds(*speeds)
     workers, microbatches = len(speeds), 12

@@ -1,8 +1,8 @@
 """A switch that wakes every waiter of a device.
 
 A failing thread cannot know which threads wait for work that it will now never do, so it throws the switch. Every
-thread that waits, sleeps or calls ``check`` then raises ``StreamAborted``. Each waiter brings its own
-``threading.Event``, which both the switch and the awaited work may set: no thread polls, and no waiter wakes another.
+thread that waits, sleeps or calls ``check`` then raises ``StreamAborted``. Each waiting thread brings a `Waiter`, which
+both the switch and the awaited work may wake: no thread polls, and no waiting thread wakes another.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_roundpipe.devices import interpreter_lease
 from lightning_roundpipe.devices.errors import StreamAborted
+from lightning_roundpipe.devices.waiter import Waiter
 
 
 class AbortSwitch:
@@ -22,14 +22,14 @@ class AbortSwitch:
         self.why: str | None = None
         self._device = device
         self._lock = threading.Lock()
-        self._wakes: set[threading.Event] = set()
+        self._waiters: set[Waiter] = set()
 
     def throw(self, why: str) -> None:
         """Wake all present waiters, and let later ones return at once."""
         with self._lock:
             self.why = why
-            for wake in self._wakes:
-                wake.set()
+            for waiter in self._waiters:
+                waiter.wake()
 
     def clear(self) -> None:
         """Take the switch back, so that waits block again."""
@@ -42,22 +42,22 @@ class AbortSwitch:
             raise StreamAborted(f"{self._device} was {why}.")
 
     @contextmanager
-    def wakes(self, wake: threading.Event) -> Iterator[None]:
-        """Let ``throw`` set ``wake`` while the context is open; set it at once if the switch is thrown already."""
+    def wakes(self, waiter: Waiter) -> Iterator[None]:
+        """Let ``throw`` wake ``waiter`` while the context is open; wake it at once if the switch is thrown already."""
         with self._lock:
-            self._wakes.add(wake)
+            self._waiters.add(waiter)
             if self.why is not None:
-                wake.set()
+                waiter.wake()
         try:
             yield
         finally:
             with self._lock:
-                self._wakes.discard(wake)
+                self._waiters.discard(waiter)
 
     def sleep(self, seconds: float) -> None:
         """Sleep for ``seconds``; raise ``StreamAborted`` as soon as the switch is thrown."""
         if seconds > 0:
-            wake = threading.Event()
-            with self.wakes(wake):
-                interpreter_lease.released(wake.wait, seconds)
+            waiter = Waiter()
+            with self.wakes(waiter):
+                waiter.wait_for(seconds)
         self.check()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_roundpipe.devices import copy_priority
 from lightning_roundpipe.devices.abort import AbortSwitch
+from lightning_roundpipe.devices.waiter import Waiter
 
 MAX_DELAY = 0.002
 """Longest random delay, in seconds: longer than a small layer, short enough for tests with hundreds of copies."""
@@ -49,7 +50,7 @@ class Link:
         self._free_at = 0.0
         self._taken = False
         self._tickets = 0
-        self._waiting: list[tuple[bool, int, threading.Event]] = []
+        self._waiting: list[tuple[bool, int, Waiter]] = []
 
     @property
     def takes_no_time(self) -> bool:
@@ -95,7 +96,7 @@ class Link:
             if not self._taken:
                 self._taken = True
                 return
-            turn = threading.Event()
+            turn = Waiter()
             self._tickets += 1
             heapq.heappush(self._waiting, (not first, self._tickets, turn))
         with self._switch.wakes(turn):
@@ -105,7 +106,7 @@ class Link:
     def _give(self) -> None:
         with self._lock:
             if self._waiting:
-                heapq.heappop(self._waiting)[2].set()
+                heapq.heappop(self._waiting)[2].wake()
             else:
                 self._taken = False
 

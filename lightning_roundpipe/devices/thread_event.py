@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
-from lightning_roundpipe.devices import core_semaphore, interpreter_lease
+from lightning_roundpipe.devices import core_semaphore
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.base import Event
 from lightning_roundpipe.devices.errors import StreamAborted, raise_kept
+from lightning_roundpipe.devices.waiter import Waiter
 
 
 class ThreadEvent(Event):
@@ -28,14 +28,14 @@ class ThreadEvent(Event):
         self._stream, self._switch, self._timed = stream, switch, timed
         self._settled_at = reached
         self._error: BaseException | None = None
-        self._wakes: list[threading.Event] = []
+        self._waiters: list[Waiter] = []
 
     def settle(self, error: BaseException | None) -> None:
         """Mark the event as reached, or as failed with ``error``, and wake its waiters."""
         self._error = error
         self._settled_at = time.perf_counter()
-        for wake in list(self._wakes):
-            wake.set()
+        for waiter in list(self._waiters):
+            waiter.wake()
 
     def wait(self) -> None:
         self.wait_on_behalf_of(self._switch)
@@ -55,12 +55,12 @@ class ThreadEvent(Event):
         self._raise_error()
 
     def _wait_until_settled(self, switch: AbortSwitch) -> None:
-        wake = threading.Event()
-        with self._switch.wakes(wake), switch.wakes(wake):
-            self._wakes.append(wake)
+        waiter = Waiter()
+        with self._switch.wakes(waiter), switch.wakes(waiter):
+            self._waiters.append(waiter)
             if self._settled_at is not None:
-                wake.set()
-            interpreter_lease.released(wake.wait)
+                waiter.wake()
+            waiter.wait()
 
     @property
     def is_reached(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -12,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import loader, ours, trainer_of
+from patience import until
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices import emulated_work, interpreter_lease, intraop_threads
@@ -19,7 +21,7 @@ from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.core_semaphore import Semaphore
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.devices.thread_event import ThreadEvent
-from lightning_roundpipe.runtime.threads.sync import Waiter
+from lightning_roundpipe.devices.waiter import Waiter
 
 
 class Layer(nn.Module):
@@ -133,6 +135,11 @@ def beside(function: Callable[[], object]) -> threading.Thread:
     return thread
 
 
+def is_free() -> bool:
+    """Whether exactly one thread may be granted the lease, and none waits for it."""
+    return len(interpreter_lease._free) == 1 and not interpreter_lease._line
+
+
 def test_a_lease_that_has_expired_is_taken_over() -> None:
     interpreter_lease.acquire()
     had = []
@@ -145,7 +152,7 @@ def test_a_lease_that_has_expired_is_taken_over() -> None:
     assert had == [True]
     assert interpreter_lease.release(), "the thread is told that it had a lease"
     assert not interpreter_lease.release()
-    assert not interpreter_lease._lock.locked(), "what had expired was not released a second time, nor kept"
+    assert is_free(), "what had expired was not released a second time, nor kept"
 
 
 def test_a_lease_has_one_holder_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,11 +171,11 @@ def test_a_lease_has_one_holder_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     for thread in [beside(work) for _ in range(8)]:
         thread.join()
     assert max(most) == 1
-    assert not interpreter_lease._lock.locked()
+    assert is_free()
 
 
 def test_many_threads_whose_leases_expire_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads take over, release late and take over again. The lock is free in the end."""
+    """Threads take over, release late and take over again. The lease is free in the end."""
     monkeypatch.setattr(interpreter_lease, "TERM_S", 0.0005)
 
     def work() -> None:
@@ -180,7 +187,7 @@ def test_many_threads_whose_leases_expire_end(monkeypatch: pytest.MonkeyPatch) -
 
     for thread in [beside(work) for _ in range(8)]:
         thread.join()
-    assert not interpreter_lease._lock.locked()
+    assert is_free()
 
 
 def test_a_thread_that_waits_holds_no_lease(make_all: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,3 +233,152 @@ def test_a_thread_that_waits_holds_no_lease(make_all: Any, monkeypatch: pytest.M
         assert interpreter_lease.release()
     thread.join()
     assert had == [True]
+
+
+@pytest.fixture
+def without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No lease expires, however busy the machine is."""
+    monkeypatch.setattr(interpreter_lease, "TERM_S", 60.0)
+
+
+def test_a_woken_thread_sleeps_until_it_gets_the_lease(without_end: None) -> None:
+    """It would take the interpreter from the holder, twice, only to wait again."""
+    waiter, ready, order = Waiter(), threading.Event(), []
+
+    def waits() -> None:
+        interpreter_lease.acquire()
+        ready.set()
+        waiter.wait()
+        order.append("woken")
+        assert interpreter_lease.release()
+
+    thread = beside(waits)
+    ready.wait()
+    interpreter_lease.acquire()  # once the thread waits
+    waiter.wake()
+    thread.join(0.1)
+    order.append("released")
+    interpreter_lease.release()
+    thread.join()
+    assert order == ["released", "woken"]
+    assert is_free()
+
+
+def test_threads_get_the_lease_in_the_order_in_which_they_asked(without_end: None) -> None:
+    interpreter_lease.acquire()
+    order: list[int] = []
+
+    def work(number: int) -> None:
+        interpreter_lease.acquire()
+        order.append(number)
+        interpreter_lease.release()
+
+    threads = []
+    for number in range(5):
+        threads.append(beside(lambda number=number: work(number)))
+        until(lambda number=number: len(interpreter_lease._line) == number + 1)
+    interpreter_lease.release()
+    for thread in threads:
+        thread.join()
+    assert order == list(range(5))
+
+
+@pytest.mark.parametrize("wakes", [1, 2, 3])
+def test_wakes_and_waits_in_any_order(wakes: int) -> None:
+    """A waker that comes before, during or after the look of the waiting thread is not missed, nor seen twice."""
+
+    def work(waiter: Waiter) -> None:
+        interpreter_lease.acquire()
+        waiter.wait()
+        waiter.wait()  # stays woken
+        interpreter_lease.release()
+
+    for _ in range(200):
+        waiter = Waiter()
+        threads = [beside(lambda waiter=waiter: work(waiter)), *(beside(waiter.wake) for _ in range(wakes))]
+        for thread in threads:
+            thread.join(100)
+            assert not thread.is_alive()
+    assert is_free()
+
+
+def test_a_lost_lease_is_asked_for_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the thread would go on beside the one that took it over."""
+    interpreter_lease.renew()
+    assert not interpreter_lease.holds(), "a thread without a lease needs none"
+    interpreter_lease.acquire()
+    taken, goes_on, order = threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        interpreter_lease.acquire()
+        monkeypatch.setattr(interpreter_lease, "TERM_S", 60.0)
+        interpreter_lease.renew()  # now without end
+        taken.set()
+        goes_on.wait()
+        order.append("other")
+        interpreter_lease.release()
+
+    thread = beside(other)
+    taken.wait()
+    threading.Timer(0.05, goes_on.set).start()
+    interpreter_lease.renew()
+    order.append("this")
+    thread.join()
+    assert order == ["other", "this"]
+    assert interpreter_lease.release() and is_free()
+
+
+def test_calls_extend_a_lease_and_share_it(monkeypatch: pytest.MonkeyPatch, without_end: None) -> None:
+    interpreter_lease.acquire()
+    lease = interpreter_lease._latest
+    before = lease.expires
+    interpreter_lease.renew()
+    assert lease.expires > before
+    had = threading.Event()
+
+    def other() -> None:
+        interpreter_lease.acquire()
+        had.set()
+        interpreter_lease.release()
+
+    monkeypatch.setattr(interpreter_lease, "SHARE_S", 60.0)
+    thread = beside(other)
+    until(lambda: len(interpreter_lease._line) == 1)
+    interpreter_lease.renew()
+    assert not had.is_set(), "its share is not used up"
+    monkeypatch.setattr(interpreter_lease, "SHARE_S", 0.0)
+    interpreter_lease.renew()
+    assert had.is_set() and interpreter_lease.release()
+    thread.join()
+
+
+def test_a_lease_that_nobody_takes_is_passed_on() -> None:
+    """An error may end a thread between its request and the grant."""
+    interpreter_lease.acquire()
+    interpreter_lease.Ticket().submit()
+    interpreter_lease.release()
+    interpreter_lease.acquire()  # after a term
+    assert interpreter_lease.release() and is_free()
+
+
+def test_the_keeper_ends_when_no_thread_waits() -> None:
+    def names() -> list[str]:
+        return [thread.name for thread in threading.enumerate()]
+
+    for _ in range(2):
+        interpreter_lease.acquire()
+        thread = beside(lambda: interpreter_lease.acquire() or interpreter_lease.release())
+        until(lambda: "roundpipe-lease" in names())
+        interpreter_lease.release()
+        thread.join()
+        until(lambda: "roundpipe-lease" not in names())
+
+
+def test_a_forked_process_has_no_lease_of_its_parents_threads() -> None:
+    """The keeper is not forked, so nothing would ever pass the lease on."""
+    interpreter_lease.acquire()
+    child = os.fork()
+    if not child:
+        os._exit(not (is_free() and not interpreter_lease.holds()))
+    assert os.waitpid(child, 0)[1] == 0
+    assert interpreter_lease.release() and is_free()

@@ -16,8 +16,9 @@ from harness import ours, run
 from patience import PATIENCE_S, until
 
 from lightning_roundpipe.devices import core_semaphore, intraop_threads
+from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.runtime.optimizer.grad_readiness import Dropped, GradReadiness
-from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
+from lightning_roundpipe.runtime.threads.sync import CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 
 TEAM = 3

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import pytest
 from patience import PATIENCE_S, join, start, until
 
-from lightning_roundpipe.runtime.threads.sync import Cancelled, CancelScope, UserLock, Waiter
+from lightning_roundpipe.devices.waiter import Waiter
+from lightning_roundpipe.runtime.threads.sync import Cancelled, CancelScope, UserLock
 
 # ------------------------------------------------------------------------------------------------------------- failures
 

@@ -15,9 +15,10 @@ from patience import PATIENCE_S, join, longer_each_try, start, until
 
 from lightning_roundpipe.config import Emulation, RoundPipeError
 from lightning_roundpipe.devices import StreamAborted, make_devices
+from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.runtime.core import teardown
 from lightning_roundpipe.runtime.core.worker_pool import WatchedCancelScope, WorkerPool, stacks
-from lightning_roundpipe.runtime.threads.sync import Cancelled, CancelScope, Waiter
+from lightning_roundpipe.runtime.threads.sync import Cancelled, CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import Task, TaskThread, within
 
 

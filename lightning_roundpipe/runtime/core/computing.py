@@ -45,6 +45,7 @@ class Computing:
         self._calling = calling(inside)
 
     def __enter__(self) -> None:
+        interpreter_lease.renew()  # not while the core is held
         device = self._worker.device
         core = self._core = device.acquire_core()
         name = self._name = device.named(self._kind, "slot", self._slot.index, self._layer.name, "of", self._microbatch)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.runtime.batch.logs import LogRecorder
 from lightning_roundpipe.runtime.batch.loss_weights import Weighing
 from lightning_roundpipe.runtime.batch.microbatches import detached, loss_of, seed_of
@@ -45,7 +46,6 @@ from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.peak_memory import PeakMemoryMeter
-from lightning_roundpipe.runtime.threads.sync import Waiter
 from lightning_roundpipe.runtime.user_code.graph_cuts import GraphCut, driven_backward, witness
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode

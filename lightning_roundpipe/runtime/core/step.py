@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.runtime.batch.joining import join
@@ -41,7 +42,7 @@ from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 from lightning_roundpipe.runtime.reporting.alloc_retries import so_far
 from lightning_roundpipe.runtime.reporting.events import Recorder
-from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
+from lightning_roundpipe.runtime.threads.sync import CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import Task
 from lightning_roundpipe.runtime.user_code.interception import Inside, current
 from lightning_roundpipe.runtime.user_code.thread_state import apply_context

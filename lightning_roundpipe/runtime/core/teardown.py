@@ -16,10 +16,11 @@ from typing import Any, Protocol
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import is_sticky
+from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.runtime.faults.notes import add_remedy
-from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
+from lightning_roundpipe.runtime.threads.sync import CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import Task, within
 
 GRACE = 5.0

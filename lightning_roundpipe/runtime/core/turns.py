@@ -27,8 +27,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.runtime.reporting.events import Recorder
-from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
+from lightning_roundpipe.runtime.threads.sync import CancelScope
 
 if TYPE_CHECKING:
     from lightning_roundpipe.devices import Event

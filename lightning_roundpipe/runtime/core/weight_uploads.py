@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.runtime.core.arenas import Arena
 from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.reporting.events import EventSource
-from lightning_roundpipe.runtime.threads.sync import Waiter
 
 
 class WeightUploads:

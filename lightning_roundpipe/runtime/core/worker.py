@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.model.rounded import RoundedWeight
 from lightning_roundpipe.planning.memory import BOTH
@@ -37,7 +38,7 @@ from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.module_buffers import ReplicaBuffers
 from lightning_roundpipe.runtime.reporting.events import EventSource
 from lightning_roundpipe.runtime.threads.caller_modes import without_caller_modes
-from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
+from lightning_roundpipe.runtime.threads.sync import CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import Task, TaskThread
 
 T = TypeVar("T")

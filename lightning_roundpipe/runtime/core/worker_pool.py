@@ -22,11 +22,12 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, intraop_threads
+from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.runtime.core import teardown
 from lightning_roundpipe.runtime.core.slot_queues import WorkerQueue
 from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
-from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
+from lightning_roundpipe.runtime.threads.sync import CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import Task, TaskThread, within
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import functions_given_stand_ins
 from lightning_roundpipe.runtime.user_code.process_state import one_at_a_time

@@ -33,9 +33,10 @@ from torch import Tensor, nn
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event, Stream, StreamAborted
 from lightning_roundpipe.devices.errors import raise_kept
+from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.runtime.memory.flat_params import ParamSlice, holders, in_a_row
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
+from lightning_roundpipe.runtime.threads.sync import CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 
 STREAMED = 2**27

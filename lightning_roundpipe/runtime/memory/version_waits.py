@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
+from lightning_roundpipe.devices.waiter import Waiter
+from lightning_roundpipe.runtime.threads.sync import CancelScope
 
 
 class Versioned:

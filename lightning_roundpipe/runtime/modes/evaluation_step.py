@@ -17,6 +17,7 @@ from torch.utils._pytree import TreeSpec
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.planning.forward_plan import ForwardPlan
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
@@ -37,7 +38,7 @@ from lightning_roundpipe.runtime.modes.model_calls import ModelCall
 from lightning_roundpipe.runtime.modes.model_step import ModelStep
 from lightning_roundpipe.runtime.modes.model_tasks import PartRun
 from lightning_roundpipe.runtime.modes.parted_caches import join_later, parts_of, take_place
-from lightning_roundpipe.runtime.threads.sync import Cancelled, Waiter
+from lightning_roundpipe.runtime.threads.sync import Cancelled
 from lightning_roundpipe.runtime.threads.task_thread import Task
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.module_state import SegmentKey

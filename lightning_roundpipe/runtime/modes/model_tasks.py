@@ -23,6 +23,7 @@ from torch.utils._pytree import TreeSpec
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask, TaskStep
@@ -34,7 +35,6 @@ from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundin
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.model_call_stages import ModelCallStages
 from lightning_roundpipe.runtime.modes.model_calls import CutArgument, ModelCall
-from lightning_roundpipe.runtime.threads.sync import Waiter
 from lightning_roundpipe.runtime.user_code.interception import calling, current
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 from lightning_roundpipe.runtime.user_code.module_state import StatePlace

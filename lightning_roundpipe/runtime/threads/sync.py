@@ -6,11 +6,11 @@ step's `CancelScope` knows all its waiters: the first failure wakes them, and ea
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Hashable
 
-from lightning_roundpipe.devices import interpreter_lease, intraop_threads
+from lightning_roundpipe.devices import intraop_threads
+from lightning_roundpipe.devices.waiter import Waiter
 
 Priority = tuple[int, ...]
 
@@ -20,38 +20,6 @@ class Cancelled(BaseException):
 
     Not an ``Exception``, so that user code does not catch it by accident.
     """
-
-
-class Waiter:
-    """One thread's wait for one event. It uses a ``SimpleQueue``, which is five times as fast as a semaphore.
-
-    A waiter stays woken: Ctrl-C may interrupt the thread after it has taken the item from the queue, and it then waits
-    a second time.
-    """
-
-    __slots__ = ("_wakes", "_woken")
-
-    def __init__(self) -> None:
-        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._woken = False
-
-    def wake(self) -> None:
-        self._woken = True
-        self._wakes.put(None)
-
-    def wait(self) -> None:
-        if not self._woken:
-            interpreter_lease.released(self._wakes.get)
-
-    def wait_for(self, seconds: float) -> bool:
-        """Wait for at most ``seconds``, and return whether the waiter was woken."""
-        if self._woken:
-            return True
-        try:
-            interpreter_lease.released(self._wakes.get, True, seconds)
-        except queue.Empty:
-            return False
-        return True
 
 
 class CancelScope:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 from lightning_roundpipe.devices import interpreter_lease, intraop_threads
-from lightning_roundpipe.runtime.threads.sync import Waiter
+from lightning_roundpipe.devices.waiter import Waiter
 
 T = TypeVar("T")
 
