@@ -10,6 +10,7 @@ its own way; they are not printed then.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices.core_semaphore import concurrent_devices
 from lightning_roundpipe.messages import PREFIX, gib, plural, seconds, warn
+from lightning_roundpipe.optim.independence import KNOWN, is_torchs
 from lightning_roundpipe.planning.pipeline import COMPUTE, run_steps
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.engine import Engine
@@ -232,14 +234,16 @@ def _state_bytes(optimizer: Optimizer) -> int:
     stepped = optimizer.state_dict().get("state", {}).values()
     if stepped:
         return sum(t.nbytes for state in stepped for t in state.values() if isinstance(t, torch.Tensor))
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    cls = type(optimizer)
+    if cls not in KNOWN or not is_torchs(cls.step):
         return 0
     probe = nn.Parameter(torch.zeros(_PROBE, _PROBE))
     probe.grad = torch.zeros_like(probe)
     try:
         group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-        trial = type(optimizer)([{**group, "params": [probe]}])  # type: ignore[call-arg]
-        trial.step()
+        trial = cls([{**group, "params": [probe]}])  # type: ignore[call-arg]
+        with torch.no_grad():
+            inspect.unwrap(cls.step)(trial)  # without its wrappers, which run the hooks on steps of all optimizers
     except Exception:
         return 0
     kept = sum(t.nbytes for t in trial.state[probe].values() if isinstance(t, torch.Tensor))

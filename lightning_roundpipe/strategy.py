@@ -430,6 +430,8 @@ class RoundPipeStrategy(SeveralMachines):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._engine is None:  # outside of a run the module is a plain one, on the host
+            return super().training_step(*args, **kwargs)
         self._attach()
         module, engine = self._running()
         assert self._stepping is not None and self._announcements is not None
@@ -448,24 +450,23 @@ class RoundPipeStrategy(SeveralMachines):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._attach()
-        module, engine = self._running()
-        with self.precision_plugin.val_step_context():
-            return engine.evaluate(module.validation_step, *args, **kwargs)
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._attach()
-        module, engine = self._running()
-        with self.precision_plugin.test_step_context():
-            return engine.evaluate(module.test_step, *args, **kwargs)
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
+
+    def _evaluate(self, step: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._engine is None:  # as in training_step
+            return getattr(super(), step)(*args, **kwargs)
         self._attach()
         module, engine = self._running()
-        with self.precision_plugin.predict_step_context():
-            return engine.evaluate(module.predict_step, *args, **kwargs)
+        with context():
+            return engine.evaluate(getattr(module, step), *args, **kwargs)
 
     def _running(self) -> tuple[LightningModule, Engine]:
         assert self.lightning_module is not None and self._engine is not None, "a step before setup()"

@@ -19,6 +19,7 @@ import zoo
 from harness import loader, ours, quiet, run, trainer_of
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_roundpipe import RoundPipeStrategy, RoundPipeWarning
 from lightning_roundpipe.announcements import clamped, host_bytes
@@ -141,6 +142,21 @@ def test_host_memory_counts_what_the_optimizer_will_keep(optimizer: Any, copies:
     parameters[0].grad = torch.zeros(256, 256)
     made.step()
     assert host_bytes(no_layers, parameters, [made]) == pytest.approx(frozen + copies * trained, rel=0.01)  # type: ignore[arg-type]
+
+
+def test_counting_host_memory_runs_no_step_that_user_code_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The state's size is measured with an optimizer of a small parameter. Its step ran the hooks on steps of all
+    # optimizers, and whatever had replaced the class's step: both saw a step that the run does not make.
+    no_layers: Any = types.SimpleNamespace(model=types.SimpleNamespace(layers=()))
+    parameters = [nn.Parameter(torch.zeros(8, 8))]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    handle = register_optimizer_step_pre_hook(lambda *_: pytest.fail("a hook ran"))
+    try:
+        assert host_bytes(no_layers, parameters, [optimizer]) == 3 * parameters[0].nbytes
+    finally:
+        handle.remove()
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda *_: pytest.fail("the replaced step ran"))
+    assert host_bytes(no_layers, parameters, [optimizer]) == 2 * parameters[0].nbytes  # state of unknown size
 
 
 # -- clamped settings --------------------------------------------------------------------------------------------------

@@ -95,6 +95,16 @@ def test_quoted_messages_exist() -> None:
         assert any(fragment in string for string in strings), f"no message says {fragment!r}"
 
 
+def test_the_readme_is_one_screen() -> None:
+    """Beside folds, so much text and code that a window of 1280 x 900 shows all of it."""
+    page = (ROOT / "README.md").read_text()
+    shown = re.sub(r"<details>(<summary>.*?</summary>).*?</details>", r"\1", page, flags=re.DOTALL)
+    assert "| --- |" not in shown and "![" not in shown, "fold tables and pictures up"
+    prose = re.sub(r"```.*?```", "", re.sub(r"\]\([^)]*\)", "]", shown), flags=re.DOTALL)
+    code = len(re.findall(r"^.*\n", "".join(re.findall(r"```.*?```", shown, flags=re.DOTALL)), flags=re.MULTILINE))
+    assert len(prose.split()) <= 330 and code <= 12
+
+
 def test_named_tests_exist() -> None:
     """`docs/compatibility.md` says of each row which test shows it."""
     page = (ROOT / "docs" / "compatibility.md").read_text()

@@ -14,7 +14,7 @@ import torch
 import torchmetrics
 import torchmetrics.classification as classification
 import zoo
-from harness import Result, assert_same, ours, run
+from harness import Result, assert_same, loader, ours, run, trainer_of
 from torch import Tensor, nn
 
 from lightning_roundpipe.runtime.batch import logs
@@ -159,6 +159,31 @@ def test_means_of_targets_are_weighed_as_the_loss() -> None:
             return loss
 
     assert_same(*both(Sized(LLAMA.model), zoo.make_batches("llama")))
+
+
+class ReadsBack(zoo.PlainClassifier):
+    """Looks for what it has logged within the step, and after it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.within: list[bool] = []
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        loss, _ = self.loss_and_logits(batch)
+        self.log("loss", loss)
+        self.within.append("loss" in self.trainer.callback_metrics)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert torch.equal(self.trainer.callback_metrics["loss"], outputs["loss"])
+
+
+def test_callback_metrics_have_a_steps_values_after_it() -> None:
+    """Within the step they do not yet: its microbatches' values are merged when all of them are known."""
+    module = ReadsBack(MLP.model)
+    trainer = trainer_of(ours(num_microbatches=2), devices=2)
+    trainer.fit(module, loader(zoo.make_batches("mlp", 1)))
+    assert module.within and not any(module.within)
 
 
 def test_logging_in_hooks() -> None:

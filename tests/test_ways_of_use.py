@@ -12,6 +12,7 @@ import pytest
 import torch
 import zoo
 from harness import assert_same, loader, ours, run, trainer_of
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -54,6 +55,23 @@ def test_a_slurm_plugin_in_one_process() -> None:
         trainer = trainer_of(ours(num_microbatches=2), plugins=[plugin])
         trainer.fit(zoo.make_module("mlp"), loader(zoo.make_batches("mlp")))
         assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
+
+
+def test_steps_outside_of_a_run_are_those_of_a_plain_module() -> None:
+    # Code that drives Lightning's loops by hand, before setup or after teardown, met an assertion of ours.
+    module, batch = BoringModel(), torch.ones(2, 32)
+    trainer = trainer_of(ours(num_microbatches=2), devices=2, limit_train_batches=1, limit_val_batches=0)
+    trainer.strategy.connect(module)
+
+    def steps_are_plain() -> None:
+        for step, key in (("training_step", "loss"), ("validation_step", "x"), ("test_step", "y")):
+            outputs = getattr(trainer.strategy, step)(batch, 0), getattr(module, step)(batch, 0)
+            assert torch.equal(outputs[0][key], outputs[1][key])
+        assert torch.equal(trainer.strategy.predict_step(batch, 0), module.predict_step(batch, 0))
+
+    steps_are_plain()
+    trainer.fit(module)
+    steps_are_plain()
 
 
 def test_several_slurm_tasks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def _patched(optimizer: Optimizer) -> str | None:
     step: Any = vars(optimizer).get("step", cls.step)
     while step is not cls.step and _home(step) == "torch.optim.lr_scheduler":
         step = step.__wrapped__
-    if step is not cls.step or (cls in KNOWN and not _is_torchs(step)):
+    if step is not cls.step or (cls in KNOWN and not is_torchs(step)):
         return f"the step method of {cls.__name__} was replaced"
     return None
 
@@ -85,7 +85,7 @@ def _home(function: Any) -> str:
     return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
-def _is_torchs(function: Callable[..., Any] | None) -> bool:
+def is_torchs(function: Callable[..., Any] | None) -> bool:
     """Return whether ``function`` and all that it wraps are torch's own."""
     while function is not None:
         if not _home(function).startswith("torch."):
