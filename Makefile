@@ -43,10 +43,10 @@ train: $(STAMP) ## the main job: LoRA on SmolLM2-135M on four emulated devices
 	@$(BIN)/roundpipe-train experiment=smollm2_lora $(ARGS)
 
 test: $(STAMP) ## every test that is not slow
-	@$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_PROCESSES) --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_PROCESSES) --dist worksteal --durations=25 $(ARGS)
 
 test-slow: $(STAMP) ## the slow tests
-	@$(BIN)/python -m pytest -m "slow and not gpu" -n $(TEST_PROCESSES) --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -m "slow and not gpu" -n $(TEST_PROCESSES) --dist worksteal --durations=25 $(ARGS)
 
 # Each line: torch's own kernels, those of oneDNN and MKL, the number of threads.
 define PROCESSORS
