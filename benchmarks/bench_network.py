@@ -19,7 +19,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from slow_network import DEVICE, SlowNetwork
+from slow_network import SlowNetwork
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -33,6 +33,8 @@ FORWARD_S, BACKWARD_S = 0.03, 0.06
 PLAN = "forward 0-1 2-3 4-5; fused 6-7; backward 4-5 2-3 0-1; round 4"
 RATES = (50, 100)
 """Mbit/s of each machine."""
+CONNECTIONS = (1, 2)
+"""For gradients, and for weights."""
 NBYTES = 4 * (WIDTH * WIDTH + WIDTH)
 
 
@@ -78,10 +80,12 @@ class Stack(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def work(staleness: int) -> None:
+def work(staleness: int, connections: int) -> None:
     """Train on one of the machines, and print the median seconds from step to step."""
     from lightning_roundpipe import RoundPipeStrategy
+    from lightning_roundpipe.machines import peers
 
+    peers.CONNECTIONS = connections
     torch.set_num_threads(1)
     module, machines = Stack(), int(os.environ["WORLD_SIZE"])
     trainer = pl.Trainer(
@@ -98,11 +102,10 @@ def work(staleness: int) -> None:
 
 def measured(network: SlowNetwork, machines: int, staleness: int, connections: int) -> float:
     """Return the seconds of a step."""
-    variables = network.variables | {"GLOO_SOCKET_IFNAME": ",".join([DEVICE] * connections)}
     processes = [
         subprocess.Popen(
-            [*network.inside(rank), sys.executable, __file__, str(staleness)],
-            env=os.environ | variables | {"NODE_RANK": str(rank), "WORLD_SIZE": str(machines)},
+            [*network.inside(rank), sys.executable, __file__, str(staleness), str(connections)],
+            env=os.environ | network.variables | {"NODE_RANK": str(rank), "WORLD_SIZE": str(machines)},
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )
         for rank in range(machines)
@@ -123,15 +126,16 @@ def simulated(rate: float, machines: int, staleness: Any) -> float:
 def main() -> None:
     machines = 2
     print(f"{machines} machines, {LAYERS * NBYTES / 1e6:.1f} MB of gradients, 5 ms of latency")
-    print("| Mbit/s | staleness | s on the network | s a step, simulated | one connection | two |")
-    print("|" + " ---: |" * 6)
+    names = " | ".join(map(str, CONNECTIONS))
+    print(f"| Mbit/s | staleness | s on the network | s a step, simulated | with connections: {names} |")
+    print("|" + " ---: |" * (4 + len(CONNECTIONS)))
     for rate in RATES:
         nbytes = rate * 1e6 / 8
         busy = Network(machines, nbytes, 1.0).wire_bytes(LAYERS * NBYTES) / nbytes
         network = SlowNetwork(machines, nbytes, 0.005)
         try:
             for staleness in (0, 1):
-                found = [f"{measured(network, machines, staleness, connections):.2f}" for connections in (1, 2)]
+                found = [f"{measured(network, machines, staleness, connections):.2f}" for connections in CONNECTIONS]
                 row = (rate, staleness, f"{busy:.2f}", f"{simulated(nbytes, machines, staleness):.2f}", *found)
                 print("|", " | ".join(map(str, row)), "|", flush=True)
         finally:
@@ -139,4 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    work(int(sys.argv[1])) if len(sys.argv) > 1 else main()
+    work(int(sys.argv[1]), int(sys.argv[2])) if len(sys.argv) > 1 else main()

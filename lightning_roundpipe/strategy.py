@@ -58,7 +58,6 @@ from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.runtime.faults.notes import remedied
 from lightning_roundpipe.runtime.memory.budget import over_capacity
-from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExchange
 from lightning_roundpipe.runtime.report import Report
 from lightning_roundpipe.several_machines import SeveralMachines, folder_of_checkpoints
 from lightning_roundpipe.step_monitor import RoundPipeMonitor
@@ -310,16 +309,10 @@ class RoundPipeStrategy(SeveralMachines):
         if exchange is None or engine.updates is not None or module.trainer.fit_loop._should_accumulate():
             return
         held = {id(p): p.grad for p in engine.model.masters if p.grad is not None}
-        sums = exchange.summed(held)
+        sums = dict(exchange.summed(held))
         for parameter in engine.model.masters:
             if (gradient := sums.get(id(parameter))) is not None:
                 parameter.grad = gradient
-
-    def _sum_accumulated(self, gradients: dict[str, Tensor], exchange: GradientExchange) -> None:
-        """Sum the gradients of an open accumulation window over several machines, for a checkpoint."""
-        named = dict(self._running()[0].named_parameters())
-        sums = exchange.summed({id(named[name]): gradient.clone() for name, gradient in gradients.items()})
-        gradients.update({name: sums[id(p)] for name, p in named.items() if id(p) in sums})
 
     @override
     def on_train_start(self) -> None:
@@ -596,9 +589,9 @@ class RoundPipeStrategy(SeveralMachines):
                 "checkpoint."
             )
         if self._engine is not None and self._stepping is not None:
-            save(checkpoint, self._running()[0], self._engine.updates, self._engine.formats.scales.last)
-            if (exchange := self._engine.context.exchange) is not None and ACCUMULATED in checkpoint:
-                self._sum_accumulated(checkpoint[ACCUMULATED], exchange)
+            module, engine = self._running()
+            room, exchange = FileTensors(folder_of_checkpoints(module.trainer)), engine.context.exchange
+            save(checkpoint, module, engine.updates, engine.formats.scales.last, room, exchange)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override

@@ -264,8 +264,11 @@ class Anonymous(threading.Thread):
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
-def saves_much(folder: Path, resume: bool = False) -> dict[str, Any]:
-    """What a checkpoint of a broad model, or going on from it, takes of memory beyond what training takes."""
+def saves_much(folder: Path, resume: bool = False, window: int = 1) -> dict[str, Any]:
+    """What a checkpoint of a broad model, or going on from it, takes of memory beyond what training takes.
+
+    With a ``window`` of 2 batches the checkpoint is written within one.
+    """
     path, grew = folder.parent / "broad.ckpt", 0
     loaded, anonymous = 0, Anonymous()
 
@@ -287,10 +290,10 @@ def saves_much(folder: Path, resume: bool = False) -> dict[str, Any]:
                 trainer.save_checkpoint(path)
                 grew = saving.end() - before
 
-    module, data = Broad(), torch.randn(12, 1024, generator=torch.Generator().manual_seed(RANK))
+    module, data = Broad(), torch.randn(16, 1024, generator=torch.Generator().manual_seed(RANK))
     trainer = trainer_of(
         ours(num_microbatches=2), num_nodes=MACHINES, max_epochs=1 + resume, use_distributed_sampler=False,
-        callbacks=[SavesAtTheEnd()], default_root_dir=folder,
+        callbacks=[SavesAtTheEnd()], default_root_dir=folder, accumulate_grad_batches=window,
     )  # fmt: skip
     before_fit = Anonymous.now()
     if resume:

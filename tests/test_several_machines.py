@@ -14,6 +14,8 @@ import zoo
 from harness import assert_tensors_same
 from patience import PATIENCE_S
 
+from lightning_roundpipe.accumulation_checkpoint import ACCUMULATED
+
 pytestmark = pytest.mark.timeout(10 * PATIENCE_S)
 
 CASES: dict[str, dict[str, Any]] = {
@@ -142,6 +144,15 @@ def test_checkpoints_take_no_memory_for_the_state_of_other_machines(tmp_path: Pa
         assert one["loaded"] < 100e6, f"{one['loaded'] / 1e6:.0f} MB while loading; it was three times the weights"
     assert all(torch.equal(again[0]["state"][name], again[1]["state"][name]) for name in again[0]["state"])
     assert any(not torch.equal(first["state"][name], again[0]["state"][name]) for name in first["state"])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_within_a_window_takes_no_memory_for_its_gradients(tmp_path: Path) -> None:
+    """Each machine copied all gradients, to sum them: 64 MiB here."""
+    for one in several_machines.results("saves_much", tmp_path / "run", window=2):
+        assert one["grew"] < 24e6, f"{one['grew'] / 1e6:.0f} MB while saving"
+    saved = torch.load(tmp_path / "broad.ckpt", weights_only=False)[ACCUMULATED]
+    assert len(saved) == 32 and all(gradient.any() for gradient in saved.values())
 
 
 # ------------------------------------------------------------------------------------------------- what surrounds it

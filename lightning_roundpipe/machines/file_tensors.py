@@ -1,7 +1,8 @@
 """Tensors in files without a name, for what is collected for a checkpoint.
 
 The first machine writes the optimizer's state of all machines into one file, and has room in memory for its own part
-only. Collected in anonymous memory, the rest would have to fit as well. Here it lies in files, mapped into memory: the
+only. Collected in anonymous memory, the rest would have to fit as well, and so would the sums of gradients in an open
+accumulation window. Here it lies in files, mapped into memory: the
 tensors are ordinary ones, and the kernel writes their pages out and drops them where memory is short.
 """
 
@@ -41,9 +42,9 @@ class FileTensors:
                 return torch.frombuffer(_mapped(self._folder, nbytes), dtype=dtype).view(tuple(shape))
             except OSError as error:
                 warn(
-                    f"{PREFIX}the optimizer's state of other machines is collected in memory, as {self._folder} does "
-                    f"not take {gib(nbytes)} more ({error.strerror}): give ModelCheckpoint a dirpath, or the Trainer "
-                    "a default_root_dir, on a disk with room for it."
+                    f"{PREFIX}gradients and optimizer state for a checkpoint are collected in memory, as "
+                    f"{self._folder} does not take {gib(nbytes)} more ({error.strerror}): give ModelCheckpoint a "
+                    "dirpath, or the Trainer a default_root_dir, on a disk with room for them."
                 )
                 self._folder = None
         return torch.empty(tuple(shape), dtype=dtype)

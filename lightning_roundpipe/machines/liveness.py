@@ -178,7 +178,8 @@ class Liveness:
         """Tell the other machines that this one ends with ``error`` [3]. Returns when they have read it."""
         self._told = True
         if not isinstance(error, MachineError) and self.failure is None:
-            self._post(" ".join(f"{type(error).__name__}: {error}".split()))
+            text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            self._post(" ".join(text.split()))
         if self._posted:
             self._read.wait(min(LAST_WORDS, self._timeout / 2))
         self.end()

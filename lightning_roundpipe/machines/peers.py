@@ -3,22 +3,25 @@
 They are those of ``torch.distributed`` with gloo. What is added: every wait looks at `Liveness`, so that it ends when
 another machine has; and objects travel as JSON, so that nothing that comes from the network is executed.
 
-A process group must not be used by two threads at once. So there are three:
+A process group must not be used by two threads at once, and one has one connection to each other machine. So there are
+several:
 
     the main thread: Lightning's exchanges, and those of user code ── the default group ── [1]
     the optimizer's thread, or the main thread while that does not exist: gradients ── `GRADIENTS` ── [2]
     the same thread: updated weights, which travel beside later gradients ── `WEIGHTS` ── [3]
+    messages of [2], and those of [3], take their `CONNECTIONS` in turn, in the same order on each machine ── [4]
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import socket
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +35,10 @@ from lightning_roundpipe.machines.file_tensors import FileTensors
 from lightning_roundpipe.machines.liveness import Liveness
 
 MAIN, GRADIENTS, WEIGHTS = "main", "gradients", "weights"
-"""The process groups."""
+"""The purposes of process groups."""
+CONNECTIONS = 2
+"""Process groups for gradients, and for weights. One alone is seldom busy in both directions. Four were faster than two
+in two of four exchanges that were measured, and slower in the others (docs/several-machines-plans.md)."""
 LOOK = 0.5
 """Seconds between two looks at the other machines while waiting."""
 OPERATION = timedelta(hours=24)
@@ -48,21 +54,23 @@ class Peers:
         rank: the number of this machine.
         names: host names of all machines, by number.
         liveness: watches the others.
-        groups: the process groups, by name.
+        groups: the process groups of each purpose.
     """
 
-    def __init__(self, rank: int, names: Sequence[str], liveness: Liveness, groups: dict[str, Any]) -> None:
+    def __init__(
+        self, rank: int, names: Sequence[str], liveness: Liveness, groups: Mapping[str, Sequence[Any]]
+    ) -> None:
         self.rank, self.size, self.names = rank, len(names), list(names)
         self.liveness = liveness
-        self._groups = groups
+        self._groups = {name: itertools.cycle(several) for name, several in groups.items()}
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
     def start(self, operation: Any, tensor: Tensor, group: str, **kwargs: Any) -> Any:
-        """Start a collective operation of ``torch.distributed`` and return its work."""
+        """Start a collective operation of ``torch.distributed`` and return its work [4]."""
         self.liveness.check()
         try:
-            return operation(tensor, group=self._groups[group], async_op=True, **kwargs)
+            return operation(tensor, group=next(self._groups[group]), async_op=True, **kwargs)
         except RuntimeError as error:
             raise self.liveness.explain(error, group) from error
 
@@ -266,18 +274,18 @@ def _connected(rank: int, size: int, timeout: float) -> Peers:
             started = _store(rank, size, patience)
             dist.init_process_group("gloo", store=started, rank=rank, world_size=size, timeout=patience)
         everyone = list(range(size))
-        groups = {MAIN: dist.group.WORLD}
+        groups: dict[str, list[Any]] = {MAIN: [dist.group.WORLD]}
         for name in (GRADIENTS, WEIGHTS):
-            groups[name] = dist.new_group(everyone, timeout=patience, backend="gloo")
+            groups[name] = [dist.new_group(everyone, timeout=patience, backend="gloo") for _ in range(CONNECTIONS)]
         base: Any = dist.distributed_c10d._get_default_store()
         store = base.clone()
         store.set_timeout(timedelta(seconds=max(1.0, timeout / 4)))
         store.set(f"roundpipe/name/{rank}", socket.gethostname())
-        dist.barrier(group=groups[GRADIENTS])
+        dist.barrier(group=groups[GRADIENTS][0])
         names = [store.get(f"roundpipe/name/{other}").decode() for other in everyone]
         liveness = Liveness(store, rank, names, timeout)
         liveness.enter()
-        dist.barrier(group=groups[GRADIENTS])
+        dist.barrier(group=groups[GRADIENTS][0])
     except (RuntimeError, ValueError) as error:  # torch's DistStoreError is a RuntimeError
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RoundPipeError(
@@ -287,8 +295,8 @@ def _connected(rank: int, size: int, timeout: float) -> Peers:
             "connections of gloo, whose interface GLOO_SOCKET_IFNAME names. Set a larger machine_timeout if one "
             "machine needs longer than another until it trains."
         ) from error
-    for name, group in groups.items():  # from here on `Liveness` ends a wait
-        if ours or name != MAIN:
+    for name, several in groups.items():  # from here on `Liveness` ends a wait
+        for group in several if ours or name != MAIN else ():
             dist.distributed_c10d._set_pg_timeout(OPERATION, group)
     return Peers(rank, names, liveness, groups)
 

@@ -72,10 +72,14 @@ def test_machines_that_answer_are_left_alone(pair: Any) -> None:
     assert not left
 
 
-def test_an_error_reaches_the_others_before_its_machine_ends(pair: Any) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(ValueError("spilled\n  twice"), "ValueError: spilled twice"), (KeyboardInterrupt(), "KeyboardInterrupt")],
+)
+def test_an_error_reaches_the_others_before_its_machine_ends(error: BaseException, said: str, pair: Any) -> None:
     _, (first, second), left = pair(timeout=30.0)
-    second.fail(ValueError("spilled\n  twice"))
-    with pytest.raises(MachineError, match=r"machine 1 \(b\) has failed: ValueError: spilled twice"):
+    second.fail(error)
+    with pytest.raises(MachineError, match=rf"machine 1 \(b\) has failed: {said}$"):
         first.check()
     assert not left
     with pytest.raises(RoundPipeError, match="an earlier run of this process on several machines has failed"):

@@ -7,11 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from several_machines import free_port
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.machines.peers import meet
+from lightning_roundpipe.machines.liveness import Liveness
+from lightning_roundpipe.machines.peers import GRADIENTS, MAIN, Peers, meet
 
 TIMEOUT = 0.5
 """Seconds. The setting's least is 5, which only makes this test longer."""
@@ -34,3 +36,14 @@ def test_a_machine_that_meets_nobody_says_where_it_looked(who: str, monkeypatch:
     assert time.monotonic() - began < 60
     joins.shutdown()
     assert not dist.is_initialized()
+
+
+def test_messages_take_connections_in_turn() -> None:
+    """All went over one connection, which is seldom busy in both directions."""
+    peers = Peers(0, ["here", "there"], Liveness(dist.HashStore(), 0, ["here", "there"], TIMEOUT), GROUPS)
+    used = [peers.start(lambda tensor, group, async_op: group, torch.zeros(1), name) for name in WANTED]
+    assert used == ["first", "main", "second", "first", "main"]
+
+
+GROUPS = {MAIN: ["main"], GRADIENTS: ["first", "second"]}
+WANTED = [GRADIENTS, MAIN, GRADIENTS, GRADIENTS, MAIN]

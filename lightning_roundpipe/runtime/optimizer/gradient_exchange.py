@@ -21,7 +21,7 @@ also counts the machines where each parameter has one, so that one without any s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,6 +115,8 @@ class GradientExchange:
         """Buckets whose new weights are there."""
         self._apart = False
         """Whether this machine's optimizer steps on its own thread."""
+        self._only: int | None = None
+        """The machine that alone gets sums, of all buckets."""
 
     def owns(self, bucket: ParamBucket) -> bool:
         """Return whether this machine updates ``bucket``."""
@@ -187,19 +189,30 @@ class GradientExchange:
             self._land()
         return self._taken()
 
-    def summed(self, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return the sums of all ``gradients``, by id of the master."""
-        found: dict[int, Tensor] = {}
+    def summed(
+        self,
+        gradients: Mapping[int, Tensor],
+        to: int | None = None,
+        copied: Callable[[Tensor], Tensor] | None = None,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the ids of masters and the sums of their ``gradients``, bucket by bucket.
+
+        Args:
+            gradients: this machine's, by id of the master.
+            to: the only machine that gets sums; None: all do.
+            copied: makes the memory of a sum from a gradient, when its bucket is sent; None: that of the gradient.
+        """
         self.begin()
-        apart, self._apart = self._apart, False
-        for bucket in self.order:
-            mine = {id(master): gradients[id(master)] for master in bucket.masters if id(master) in gradients}
-            for _, sums in self.add(bucket, mine):
-                found.update(sums)
-        for _, sums in self.rest():
-            found.update(sums)
-        self._apart = apart
-        return found
+        apart, self._apart, self._only = self._apart, False, to
+        try:
+            for bucket in self.order:
+                mine = {id(master): gradients[id(master)] for master in bucket.masters if id(master) in gradients}
+                if copied is not None and to in (None, self.peers.rank):
+                    mine = {key: copied(gradient) for key, gradient in mine.items()}
+                yield from (pair for _, sums in self.add(bucket, mine) for pair in sums.items())
+            yield from (pair for _, sums in self.rest() for pair in sums.items())
+        finally:
+            self._apart, self._only = apart, None
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -219,14 +232,14 @@ class GradientExchange:
             else:
                 part.zero_()
         self.sent += buffer.nbytes
-        if not self._shares_out:
+        if (to := self._receiver(bucket)) is None:
             work = self.peers.start(dist.all_reduce, buffer, GRADIENTS)  # [2]
             self._flying.append(_Flying(message, bucket, buffer, gradients, work))
             return
-        others = [other for other in range(self.peers.size) if other != self.owner[bucket]]
-        received = self._buffer(dtype, size * len(others)) if self.owns(bucket) else None
+        others = [other for other in range(self.peers.size) if other != to]
+        received = self._buffer(dtype, size * len(others)) if to == self.peers.rank else None
         tensor = buffer if received is None else received
-        work = self.peers.deliver(tensor, others, self.owner[bucket], GRADIENTS)  # [4]
+        work = self.peers.deliver(tensor, others, to, GRADIENTS)  # [4]
         self._flying.append(_Flying(message, bucket, buffer, gradients, work, received))
 
     @torch.no_grad()
@@ -242,7 +255,7 @@ class GradientExchange:
             total = parts[0]
             for part in parts[1:]:
                 total.add_(part)  # [4]
-        if self.owns(bucket) or not self._shares_out:
+        if self._receiver(bucket) in (None, self.peers.rank):
             self._unpack(flying, total)
         else:
             flying.gradients.clear()
@@ -269,6 +282,10 @@ class GradientExchange:
     @property
     def _shares_out(self) -> bool:
         return self._apart and bool(self.owner)
+
+    def _receiver(self, bucket: ParamBucket) -> int | None:
+        """Return the machine that gets the sums of ``bucket``; None if all do."""
+        return self.owner[bucket] if self._shares_out else self._only
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
