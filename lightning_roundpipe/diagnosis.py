@@ -103,7 +103,14 @@ def _shortest(costs: Costs, events: Sequence[Mapping[str, Any]]) -> Costs:
 
     return Costs(
         tuple(
-            replace(call, forward_s=known("forward", number), backward_s=known("backward", number))
+            # The shortest of a stage that unpacks once has found its weights unpacked.
+            replace(
+                call,
+                forward_s=known("forward", number),
+                backward_s=known("backward", number),
+                unpack_s=0.0,
+                backward_unpack_s=0.0,
+            )
             for number, call in enumerate(costs)
         )
     )

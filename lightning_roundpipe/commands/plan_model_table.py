@@ -17,7 +17,9 @@ from lightning_roundpipe.commands.plan_model import Communication, Outlook, tota
 from lightning_roundpipe.commands.plan_shape import Wish
 from lightning_roundpipe.commands.remedies import Remedies, size_text
 from lightning_roundpipe.config import AUTO_TILE
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.memory import Item, Parameters, StageRow
+from lightning_roundpipe.planning.schedule import Plan
 
 
 def as_table(
@@ -45,7 +47,7 @@ def as_table(
             "goes from layer to layer in fp32."
         )
     if found.parameters.packed:
-        head += _packed(found.parameters)
+        head += _packed(found.parameters, found.plan)
     elif found.parameters.frozen and found.parameters.compute_bytes < 4:
         head.append("Frozen weights are counted in 16 bits: load them so (model.dtype=bfloat16).")
     if wish.max_positions is not None:
@@ -90,13 +92,19 @@ def _tiles(wish: Wish) -> str:
     return f"MLPs, norms and experts run in tiles of {size}."
 
 
-def _packed(parameters: Parameters) -> list[str]:
+def _packed(parameters: Parameters, plan: Plan) -> list[str]:
     """How packed weights are counted."""
+    once, all_ = len(plan.unpack_once), len(plan.stages())
+    copied = "Every product reads a copy that is made for it."
+    if once:
+        where = f"In {once} of {plural(all_, 'stage')}" if once < all_ else "In each stage"
+        copied = f"{where}, products of all microbatches read one copy (unpack once)."
+        copied += " In the others, every product reads a copy that is made for it." if once < all_ else ""
     others = " The others are counted in 16 bits: load them so (model.dtype=bfloat16)."
     lines = [
         f"{_count(parameters.packed)} of the frozen weights are in {parameters.packed_as} (model.quantization=), "
-        f"{8 * parameters.packed_bytes / parameters.packed:.2f} bits each. Every product reads a copy that is made for "
-        f"it.{others if parameters.compute_bytes < 4 else ''}"
+        f"{8 * parameters.packed_bytes / parameters.packed:.2f} bits each. "
+        f"{copied}{others if parameters.compute_bytes < 4 else ''}"
     ]
     if parameters.packed_as == "int8":
         lines.append("GPUs multiply int8 in forward; that is counted as if they made copies there as well.")

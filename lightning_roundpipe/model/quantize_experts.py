@@ -8,13 +8,17 @@ once depends on the ``experts_implementation`` of the model:
 - ``grouped_mm`` multiplies with all experts in one operation, and all of them are unpacked for it;
 - ``eager`` asks for one expert at a time (``self.gate_up_proj[expert]``), and only experts that have tokens.
 
+On the CPU, experts without tokens are not unpacked for ``grouped_mm`` either: their part of the matrices is never read.
+A GPU would have to be waited for in every product to know which these are.
+
 The packed weight is what ``bitsandbytes.functional.quantize_4bit`` makes of the whole parameter: experts are slices of
 it, and so are their scales.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NoReturn, cast
 
 import torch
@@ -24,6 +28,7 @@ from typing_extensions import override
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.quantize_weight import BLOCK, UnfitModelError, shape_to_unpack
+from lightning_roundpipe.model.unpacked import find_copy
 
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 _GROUPED = {"grouped_mm", "_grouped_mm", "grouped_mm_fallback"}
@@ -236,7 +241,7 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, ends: Tensor, transposed: bool, product: Any) -> Tensor:
         ctx.save_for_backward(weight, ends)
         ctx.state, ctx.transposed, ctx.product = cast(Any, weight).quant_state, transposed, product
-        matrices = _unpack_all(weight, ctx.state, x.dtype)
+        matrices = _unpack_used(weight, ctx.state, ends, x.dtype)
         return cast(Tensor, product(x, matrices.transpose(-2, -1) if transposed else matrices, offs=ends))
 
     @staticmethod
@@ -244,7 +249,7 @@ class _GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         weight, ends = ctx.saved_tensors
-        matrices = _unpack_all(weight, ctx.state, grad.dtype)
+        matrices = _unpack_used(weight, ctx.state, ends, grad.dtype)
         matrices = matrices if ctx.transposed else matrices.transpose(-2, -1)
         return ctx.product(grad.contiguous(), matrices, offs=ends), None, None, None, None
 
@@ -270,20 +275,51 @@ def _multiply_grouped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 def _unpack_one(packed: Tensor, state: Any, expert: int, dtype: torch.dtype) -> Tensor:
     """Return the matrix of one expert, of ``packed`` bytes of all of them."""
-    return _unpack(packed, state, expert, 1, dtype)[0]
+    found = find_copy(state, dtype, dtype)
+    if found is None:
+        return _unpack(packed, state, expert, 1, dtype)[0]
+    _fill(found.values, packed, state, {expert} - found.there)
+    found.there.add(expert)
+    return found.values[expert]
+
+
+def _unpack_used(packed: Tensor, state: Any, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the matrices of all experts. On the CPU, those without rows may hold anything; see ``ends`` above."""
+    found = find_copy(state, dtype, dtype)
+    used = set(range(state.shape[0]))
+    if ends.device.type == "cpu" and not torch.compiler.is_compiling():
+        last = [0, *ends.tolist()]
+        used = {expert for expert in used if last[expert] < last[expert + 1]}
+    if found is None:
+        return _unpack_all(packed, state, dtype) if len(used) == state.shape[0] else _new(packed, state, used, dtype)
+    _fill(found.values, packed, state, used - found.there)
+    found.there |= used
+    return found.values
 
 
 def _unpack_all(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     """Return the matrices of all experts."""
     experts, rows, columns = state.shape
-    most = max(1, _MOST_AT_ONCE // (rows * columns))
-    if most >= experts:
+    if experts * rows * columns <= _MOST_AT_ONCE:
         return _unpack(packed, state, 0, experts, dtype)
-    matrices = torch.empty(experts, rows, columns, dtype=dtype, device=packed.device)
-    for first in range(0, experts, most):
-        count = min(most, experts - first)
-        matrices[first : first + count] = _unpack(packed, state, first, count, dtype)
+    return _new(packed, state, range(experts), dtype)
+
+
+def _new(packed: Tensor, state: Any, experts: Collection[int], dtype: torch.dtype) -> Tensor:
+    matrices = torch.empty(*state.shape, dtype=dtype, device=packed.device)
+    _fill(matrices, packed, state, experts)
     return matrices
+
+
+def _fill(matrices: Tensor, packed: Tensor, state: Any, experts: Collection[int]) -> None:
+    """Unpack ``experts`` to their places, in few operations."""
+    _, rows, columns = state.shape
+    most = max(1, _MOST_AT_ONCE // (rows * columns))
+    for _, run in groupby(enumerate(sorted(experts)), lambda pair: pair[1] - pair[0]):
+        several = [expert for _, expert in run]
+        for first in range(several[0], several[-1] + 1, most):
+            count = min(most, several[-1] + 1 - first)
+            matrices[first : first + count] = _unpack(packed, state, first, count, dtype=matrices.dtype)
 
 
 def _unpack(packed: Tensor, state: Any, first: int, count: int, dtype: torch.dtype) -> Tensor:

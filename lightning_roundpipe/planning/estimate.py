@@ -228,6 +228,7 @@ class _Walk:
     def _cost(self, call: _Called, loss_backward_s: float) -> CallCost:
         found, after = call.measured, call.after
         weights, gradients = layer_bytes(call.layer, self.packed)
+        copied = (p.nbytes for p in call.layer.parameters() if p in self.packed and self.packed[p].kept)
         return CallCost(
             layer=call.name,
             forward_s=found.forward.seconds + after.seconds - loss_backward_s,
@@ -244,6 +245,9 @@ class _Walk:
             issue_s=found.issue_s,
             backward_issue_s=found.backward_issue_s,
             is_synchronous=found.is_synchronous,
+            unpacked_bytes=sum(map(_aligned, copied)),
+            unpack_s=found.forward.unpack_s,
+            backward_unpack_s=found.backward.unpack_s,
             **asdict(call.crossed),
         )
 

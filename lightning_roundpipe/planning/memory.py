@@ -1,11 +1,11 @@
 """What a plan needs on each worker and on the host, before anything is allocated.
 
 A worker holds two arenas for weights (the running slot's and the next one's), two for gradients (the running slot's and
-those on their way down), or one of each where the plan says so, each as large as the largest stage needs, the
-activations of the running stage, and tensors between stages: those that user code still holds of microbatches which
-wait for their next stage, and those that were brought for the microbatch whose turn is next. Workers that have equal
-memory reserve the same, whatever stages come to them. Where each has a budget of its own, it reserves what its own
-stages need, and what a layer at a time takes (`of_worker`).
+those on their way down), or one of each where the plan says so, each as large as the largest stage needs, one for what
+a stage unpacks once, the activations of the running stage, and tensors between stages: those that user code still holds
+of microbatches which wait for their next stage, and those that were brought for the microbatch whose turn is next.
+Workers that have equal memory reserve the same, whatever stages come to them. Where each has a budget of its own, it
+reserves what its own stages need, and what a layer at a time takes (`of_worker`).
 
 The host holds what outlives a stage: weights, gradients, the optimizer's state, and what recomputation starts from.
 """
@@ -81,7 +81,8 @@ def device_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = No
     weights, gradients = arena_bytes(plan, costs, workers, worker)
     positions = of_worker(plan, workers, worker)
     activations = max(needs[position].activations + waiting[position] for position in positions)
-    return of_weights * weights + of_gradients * gradients + activations
+    copies = copies_bytes(plan, costs, workers, worker)
+    return of_weights * weights + of_gradients * gradients + copies + activations
 
 
 def of_worker(plan: Plan, workers: int, worker: int | None = None) -> range:
@@ -105,6 +106,43 @@ def arena_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = Non
     return (
         max([*(need.weights for need in own), *weights]),
         max([*(need.gradients for need in own), *gradients]),
+    )
+
+
+def copies_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:
+    """Bytes of a worker's arena for the packed weights that stages unpack once."""
+    own, stages = of_worker(plan, workers, worker), plan.stages()
+    return max((_copies(stages[position], costs) for position in own if stages[position].unpacks_once), default=0)
+
+
+def _copies(stage: Stage, costs: Costs) -> int:
+    return costs.stage_bytes(stage.first, stage.last, stage.phase).copies
+
+
+def unpacked_within(plan: Plan, costs: Costs, workers: int, microbatches: int, budget: Memory | None) -> Plan:
+    """``plan`` with as many of its stages as ``budget`` has room for unpacking packed weights once.
+
+    All of these are faster, but only memory says how many a worker can hold, so without a budget there are none. What
+    is brought ahead keeps its room.
+    """
+    if budget is None:
+        return plan
+    rounds = min(plan.round_microbatches, microbatches)
+    sizes = {stage.position: _copies(stage, costs) for stage in plan.stages() if rounds > 1 or stage.phase != "forward"}
+    for most in sorted({size for size in sizes.values() if size}, reverse=True):
+        chosen = tuple(position for position, size in sizes.items() if 0 < size <= most)
+        found = replace(plan, unpack_once=chosen)
+        if _fits_with_ahead(found, costs, workers, budget):
+            return found
+    return plan
+
+
+def _fits_with_ahead(plan: Plan, costs: Costs, workers: int, budget: Memory) -> bool:
+    each = [None] if isinstance(budget, int) else range(workers)
+    return all(
+        device_bytes(plan, costs, workers, worker) + ahead_bytes(plan, costs, workers, worker)
+        <= (budget if isinstance(budget, int) else budget[worker or 0])
+        for worker in each
     )
 
 
@@ -228,6 +266,8 @@ def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None, wor
         position = max(positions, key=lambda position: int(getattr(needs[position], what)))
         of = f"of stage {position}" if getattr(needs[position], what) == size else "of the largest layer"
         items.append(Item(f"{plural(arenas, 'arena')} for {what}, {of}", arenas * size))
+    if copies := copies_bytes(plan, costs, workers, worker):
+        items.append(Item("arena for unpacked weights", copies))
     position = worst_stage(plan, costs, workers, worker)
     stage, size = stages[position], needs[position].activations
     last = min(costs.calls[-1].activation_bytes, size) if stage.phase == "fused" else 0
@@ -279,12 +319,19 @@ class StageRow:
 
 def stage_rows(plan: Plan, costs: Costs, workers: int) -> list[StageRow]:
     """Every stage of ``plan`` in the order in which they run."""
+
+    def seconds(stage: Stage) -> float:
+        found = _on_its_workers(stage, plan, costs, workers)
+        if stage.unpacks_once:
+            found = found.unpacked_once(plan.round_microbatches)
+        return found.stage_time_s(stage.first, stage.last, stage.phase)
+
     parts = zip(plan.stages(), _needs(plan, costs), waiting_bytes(plan, costs, workers), strict=True)
     return [
         StageRow(
             phase=stage.phase,
             calls=str(Span(stage.first, stage.last)),
-            ms=1e3 * _on_its_workers(stage, plan, costs, workers).stage_time_s(stage.first, stage.last, stage.phase),
+            ms=1e3 * seconds(stage),
             weight_bytes=need.weights,
             gradient_bytes=need.gradients,
             activation_bytes=need.activations,

@@ -38,7 +38,7 @@ from lightning_roundpipe.planning.interpreter import Interpreter
 from lightning_roundpipe.planning.links import Lane, Links
 from lightning_roundpipe.planning.network import Exchange, Network
 from lightning_roundpipe.planning.schedule import Plan, Stage
-from lightning_roundpipe.planning.simulation import HostTime, calls_made, lag_s
+from lightning_roundpipe.planning.simulation import HostTime, calls_made, costs_in, lag_s
 from lightning_roundpipe.planning.updates import UpdateModel, Updating
 
 Staleness = Literal[0, 1]
@@ -224,13 +224,15 @@ def _leads(calls: Sequence[CallCost], phase: Phase, rules: Rules) -> dict[str, f
     return leads
 
 
-def _stages_of(plan: Plan, costs: Costs, workers: int, rules: Rules) -> list[list[_SimulatedStage]]:
+def _stages_of(plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules) -> list[list[_SimulatedStage]]:
     """By worker, what every stage is on it. Equal workers share one list. [13]"""
     known: dict[int, list[_SimulatedStage]] = {}
     each = [costs.on(worker) for worker in range(workers)]
     for one in each:
         if id(one) not in known:
-            known[id(one)] = [_SimulatedStage(stage, one, rules) for stage in plan.stages()]
+            known[id(one)] = [
+                _SimulatedStage(stage, costs_in(stage, plan, one, microbatches), rules) for stage in plan.stages()
+            ]
     return [known[id(one)] for one in each]
 
 
@@ -249,7 +251,7 @@ class _Pipeline:
         self._added: dict[int, float] = {}
         self._adding = 0.0
         self._ahead = plan.recompute_ahead if rules.recompute_ahead is None else rules.recompute_ahead
-        self._stages = _stages_of(plan, costs, workers, rules)
+        self._stages = _stages_of(plan, costs, workers, microbatches, rules)
         self._forward_of = plan.stage_of_forward
         self._last_backward = {  # per layer, the last stage that adds to its gradients
             call.layer: stage.position for stage in self._stages[0] for call in stage.trained

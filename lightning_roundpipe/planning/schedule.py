@@ -8,7 +8,7 @@ A plan's text names the calls of the trace by number::
     forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4
 
     plan     = "forward" spans ";" "fused" span ";" "backward" spans ";" "round" number { ";" option }
-    option   = "recompute" "ahead" | "single" [ "weights" ] [ "gradients" ]
+    option   = "recompute" "ahead" | "single" [ "weights" ] [ "gradients" ] | "unpack" "once" spans
     spans    = "none" | span { " " span }
     span     = number | number "-" number            (first and last call, both included; 5 is short for 5-5)
 
@@ -18,17 +18,19 @@ which happens when the fused stage holds the whole model. Semicolons are for the
 (and Hydra's command line takes the text unquoted without them). With ``recompute ahead`` a backward stage recomputes a
 microbatch before its gradient is there, and keeps the graph of the whole stage until it is. With ``single weights`` a
 worker has one arena for weights instead of two: the next stage's weights come when this stage is over. With ``single
-gradients`` the next stage's gradients are summed when this stage's are on the host. With ``round 1`` and several
-workers, rounds run side by side.
+gradients`` the next stage's gradients are summed when this stage's are on the host. ``unpack once`` names stages,
+counted from 0 in the order in which they run: what the first microbatch unpacks of their packed weights is kept for the
+round's others. With ``round 1`` and several workers, rounds run side by side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.costs import Costs, Phase
 from lightning_roundpipe.planning.span import Span
 from lightning_roundpipe.planning.validate import check_plan
@@ -43,16 +45,21 @@ _KEYWORDS = ("forward", "fused", "backward", "round")
 _OPTION = "recompute"
 _SINGLE = "single"
 _KINDS = ("weights", "gradients")
+_UNPACK = "unpack"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One slot's work: calls ``first`` to ``last`` in one phase; ``position`` counts the slots of a round from 0."""
+    """One slot's work: calls ``first`` to ``last`` in one phase; ``position`` counts the slots of a round from 0.
+
+    ``unpacks_once``: whether packed weights are unpacked once for all microbatches of the slot.
+    """
 
     position: int
     phase: Phase
     first: int
     last: int
+    unpacks_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,7 @@ class Plan:
         recompute_ahead: whether a worker recomputes for the microbatch whose turn it is before its gradient is there.
         weight_arenas: 2: the next stage's weights come while this stage runs; 1: when it is over.
         gradient_arenas: 2: gradients leave while the next stage sums its own; 1: before.
+        unpack_once: positions of the stages that unpack packed weights once, ascending.
     """
 
     forward: tuple[Span, ...]
@@ -72,6 +80,7 @@ class Plan:
     recompute_ahead: bool = False
     weight_arenas: Literal[1, 2] = 2
     gradient_arenas: Literal[1, 2] = 2
+    unpack_once: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.round_microbatches < 1:
@@ -88,6 +97,7 @@ class Plan:
             f"forward {spans(self.forward)}; fused {self.fused}; backward {spans(self.backward)}; "
             f"round {self.round_microbatches}{'; recompute ahead' if self.recompute_ahead else ''}"
             f"{'; ' + ' '.join([_SINGLE, *single]) if single else ''}"
+            f"{f'; {_UNPACK} once ' + spans(_runs(self.unpack_once)) if self.unpack_once else ''}"
         )
 
     @classmethod
@@ -110,9 +120,16 @@ class Plan:
                 f"plan: single {_shown(single)} must be 'single weights', 'single gradients' or 'single weights "
                 "gradients', or be left out."
             )
+        once = parts.get(_UNPACK)
+        if once is not None and once[:1] != ["once"]:
+            raise ValueError(
+                f"plan: unpack {_shown(once)} must be 'unpack once' and the numbers of stages, like 'unpack once 0-2', "
+                "or be left out."
+            )
         return cls(
             forward, fused[0], backward, int(round_[0]), recompute_ahead=option is not None,
             weight_arenas=1 if "weights" in single else 2, gradient_arenas=1 if "gradients" in single else 2,
+            unpack_once=_positions(once[1:], len(forward) + 1 + len(backward)) if once else (),
         )  # fmt: skip
 
     # -- made by rule ------------------------------------------------------------------------------------------------
@@ -164,7 +181,10 @@ class Plan:
         phases: list[tuple[Phase, Span]] = [("forward", span) for span in self.forward]
         phases.append(("fused", self.fused))
         phases.extend(("backward", span) for span in self.backward)
-        return tuple(Stage(position, phase, s.first, s.last) for position, (phase, s) in enumerate(phases))
+        return tuple(
+            Stage(position, phase, s.first, s.last, position in self.unpack_once)
+            for position, (phase, s) in enumerate(phases)
+        )
 
     @cached_property
     def stage_of_forward(self) -> tuple[int, ...]:
@@ -208,7 +228,7 @@ def _split(text: str) -> dict[str, list[str]]:
     for word in text.replace(";", " ").split():
         if word in parts:
             raise ValueError(f"plan: {text!r} says {word!r} twice: {example}.")
-        if word in (*_KEYWORDS, _OPTION, _SINGLE):
+        if word in (*_KEYWORDS, _OPTION, _SINGLE, _UNPACK):
             words = parts[word] = []
         elif words is None:
             raise ValueError(f"plan: {text!r} starts with {word!r}: {example}.")
@@ -228,6 +248,31 @@ def _spans(keyword: str, words: list[str]) -> tuple[Span, ...]:
         return tuple(Span.parse(word) for word in words)
     except ValueError as error:
         raise ValueError(f"plan: after {keyword!r}, {error}") from None
+
+
+def _positions(words: list[str], stages: int) -> tuple[int, ...]:
+    """Numbers of ``stages``, each once."""
+    spans = _spans("unpack once", words)
+    if last := max((span.last for span in spans if span.last >= stages), default=0):
+        raise ValueError(
+            f"plan: unpack once names stage {last}, and there are {plural(stages, 'stage')}, 0 to {stages - 1}: leave "
+            "it out."
+        )
+    found = [position for span in spans for position in span.calls()]
+    if len(set(found)) < len(found) or not found:
+        raise ValueError(f"plan: unpack once {_shown(words)} must name stages, each once, like 'unpack once 0-2 5'.")
+    return tuple(sorted(found))
+
+
+def _runs(positions: Iterable[int]) -> tuple[Span, ...]:
+    """Ascending numbers as spans."""
+    spans: list[Span] = []
+    for position in positions:
+        if spans and spans[-1].last == position - 1:
+            spans[-1] = Span(spans[-1].first, position)
+        else:
+            spans.append(Span(position, position))
+    return tuple(spans)
 
 
 def _shown(words: list[str]) -> str:

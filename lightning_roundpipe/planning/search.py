@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Literal
@@ -40,6 +41,7 @@ from lightning_roundpipe.planning.memory import (
     arenas_within,
     fits,
     partition_within,
+    unpacked_within,
 )
 from lightning_roundpipe.planning.moves import kicked, neighbours, recuts
 from lightning_roundpipe.planning.schedule import Arenas, Plan
@@ -130,14 +132,18 @@ def search_partition(
     pace = Pace.of(costs, host or HostTime(), recompute_ahead)
     best = paper_plan(costs, workers, microbatches, limits) if recompute_ahead else baseline
     if judge is not None:
-        best = min([best, *beside], key=judge)
+        best = min(unpacking_plans([best, *beside], costs, workers, microbatches, limits), key=judge)
     if not search_seconds:
         return best
 
     def search(
-        arenas: Arenas, ahead: bool = recompute_ahead, share: float = 1.0, limits: Limits = limits
+        arenas: Arenas,
+        ahead: bool = recompute_ahead,
+        share: float = 1.0,
+        limits: Limits = limits,
+        costs: Costs = costs,
     ) -> list[Plan]:
-        ahead_pace, most = pace.going_ahead(ahead), share * work
+        ahead_pace, most = Pace.of(costs, host or HostTime(), recompute_ahead).going_ahead(ahead), share * work
         left = max(0.0, ends - time.monotonic())
         timing = Timing(ahead_pace, workers, microbatches, staleness, left, most)
         found = _PlanSearch(timing, costs, limits, most, arenas).run(baseline)
@@ -155,7 +161,14 @@ def search_partition(
                 plans += search(arenas, ahead, _OTHERS)[:judged]
         if isinstance(memory, tuple):  # where each worker does its share in what all have, more for one is no better
             plans += search(SINGLE, recompute_ahead, _OTHERS, replace(limits, memory=min(memory)))[:judged]
-        return min([best, *_with_arenas(plans, costs, workers, memory)], key=judge)
+        plans = _with_arenas(plans, costs, workers, memory)
+        if memory is not None and best.unpack_once:
+            for arenas in (BOTH, SINGLE):
+                copied = costs.holding_copies(microbatches, arenas[0])
+                with suppress(ValueError):  # the baseline does not fit beside copies
+                    found = search(arenas, recompute_ahead, _OTHERS, limits, copied)[:judged]
+                    plans += [plan.with_arenas(arenas) for plan in found]
+        return min([best, *unpacking_plans(plans, costs, workers, microbatches, limits)], key=judge)
     plans = [plan.with_arenas(baseline.arenas) for plan in search(baseline.arenas)]
     timing = Timing(pace, workers, microbatches, staleness, math.inf, 0.0)
     best_s = timing.settled(best)
@@ -170,6 +183,28 @@ def search_partition(
 def _with_arenas(plans: Iterable[Plan], costs: Costs, workers: int, memory: Memory | None) -> list[Plan]:
     """The plans with as many arenas as fit, each once."""
     return list(dict.fromkeys(one for plan in plans for one in arenas_within(plan, costs, workers, memory)))
+
+
+def unpacking_plans(
+    plans: Iterable[Plan], costs: Costs, workers: int, microbatches: int, limits: Limits, *, ahead: bool = True
+) -> list[Plan]:
+    """The plans, and others that unpack packed weights once: they themselves, where ``limits`` leaves room for the
+    copies, also with the memory of a second arena, and the paper's plan with stages that are cut for it.
+
+    ``ahead``: whether plans may say that they recompute ahead.
+    """
+    found, memory = list(plans), limits.memory
+    if memory is None or not any(call.unpacked_bytes for call in costs):
+        return found
+    choices = [plan.with_arenas(arenas) for plan in found for arenas in (plan.arenas, SINGLE)]
+    for arenas in (BOTH, SINGLE):
+        with suppress(ValueError):  # a layer does not fit beside its copies
+            cut = baseline_within(costs.holding_copies(microbatches, arenas[0]), workers, microbatches, limits)
+            cut = cut.with_arenas(arenas)
+            cut = unpacked_within(cut, costs, workers, microbatches, memory)
+            choices += [cut, ahead_within(cut, costs, workers, memory)] if ahead else [cut]
+    once = (unpacked_within(plan, costs, workers, microbatches, memory) for plan in choices)
+    return list(dict.fromkeys([*found, *(plan for plan in once if plan.unpack_once)]))
 
 
 def baseline_within(

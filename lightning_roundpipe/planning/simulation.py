@@ -94,10 +94,13 @@ def simulate(plan: Plan, costs: Costs, workers: int, microbatches: int, host: Ho
     host = host or HostTime()
     costs.check_workers(workers)
     stages = plan.stages()
-    computing = [[costs.on(worker).stage_time_s(s.first, s.last, s.phase) for s in stages] for worker in range(workers)]
+    each = [[costs_in(stage, plan, costs.on(worker), microbatches) for stage in stages] for worker in range(workers)]
+    computing = [
+        [one.stage_time_s(s.first, s.last, s.phase) for one, s in zip(own, stages, strict=True)] for own in each
+    ]
     hosting = [host.turn_s + calls_made(costs, s) * host.call_s for s in stages]
     side_by_side = plan.side_by_side(workers, microbatches)
-    lags = [[lag_s(costs.on(worker), stage, host) for stage in stages] for worker in range(workers)]
+    lags = [[lag_s(one, stage, host) for one, stage in zip(own, stages, strict=True)] for own in each]
     behind = [(0.0, 0.0)] * len(stages)  # when the next microbatch may begin beside the last one, and end
     free = [0.0] * workers
     left = [0.0] * microbatches
@@ -125,6 +128,11 @@ def simulate(plan: Plan, costs: Costs, workers: int, microbatches: int, host: Ho
             closed[stage.position] = free[worker]
             slot += 1
     return Simulation(tuple(turns), workers, busy)
+
+
+def costs_in(stage: Stage, plan: Plan, costs: Costs, microbatches: int) -> Costs:
+    """What calls cost in ``stage``: a microbatch of a round bears its share of what is unpacked once for all of it."""
+    return costs.unpacked_once(min(plan.round_microbatches, microbatches)) if stage.unpacks_once else costs
 
 
 def lag_s(costs: Costs, stage: Stage, host: HostTime) -> float:

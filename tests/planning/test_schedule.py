@@ -110,11 +110,24 @@ def test_arenas_are_read_and_printed(option: str, arenas: Arenas) -> None:
         ("forward 0; fused 1; backward 0; round 2; single", "single '' must be 'single weights'"),
         ("forward 0; fused 1; backward 0; round 2; single layers", "single 'layers' must be 'single weights'"),
         ("forward 0; fused 1; backward 0; round 2; single weights weights", "must be 'single weights'"),
+        ("forward 0; fused 1; backward 0; round 2; unpack", "unpack '' must be 'unpack once'"),
+        ("forward 0; fused 1; backward 0; round 2; unpack 0", "unpack '0' must be 'unpack once'"),
+        ("forward 0; fused 1; backward 0; round 2; unpack once", "nothing follows 'unpack once'"),
+        ("forward 0; fused 1; backward 0; round 2; unpack once none", "must name stages, each once"),
+        ("forward 0; fused 1; backward 0; round 2; unpack once 0-1 1", "must name stages, each once"),
+        ("forward 0; fused 1; backward 0; round 2; unpack once 1-99", "names stage 99, and there are 3 stages, 0 to 2"),
     ],
 )
 def test_text_that_is_no_plan(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Plan.parse(text)
+
+
+def test_stages_that_unpack_once_print_and_parse() -> None:
+    text = "forward 0-1 2; fused 3; backward 2 0-1; round 2; single weights; unpack once 0-2 4"
+    plan = Plan.parse(text.replace("0-2 4", "4 1-2 0"))
+    assert str(plan) == text and Plan.parse(text) == plan
+    assert [stage.unpacks_once for stage in plan.stages()] == [True, True, True, False, True]
 
 
 def test_table() -> None:

@@ -358,12 +358,15 @@ class Step:
         microbatches: Sequence[int],
         round_: int = 0,
         predecessor: Slot | None = None,
+        *,
+        unpacks_once: bool = False,
     ) -> Slot:
         """Make the next slot of the global sequence."""
         index = self.engine.worker_pool.next_slot()
         return Slot(
             index, self._worker_of(index, layers), round_, phase, calls, layers, sums, microbatches, predecessor,
             self.spec.version, self.spec.recorder, self.cancel_scope, side_by_side=self._side_by_side,
+            unpacks_once=unpacks_once,
         )  # fmt: skip
 
     def _make_rounds(
@@ -390,7 +393,9 @@ class Step:
             for c in calls:
                 if trace.calls[c].taped and (total := self.sums_of(trace.calls[c])) is not None:
                     sums[c] = total
-        return self._new_slot(stage.phase, calls, distinct_layers(loaded), sums, microbatches, round_, predecessor)
+        layers = distinct_layers(loaded)
+        once = stage.unpacks_once
+        return self._new_slot(stage.phase, calls, layers, sums, microbatches, round_, predecessor, unpacks_once=once)
 
     def _worker_of(self, index: int, layers: Sequence[HostLayer]) -> int:
         return index % len(self.engine.worker_pool.workers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -249,14 +249,23 @@ class Trace:
                     return f"buffer {name!r} of {type(module).__name__} in layer {call.layer.name!r}"
         return None
 
-    def costs(self, reduce_dtype: torch.dtype | None = None) -> Costs:
-        """Return the costs of the calls for the planner. ``reduce_dtype`` is the format in which gradients travel."""
-        return Costs(tuple(_cost_of(call, reduce_dtype) for call in self.calls))
+    def costs(self, reduce_dtype: torch.dtype | None = None, unpack_s: Callable[[int], float] | None = None) -> Costs:
+        """Return the costs of the calls for the planner.
+
+        Args:
+            reduce_dtype: the format in which gradients travel.
+            unpack_s: seconds in which packed weights are unpacked, by the bytes that are read and written.
+        """
+        return Costs(tuple(_cost_of(call, reduce_dtype, unpack_s) for call in self.calls))
 
 
-def _cost_of(call: TracedCall, reduce_dtype: torch.dtype | None) -> CallCost:
+def _cost_of(
+    call: TracedCall, reduce_dtype: torch.dtype | None, unpack_s: Callable[[int], float] | None = None
+) -> CallCost:
     crossed = call.crossed or Crossed()
     gradients = GradientLayout(call.layer, dtype=reduce_dtype) if call.taped else None
+    copies = call.layer.copies_nbytes
+    unpacking = unpack_s(copies + call.layer.nbytes) if unpack_s is not None and copies else 0.0
     return CallCost(
         layer=call.layer.name,
         forward_s=call.forward_s,
@@ -270,6 +279,9 @@ def _cost_of(call: TracedCall, reduce_dtype: torch.dtype | None) -> CallCost:
         forward_bytes=call.kept_bytes if call.needs_grad_mode else call.forward_bytes,
         returning_bytes=call.returning_bytes,
         reduced_bytes=gradients.travel_nbytes if gradients is not None and gradients.narrowed else None,
+        unpacked_bytes=copies,
+        unpack_s=unpacking,
+        backward_unpack_s=unpacking if call.taped else 0.0,
         **dataclasses.asdict(crossed),
     )
 

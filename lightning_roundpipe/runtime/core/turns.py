@@ -57,6 +57,7 @@ class Slot:
         microbatches: numbers of the microbatches, in the order of their turns.
         predecessor: the slot that adds to the same sums before this one, if any.
         side_by_side: whether the slot waits for its predecessor when it closes instead of when it opens [7].
+        unpacks_once: whether packed weights are unpacked once for all its microbatches.
         cancel_scope: the step's cancel scope.
         version: version of the weights that uploads must read.
         arena: number of the worker's weight arena that the slot is uploaded to; None before that.
@@ -85,6 +86,7 @@ class Slot:
         cancel_scope: CancelScope | None = None,
         *,
         side_by_side: bool = False,
+        unpacks_once: bool = False,
     ) -> None:
         self.index = index
         self.recorder = recorder or Recorder()
@@ -98,6 +100,7 @@ class Slot:
         self.microbatches = microbatches
         self.predecessor = predecessor
         self.side_by_side = side_by_side
+        self.unpacks_once = unpacks_once
         self.version = version
         self.arena: int | None = None
         self.uploaded: dict[int, Event] = {}

@@ -2,6 +2,8 @@
 
     open slot i:  bind the replicas' parameters to arena A ── [1]     upload slot i+N into arena B ── [2]
     run:          each call waits only for the upload of its own layer ── [3]
+                  a stage that unpacks once keeps unpacked weights in an arena of their own, which only the compute
+                  stream uses, so that the next slot needs to wait for nothing
     close slot i: download gradients from their arena ── [4]          arena A is free for slot i+2N ── [5]
 
 With a single arena for weights, slot i+N is uploaded when it opens. With a single one for gradients, its first backward
@@ -67,6 +69,8 @@ class Worker:
         self.uploads = WeightUploads(device)
         self.weights = self.uploads.arenas
         self.gradients = [Arena(device, "gradients"), Arena(device, "gradients of the last stage")]
+        self.copies = Arena(device, "unpacked weights")
+        """For the open slot, where its stage keeps what it has unpacked."""
         self.room = PrefetchBudget()
         """Budget for prefetched tensors."""
         self._arenas: Arenas = BOTH
@@ -159,7 +163,7 @@ class Worker:
         if not self.thread.join(deadline):
             return
         self.forget()
-        for arena in (*self.weights, *self.gradients):
+        for arena in self._arenas_of_all_kinds:
             if deadline is not None:
                 arena.last_use = None  # after a failure, work on the arena may never finish
             arena.release()
@@ -167,7 +171,13 @@ class Worker:
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def reserve(
-        self, weights: int, gradients: int, room: int | None = 0, lead: int = 0, arenas: Arenas | None = None
+        self,
+        weights: int,
+        gradients: int,
+        room: int | None = 0,
+        lead: int = 0,
+        arenas: Arenas | None = None,
+        copies: int = 0,
     ) -> None:
         """Grow the arenas to what the largest stage needs, and free them first if there will be others.
 
@@ -179,6 +189,7 @@ class Worker:
             room: bytes that the memory budget leaves for prefetched tensors; None means no limit.
             lead: bytes that the memory budget leaves for calls in flight.
             arenas: arenas to use for weights and for gradients; None: as many as now.
+            copies: bytes of unpacked weights of the stage that keeps most of them.
         """
         assert not self._is_open, "arenas of an open slot cannot be replaced"
         self.room.limit, self.lead = room, lead
@@ -189,9 +200,13 @@ class Worker:
         of_weights, of_gradients = self._arenas
         needed = [(arena, weights) for arena in self.weights[:of_weights]]
         needed += [(arena, gradients) for arena in self.gradients[:of_gradients] if gradients]
+        needed += [(self.copies, copies)] if copies else []
         growing = [(arena, nbytes) for arena, nbytes in needed if not arena.has(nbytes)]
-        if growing:
+        superfluous = self.copies.buffer is not None and not copies
+        if growing or superfluous:
             self.forget()  # replicas hold views of the arenas
+        if superfluous:
+            self.copies.release()
         for arena, _ in growing:  # free all before allocating any: old and new may not fit together
             arena.release()
         for arena, nbytes in growing:
@@ -225,12 +240,25 @@ class Worker:
         for layer in slot.layers:
             whole = functools.partial(self._whole, slot, layer)
             self.replica(layer).bind(layer.views(self._segments[layer.index]), layer.trainable(), whole)  # [1]
+        self._open_copies(slot)
         if not slot.side_by_side:
             slot.wait_for_predecessor(slot.cancel_scope)
         self._open_gradients(slot)
         if following is not None and following.arena is None:
             self.prepare(following)
         return slot.open()
+
+    def _open_copies(self, slot: Slot) -> None:
+        """Give each layer room for its unpacked weights, if the slot's stage keeps them."""
+        if not slot.unpacks_once or self.copies.buffer is None:
+            return
+        left = self.copies.buffer.numel()
+        sizes = []
+        for layer in slot.layers:  # those that have come to want more since the plan was made find what is left
+            sizes.append(min(left, layer.copies_nbytes))
+            left -= sizes[-1]
+        for layer, room in zip(slot.layers, self.copies.cut(sizes), strict=True):
+            self.replica(layer).copies.open(room)
 
     def _open_gradients(self, slot: Slot) -> None:
         sums = {call: s for call, s in slot.sums.items() if s.layout.nbytes}
@@ -274,6 +302,11 @@ class Worker:
         if arena.buffer is not None:
             self.device.compute.poison(arena.buffer)
             arena.last_use = self.device.compute.record()
+        if slot.unpacks_once and self.copies.buffer is not None:
+            for layer in slot.layers:
+                self.replica(layer).copies.open(None)
+            self.device.compute.poison(self.copies.buffer)
+            self.copies.last_use = self.device.compute.record()
         self._segments = {}
         self._is_open = False
         slot.close()
@@ -315,7 +348,7 @@ class Worker:
         """Return what `replica` and `buffers` do."""
         known = self._replicas.get(layer.index)
         if known is None:
-            replica = Replica(layer.module, self.device.torch_device, layer.state, layer.rounded)
+            replica = Replica(layer.module, self.device.torch_device, layer.state, layer.rounded, layer.copies_wanted)
             known = self._replicas[layer.index] = (
                 replica,
                 ReplicaBuffers(layer.name, layer.buffers, layer.mutable_buffers, replica, self.device),
@@ -383,7 +416,11 @@ class Worker:
     @property
     def addresses(self) -> set[int]:
         """Addresses of the arenas that are allocated."""
-        return {arena.address for arena in (*self.weights, *self.gradients)} - {0}
+        return {arena.address for arena in self._arenas_of_all_kinds} - {0}
+
+    @property
+    def _arenas_of_all_kinds(self) -> tuple[Arena, ...]:
+        return (*self.weights, *self.gradients, self.copies)
 
     def keep_until_computed(self, *tensors: Any) -> None:
         """Keep ``tensors`` alive until the compute enqueued so far is done, and limit how far the host runs ahead.
@@ -406,7 +443,7 @@ class Worker:
     def release(self) -> None:
         """Free the arenas, before other sizes are reserved. Nothing may be in flight."""
         self.forget()
-        for arena in (*self.weights, *self.gradients):
+        for arena in self._arenas_of_all_kinds:
             arena.release()
 
     def forget(self) -> None:
@@ -423,5 +460,5 @@ class Worker:
     def abandon(self) -> None:
         """Reset the worker after a failure, when the device is at rest and has dropped the work enqueued on arenas."""
         self.forget()
-        for arena in (*self.weights, *self.gradients):
+        for arena in self._arenas_of_all_kinds:
             arena.last_use = None

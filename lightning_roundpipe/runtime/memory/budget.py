@@ -169,18 +169,28 @@ def check_plan_fits(plan: Plan, costs: Costs, options: Options, devices: Sequenc
     if (need := device_bytes(plan, costs, len(devices))) > limit:
         raise ValueError(
             f"plan: it needs {need:,} bytes on each worker ({plural(plan.weight_arenas, 'arena')} for weights and "
-            f"{plural(plan.gradient_arenas, 'arena')} for gradients of the largest stages, activations, and boundary "
-            f"tensors of microbatches that wait), but memory_budget allows {limit:,}. Cut it into more stages or "
-            f"smaller rounds, {_fewer_arenas(plan)}or raise memory_budget."
+            f"{plural(plan.gradient_arenas, 'arena')} for gradients of the largest stages, {_copies(plan)}"
+            f"activations, and boundary tensors of microbatches that wait), but memory_budget allows {limit:,}. Cut it "
+            f"into more stages or smaller rounds, {_fewer_arenas(plan)}{_fewer_copies(plan)}or raise memory_budget."
             f"{libraries_note(options, devices)}"
         )
+
+
+def _copies(plan: Plan) -> str:
+    return "unpacked weights, " if plan.unpack_once else ""
+
+
+def _fewer_copies(plan: Plan) -> str:
+    """Return the part of a remedy that has each use unpack its weights; empty if it does."""
+    once = str(plan).partition("; unpack once ")[2]
+    return f"leave out '; unpack once {once}', " if once else ""
 
 
 def _fewer_arenas(plan: Plan) -> str:
     """Return the part of a remedy that has the plan use single arenas; empty if it does."""
     if plan.arenas == SINGLE:
         return ""
-    there = str(plan).partition("; single ")[2]
+    there = str(plan).partition("; single ")[2].partition(";")[0]
     if there:
         return f"replace 'single {there}' by 'single weights gradients', "
     return "add '; single weights gradients', "

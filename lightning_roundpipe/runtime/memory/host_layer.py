@@ -30,6 +30,7 @@ from lightning_roundpipe.model.forward_hooks import Observers
 from lightning_roundpipe.model.quantized import aliases, follow
 from lightning_roundpipe.model.reachable import changes
 from lightning_roundpipe.model.replica import parameter_places, unique_parameters
+from lightning_roundpipe.model.unpacked import Key, room_for
 from lightning_roundpipe.runtime.memory.dtypes import Formats, widen
 from lightning_roundpipe.runtime.memory.flat_params import FlatBuffer, ParamSlice, aligned
 from lightning_roundpipe.runtime.memory.module_buffers import HostBuffers
@@ -104,6 +105,8 @@ class HostLayer:
         self.uses = Uses(module, self.masters)
         self.rounded: frozenset[int] = frozenset()
         """Positions of masters whose uploads are rounded copies."""
+        self.copies_wanted: dict[Key, int] = {}
+        """Bytes of each unpacked copy of a packed master that the layer's code has asked for."""
         self.bucket: ParamBucket  # set by `make_buckets` once all layers are known
         mine = [p for p in self.masters if id(p) not in owned]
         trained, frozen = _by_trainable(mine)
@@ -152,6 +155,11 @@ class HostLayer:
             for i, (p, place) in enumerate(zip(self.masters, self.places, strict=True))
             if place.dtype is not self.read(p).dtype
         )
+
+    @property
+    def copies_nbytes(self) -> int:
+        """Bytes of all of its packed masters, unpacked as the layer's code has asked for them."""
+        return room_for(self.copies_wanted)
 
     def see_values(self, values: dict[str, Any]) -> None:
         """Compare the `reachable_values` of the layer with the last step's. Called for a step's first microbatch."""

@@ -18,17 +18,19 @@ from lightning_roundpipe.planning.memory import (
     Memory,
     ahead_within,
     boundary_bytes,
+    copies_bytes,
     device_bytes,
     lead_within,
     of_worker,
     partition_within,
+    unpacked_within,
 )
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.planning.nominal import nominal, with_times_of_bytes
 from lightning_roundpipe.planning.pipeline import Rules, run_steps
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan, Stage
-from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition
+from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition, unpacking_plans
 from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.learned import Learned
@@ -102,9 +104,10 @@ class Planner:
         self._devices[0].settle_libraries(self._devices, microbatches)
         for worker in self._workers:
             worker.warm_up()
-        costs = trace.costs(self._engine.gradients.reduction.dtype)
+        rates = rates_of(self._devices[0])
+        costs = trace.costs(self._engine.gradients.reduction.dtype, lambda nbytes: rates.product_s(0.0, nbytes, "fp32"))
         if static:
-            costs = with_times_of_bytes(costs, rates_of(self._devices[0]))
+            costs = with_times_of_bytes(costs, rates)
         elif speeds:
             costs = costs.at_speeds(speeds)
         learned.costs = costs
@@ -133,6 +136,11 @@ class Planner:
         return worker_speeds(recorder, self._devices, alike)
 
     def _cut(self, costs: Costs, trace: Trace, microbatches: int, limit: Memory | None, *, fuses: bool) -> Plan:
+        """Return the best plan, in which stages unpack packed weights once where there is room for that."""
+        plan = self._cut_stages(costs, trace, microbatches, limit, fuses=fuses)
+        return unpacked_within(plan, costs, len(self._workers), microbatches, limit)
+
+    def _cut_stages(self, costs: Costs, trace: Trace, microbatches: int, limit: Memory | None, *, fuses: bool) -> Plan:
         """Return the plan of the paper's algorithm, or a better one where a step is long enough to pay for a search."""
         options, workers, size = self._options, len(self._workers), self._options.round_microbatches
         stage_s = options.stage_seconds
@@ -149,9 +157,12 @@ class Planner:
             return run.period_s(_STEPS) if stale else run.makespan_s
 
         seconds = run_steps(plan, costs, workers, microbatches).makespan_s
+        limits = Limits.usual(costs, workers, microbatches, limit)
+        if size is None and stage_s is None:
+            others = unpacking_plans([plan], costs, workers, microbatches, limits, ahead=fuses)
+            plan = min((one for one in others if one is plan or not trace.torn_buffer(one)), key=step_s)
         if workers == 1 or size is not None or stage_s is not None:
             return plan
-        limits = Limits.usual(costs, workers, microbatches, limit)
         if not fuses or trace.torn_buffer() is not None:
             limits = replace(limits, side_by_side=False)
         if beside := limits.beside(costs, workers, microbatches):
@@ -209,7 +220,8 @@ class Planner:
             lead = lead_within(plan, costs, workers, budget, worker.device.lead_bytes, own)
             # What is left for prefetched activations:
             room = None if budget is None else max(0, budget - device_bytes(plan, costs, workers, own) - lead)
-            worker.reserve(weights, gradients, room, lead, plan.arenas)
+            copies = copies_bytes(plan, costs, workers, own)
+            worker.reserve(weights, gradients, room, lead, plan.arenas, copies)
         self._devices[0].reserve_host(boundary_bytes(plan, costs))
 
     def reserve_for_layers(self) -> None:

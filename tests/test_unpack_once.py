@@ -1,0 +1,123 @@
+"""Stages that unpack packed weights once for all their microbatches: the same bits, in memory that the plan counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from harness import Result, assert_identical
+from test_quantized import PLAN, batches, task, trained, with_experts
+from torch import Tensor
+
+from lightning_roundpipe.model import quantize_experts, unpacked
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime.profile import first_batch
+
+ONCE = f"{PLAN}; unpack once 0-4"
+DATA = batches(2, 8)
+BLOCK = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)
+"""Bytes of the weights of a block in 32 bits."""
+
+
+def fit(module: Any, plan: str | None, devices: int = 2, **options: Any) -> Result:
+    return trained(module, devices, DATA, plan=plan, **({"num_microbatches": 4} | options))
+
+
+@pytest.fixture
+def unpackings(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often weights were unpacked: dense ones to be kept, experts in any case."""
+    found: Counter[str] = Counter()
+    for module in (unpacked, quantize_experts):
+
+        def counting(*args: Any, _own: Any = module._unpack, _of: str = module.__name__, **kwargs: Any) -> Tensor:
+            found[_of.rpartition(".")[2]] += 1
+            out: Tensor = _own(*args, **kwargs)
+            return out
+
+        monkeypatch.setattr(module, "_unpack", counting)
+    return found
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fp4", "nf4 once", "nf4 in bf16")]
+
+
+@pytest.mark.parametrize("name", ["nf4", *SLOW])
+def test_no_bit_depends_on_how_often_weights_are_unpacked(name: str, unpackings: Counter[str]) -> None:
+    module = task(name)
+    per_use = fit(module, PLAN, 1)
+    assert not unpackings
+    once = fit(module, ONCE, 1)
+    assert_identical(per_use, once)
+    # Seven weights of each block, of which a round has two in forward, two in the fused and two in backward stages. The
+    # first step has no plan yet.
+    steps, rounds = len(DATA) - 1, 2
+    assert unpackings == {"unpacked": steps * rounds * (2 + 2 + 2) * 7}
+    # The arena is as large as the stage needs that has the most, and the plan and the device both count it.
+    assert once.report is not None and per_use.report is not None
+    for key in ("planned_device_bytes", "peak_device_bytes"):
+        most, before = (max(r[key]) if "peak" in key else r[key] for r in (once.report, per_use.report))
+        assert most - before == 2 * BLOCK, key
+
+
+@pytest.mark.parametrize(
+    ("devices", "plan"),
+    [
+        (3, f"{PLAN}; recompute ahead; single weights; unpack once 1-4".replace("round 2", "round 4")),
+        pytest.param(1, f"{PLAN}; unpack once 0 3".replace("round 2", "round 3"), marks=pytest.mark.slow),
+        (3, "forward none; fused 0-6; backward none; round 1; unpack once 0"),
+    ],
+)
+def test_for_all_devices_and_plans(devices: int, plan: str) -> None:
+    module = task()
+    careful = {"poison": True, "delay_seed": 1}
+    assert_identical(fit(module, PLAN), fit(module, plan, devices, emulation=careful))
+
+
+SLOW_EXPERTS = [
+    pytest.param(*pair, marks=pytest.mark.slow) for pair in (("qwen3_moe", "eager"), ("gpt_oss", "grouped_mm"))
+]
+
+
+@pytest.mark.parametrize(("name", "implementation"), [("qwen3_moe", "grouped_mm"), ("gpt_oss", "eager"), *SLOW_EXPERTS])
+def test_experts(name: str, implementation: str, unpackings: Counter[str]) -> None:
+    module = with_experts(name, implementation)
+    per_use = fit(module, PLAN)
+    often = unpackings.pop("quantize_experts")
+    assert_identical(per_use, fit(module, ONCE, emulation={"poison": True}))
+    assert 0 < unpackings["quantize_experts"] < often
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.slow)])
+def test_precisions(precision: str) -> None:
+    """In mixed precision, forward and backward read copies of different formats."""
+    module = task()
+    assert_identical(*(trained(module, 2, DATA, precision, plan=plan, num_microbatches=4) for plan in (PLAN, ONCE)))
+
+
+def test_a_copy_without_room_is_made_for_each_use(monkeypatch: pytest.MonkeyPatch, unpackings: Counter[str]) -> None:
+    module = task()
+    per_use = fit(module, PLAN)
+    monkeypatch.setattr(first_batch, "copies_bytes", lambda *_: BLOCK)
+    assert_identical(per_use, fit(module, ONCE))
+    # Of a stage with two blocks, only the first has room.
+    assert unpackings["unpacked"] > 2 * 6 * 7
+
+
+def test_the_planner_unpacks_once_where_a_budget_has_room_for_it() -> None:
+    module = task()
+    found = {}
+    for budget in (None, "64MiB", "250KiB"):
+        report = fit(module, "static", memory_budget=budget).report
+        assert report is not None
+        found[budget] = Plan.parse(report["plan"]).unpack_once
+        assert max(report["peak_device_bytes"]) <= report["planned_device_bytes"]
+    assert found["64MiB"] and not found[None] and not found["250KiB"], found
+
+
+def test_a_plan_by_hand_whose_copies_do_not_fit_is_refused() -> None:
+    small = fit(task(), PLAN).report
+    assert small is not None
+    budget = small["planned_device_bytes"] + BLOCK
+    with pytest.raises(ValueError, match=r"leave out '; unpack once 0-4'"):
+        fit(task(), ONCE, memory_budget=budget)
