@@ -151,7 +151,7 @@ def test_packed_experts_are_trained_beside_as_in_plain_training(
 
     monkeypatch.setattr(quantize_experts, "_unpack", unpack)
     first = trained(module, 1)
-    assert set(counts) == {4 if implementation == "grouped_mm" else 1}
+    assert (max(counts) > 1) == (implementation == "grouped_mm"), "one operation unpacks neighbouring experts"
     assert_same(run("auto", module, batches()), first)
     assert any(g is not None and g.abs().sum() > 0 for g in first.grads[0].values())
     assert_identical(first, trained(module, 2, plan=PLAN))

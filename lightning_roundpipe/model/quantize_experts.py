@@ -319,7 +319,7 @@ def _fill(matrices: Tensor, packed: Tensor, state: Any, experts: Collection[int]
         several = [expert for _, expert in run]
         for first in range(several[0], several[-1] + 1, most):
             count = min(most, several[-1] + 1 - first)
-            matrices[first : first + count] = _unpack(packed, state, first, count, dtype=matrices.dtype)
+            matrices[first : first + count] = _unpack(packed, state, first, count, matrices.dtype)
 
 
 def _unpack(packed: Tensor, state: Any, first: int, count: int, dtype: torch.dtype) -> Tensor:
