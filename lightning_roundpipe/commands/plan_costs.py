@@ -14,12 +14,12 @@ from lightning_roundpipe.commands.options import Reply, as_json, pasted
 from lightning_roundpipe.planning.batch import Pace
 from lightning_roundpipe.planning.cost_files import SIZES, costs_of, read_cost_file, whole
 from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.memory import device_bytes, least, smallest_within
 from lightning_roundpipe.planning.pipeline import Rules, SimulatedRun, Staleness, run_steps
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, paper_plan, search_partition
-from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.planning.timing import PERIOD_STEPS, Timing
 
 _FROM_FILE = {

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.simulation import HostTime
+from lightning_roundpipe.planning.host_time import HostTime
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]

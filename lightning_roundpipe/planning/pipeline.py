@@ -1,7 +1,6 @@
-"""Steps under a plan by the rules of the design: what plans are judged by, with everything that happens in them.
+"""A simulation of steps under a plan, by which plans are judged.
 
-`simulate` says what one step takes in the engine as it is; this says what steps take by the design's rules, each of
-which can be switched on alone:
+Each rule can be switched on alone:
 
     slot i runs on worker i mod N, through rounds and steps; slots and microbatches in order               [1]
     a slot of a later round waits until the same stage of the round before is closed (same sums)           [2]
@@ -34,11 +33,11 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase
+from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.interpreter import Interpreter
 from lightning_roundpipe.planning.links import Lane, Links
 from lightning_roundpipe.planning.network import Exchange, Network
 from lightning_roundpipe.planning.schedule import Plan, Stage
-from lightning_roundpipe.planning.simulation import HostTime, calls_made, lag_s
 from lightning_roundpipe.planning.updates import UpdateModel, Updating
 
 Staleness = Literal[0, 1]
@@ -181,8 +180,8 @@ class _SimulatedStage:
         self.before_gradients_s = self.recompute_s if stage.phase == "backward" else forward
         """Of a turn, what runs before the first gradient is summed."""
         self.compute_s = {"forward": forward, "fused": forward + backward, "backward": backward}[stage.phase]
-        host = rules.host.turn_s + calls_made(costs, stage) * rules.host.call_s
-        self.lag_s = lag_s(costs, stage, rules.host)
+        host = rules.host.turn_s + _calls_made(costs, stage) * rules.host.call_s
+        self.lag_s = _lag_s(costs, stage, rules.host)
         run = self.trained if stage.phase == "backward" else calls
         self.host_s = 0.0 if rules.host.shared else host
         self.issue_s = sum(call.issue_s for call in run) + (host if rules.host.shared else 0.0)
@@ -196,6 +195,25 @@ class _SimulatedStage:
         self.bytes_in = inputs + (after if stage.phase == "backward" else 0)
         outputs = sum(call.boundary_bytes for call in calls[1:]) + after
         self.bytes_out = outputs if stage.phase == "forward" else calls[0].boundary_bytes
+
+
+def _lag_s(costs: Costs, stage: Stage, host: HostTime) -> float:
+    """How far a microbatch that runs beside another stays behind it, to begin no call before the other is through."""
+    calls = costs.calls[stage.first : stage.last + 1]
+    again = 1.0 if stage.phase == "backward" else 0.0
+    backward = [again * call.forward_s + call.backward_s for call in calls if call.needs_backward]
+    forward = [call.forward_s for call in calls] if stage.phase != "backward" else []
+    longest = max([*forward, *(backward if stage.phase != "forward" else [])], default=0.0)
+    return longest + (0.0 if host.shared else host.call_s)
+
+
+def _calls_made(costs: Costs, stage: Stage) -> int:
+    """Calls that a turn makes: in a fused stage a call and its backward are two trips to the worker."""
+    calls = costs.calls[stage.first : stage.last + 1]
+    backward = sum(call.needs_backward for call in calls)
+    if stage.phase == "forward":
+        return len(calls)
+    return backward + (len(calls) if stage.phase == "fused" else 0)
 
 
 def _arrivals(calls: Sequence[CallCost], phase: Phase) -> list[tuple[float, float]]:

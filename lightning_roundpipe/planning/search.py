@@ -31,6 +31,7 @@ import numpy as np
 from lightning_roundpipe.planning.anneal import PlanTimer, anneal
 from lightning_roundpipe.planning.batch import Pace, Sizes
 from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
 from lightning_roundpipe.planning.memory import (
     BOTH,
@@ -45,7 +46,6 @@ from lightning_roundpipe.planning.moves import kicked, neighbours, recuts
 from lightning_roundpipe.planning.schedule import Arenas, Plan
 from lightning_roundpipe.planning.seeds import seeds
 from lightning_roundpipe.planning.shapes import PlanShape, plan_of, sizes_of
-from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.planning.span import Span
 from lightning_roundpipe.planning.timing import Timing
 

@@ -16,6 +16,7 @@ from lightning_roundpipe.planning.anneal import PlanTimer
 from lightning_roundpipe.planning.batch import Pace
 from lightning_roundpipe.planning.bubble import find_bubble
 from lightning_roundpipe.planning.cases import Case, read_cases
+from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
 from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.moves import neighbours, recuts
@@ -24,7 +25,6 @@ from lightning_roundpipe.planning.pipeline import Rules, run_steps
 from lightning_roundpipe.planning.search import baseline_within, paper_plan, search_partition
 from lightning_roundpipe.planning.seeds import deal, round_choices
 from lightning_roundpipe.planning.shapes import PlanShape, plan_of, sizes_of
-from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.planning.timing import Timing
 from lightning_roundpipe.runtime.profile import first_batch
 
