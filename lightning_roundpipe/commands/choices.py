@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,11 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from lightning_roundpipe.commands.conf_files import shipped_files
 from lightning_roundpipe.commands.machines import is_path
 from lightning_roundpipe.commands.options import Settings, did_you_mean
 from lightning_roundpipe.commands.quantized import NAMES, Quantization, read_quantization
+from lightning_roundpipe.messages import first_line
 from lightning_roundpipe.model.rope import stretch
 from lightning_roundpipe.planning.cases import read_json
 from lightning_roundpipe.planning.meter import ATTENTION, attention
@@ -77,7 +78,7 @@ def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Qu
     try:
         config: PretrainedConfig = AutoConfig.for_model(kind, **settings)
     except Exception as error:
-        raise ValueError(f"model={text}: transformers does not take these settings: {_line(error)}") from error
+        raise ValueError(f"model={text}: transformers does not take these settings: {first_line(error)}.") from error
     stretch(config, rope)
     return config, quantization
 
@@ -135,7 +136,7 @@ def _changed(settings: dict[str, Any], group: str, changed: Settings, known: Ite
             merged = OmegaConf.merge(settings, OmegaConf.from_dotlist([f"{name}={text}"]))
             settings = {str(key): value for key, value in OmegaConf.to_container(merged).items()}  # type: ignore[union-attr]
         except Exception as error:  # yaml's and OmegaConf's have nothing in common
-            raise ValueError(f"{group}.{name}={text} cannot be read: {_line(error)}") from None
+            raise ValueError(f"{group}.{name}={text} cannot be read: {first_line(error)}.") from None
     return settings
 
 
@@ -152,13 +153,13 @@ def _make_model(
             except (KeyError, ValueError):  # architectures with attention of their own
                 model = build(config, dtype=dtype, attn_implementation="eager")
     except Exception as error:
-        raise ValueError(f"model={name} makes no causal language model: {_line(error)}") from error
+        raise ValueError(f"model={name} makes no causal language model: {first_line(error)}.") from error
     if adapters:
         try:
             # As under autocast, adapters compute in the format of the weights beside them.
             model = get_peft_model(model, LoraConfig(**adapters), autocast_adapter_dtype=False)
         except Exception as error:
-            raise ValueError(f"lora={lora} does not fit model={name}: {_line(error)}") from error
+            raise ValueError(f"lora={lora} does not fit model={name}: {first_line(error)}.") from error
     return model.train()
 
 
@@ -168,7 +169,7 @@ def _choice(group: str, text: str, otherwise: str, none: bool = False) -> dict[s
         data = _load(Path(text).expanduser(), group)
         data.pop("_target_", None)
         return data
-    found = _choices(group)
+    found = {name: _load(path, group) for name, path in shipped_files(group).items()}
     usable = [name for name, data in found.items() if data.get("_target_") == _MADE_BY[group] or (none and not data)]
     if text in found and text not in usable:
         raise ValueError(
@@ -181,23 +182,13 @@ def _choice(group: str, text: str, otherwise: str, none: bool = False) -> dict[s
     return data
 
 
-def _choices(group: str) -> dict[str, dict[str, Any]]:
-    folder = files("lightning_roundpipe.conf") / group
-    found = {}
-    for item in folder.iterdir():
-        if item.name.endswith(".yaml"):
-            with as_file(item) as path:
-                found[item.name.removesuffix(".yaml")] = _load(path, group)
-    return found
-
-
 def _load(path: Path, group: str) -> dict[str, Any]:
     try:
         data = OmegaConf.to_container(OmegaConf.load(path))
     except OSError as error:
         raise ValueError(f"{group}: {path} cannot be read: {error.strerror or error}.") from None
     except Exception as error:
-        raise ValueError(f"{group}: {path} is not YAML: {_line(error)}") from None
+        raise ValueError(f"{group}: {path} is not YAML: {first_line(error)}.") from None
     if not isinstance(data, dict):
         raise ValueError(f"{group}: {path} must hold settings, each with its name.")
     return {str(key): value for key, value in data.items()}
@@ -207,8 +198,3 @@ def _check_name(group: str, text: str, known: list[str], otherwise: str) -> None
     if text not in known:
         hint = did_you_mean(text, known)
         raise ValueError(f"There is no {group}={text}.{hint} Allowed are {', '.join(known)}, and {otherwise}.")
-
-
-def _line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}." if lines else f"{type(error).__name__}."

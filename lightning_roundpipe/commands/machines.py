@@ -13,9 +13,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import as_file, files
 from pathlib import Path
 
+from lightning_roundpipe.commands.conf_files import shipped_files
 from lightning_roundpipe.commands.options import did_you_mean
 from lightning_roundpipe.planning.profile import Hardware, read_hardware
 
@@ -175,12 +175,7 @@ def _together(parts: list[Hardware], given: str) -> Hardware:
 
 @cache
 def _shipped() -> dict[str, Hardware]:
-    found = {}
-    for item in (files("lightning_roundpipe.conf") / "hardware").iterdir():
-        if item.name.endswith(".yaml"):
-            with as_file(item) as path:
-                found[item.name.removesuffix(".yaml")] = read_hardware(path)
-    return dict(sorted(found.items()))
+    return {name: read_hardware(path) for name, path in shipped_files("hardware").items()}
 
 
 @cache

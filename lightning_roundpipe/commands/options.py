@@ -113,21 +113,14 @@ def option(
     return field(default=() if below else default, metadata={**found, "many": many})
 
 
-def parse(options: type[T], arguments: Sequence[str]) -> T:
-    """The options that ``arguments`` (``name=value`` each) set.
-
-    Raises:
-        ValueError: a name is unknown, missing or given twice, or a value is not of the annotated kind.
-    """
-    known, groups = _names(options)
-    return _made(options, _pairs(arguments, known, groups))
-
-
 def parse_all(options: type[T], arguments: Sequence[str]) -> list[Combination[T]]:
-    """All combinations of values that ``arguments`` set; the last option that has several changes fastest.
+    """Return all combinations of values that ``arguments`` (``name=value`` each) set.
+
+    The last option that has several values changes fastest.
 
     Raises:
-        ValueError: as `parse`, for any of them; or a list has an empty place.
+        ValueError: a name is unknown, missing or given twice, a value is not of the annotated kind, or a list of values
+            has an empty place.
     """
     known, groups = _names(options)
     pairs = list(_pairs(arguments, known, groups))

@@ -262,8 +262,3 @@ def _stages(costs: Costs, plan: Plan) -> Table:
 def _bound_s(question: Question, plan: Plan) -> float:
     times = [question.costs.stage_time_s(stage.first, stage.last, stage.phase) for stage in plan.stages()]
     return question.microbatches * sum(times) / question.workers
-
-
-def show(question: Question, found: Answer, form: Literal["table", "json"]) -> RenderableType:
-    """The answer in the form that was asked for."""
-    return as_json(as_dict(found)) if form == "json" else as_table(question, found)

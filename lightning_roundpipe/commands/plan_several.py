@@ -6,7 +6,6 @@ its combination only, so where no search is ended by the clock, the table is the
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from lightning_roundpipe.commands.options import is_mistake
 from lightning_roundpipe.commands.plan_model import look
 from lightning_roundpipe.commands.plan_model_table import as_dict
 from lightning_roundpipe.commands.plan_shape import Wish
+from lightning_roundpipe.devices.intraop_threads import cores
 
 MOST_CELLS = 1000
 """Combinations of a table."""
@@ -107,7 +107,7 @@ def plan_cells(asked: Sequence[Cell]) -> list[Cell]:
     for lora, settings in {(wish.lora, wish.lora_settings): None for wish in wishes}:
         read_adapters(lora, settings)
     with _progress(len(asked)) as tell:
-        cells = _plan_all(asked, min(len(asked), _processors(), _MOST_PROCESSES), tell)
+        cells = _plan_all(asked, min(len(asked), cores(), _MOST_PROCESSES), tell)
     return cells
 
 
@@ -146,11 +146,6 @@ def plan_cell(cell: Cell) -> Cell:
             return replace(cell, error=" ".join(str(error).split()))
     del found["would_fit"]  # was not looked for
     return replace(cell, found=found)
-
-
-def _processors() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from lightning_roundpipe.commands.case_files import find_cases
+from lightning_roundpipe.commands.conf_files import find_cases
 from lightning_roundpipe.commands.console import console_command
 from lightning_roundpipe.commands.options import Reply, as_json, option, run
 from lightning_roundpipe.commands.targets import check_targets

@@ -18,13 +18,13 @@ run of ``roundpipe-train`` leaves them in ``costs.json``: measured on the device
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from lightning_roundpipe.planning.cases import read_json
 from lightning_roundpipe.planning.costs import CallCost, Costs
 
 TIMES = ("forward_ms", "backward_ms", "head_forward_ms", "head_backward_ms")
@@ -40,11 +40,9 @@ def read_cost_file(path: Path, case: str | None = None) -> dict[str, Any]:
         ValueError: the file is no JSON, or holds no such object.
     """
     try:
-        data = json.loads(path.read_bytes())
-    except RecursionError:
-        raise ValueError(f"costs={path} is nested too deeply.") from None
-    except ValueError as error:  # also text that is no UTF-8, and numbers of too many digits
-        raise ValueError(f"costs={path} is not JSON: {error}.") from None
+        data = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"costs={error}") from None
     entries = data if isinstance(data, list) else [data]
     if not all(isinstance(entry, Mapping) for entry in entries) or not entries:
         raise ValueError(f"costs={path} must hold an object with {', '.join(('layers', *TIMES, 'hop_ms'))}.")

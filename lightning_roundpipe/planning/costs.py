@@ -24,7 +24,7 @@ Workers may be unequal: then each has times of its own, and sizes are the same o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -223,24 +223,21 @@ class Costs:
         times = tuple(tuple((call.forward_s, call.backward_s) for call in costs) for costs in each)
         if len(set(times)) == 1:
             return each[0]
-        calls = []
-        for call, *seconds in zip(each[0], *times, strict=True):
-            forward, backward = (_harmonic_mean(phase) for phase in zip(*seconds, strict=True))
-            calls.append(replace(call, forward_s=forward, backward_s=backward))
-        return cls(tuple(calls), times)
+        of_calls = (zip(*seconds, strict=True) for seconds in zip(*times, strict=True))
+        means = [(_harmonic_mean(forward), _harmonic_mean(backward)) for forward, backward in of_calls]
+        return cls(each[0]._with_seconds(means).calls, times)
 
     def at_speeds(self, speeds: Sequence[float]) -> Costs:
         """The same calls on a worker for each of ``speeds``: on one of speed 2, they take half as long as here."""
         if any(not 0 < speed < math.inf for speed in speeds):
             raise ValueError(f"speeds={list(speeds)!r} must be numbers of more than 0, one for each worker.")
-        return Costs.of_workers([self._scaled(1 / speed) for speed in speeds])
+        seconds = [[(call.forward_s / speed, call.backward_s / speed) for call in self] for speed in speeds]
+        return Costs.of_workers([self._with_seconds(own) for own in seconds])
 
-    def _scaled(self, factor: float) -> Costs:
-        return Costs(
-            tuple(
-                replace(call, forward_s=factor * call.forward_s, backward_s=factor * call.backward_s) for call in self
-            )
-        )
+    def _with_seconds(self, seconds: Iterable[tuple[float, float]]) -> Costs:
+        """The same calls with other times: a pair of forward and backward seconds for each."""
+        pairs = zip(self.calls, seconds, strict=True)
+        return Costs(tuple(replace(call, forward_s=forward, backward_s=back) for call, (forward, back) in pairs))
 
     @property
     def unequal(self) -> bool:
@@ -258,21 +255,8 @@ class Costs:
 
     @cached_property
     def _each(self) -> list[Costs]:
-        known: dict[_Times, Costs] = {}
-        for times in self.times:
-            if times not in known:
-                pairs = zip(self.calls, times, strict=True)
-                known[times] = Costs(
-                    tuple(replace(call, forward_s=forward, backward_s=backward) for call, (forward, backward) in pairs)
-                )
+        known = {times: self._with_seconds(times) for times in set(self.times)}
         return [known[times] for times in self.times]
-
-    @cached_property
-    def speeds(self) -> tuple[float, ...]:
-        """How much faster than the mean each worker is, over all calls; empty: workers are equal."""
-        whole = math.fsum(call.forward_s + call.backward_s for call in self)
-        each = (math.fsum(map(math.fsum, times)) for times in self.times)
-        return tuple(whole / seconds if seconds else 1.0 for seconds in each)
 
     def __len__(self) -> int:
         return len(self.calls)
@@ -316,15 +300,7 @@ class Costs:
     def _with_times(self, times: object) -> Costs:
         """For unequal workers, as ``to_dict`` writes their times."""
         try:
-            each = [
-                Costs(
-                    tuple(
-                        replace(call, forward_s=forward, backward_s=backward)
-                        for call, (forward, backward) in zip(self.calls, worker, strict=True)
-                    )
-                )
-                for worker in times  # type: ignore[attr-defined]
-            ]
+            each = [self._with_seconds(worker) for worker in times]  # type: ignore[attr-defined]
         except TypeError as error:
             raise ValueError(f"times must be a list for each worker, of a pair of seconds a call: {error}.") from None
         except ValueError as error:

@@ -280,7 +280,7 @@ class _Walk:
 
         hooks = [  # as the engine does, which moves each gradient into its arena
             p.register_post_accumulate_grad_hook(_forget)  # type: ignore[no-untyped-call]
-            for p in _parameters(layer)
+            for p in layer.parameters()
             if p.requires_grad
         ]
         work = Work()
@@ -378,10 +378,6 @@ def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
 
 def _forget(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-def _parameters(layer: nn.Module) -> list[nn.Parameter]:
-    return list(layer.parameters())
 
 
 def _aligned(nbytes: int) -> int:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_roundpipe.planning.batch import Sizes, stage_ends
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, StageBytes
-from lightning_roundpipe.planning.memory import BOTH, Memory, arenas_within, fits, least
+from lightning_roundpipe.planning.memory import BOTH, Memory, arenas_within, least
 from lightning_roundpipe.planning.schedule import Arenas, Plan
 from lightning_roundpipe.planning.shapes import PlanShape
 
@@ -69,18 +69,6 @@ class Limits:
         if not self.side_by_side or self.memory is None or not plan.side_by_side(workers, microbatches):
             return []
         return arenas_within(plan, costs, workers, self.memory)
-
-    def keeps(self, plan: Plan, costs: Costs, workers: int) -> bool:
-        """Whether the plan is within all of them."""
-        is_beside = (
-            self.memory is not None and self.side_by_side and plan.with_arenas(BOTH) == Plan.single(len(costs), 1)
-        )
-        is_cut_so = (
-            plan.round_microbatches >= self.min_round
-            and (self.max_round is None or plan.round_microbatches <= self.max_round)
-            and len(plan.fused) <= self.max_fused + 1
-        )
-        return (is_beside or is_cut_so) and fits(plan, costs, workers, self.memory)
 
 
 class MemoryTable:

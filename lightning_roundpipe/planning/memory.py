@@ -237,7 +237,7 @@ def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None, wor
         items.append(Item(f"activations{' of the other calls' if last else ''}, stage {position}", size - last))
     if waiting[position]:
         others = plan.round_microbatches - 1
-        wait = f"{_microbatches(others)} that {'waits' if others == 1 else 'wait'} for the next stage"
+        wait = f"{plural(others, 'microbatch')} that {'waits' if others == 1 else 'wait'} for the next stage"
         items.append(Item(f"boundary tensors of {wait}", waiting[position]))
     ahead = planned_bytes(plan, costs, workers, budget, worker=worker) - device_bytes(plan, costs, workers, worker)
     if ahead:
@@ -332,13 +332,9 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 
         Item("gradients, fp32", max(MASTER_BYTES * trained, gradients), locked=not narrow),
         Item("gradients as they arrive", landings, locked=True),
         Item(f"AdamW's two moments, fp32{whose}", 2 * MASTER_BYTES * owned),
-        Item(f"boundary tensors of {_microbatches(plan.round_microbatches)}", boundary_bytes(plan, costs), True),
+        Item(f"boundary tensors of {plural(plan.round_microbatches, 'microbatch')}", boundary_bytes(plan, costs), True),
     ]
     return [item for item in items if item.nbytes]
-
-
-def _microbatches(count: int) -> str:
-    return plural(count, "microbatch")
 
 
 def smallest_within(

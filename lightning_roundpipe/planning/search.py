@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Literal
 
 import numpy as np
 
@@ -43,13 +42,12 @@ from lightning_roundpipe.planning.memory import (
     partition_within,
 )
 from lightning_roundpipe.planning.moves import kicked, neighbours, recuts
+from lightning_roundpipe.planning.pipeline import Staleness
 from lightning_roundpipe.planning.schedule import Arenas, Plan
 from lightning_roundpipe.planning.seeds import seeds
 from lightning_roundpipe.planning.shapes import PlanShape, plan_of, sizes_of
 from lightning_roundpipe.planning.span import Span
 from lightning_roundpipe.planning.timing import Timing
-
-Staleness = Literal[0, 1]
 
 SEARCH_SECONDS = 10.0
 """The default limit. The work that goes with x, so a slow machine does it all as well."""
@@ -237,10 +235,12 @@ class _PlanSearch:
         ends = _distinct(starts)
         anneals = not self._timing.staleness
         for patience, most in ((3, 40), (12, 8)) if anneals else ((3, 40), (12, 8), (30, 4)):
-            ends = _distinct([self._tabu(start, patience) for start in ends[:most] if not self._is_over()] + ends)
+            ends = _distinct(
+                [self._tabu(start, patience) for start in ends[:most] if not self._timing.is_over()] + ends
+            )
         if anneals:
             ends = _distinct([*self._annealed(ends), *ends])
-        while ends and not self._is_over():
+        while ends and not self._timing.is_over():
             for start in ends[:6]:
                 for shape, sizes in self._around(start):
                     ends.extend(self._tabu(near, 8) for near in self._best(shape, sizes, 1))
@@ -272,7 +272,7 @@ class _PlanSearch:
 
         def spend(seconds: float) -> float:
             timing.work_left -= seconds
-            return 1.0 if self._is_over() else (begin - timing.work_left) / (begin - goal)
+            return 1.0 if self._timing.is_over() else (begin - timing.work_left) / (begin - goal)
 
         return spend
 
@@ -295,7 +295,7 @@ class _PlanSearch:
 
     def _tabu(self, start: _Found, patience: int) -> _Found:
         best, here, visited, waited = start, start.sizes, {start.sizes.tobytes()}, 0
-        while waited < patience and not self._is_over():
+        while waited < patience and not self._timing.is_over():
             near = self._some(self._allowed(start.shape, neighbours(start.shape.forward, here)))
             if not len(near):
                 break
@@ -327,9 +327,6 @@ class _PlanSearch:
     def _found(self, score: float, shape: PlanShape, sizes: Sizes) -> _Found:
         self._count += 1
         return _Found(float(score), self._count, shape, sizes)
-
-    def _is_over(self) -> bool:
-        return self._timing.is_over()
 
 
 def _distinct(found: list[_Found]) -> list[_Found]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning.judge import Times, step_ends
-from planning.making import call, even, timed
+from planning.making import call, even, speeds_of, timed
 
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning import batch as batched
@@ -247,9 +247,9 @@ def test_batches_of_plans_take_what_plans_take(case: Case) -> None:
         assert PlanTimer(pace, workers)(shape.forward, sizes, members) == pytest.approx(ends[0, 0], abs=1e-9)
         run = run_steps(made, costs, workers, microbatches, Rules(1, ahead, host), 4)
         assert (ends[:, 0] >= np.array(run.ends_s) - 1e-9).all()
-        recomputed = pace.recompute[-1] / min([*costs.speeds, 1.0]) if ahead else 0.0
+        recomputed = pace.recompute[-1] / min([*speeds_of(costs), 1.0]) if ahead else 0.0
         if recomputed <= (times.head_forward + times.head_backward) / max(
-            [*costs.speeds, 1.0]
+            [*speeds_of(costs), 1.0]
         ):  # no recomputation can come too early
             assert ends[:, 0] == pytest.approx(run.ends_s, abs=1e-9)
 
