@@ -1,8 +1,7 @@
 """Costs from a file: a model of equal layers and a head, as `roundpipe-plan costs=FILE.json` reads it.
 
-The times of a case (see `cases`) are enough; what else a case holds may stand there and means nothing, except that
-the command takes ``workers``, ``microbatches`` and its own options from it unless they are given. Sizes may stand
-beside the times, and have to where memory is limited::
+The times of a case (see `cases`) are enough. The command also takes ``workers``, ``microbatches`` and its own options
+from the file unless the command line gives them, and ignores other keys. A plan for limited memory needs sizes, too::
 
     {"layers": 32, "forward_ms": 18.5, "backward_ms": 41.2, "head_forward_ms": 37.2, "head_backward_ms": 74.5,
      "hop_ms": 3.2, "workers": 8, "microbatches": 16,
@@ -10,10 +9,10 @@ beside the times, and have to where memory is limited::
      "head_weight_bytes": 1050e6, "head_gradient_bytes": 1050e6, "head_boundary_bytes": 67e6,
      "head_activation_bytes": 2e9}
 
-``speeds`` may say, for each worker, how much faster it is than these times.
+The optional ``speeds`` has the speed of each worker relative to these times.
 
-Or the file lists the ``calls`` of a trace, each with its own times and sizes, as `Costs.to_dict` writes them and as a
-run of ``roundpipe-train`` leaves them in ``costs.json``: measured on the device.
+Instead, the file may list the ``calls`` of a trace, each with times and sizes, as `Costs.to_dict` writes them. A run of
+``roundpipe-train`` leaves such measured costs in ``costs.json``.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ _MOST = 1e15
 
 
 def read_cost_file(path: Path, case: str | None = None) -> dict[str, Any]:
-    """The object of the file; of a list, the one whose ``model`` is ``case``.
+    """Return the object in a file, or in a list the one whose ``model`` is ``case``.
 
     Raises:
-        ValueError: the file is no JSON, or holds no such object.
+        ValueError: the file cannot be read, is not JSON, or holds no such object.
     """
     try:
         data = read_json(path)
@@ -59,10 +58,10 @@ def read_cost_file(path: Path, case: str | None = None) -> dict[str, Any]:
 
 
 def costs_of(data: Mapping[str, Any], path: Path) -> tuple[Costs, float]:
-    """Costs of a call for each layer and one for the head, and the hop in seconds.
+    """Return the costs, with a call for each layer and one for the head, and the hop in seconds.
 
     Raises:
-        ValueError: a key is missing or its value makes no sense; says which.
+        ValueError: a key is missing, or its value is out of range. The message names it.
     """
     costs, hop_s = _equal_costs_of(data, path)
     if (speeds := data.get("speeds")) is None:
@@ -96,7 +95,7 @@ def _equal_costs_of(data: Mapping[str, Any], path: Path) -> tuple[Costs, float]:
 
 
 def whole(data: Mapping[str, Any], name: str, path: Path, least: int = 1) -> int:
-    """A whole number of the file."""
+    """Return the value of a key, which must be a whole number of at least ``least``."""
     value = _found(data, name, path)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"costs={path}: {name}={value!r} must be a whole number of at least {least}.")
@@ -104,7 +103,7 @@ def whole(data: Mapping[str, Any], name: str, path: Path, least: int = 1) -> int
 
 
 def number(data: Mapping[str, Any], name: str, path: Path, default: float | None = None) -> float:
-    """A number of the file that is finite and not below 0."""
+    """Return the value of a key, which must be a finite number of at least 0."""
     value = _found(data, name, path) if default is None else data.get(name, default)
     if not _is_number(value):
         raise ValueError(f"costs={path}: {name}={value!r} must be a number of 0 to {_MOST:g}.")
