@@ -1,7 +1,7 @@
 """JSON files of measured models: each case has the times of a layer on one GPU, and the cuts into stages.
 
-``conf/cases/paper.json`` holds the cases of the paper (arXiv 2604.27085; RTX 4090, 8192 tokens a microbatch): per model and
-schedule the number of layers, their times, the LM head's, the cuts that the paper's simulator was given, and, where
+``conf/cases/paper.json`` holds the cases of the paper (arXiv 2604.27085; RTX 4090, 8192 tokens a microbatch): per model
+and schedule the number of layers, their times, the LM head's, the cuts that the paper's simulator was given, and, where
 the paper prints them, the figures that it found. A case in a file::
 
     {"model": "tiny", "schedule": "1f1b", "workers": 2, "microbatches": 4, "layers": 3, "forward_ms": 1.0,

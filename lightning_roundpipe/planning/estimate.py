@@ -198,7 +198,7 @@ class _Walk:
         self.loss_backward_s = 0.0
         self._known: dict[Any, tuple[_Measured, Any]] = {}
         self._saved: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        """Storages saved on the host. The references are weak: the worker holds a storage no longer than user code does."""
+        """Storages saved on the host, by weak references: the worker holds them no longer than user code does."""
         self._intercepted: list[nn.Module] = []
         self._crossing = Crossing()
 
