@@ -105,7 +105,7 @@ def reports_of(module: pl.LightningModule, batches: list[Any], devices: int, **o
 def test_each_worker_has_stages_for_its_speed(kinds: Any, speeds: tuple[float, ...]) -> None:
     """Slots go round, step after step from the first worker, under a plan that takes what all workers reach alone.
 
-    How much longer a step takes than planned depends on the machine's other work; `benchmarks/bench_schedule.py` says it.
+    How much longer a step takes than planned depends on the machine's other work: `benchmarks/bench_schedule.py`.
     """
     kinds(*speeds)
     workers, microbatches = len(speeds), 12

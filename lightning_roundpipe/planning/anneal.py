@@ -68,7 +68,7 @@ class PlanTimer:
         return max(closed)
 
     def _turns(self, forward: int, sizes: Sequence[int]) -> list[list[tuple[float, float]]]:
-        """Return, by pace and stage, the length of a turn and the time from a microbatch's end in the stage before to this."""
+        """Return the length of a turn, and the time from the microbatch's end in the stage before, by pace and stage."""
         hop_s = self._hop_s
         kinds = []
         begin = sum(sizes[:forward])

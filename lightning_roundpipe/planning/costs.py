@@ -26,6 +26,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cached_property
+from statistics import harmonic_mean
 from typing import Any, Literal
 
 from lightning_roundpipe.messages import plural
@@ -232,7 +233,7 @@ class Costs:
         if len(set(times)) == 1:
             return each[0]
         of_calls = (zip(*seconds, strict=True) for seconds in zip(*times, strict=True))
-        means = [(_harmonic_mean(forward), _harmonic_mean(backward)) for forward, backward in of_calls]
+        means = [(harmonic_mean(forward), harmonic_mean(backward)) for forward, backward in of_calls]
         return cls(each[0]._with_seconds(means).calls, times)
 
     def at_speeds(self, speeds: Sequence[float]) -> Costs:
@@ -324,10 +325,6 @@ class Costs:
                 f"times must be a list for each worker, of {plural(len(self), 'pair')} of seconds: {error}"
             ) from None
         return Costs.of_workers(each)
-
-
-def _harmonic_mean(seconds: Sequence[float]) -> float:
-    return len(seconds) / math.fsum(1 / one for one in seconds) if all(seconds) else 0.0
 
 
 def _call_from_dict(number: int, data: object) -> CallCost:

@@ -220,7 +220,7 @@ def planned_bytes(
 
 
 def ahead_within(plan: Plan, costs: Costs, workers: int, budget: Memory | None) -> Plan:
-    """Return ``plan`` with recomputation ahead, if it has backward stages and ``budget`` (None: no limit) has the room."""
+    """Return ``plan`` with recomputation ahead, if it has backward stages and fits ``budget`` (None: no limit)."""
     ahead = replace(plan, recompute_ahead=bool(plan.backward))
     return ahead if fits(ahead, costs, workers, budget) else plan
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planning.making import call, even
+from planning.making import call, even, timed
 
 from lightning_roundpipe.planning import CallCost, Costs, Phase
 
@@ -156,3 +156,11 @@ def test_times_of_unequal_workers_that_make_no_sense() -> None:
         even(2).at_speeds([1, 0])
     with pytest.raises(ValueError, match="workers=3 must be 2"):
         even(2).at_speeds([1, 2]).check_workers(3)
+
+
+def test_times_that_are_hardly_any_have_a_mean() -> None:
+    """The sum of their reciprocals is more than a float holds."""
+    least = 1.1125369292536007e-308
+    costs = Costs.of_workers([timed([least], [0.0]), timed([2 * least], [1.0])])
+    assert costs.calls[0].forward_s == pytest.approx(least * 4 / 3, rel=1e-6)
+    assert costs.calls[0].backward_s == 0
