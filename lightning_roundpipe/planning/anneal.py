@@ -68,7 +68,10 @@ class PlanTimer:
         return max(closed)
 
     def _turns(self, forward: int, sizes: Sequence[int]) -> list[list[tuple[float, float]]]:
-        """Return the length of a turn, and the time from the microbatch's end in the stage before, by pace and stage."""
+        """Return two times of a turn, by pace and stage.
+
+        The first is its length. The second is the time from the microbatch's end in the stage before to the turn's end.
+        """
         hop_s = self._hop_s
         kinds = []
         begin = sum(sizes[:forward])
