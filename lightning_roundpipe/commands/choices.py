@@ -1,4 +1,4 @@
-"""Models and adapters by the names that they have in ``conf/``, or as files of one's own."""
+"""Models and adapters, by their names in ``conf`` or from files of the user's own."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from lightning_roundpipe.planning.meter import ATTENTION, attention
 from lightning_roundpipe.planning.profile import Precision
 
 _MADE_BY = {"model": "lightning_roundpipe.model.loading.from_config", "lora": "peft.LoraConfig"}
-"""``_target_`` of the choices that can be taken here."""
+"""``_target_`` of the choices that this module can read."""
 
 _ABOUT_FILES = ("quantization_config", "dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path")
 """Keys of a config.json that are about its weights' files."""
 
 _ABOUT_WEIGHTS = ("weights", "dtype", *NAMES)
-"""Settings of ``from_config`` that are about its weights, of which there are none here."""
+"""Settings of ``from_config`` about weights, which this module ignores."""
 
 ROPE = "rope"
 """The setting of ``from_config`` that changes the configuration."""
@@ -47,14 +47,14 @@ DTYPES: Mapping[Precision, torch.dtype] = {
 
 
 def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Quantization | None]:
-    """The configuration of a model in ``conf/model``, or of a Hugging Face ``config.json`` or a folder with one.
+    """Return the configuration of a model, and the format of its weights if they are in few bits.
 
-    With it, the format of its weights if they are in few bits.
-
-    ``changed`` are settings of it that the command line changes, as ``model.num_hidden_layers=4``.
+    Args:
+        text: a choice of ``conf/model``, a Hugging Face ``config.json``, or a folder with one.
+        changed: settings of the configuration that the command line changes, as ``model.num_hidden_layers=4``.
 
     Raises:
-        ValueError: there is none, or transformers does not take it.
+        ValueError: there is no such model, or transformers does not take its settings.
     """
     if is_path(text):
         path = Path(text).expanduser()
@@ -84,9 +84,9 @@ def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Qu
 
 
 def _rope_of(settings: dict[str, Any], changed: Settings) -> tuple[Mapping[str, Any] | None, Settings]:
-    """The rotary embedding of ``model.rope``, and of the changed settings those of the configuration.
+    """Return the rotary embedding of ``model.rope``, and the changed settings of the configuration.
 
-    What is about weights means nothing here, as they are never read: the same command line as for training works.
+    Settings about weights are ignored, so that the command line of a training works here, too.
     """
     others = tuple((name, value) for name, value in changed if name not in _ABOUT_WEIGHTS)
     own = tuple((name, value) for name, value in others if name.partition(".")[0] == ROPE)
@@ -99,23 +99,28 @@ def _rope_of(settings: dict[str, Any], changed: Settings) -> tuple[Mapping[str, 
 def make_model(
     config: PretrainedConfig, name: str, lora: str, precision: Precision, changed: Settings = ()
 ) -> nn.Module:
-    """The model without data, in the format that it computes in, with the adapters of ``conf/lora``'s choice ``lora``.
+    """Return the model on the meta device, in its compute dtype, with adapters.
 
-    ``changed`` are settings of those that the command line changes, as ``lora.r=16``.
+    Args:
+        config: configuration of the model.
+        name: name of the model, for messages.
+        lora: a choice of ``conf/lora``, or a file.
+        precision: Lightning's precision.
+        changed: settings of the adapters that the command line changes, as ``lora.r=16``.
 
     Raises:
-        ValueError: it is no causal language model, or the adapters do not fit it.
+        ValueError: it is not a causal language model, or the adapters do not fit it.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # libraries about each other
+        warnings.simplefilter("ignore")  # warnings of libraries about each other
         return _make_model(config, name, read_adapters(lora, changed), lora, precision)
 
 
 def read_adapters(lora: str, changed: Settings = ()) -> dict[str, Any]:
-    """Settings of ``LoraConfig``, of a choice in ``conf/lora`` or of a file; empty: without adapters.
+    """Return settings of ``LoraConfig``, from a choice of ``conf/lora`` or a file; empty without adapters.
 
     Raises:
-        ValueError: there is no such choice, or ``changed`` has other settings than it.
+        ValueError: there is no such choice, or ``changed`` has an unknown setting.
     """
     settings = _choice("lora", lora, "a YAML file like those in conf/lora", none=True)
     if changed and not settings:
@@ -127,7 +132,7 @@ def read_adapters(lora: str, changed: Settings = ()) -> dict[str, Any]:
 
 
 def _changed(settings: dict[str, Any], group: str, changed: Settings, known: Iterable[str]) -> dict[str, Any]:
-    """``settings`` with the others', whose values are YAML: ``[q_proj, v_proj]`` is a list."""
+    """Return ``settings`` with those of ``changed``, whose values are YAML: ``[q_proj, v_proj]`` is a list."""
     for name, text in changed:
         if name.partition(".")[0] not in known:
             hint = did_you_mean(name, known) or f" There are {', '.join(sorted(known))}."
@@ -164,7 +169,7 @@ def _make_model(
 
 
 def _choice(group: str, text: str, otherwise: str, none: bool = False) -> dict[str, Any]:
-    """The settings of a choice, without the name of what takes them."""
+    """Return the settings of a choice, without its ``_target_``."""
     if is_path(text):
         data = _load(Path(text).expanduser(), group)
         data.pop("_target_", None)

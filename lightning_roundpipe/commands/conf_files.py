@@ -10,14 +10,14 @@ from lightning_roundpipe.commands.options import did_you_mean
 
 
 def find_cases(text: str, name: str) -> tuple[Path, str | None]:
-    """The file that ``text`` names, and the model in it if it names one.
+    """Return the file of cases that ``text`` names, and the model in it if ``text`` names one.
 
     Args:
-        text: a path, the name of a file in ``conf/cases``, or that of a model in one.
-        name: the option.
+        text: a path, the name of a file in ``conf/cases``, or the name of a model in such a file.
+        name: the option, for messages.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such file or model.
     """
     path = Path(text).expanduser()
     shipped = shipped_files("cases", ".json")
@@ -39,7 +39,7 @@ def find_cases(text: str, name: str) -> tuple[Path, str | None]:
 
 
 def models(file: Path) -> list[str]:
-    """The models that a file of cases holds, each once."""
+    """Return the models in a file of cases, without duplicates."""
     data = json.loads(file.read_bytes())
     return list(dict.fromkeys(str(case["model"]) for case in (data if isinstance(data, list) else [data])))
 

@@ -1,7 +1,7 @@
-"""Many plans at once: a table of models, machines and settings, each combination planned for itself.
+"""Tables of plans: each combination of models, machines and settings has a plan of its own.
 
-Combinations are planned by as many processes as there are processors for them. A plan depends on
-its combination only, so where no search is ended by the clock, the table is the same with any number of processes.
+Each processor plans in a process of its own. A plan depends on its combination only, so the table is the same with any
+number of processes, unless the clock ends a search.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from lightning_roundpipe.commands.plan_shape import Wish
 from lightning_roundpipe.devices.intraop_threads import cores
 
 MOST_CELLS = 1000
-"""Combinations of a table."""
+"""Most combinations of a table."""
 
 _MOST_PROCESSES = 16
-"""Each of them takes about 0.5 GiB."""
+"""Most processes; each takes about 0.5 GiB."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What tells it from the other ones."""
+        """What distinguishes it from the other cells."""
         return ", ".join(self.given.values()) or f"{self.wish.model}, {self.machine}"
 
     @property
