@@ -20,7 +20,7 @@ from rich.table import Table
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.planning import greedy_partition
 from lightning_roundpipe.planning.cases import Case, read_cases
-from lightning_roundpipe.planning.simulation import simulate
+from lightning_roundpipe.planning.pipeline import run_steps
 
 CASES = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"
 MODELS = ("qwen3-1.7b", "llama3.1-8b")
@@ -52,7 +52,8 @@ def main() -> None:
         case = cases[model]
         costs = case.costs(options.scale)
         plan = greedy_partition(costs, case.workers, case.microbatches)
-        simulation = simulate(plan, costs, case.workers, case.microbatches)
+        simulation = run_steps(plan, costs, case.workers, case.microbatches)
+        bubble = 1 - simulation.busy_s / (case.workers * simulation.makespan_s)
         with console.status(f"{model}: {options.steps} steps of {simulation.makespan_s:.1f} s"):
             measured = statistics.median(measure(case, str(plan), options.scale, options.steps))
         table.add_row(
@@ -61,7 +62,7 @@ def main() -> None:
             f"{simulation.makespan_s:.3f}",
             f"{measured:.3f}",
             f"{measured / simulation.makespan_s:.3f}",
-            f"{simulation.bubble_pct:.1f} %",
+            f"{100 * bubble:.1f} %",
         )
     console.print(table)
 

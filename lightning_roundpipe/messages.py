@@ -1,4 +1,4 @@
-"""Messages to users, apart from errors: a warning category, and words for numbers.
+"""Messages to users: a warning category, words for numbers, and the first line of an error.
 
 Every warning and every line of information begins with ``roundpipe:``, so that users see where it comes from.
 """
@@ -52,3 +52,9 @@ def seconds(value: float) -> str:
     if value < 0.995:
         return f"{1000 * value:.0f} ms"
     return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message, if it has one, without a full stop."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

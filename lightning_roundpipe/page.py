@@ -26,7 +26,6 @@ from lightning_roundpipe.page_style import SCRIPT, STYLE
 from lightning_roundpipe.timeline import LEGEND, TimelineEvent, read_events, stage_names
 
 _PACKAGES = ("lightning-roundpipe", "torch", "lightning", "transformers", "peft", "bitsandbytes", "numpy", "bokeh")
-_GIB = 2**30
 _LANES = {"compute": (0.0, 0.62), "up": (0.66, 0.78), "down": (0.82, 0.94)}
 """Top and bottom of each lane in a worker's row of height 1."""
 _NOTHING = "–"

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_roundpipe.config import Options, RoundPipeError
-from lightning_roundpipe.messages import plural
+from lightning_roundpipe.messages import first_line, plural
 from lightning_roundpipe.model.meta import without_values
 from lightning_roundpipe.planning.schedule import Plan
 
@@ -219,7 +219,7 @@ def unreadable_checkpoint(path: Any, error: Exception) -> Exception:
     foreign = "Unsupported operand" in str(error)  # not a pickle; torch calls it unsafe
     if "Weights only load failed" in str(error) and not foreign:  # torch's message names the remedy
         return error
-    reason = "torch.save did not write it" if foreign else _first_line(error)
+    reason = "torch.save did not write it" if foreign else first_line(error)
     size = f" ({file.stat().st_size:,} bytes)" if file.is_file() else ""
     return ValueError(
         f"ckpt_path={str(path)!r}{size} cannot be read as a checkpoint: {reason}. If saving or copying it "
@@ -253,7 +253,7 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         lacking = [key for group in optimizer.param_groups for key in optimizer.defaults if key not in group]
         problem = f"it has no {lacking[0]!r}" if lacking else ""
     except (ValueError, KeyError) as error:
-        problem = _first_line(error)
+        problem = first_line(error)
     if problem:
         raise ValueError(
             f"ckpt_path: the checkpoint's optimizer state does not fit {type(optimizer).__name__}: {problem}. Make "
@@ -269,8 +269,3 @@ def refuse_missing_states(states: int, optimizers: int) -> None:
             f"ckpt_path: the checkpoint has the state of {plural(states, 'optimizer')}, and configure_optimizers() "
             f"makes {optimizers}: make the same ones, or take only the weights (load_from_checkpoint)."
         )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -30,10 +30,10 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.pipeline import Rules, SimulatedEvent, SimulatedRun, run_steps
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.runtime.reporting.events import bubble_percent
 
 _KINDS = {

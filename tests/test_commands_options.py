@@ -19,7 +19,7 @@ from rich.table import Table
 import lightning_roundpipe
 from lightning_roundpipe.commands.console import CLOSED_PIPE, console_command
 from lightning_roundpipe.commands.export import ExportOptions
-from lightning_roundpipe.commands.options import Reply, Settings, as_json, option, parse, pasted, run, usage
+from lightning_roundpipe.commands.options import Reply, Settings, as_json, option, parse_all, pasted, run, usage
 from lightning_roundpipe.commands.plan import PlanOptions
 from lightning_roundpipe.commands.simulate import SimulateOptions
 from lightning_roundpipe.config import parse_bytes
@@ -43,7 +43,7 @@ class ProbeOptions:
 
 
 def probe(*arguments: str) -> ProbeOptions:
-    return parse(ProbeOptions, ["file=a.json", *arguments])
+    return parse_all(ProbeOptions, ["file=a.json", *arguments])[0].options
 
 
 def test_values_are_of_the_annotated_kinds() -> None:
@@ -98,7 +98,7 @@ def test_mistakes_are_one_line_and_exit_code_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        parse(ProbeOptions, arguments)
+        parse_all(ProbeOptions, arguments)
     assert run("roundpipe-probe", ProbeOptions, lambda options: Reply("answer"), arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -143,7 +143,7 @@ def test_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("given", [["--file=b.json"], ["--file", "b.json"], ["file=b.json"]])
 def test_dashes_are_allowed(given: list[str]) -> None:
-    found = parse(ProbeOptions, [*given, "--workers", "3", "--name.size", "4", "name.colour=[a=b, c]"])
+    found = parse_all(ProbeOptions, [*given, "--workers", "3", "--name.size", "4", "name.colour=[a=b, c]"])[0].options
     assert (found.file, found.workers) == (Path("b.json"), 3)
     assert found.name_settings == (("size", "4"), ("colour", "[a=b, c]"))
 
@@ -220,7 +220,7 @@ def test_help_is_short_and_its_examples_are_right(options: Any, monkeypatch: pyt
     assert max(map(len, lines)) <= 80 and len(lines) <= 54
     assert len(options.examples) >= 3
     for example in options.examples:
-        parse(options, shlex.split(example))
+        parse_all(options, shlex.split(example))
 
 
 def test_a_command_returns_what_its_function_does() -> None:

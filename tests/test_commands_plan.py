@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 from planning.judge import Times, step_ends
+from planning.making import keeps
 
 from lightning_roundpipe.commands import plan
-from lightning_roundpipe.commands.case_files import find_cases
+from lightning_roundpipe.commands.conf_files import find_cases
 from lightning_roundpipe.commands.machines import choose_machine
-from lightning_roundpipe.commands.options import parse
+from lightning_roundpipe.commands.options import parse_all
 from lightning_roundpipe.commands.plan_costs import Question, answer, does_not_fit
 from lightning_roundpipe.planning import CallCost, Costs, Plan, search
 from lightning_roundpipe.planning.limits import Limits
@@ -131,7 +132,7 @@ def test_never_slower_than_the_papers_plan(seed: int) -> None:
                 continue
             ours, papers = (answer(question, 0.1, partitioner) for partitioner in ("search", "paper"))
             assert ours.period_s <= papers.period_s
-            assert limits.keeps(ours.plan, costs, workers)
+            assert keeps(limits, ours.plan, costs, workers)
 
 
 def test_memory_limits_stages(call: Any) -> None:
@@ -304,13 +305,12 @@ def test_commands_in_the_documents_are_right() -> None:
     found = [one or other for one, other in lines if "..." not in one + other]
     assert len(found) >= 12
     for line in found:
-        options = parse(plan.PlanOptions, shlex.split(line.replace("\n", " ")))
-        for text in (options.costs, options.case):
-            if text is not None and not text.endswith(".json"):
-                find_cases(text, "costs")
-        if options.gpu or not (options.hardware or "my-machine.yaml").endswith((".yaml", "auto")):
-            for one in (options.hardware or "").split(","):  # several make a table
-                choose_machine(one or None, options.gpu, options.gpus, options.workers, options.host_memory)
+        for options in (one.options for one in parse_all(plan.PlanOptions, shlex.split(line.replace("\n", " ")))):
+            for text in (options.costs, options.case):
+                if text is not None and not text.endswith(".json"):
+                    find_cases(text, "costs")
+            if options.gpu or not (options.hardware or "my-machine.yaml").endswith((".yaml", "auto")):
+                choose_machine(options.hardware, options.gpu, options.gpus, options.workers, options.host_memory)
 
 
 def test_the_documents_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:

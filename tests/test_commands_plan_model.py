@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from lightning_roundpipe.commands import plan
 from lightning_roundpipe.commands.machines import choose_machine, read_machine
-from lightning_roundpipe.commands.options import parse
+from lightning_roundpipe.commands.options import parse_all
 from lightning_roundpipe.commands.plan_model import look_at, shape_of
 from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
 from lightning_roundpipe.planning.schedule import Plan
@@ -427,7 +427,7 @@ def test_never_slower_than_under_the_papers_plan(workers: int, memory: int | Non
     ],
 )
 def test_any_number_of_a_known_gpu(given: tuple[str, ...], title: str, host: int, bandwidth: float) -> None:
-    options = parse(plan.PlanOptions, ["model=tiny_llama", *given])
+    options = parse_all(plan.PlanOptions, ["model=tiny_llama", *given])[0].options
     machine = choose_machine(options.hardware, options.gpu, options.gpus, options.workers, options.host_memory)
     found = machine.hardware
     assert (found.title, found.host_memory, found.host_memory_bandwidth) == (title, host * 2**30, bandwidth)
@@ -522,7 +522,7 @@ def test_a_model_with_fewer_positions_has_shorter_sequences_by_default(command: 
     ("given", "meant"), [("bf16", "bf16-mixed"), ("16", "16-mixed"), ("32", "32-true"), ("bf16-true", "bf16-true")]
 )
 def test_precision_in_lightnings_spellings(given: str, meant: str) -> None:
-    assert parse(plan.PlanOptions, [f"precision={given}"]).precision == meant
+    assert parse_all(plan.PlanOptions, [f"precision={given}"])[0].options.precision == meant
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ TINY_4090 = ("model=tiny_llama", "hardware=rtx4090x2", "microbatch_size=1", "seq
 @pytest.fixture
 def command(plan_command: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """In this process, as starting others takes longer than such plans."""
-    monkeypatch.setattr(plan_several, "_processors", lambda: 1)
+    monkeypatch.setattr(plan_several, "cores", lambda: 1)
     return plan_command
 
 
@@ -288,7 +288,7 @@ def test_processes_give_the_same_rows_in_the_same_order(
     monkeypatch.setattr(sys, "argv", ["roundpipe-plan", *given])
     tables = []
     for processes in (2, 1):
-        monkeypatch.setattr(plan_several, "_processors", lambda processes=processes: processes)
+        monkeypatch.setattr(plan_several, "cores", lambda processes=processes: processes)
         assert plan.main() == 1
         tables.append(json.loads(capsys.readouterr().out))
     assert tables[0] == tables[1] and len(tables[0]) == 8

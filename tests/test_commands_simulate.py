@@ -15,7 +15,7 @@ from patience import PATIENCE_S
 from rich.console import Console
 
 from lightning_roundpipe.commands import simulate
-from lightning_roundpipe.commands.options import parse
+from lightning_roundpipe.commands.options import parse_all
 from lightning_roundpipe.planning.cases import FIGURES, read_cases
 
 PAPER = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"
@@ -158,7 +158,7 @@ def test_commands_in_the_documents_are_right() -> None:
     lines = re.findall(r"^roundpipe-simulate (.*)$", text, flags=re.MULTILINE)
     assert len(lines) >= 3
     for line in lines:
-        parse(simulate.SimulateOptions, shlex.split(line))
+        parse_all(simulate.SimulateOptions, shlex.split(line))
 
 
 def test_the_case_in_the_documents_runs(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ _LONGEST_NAME = 60
 
 
 def draw(runs: Sequence[PaperRun], bubbles: Sequence[Bubble], picture: Path | None, trace: Path | None) -> None:
-    """Writes the picture and the trace, whichever is wanted."""
+    """Write the picture and the trace of the runs, unless their paths are None."""
     charts = [chart_of(run, bubble) for run, bubble in zip(runs, bubbles, strict=True)]
     if picture:
         draw_charts(charts, picture)
@@ -23,9 +23,9 @@ def draw(runs: Sequence[PaperRun], bubbles: Sequence[Bubble], picture: Path | No
 
 
 def chart_of(run: PaperRun, bubble: Bubble) -> Chart:
-    """The run, titled with its figures."""
+    """Return the chart of a run, with its figures in the title."""
     case, ms = run.case, run.ticks_per_ms
-    # In RoundPipe a worker has its backward stages after its forward stages; else each stage goes both ways.
+    # In RoundPipe, backward stages follow forward stages on a worker. In baselines, a stage runs in both directions.
     before = len(case.forward_stages) if case.backward_stages else 0
     parts = {key: tuple((kind, ticks / ms) for kind, ticks in found) for key, found in run.parts.items()}
     blocks = [

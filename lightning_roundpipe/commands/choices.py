@@ -1,11 +1,10 @@
-"""Models and adapters by the names that they have in ``conf/``, or as files of one's own."""
+"""Models and adapters, by their names in ``conf`` or from files of the user's own."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,24 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from lightning_roundpipe.commands.conf_files import shipped_files
 from lightning_roundpipe.commands.machines import is_path
 from lightning_roundpipe.commands.options import Settings, did_you_mean
 from lightning_roundpipe.commands.quantized import NAMES, Quantization, read_quantization
+from lightning_roundpipe.messages import first_line
 from lightning_roundpipe.model.rope import stretch
 from lightning_roundpipe.planning.cases import read_json
 from lightning_roundpipe.planning.meter import ATTENTION, attention
 from lightning_roundpipe.planning.profile import Precision
 
 _MADE_BY = {"model": "lightning_roundpipe.model.loading.from_config", "lora": "peft.LoraConfig"}
-"""``_target_`` of the choices that can be taken here."""
+"""``_target_`` of the choices that this module can read."""
 
 _ABOUT_FILES = ("quantization_config", "dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path")
 """Keys of a config.json that are about its weights' files."""
 
 _ABOUT_WEIGHTS = ("weights", "dtype", *NAMES)
-"""Settings of ``from_config`` that are about its weights, of which there are none here."""
+"""Settings of ``from_config`` about weights, which this module ignores."""
 
 ROPE = "rope"
 """The setting of ``from_config`` that changes the configuration."""
@@ -46,14 +47,14 @@ DTYPES: Mapping[Precision, torch.dtype] = {
 
 
 def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Quantization | None]:
-    """The configuration of a model in ``conf/model``, or of a Hugging Face ``config.json`` or a folder with one.
+    """Return the configuration of a model, and the format of its weights if they are in few bits.
 
-    With it, the format of its weights if they are in few bits.
-
-    ``changed`` are settings of it that the command line changes, as ``model.num_hidden_layers=4``.
+    Args:
+        text: a choice of ``conf/model``, a Hugging Face ``config.json``, or a folder with one.
+        changed: settings of the configuration that the command line changes, as ``model.num_hidden_layers=4``.
 
     Raises:
-        ValueError: there is none, or transformers does not take it.
+        ValueError: there is no such model, or transformers does not take its settings.
     """
     if is_path(text):
         path = Path(text).expanduser()
@@ -77,15 +78,15 @@ def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Qu
     try:
         config: PretrainedConfig = AutoConfig.for_model(kind, **settings)
     except Exception as error:
-        raise ValueError(f"model={text}: transformers does not take these settings: {_line(error)}") from error
+        raise ValueError(f"model={text}: transformers does not take these settings: {first_line(error)}.") from error
     stretch(config, rope)
     return config, quantization
 
 
 def _rope_of(settings: dict[str, Any], changed: Settings) -> tuple[Mapping[str, Any] | None, Settings]:
-    """The rotary embedding of ``model.rope``, and of the changed settings those of the configuration.
+    """Return the rotary embedding of ``model.rope``, and the changed settings of the configuration.
 
-    What is about weights means nothing here, as they are never read: the same command line as for training works.
+    Settings about weights are ignored, so that the command line of a training works here, too.
     """
     others = tuple((name, value) for name, value in changed if name not in _ABOUT_WEIGHTS)
     own = tuple((name, value) for name, value in others if name.partition(".")[0] == ROPE)
@@ -98,23 +99,28 @@ def _rope_of(settings: dict[str, Any], changed: Settings) -> tuple[Mapping[str, 
 def make_model(
     config: PretrainedConfig, name: str, lora: str, precision: Precision, changed: Settings = ()
 ) -> nn.Module:
-    """The model without data, in the format that it computes in, with the adapters of ``conf/lora``'s choice ``lora``.
+    """Return the model on the meta device, in its compute dtype, with adapters.
 
-    ``changed`` are settings of those that the command line changes, as ``lora.r=16``.
+    Args:
+        config: configuration of the model.
+        name: name of the model, for messages.
+        lora: a choice of ``conf/lora``, or a file.
+        precision: Lightning's precision.
+        changed: settings of the adapters that the command line changes, as ``lora.r=16``.
 
     Raises:
-        ValueError: it is no causal language model, or the adapters do not fit it.
+        ValueError: it is not a causal language model, or the adapters do not fit it.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # libraries about each other
+        warnings.simplefilter("ignore")  # warnings of libraries about each other
         return _make_model(config, name, read_adapters(lora, changed), lora, precision)
 
 
 def read_adapters(lora: str, changed: Settings = ()) -> dict[str, Any]:
-    """Settings of ``LoraConfig``, of a choice in ``conf/lora`` or of a file; empty: without adapters.
+    """Return settings of ``LoraConfig``, from a choice of ``conf/lora`` or a file; empty without adapters.
 
     Raises:
-        ValueError: there is no such choice, or ``changed`` has other settings than it.
+        ValueError: there is no such choice, or ``changed`` has an unknown setting.
     """
     settings = _choice("lora", lora, "a YAML file like those in conf/lora", none=True)
     if changed and not settings:
@@ -126,7 +132,7 @@ def read_adapters(lora: str, changed: Settings = ()) -> dict[str, Any]:
 
 
 def _changed(settings: dict[str, Any], group: str, changed: Settings, known: Iterable[str]) -> dict[str, Any]:
-    """``settings`` with the others', whose values are YAML: ``[q_proj, v_proj]`` is a list."""
+    """Return ``settings`` with those of ``changed``, whose values are YAML: ``[q_proj, v_proj]`` is a list."""
     for name, text in changed:
         if name.partition(".")[0] not in known:
             hint = did_you_mean(name, known) or f" There are {', '.join(sorted(known))}."
@@ -135,7 +141,7 @@ def _changed(settings: dict[str, Any], group: str, changed: Settings, known: Ite
             merged = OmegaConf.merge(settings, OmegaConf.from_dotlist([f"{name}={text}"]))
             settings = {str(key): value for key, value in OmegaConf.to_container(merged).items()}  # type: ignore[union-attr]
         except Exception as error:  # yaml's and OmegaConf's have nothing in common
-            raise ValueError(f"{group}.{name}={text} cannot be read: {_line(error)}") from None
+            raise ValueError(f"{group}.{name}={text} cannot be read: {first_line(error)}.") from None
     return settings
 
 
@@ -152,23 +158,23 @@ def _make_model(
             except (KeyError, ValueError):  # architectures with attention of their own
                 model = build(config, dtype=dtype, attn_implementation="eager")
     except Exception as error:
-        raise ValueError(f"model={name} makes no causal language model: {_line(error)}") from error
+        raise ValueError(f"model={name} makes no causal language model: {first_line(error)}.") from error
     if adapters:
         try:
             # As under autocast, adapters compute in the format of the weights beside them.
             model = get_peft_model(model, LoraConfig(**adapters), autocast_adapter_dtype=False)
         except Exception as error:
-            raise ValueError(f"lora={lora} does not fit model={name}: {_line(error)}") from error
+            raise ValueError(f"lora={lora} does not fit model={name}: {first_line(error)}.") from error
     return model.train()
 
 
 def _choice(group: str, text: str, otherwise: str, none: bool = False) -> dict[str, Any]:
-    """The settings of a choice, without the name of what takes them."""
+    """Return the settings of a choice, without its ``_target_``."""
     if is_path(text):
         data = _load(Path(text).expanduser(), group)
         data.pop("_target_", None)
         return data
-    found = _choices(group)
+    found = {name: _load(path, group) for name, path in shipped_files(group).items()}
     usable = [name for name, data in found.items() if data.get("_target_") == _MADE_BY[group] or (none and not data)]
     if text in found and text not in usable:
         raise ValueError(
@@ -181,23 +187,13 @@ def _choice(group: str, text: str, otherwise: str, none: bool = False) -> dict[s
     return data
 
 
-def _choices(group: str) -> dict[str, dict[str, Any]]:
-    folder = files("lightning_roundpipe.conf") / group
-    found = {}
-    for item in folder.iterdir():
-        if item.name.endswith(".yaml"):
-            with as_file(item) as path:
-                found[item.name.removesuffix(".yaml")] = _load(path, group)
-    return found
-
-
 def _load(path: Path, group: str) -> dict[str, Any]:
     try:
         data = OmegaConf.to_container(OmegaConf.load(path))
     except OSError as error:
         raise ValueError(f"{group}: {path} cannot be read: {error.strerror or error}.") from None
     except Exception as error:
-        raise ValueError(f"{group}: {path} is not YAML: {_line(error)}") from None
+        raise ValueError(f"{group}: {path} is not YAML: {first_line(error)}.") from None
     if not isinstance(data, dict):
         raise ValueError(f"{group}: {path} must hold settings, each with its name.")
     return {str(key): value for key, value in data.items()}
@@ -207,8 +203,3 @@ def _check_name(group: str, text: str, known: list[str], otherwise: str) -> None
     if text not in known:
         hint = did_you_mean(text, known)
         raise ValueError(f"There is no {group}={text}.{hint} Allowed are {', '.join(known)}, and {otherwise}.")
-
-
-def _line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}." if lines else f"{type(error).__name__}."

@@ -1,6 +1,6 @@
-"""What every console command does, ``roundpipe-train`` too: ``--version``, and a quiet end when a pipe is closed.
+"""Common behaviour of all console commands: ``--version``, and a quiet end when a pipe is closed.
 
-Imports nothing of ours, so that a command that only says its version answers at once.
+This module imports no other module of the package, so ``--version`` answers at once.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import ParamSpec
 P = ParamSpec("P")
 
 CLOSED_PIPE = 141
-"""What the shell reports of a program that SIGPIPE ends."""
+"""Exit code of a program that SIGPIPE ends."""
 
 
 def console_command(main: Callable[P, int | None]) -> Callable[P, int | None]:
-    """A console script: answers ``--version``, and ends without a word when nobody reads on (``| head``)."""
+    """Decorate a console script: answer ``--version``, and end quietly when a pipe is closed (``| head``)."""
 
     @wraps(main)
     def command(*args: P.args, **kwargs: P.kwargs) -> int | None:
@@ -41,7 +41,7 @@ def console_command(main: Callable[P, int | None]) -> Callable[P, int | None]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Says on a terminal's standard error what takes so long, until it is done; elsewhere nothing."""
+    """Show ``what`` on standard error meanwhile, if that is a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -52,13 +52,13 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def _flush() -> None:
-    """Now, and not when Python exits, where a closed pipe can no longer be caught."""
+    """Flush now: when Python exits, an error of a closed pipe can no longer be caught."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
 
 
 def _let_go() -> None:
-    """Sends what is still buffered nowhere, or Python would complain of it when it exits."""
+    """Redirect buffered output to the null device. Otherwise Python reports it as an error on exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -1,7 +1,7 @@
-"""``explain=memory``: every tensor that is alive at the worst moment of a worker, and the rest of what is counted.
+"""``explain=memory``: all tensors that are alive at the peak of a worker's memory, and its other parts.
 
-A worker holds arenas, boundary tensors, and one call's tensors, beside what graphs of other calls of its stage keep.
-The call is the one that the plan's count is made of, so the rows together are that count to the byte.
+A worker holds arenas, boundary tensors, the tensors of one call, and what graphs of other calls of its stage keep. The
+plan counts the same call, so the rows add up to the plan's count to the byte.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Line:
     """Equal storages of a call.
 
     Args:
-        part: of the call, in which they were made.
-        module: that made them, named within the layer.
-        operation: that made each; of an input, its name.
-        shape, dtype: of each.
-        count: how many there are.
-        nbytes: of all of them.
+        part: part of the call in which they are made.
+        module: module that makes them, named within the layer.
+        operation: operation that makes them, or the name of an input.
+        shape, dtype: shape and dtype of each.
+        count: number of storages.
+        nbytes: bytes of all of them.
     """
 
     part: Part
@@ -44,17 +44,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Explained:
-    """What a worker holds at its worst.
+    """A worker's memory at its peak.
 
     Attributes:
         subject: the plan, or the longest sequence.
-        tokens: of a microbatch.
-        stage: the number of the worst stage, and its phase.
-        phase: forward, fused or backward.
-        limit: bytes of a worker; None: without a limit.
-        items: the parts of what is planned for it.
-        call: of the worst call, over its time.
-        lines: its tensors at the worst moment.
+        tokens: tokens of a microbatch.
+        stage: position of the stage at the peak.
+        phase: phase of that stage.
+        limit: bytes of a worker; None: no limit.
+        items: parts of the planned memory.
+        call: memory of the call at the peak, over its time.
+        lines: tensors of that call at the peak.
         kept: bytes that graphs of the stage's other calls keep.
     """
 
@@ -70,7 +70,7 @@ class Explained:
 
     @property
     def activations(self) -> int:
-        """Of the worst stage, as they are planned."""
+        """Planned bytes of activations of the stage at the peak."""
         return self.kept + sum(line.nbytes for line in self.lines)
 
     @property
@@ -80,13 +80,13 @@ class Explained:
 
 @dataclass(frozen=True)
 class InTiles:
-    """What would be if modules that act on each token alone ran in tiles of tokens.
+    """Estimate with tiles of tokens, for modules that act on each token alone.
 
     Attributes:
-        tile: tokens of each.
-        longest: the longest sequence.
-        slowdown: by how much a microbatch of the longest sequence without tiles would take longer; 0.1 is 10 %.
-        tokens: of that.
+        tile: tokens of a tile.
+        longest: longest sequence with tiles.
+        slowdown: additional time of a microbatch of ``tokens`` tokens; 0.1 is 10 %.
+        tokens: tokens of the longest sequence without tiles.
     """
 
     tile: int
@@ -96,7 +96,7 @@ class InTiles:
 
 
 def in_tiles(found: Outlook) -> InTiles | None:
-    """None: no sequence fits, or tiles are planned anyway."""
+    """Return the estimate with tiles; None if no sequence fits, or the plan has tiles already."""
     if found.wish.token_tiles is not None:
         return None
     if found.longest is None or not found.longest.tokens:
@@ -109,12 +109,12 @@ def in_tiles(found: Outlook) -> InTiles | None:
 
 
 def _seconds(call: CallCost) -> float:
-    """With its recomputation."""
+    """Return the seconds of forward, recomputation and backward."""
     return call.time_s("forward") + call.time_s("backward")
 
 
 def explain(found: Outlook) -> list[Explained]:
-    """For the plan, and for the longest sequence where that is another one."""
+    """Return a worker's memory under the plan, and for the longest sequence if that is another one."""
     wish = found.wish
     shape = shape_of(wish, found.hardware)
     size, length = found.microbatch_size, found.sequence_length
@@ -164,7 +164,7 @@ def _line(row: Row) -> Line:
 
 
 def as_list(found: Sequence[Explained]) -> list[dict[str, Any]]:
-    """For ``format=json``."""
+    """Return the answer of ``format=json``."""
     return [
         {
             "subject": one.subject,

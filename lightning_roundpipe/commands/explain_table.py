@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_roundpipe.commands.explain import Explained, InTiles, Line
-from lightning_roundpipe.commands.plan_model_table import memory_table
+from lightning_roundpipe.commands.plan_model_table import in_gib, memory_table
 
 _LEAST = 0.002
 """Of all tensors; what is smaller is shown together."""
@@ -22,7 +22,12 @@ def as_parts(found: Sequence[Explained], tiles: InTiles | None) -> list[Renderab
     """What is printed below the plan."""
     parts: list[RenderableType] = []
     for one in found:
-        parts += ["", Text(f"A worker's worst moment under {one.subject}: {_where(one)}")]
+        parts += [
+            "",
+            Text(
+                f"A worker's worst moment under {one.subject}: stage {one.stage} ({one.phase}) runs {one.call.layer}."
+            ),
+        ]
         if one is not found[0]:
             parts.append(memory_table("Each worker", one.items, one.limit, locked=False))
         else:
@@ -42,15 +47,10 @@ def _what_if(tiles: InTiles) -> str:
     )
 
 
-def _where(one: Explained) -> str:
-    running = one.call.layer
-    return f"stage {one.stage} ({one.phase}) runs {running}."
-
-
 def _room(one: Explained) -> str:
     if one.limit is None:
-        return f"Together {_gib(one.needed)} GiB, without a limit."
-    return f"Together {_gib(one.needed)} of {_gib(one.limit)} GiB, head room {_gib(one.limit - one.needed)} GiB."
+        return f"Together {in_gib(one.needed)} GiB, without a limit."
+    return f"Together {in_gib(one.needed)} of {in_gib(one.limit)} GiB, head room {in_gib(one.limit - one.needed)} GiB."
 
 
 def _table(one: Explained) -> Table:
@@ -92,8 +92,4 @@ def _shape(line: Line) -> str:
 
 def _sizes(nbytes: int, one: Explained) -> tuple[str, str, str]:
     share = 100 * nbytes / one.activations if one.activations else 0.0
-    return _gib(nbytes), f"{nbytes / one.tokens:,.0f}", f"{share:.1f}"
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.2f}"
+    return in_gib(nbytes), f"{nbytes / one.tokens:,.0f}", f"{share:.1f}"

@@ -113,14 +113,13 @@ class ExportTable:
         for name, size in self._rows():
             table.add_row(Text(name), gib(size))
         yield table
-        yield Text(f"{self.made.contents}; {gib(sum(size for _, size in self.made.files))} in {self._time()}")
+        yield Text(
+            f"{self.made.contents}; {gib(sum(size for _, size in self.made.files))} in {seconds(self.made.seconds)}"
+        )
         for note in self.made.notes:
             yield Text(note)
         yield Text("")
         yield pasted(self.made.how)
-
-    def _time(self) -> str:
-        return seconds(self.made.seconds)
 
     def _rows(self) -> Iterator[tuple[str, int]]:
         """The files, those that hold parts of the weights as one."""

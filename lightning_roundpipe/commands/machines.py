@@ -1,11 +1,11 @@
-"""Machines: a choice of ``conf/hardware``, any number of a GPU that one of them has, or a file of one's own
-(`this_machine` makes one by measuring).
+"""Machines: a choice of ``conf/hardware``, any number of a GPU that one of them has, or a file of the user's own, which
+`this_machine` makes by measuring.
 
 Several GPUs of one host are joined by plus signs: ``rtx4090x2+rtx3090x2``.
 
-A file says what one device and one host can do. For another number of the same GPU, the rates of a device stay, and the
-host grows with the number: each GPU brings as much host memory and as much of its bandwidth as in the file (up to
-`MOST_BANDWIDTH`). Where fewer or more devices are used than the machine has (``workers=``), the host stays as it is.
+A file has the rates of one device and of the host. For another number of the same GPU, the rates of a device stay, and
+the host grows with the number: each GPU adds as much host memory and bandwidth as in the file (up to `MOST_BANDWIDTH`).
+With ``workers=``, the host stays the same.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import as_file, files
 from pathlib import Path
 
+from lightning_roundpipe.commands.conf_files import shipped_files
 from lightning_roundpipe.commands.options import did_you_mean
 from lightning_roundpipe.planning.profile import Hardware, read_hardware
 
@@ -30,7 +30,7 @@ _OF_HOST = (
     "host_memory", "host_memory_bandwidth", "hop_s", "issue_s", "call_s", "turn_s", "optimizer_bandwidth",
     "network_efficiency",
 )  # fmt: skip
-"""Of devices in one host, what they have together."""
+"""Numbers that all devices of a host share."""
 
 _COUNTED = re.compile(r"(?P<gpu>.+?)x(?P<count>\d+)")
 
@@ -40,8 +40,8 @@ class Machine:
     """A machine to plan for.
 
     Args:
-        hardware: what it can do; its ``workers`` are those that take stages.
-        assumed: what nobody said about it, in sentences.
+        hardware: its rates. ``workers`` is the number of devices that run stages.
+        assumed: assumptions that the command line does not make, in sentences.
     """
 
     hardware: Hardware
@@ -49,10 +49,10 @@ class Machine:
 
 
 def read_machine(text: str) -> Hardware:
-    """The machine of that name, or of that YAML file.
+    """Return the machine of a name, or of a YAML file.
 
     Raises:
-        ValueError: there is none, or something is wrong with the file.
+        ValueError: there is no such machine, or the file is wrong.
     """
     if is_path(text):
         return read_hardware(Path(text).expanduser())
@@ -77,10 +77,10 @@ def read_machine(text: str) -> Hardware:
 def choose_machine(
     hardware: str | None, gpu: str | None, gpus: int | None, workers: int | None, host_memory: int | None
 ) -> Machine:
-    """The machine that the command line means, and what is assumed of it.
+    """Return the machine of the command line's options, and the assumptions about it.
 
     Raises:
-        ValueError: there is none, or the options contradict each other.
+        ValueError: there is no such machine, or the options contradict each other.
     """
     if hardware is None and gpu is None:
         what = f"gpus={gpus} says how many: say which" if gpus else "the machine is missing: give gpu=NAME gpus=NUMBER"
@@ -118,7 +118,7 @@ def choose_machine(
 
 
 def _host(machine: Hardware, host_memory: int | None) -> str:
-    """What the files assume of the host."""
+    """Return the assumptions of a file about the host."""
     parts = [] if host_memory is not None else [f"{machine.host_memory / 2**30:,.0f} GiB (or set host_memory=)"]
     parts.append(f"{machine.host_memory_bandwidth / 1e9:,.0f} GB/s of memory bandwidth")
     if not machine.emulated:
@@ -150,7 +150,7 @@ def _scaled(gpu: str, count: int, given: str) -> Hardware:
 
 
 def _together(parts: list[Hardware], given: str) -> Hardware:
-    """Several kinds of devices in one host."""
+    """Return a machine with several kinds of devices in one host."""
     kinds: dict[str, Hardware] = {}
     for part in parts:
         if part.emulated or part.kinds:
@@ -175,17 +175,12 @@ def _together(parts: list[Hardware], given: str) -> Hardware:
 
 @cache
 def _shipped() -> dict[str, Hardware]:
-    found = {}
-    for item in (files("lightning_roundpipe.conf") / "hardware").iterdir():
-        if item.name.endswith(".yaml"):
-            with as_file(item) as path:
-                found[item.name.removesuffix(".yaml")] = read_hardware(path)
-    return dict(sorted(found.items()))
+    return {name: read_hardware(path) for name, path in shipped_files("hardware").items()}
 
 
 @cache
 def _gpus() -> dict[str, Hardware]:
-    """By GPU, the machine that has it."""
+    """Return the machine of each GPU, by the GPU's name."""
     names = {name: _COUNTED.fullmatch(name) for name in _shipped()}
     return {
         match["gpu"] if match else name: _shipped()[name]
@@ -199,10 +194,10 @@ def _example() -> str:
 
 
 def _plain(text: str) -> str:
-    """RTX 4090, rtx-4090 and rtx4090 are one name."""
+    """Return a normalised name: RTX 4090, rtx-4090 and rtx4090 are the same."""
     return re.sub(r"[\s_-]", "", text).lower()
 
 
 def is_path(text: str) -> bool:
-    """Whether an option names a file and not a choice."""
+    """Return whether an option names a file instead of a choice."""
     return "/" in text or text.endswith((".json", ".yaml", ".yml"))

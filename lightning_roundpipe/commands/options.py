@@ -1,4 +1,4 @@
-"""Command lines of the form ``name=value``, and the manners that all commands share.
+"""Command lines of the form ``name=value``, and the conventions that all commands share.
 
 A command is a dataclass of its options and a function that answers::
 
@@ -19,10 +19,10 @@ A command is a dataclass of its options and a function that answers::
 
 ``--name value`` and ``--name=value`` mean the same as ``name=value``.
 
-The manners: standard output holds the answer only, so whatever is printed meanwhile goes to standard error (libraries
-do print). A user's mistake is one line on standard error that says what is allowed, and exit code 2. Mistakes are any
-``OSError`` and the ``ValueError`` that this package raises; everything else is a bug and keeps its traceback. An answer
-has its own exit code: 1 where it is no.
+The conventions: standard output has the answer only, so output of libraries goes to standard error. A user's mistake is
+one line on standard error that says what is allowed, and exit code 2. Mistakes are any ``OSError``, and a
+``ValueError`` that this package raises. Everything else is a bug and keeps its traceback. An answer has an exit code of
+its own: 1 if it is no.
 
 An option that is declared ``many=True`` takes several values with commas between them, as Hydra's sweeps do: the
 command then answers for all combinations at once.
@@ -51,20 +51,21 @@ T = TypeVar("T")
 _HELP = ("-h", "--help", "help")
 _NOTHING = ("null", "none")
 _QUOTES = "[{('\""
-"""What settings of a group begin with where their commas are their own."""
+"""First characters of a value whose commas do not separate several values."""
 _BOOLEANS = {"true": True, "false": False}
 _PLACEHOLDERS: Mapping[Any, str] = {Path: "FILE", int: "NUMBER", float: "NUMBER", bool: "true|false", str: "NAME"}
 
 Reader = Callable[[str, str], Any]
-"""Makes an option's value of its text and its name; raises ``ValueError``. ``config.parse_bytes`` is one."""
+"""Function that converts the text of an option to its value, given text and name, as ``config.parse_bytes`` does. It
+raises ``ValueError`` for a mistake."""
 
 Settings = tuple[tuple[str, str], ...]
-"""Annotation of an option with ``below``: names and values."""
+"""Type of an option with ``below``: pairs of name and text."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a command answers: text goes out as it is, anything else through rich."""
+    """Answer of a command. Text is printed as it is, anything else by rich."""
 
     shown: RenderableType
     code: int = 0
@@ -72,12 +73,12 @@ class Reply:
 
 @dataclass(frozen=True)
 class Combination(Generic[T]):
-    """One of the command lines that lists of values stand for.
+    """One combination of values of a command line with lists.
 
     Args:
-        given: name and text of each option that has several values, in the order of the command line.
-        options: what this combination sets.
-        arguments: the command line that asks for it alone.
+        given: name and text of each option with several values, in the order of the command line.
+        options: options of this combination.
+        arguments: command line of this combination alone.
     """
 
     given: Mapping[str, str]
@@ -113,21 +114,14 @@ def option(
     return field(default=() if below else default, metadata={**found, "many": many})
 
 
-def parse(options: type[T], arguments: Sequence[str]) -> T:
-    """The options that ``arguments`` (``name=value`` each) set.
-
-    Raises:
-        ValueError: a name is unknown, missing or given twice, or a value is not of the annotated kind.
-    """
-    known, groups = _names(options)
-    return _made(options, _pairs(arguments, known, groups))
-
-
 def parse_all(options: type[T], arguments: Sequence[str]) -> list[Combination[T]]:
-    """All combinations of values that ``arguments`` set; the last option that has several changes fastest.
+    """Return all combinations of values that ``arguments`` (``name=value`` each) set.
+
+    The last option that has several values changes fastest.
 
     Raises:
-        ValueError: as `parse`, for any of them; or a list has an empty place.
+        ValueError: a name is unknown, missing or given twice, a value is not of the annotated kind, or a list of values
+            has an empty place.
     """
     known, groups = _names(options)
     pairs = list(_pairs(arguments, known, groups))
@@ -143,7 +137,7 @@ def parse_all(options: type[T], arguments: Sequence[str]) -> list[Combination[T]
 
 
 def _refuse_lists(options: type[Any], pairs: Iterable[tuple[str, str]]) -> None:
-    """Several values of an option that takes one, where others take several; names and files may have commas."""
+    """Refuse several values of an option that takes one. Names and files may have commas."""
     known, _ = _names(options)
     hints = get_type_hints(options)
     if not any(item.metadata["many"] for item in known.values()):
@@ -160,7 +154,7 @@ def _refuse_lists(options: type[Any], pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def _values(name: str, text: str) -> list[str]:
-    """Each once: a list that names one twice has nothing to say about it."""
+    """Return the values of a list, without duplicates."""
     values = [value.strip() for value in text.split(",")]
     if not all(values):
         raise ValueError(f"{name}={text} has an empty place: write values with a comma between each two.")
@@ -168,7 +162,7 @@ def _values(name: str, text: str) -> list[str]:
 
 
 def _names(options: type[Any]) -> tuple[dict[str, Field[Any]], dict[str, str]]:
-    """Options by name, and of groups of settings the field that takes them."""
+    """Return the options by name, and for each group of settings the field that takes them."""
     known = {item.name: item for item in fields(options) if not item.metadata["below"]}
     groups = {item.metadata["below"]: item.name for item in fields(options) if item.metadata["below"]}
     return known, groups
@@ -200,9 +194,9 @@ def run(
     arguments: Sequence[str] | None = None,
     answer_all: Callable[[Sequence[Combination[T]]], Reply] | None = None,
 ) -> int:
-    """Parses the command line and prints what ``answer`` returns; gives the exit code, 2 for a user's mistake.
+    """Parse the command line, print what ``answer`` returns, and return the exit code: 2 for a user's mistake.
 
-    ``answer_all`` answers where options have several values.
+    ``answer_all`` answers if options have several values.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -218,7 +212,7 @@ def run(
                 reply = answer(found[0].options)
         _print(reply.shown)
     except BrokenPipeError:
-        raise  # nobody reads on: `console_command` ends
+        raise  # the reader has gone: `console_command` ends the program
     except (ValueError, OSError) as error:
         if not is_mistake(error):
             raise
@@ -228,12 +222,12 @@ def run(
 
 
 def as_json(data: object) -> str:
-    """JSON as ``format=json`` prints it; infinite and undefined numbers, which JSON lacks, are a bug of the caller."""
+    """Return the JSON of ``format=json``. Infinite and undefined numbers, which JSON lacks, are a bug of the caller."""
     return json.dumps(data, indent=1, allow_nan=False)
 
 
 def usage(program: str, options: type[Any]) -> str:
-    """What ``--help`` prints: what the command is for, examples, and a line for each option."""
+    """Return the text of ``--help``: the command's purpose, examples, and a line for each option."""
     hints, known = get_type_hints(options), fields(options)
     names = [f"{item.metadata['below']}.NAME" if item.metadata["below"] else item.name for item in known]
     more = [",.." if item.metadata["many"] else "" for item in known]
@@ -260,7 +254,7 @@ def usage(program: str, options: type[Any]) -> str:
 def _pairs(
     arguments: Sequence[str], known: Mapping[str, object], groups: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Name and text of each argument, ``--name value`` being two of them."""
+    """Yield name and text of each option; ``--name value`` takes two arguments."""
     left = list(arguments)
     while left:
         argument = left.pop(0)
@@ -333,7 +327,7 @@ def _noun(kind: Any) -> str:
 
 
 def _bare(hint: Any) -> Any:
-    """``int`` of ``int | None``."""
+    """Return ``int`` for ``int | None``."""
     return next(kind for kind in get_args(hint) if kind is not types.NoneType) if _is_optional(hint) else hint
 
 
@@ -342,7 +336,7 @@ def _is_optional(hint: Any) -> bool:
 
 
 def did_you_mean(text: str, known: Iterable[str]) -> str:
-    """A sentence that names what is nearest to ``text``, if anything is."""
+    """Return a sentence that names the closest match of ``text``; empty if there is none."""
     close = get_close_matches(text.lower(), list(known), n=1)
     return f" Did you mean {close[0]}?" if close else ""
 
@@ -359,7 +353,7 @@ def _placeholder(item: Field[Any], hints: Mapping[str, Any]) -> str:
 
 
 def _text(value: object) -> str:
-    """As one would write it on the command line."""
+    """Return a value as the command line writes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -367,12 +361,12 @@ def _text(value: object) -> str:
 
 
 def pasted(text: str) -> RenderableType:
-    """Text that can be pasted back into a command line: one line, however long it is."""
+    """Return text for pasting into a command line: rich does not break it into lines."""
     return Text(text, no_wrap=True, overflow="ignore")
 
 
 def _print(result: RenderableType) -> None:
-    """To standard output, in one piece: rich has manners of its own when a pipe is closed."""
+    """Print to standard output at once: rich itself handles a closed pipe differently."""
     if not isinstance(result, str):
         console = Console(file=sys.stdout)
         with console.capture() as capture:
@@ -383,7 +377,7 @@ def _print(result: RenderableType) -> None:
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether the error is about what the user gave, and not about a fault in here or in a library."""
+    """Return whether an error is a user's mistake, and not a fault of this package or a library."""
     if isinstance(error, OSError):
         return True
     trace = error.__traceback__

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
-from lightning_roundpipe.commands.case_files import find_cases
+from lightning_roundpipe.commands.conf_files import find_cases
 from lightning_roundpipe.commands.console import console_command, waiting
 from lightning_roundpipe.commands.machines import AUTO
 from lightning_roundpipe.commands.options import Combination, Reply, Settings, as_json, did_you_mean, option, run
-from lightning_roundpipe.commands.plan_costs import Partitioner, answer, does_not_fit, read_question, show
+from lightning_roundpipe.commands.plan_costs import Partitioner, answer, as_dict, as_table, does_not_fit, read_question
 from lightning_roundpipe.commands.targets import check_targets
 from lightning_roundpipe.config import PRECISION_ALIASES, parse_bytes, reduce_dtype_of, refuse_unscaled
 from lightning_roundpipe.planning.network import parse_rate
@@ -248,7 +248,7 @@ def _plan_costs(options: PlanOptions) -> Reply:
         from lightning_roundpipe.commands.plan_charts import draw  # matplotlib takes longer to import than most plans
 
         draw(question, found, options.picture, options.trace)
-    return Reply(show(question, found, form))
+    return Reply(as_json(as_dict(found)) if form == "json" else as_table(question, found))
 
 
 def _refuse_search(options: PlanOptions) -> None:
@@ -272,10 +272,10 @@ def _plan_model(options: PlanOptions) -> Reply:
     if options.hardware == AUTO:
         wish = replace(wish, hardware=str(_measured(options, wish)))
     # Imports that take longer than all else that costs= needs.
+    from lightning_roundpipe.commands import plan_model_table
     from lightning_roundpipe.commands.explain import as_list, in_tiles
     from lightning_roundpipe.commands.explain_table import as_parts
     from lightning_roundpipe.commands.plan_model import look
-    from lightning_roundpipe.commands.plan_model_table import as_dict, as_table
     from lightning_roundpipe.commands.remedies import find_remedies
 
     with waiting("planning"):
@@ -294,13 +294,13 @@ def _plan_model(options: PlanOptions) -> Reply:
         from lightning_roundpipe.commands.plan_several import Cell
         from lightning_roundpipe.commands.plan_several_table import as_csv
 
-        return Reply(as_csv([Cell({}, wish, found=as_dict(found))]), code)
+        return Reply(as_csv([Cell({}, wish, found=plan_model_table.as_dict(found))]), code)
     with waiting("it does not fit: looking for what would"):
         remedies = None if found.fits else find_remedies(found)
     if options.format == "json":
         memory = {"memory": as_list(explained), "in_tiles": tiles and asdict(tiles)} if explained else {}
-        return Reply(as_json({**as_dict(found, remedies), **memory}), code)
-    return Reply(as_table(found, remedies, as_parts(explained, tiles)), code)
+        return Reply(as_json({**plan_model_table.as_dict(found, remedies), **memory}), code)
+    return Reply(plan_model_table.as_table(found, remedies, as_parts(explained, tiles)), code)
 
 
 def _explained(found: Outlook, options: PlanOptions) -> list[Explained]:
@@ -352,35 +352,14 @@ def _wish(options: PlanOptions, search_seconds: float) -> Wish:
 
     assert options.model is not None
     _check_machines(options)
-    wish = Wish(
-        model=options.model,
-        hardware=options.hardware,
-        gpu=options.gpu,
-        gpus=options.gpus,
-        host_memory=options.host_memory,
-        lora=options.lora,
-        lora_settings=options.lora_settings,
-        model_settings=options.model_settings,
-        precision=options.precision or "bf16-mixed",
-        sequence_length=options.sequence_length,
-        microbatch_size=options.microbatch_size,
-        microbatches=options.microbatches,
-        workers=options.workers,
-        staleness=1 if options.staleness else 0,
-        memory=options.memory,
-        min_round=options.min_round,
-        max_round=options.max_round,
-        max_fused=options.max_fused,
-        search_seconds=search_seconds if options.search_seconds is None else options.search_seconds,
-        search=options.partitioner == "search",
-        like_paper=options.partitioner == "paper",
-        plan=options.plan,
-        stage_seconds=options.stage_seconds,
-        reduce_dtype=options.reduce_dtype,
-        max_positions=options.max_positions,
-        machines=options.machines,
-        network=options.network,
-        token_tiles=options.token_tiles,
-    )
+    same = {item.name: getattr(options, item.name) for item in fields(Wish) if hasattr(options, item.name)}
+    decided = {
+        "precision": options.precision or "bf16-mixed",
+        "staleness": options.staleness or 0,
+        "search_seconds": search_seconds if options.search_seconds is None else options.search_seconds,
+        "search": options.partitioner == "search",
+        "like_paper": options.partitioner == "paper",
+    }
+    wish = Wish(**same | decided)
     refuse_unscaled(wish.reduce_dtype, wish.precision)
     return wish

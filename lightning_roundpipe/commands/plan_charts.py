@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from lightning_roundpipe.commands.plan_model import Outlook  # and with it torch
 
 _STEPS = {0: 1, 1: 3}
-"""Steps that are drawn, by staleness: more than one where they overlap,"""
+"""Number of drawn steps, by staleness: steps of staleness 1 overlap."""
 _MODEL_STEPS = {0: 2, 1: 3}
-"""and where the optimizer takes time between them."""
+"""The same for a model, whose optimizer takes time between steps."""
 
 
 _LONGEST_NAME = 40
 
 
 def draw(question: Question, found: Answer, picture: Path | None, trace: Path | None) -> None:
-    """Writes the picture and the trace of an answer for given times, whichever is wanted."""
+    """Write the picture and the trace of an answer for measured times, unless their paths are None."""
     steps = _STEPS[question.staleness]
 
     def chart(shown: Answer, how: str) -> Chart:
@@ -43,7 +43,7 @@ def draw(question: Question, found: Answer, picture: Path | None, trace: Path | 
 
 
 def draw_model(found: Outlook, picture: Path | None, trace: Path | None) -> None:
-    """The same of an estimate that fits."""
+    """Write the picture and the trace of an estimate that fits, unless their paths are None."""
     assert found.run is not None
     costs, workers, microbatches = found.costs, found.workers, found.microbatches
     paper = paper_plan(costs, workers, microbatches, found.limits)

@@ -14,28 +14,28 @@ from lightning_roundpipe.commands.options import Reply, as_json, pasted
 from lightning_roundpipe.planning.batch import Pace
 from lightning_roundpipe.planning.cost_files import SIZES, costs_of, read_cost_file, whole
 from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.memory import device_bytes, least, smallest_within
 from lightning_roundpipe.planning.pipeline import Rules, SimulatedRun, Staleness, run_steps
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, paper_plan, search_partition
-from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.planning.timing import PERIOD_STEPS, Timing
 
 _FROM_FILE = {
     "workers": None, "microbatches": None, "staleness": 0, "min_round": None, "max_round": None, "max_fused": None,
 }  # fmt: skip
-"""Options that the file may hold too, and what they are where nobody says."""
+"""Options that the file may have, too, with their defaults."""
 _MOST = {"workers": 1024, "microbatches": 4096}
 _ROUNDS = ("min_round", "max_round")
 _MOST_TURNS = 200_000
-"""Above this, turns are counted in batches: a little less exactly, see `planning.batch`."""
+"""Most turns of a full simulation. Beyond, the simplified rules of `planning.batch` time the steps."""
 Partitioner = Literal["search", "paper"]
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan is wanted for, from the command line and the file."""
+    """Request for a plan, from the command line and the file."""
 
     costs: Costs
     hop_s: float
@@ -58,10 +58,10 @@ class Answer:
 
 
 def read_question(path: Path, case: str | None, memory: int | None, given: dict[str, int | None]) -> Question:
-    """The file's numbers with those of the command line, which win.
+    """Return the request of a file and the command line, whose options take precedence.
 
     Raises:
-        ValueError: something is missing or makes no sense.
+        ValueError: a number is missing or out of range.
     """
     data = read_cost_file(path, case)
     found: dict[str, int | None] = {}
@@ -132,7 +132,7 @@ def answer(
 
 
 def _judged(question: Question) -> int:
-    """So many plans that judging them takes no longer than a second or two."""
+    """Return the number of plans to judge, which limits this to a second or two."""
     steps = 2 * PERIOD_STEPS if question.staleness else 1
     turns = steps * question.microbatches * (2 * len(question.costs) - 1)
     return max(1, min(16, _MOST_TURNS // turns))
@@ -197,7 +197,7 @@ def _timing(question: Question) -> Timing:
 
 
 def run_answer(question: Question, plan: Plan, steps: int) -> SimulatedRun:
-    """Steps by the rules that the question implies."""
+    """Simulate steps under a plan, by the rules of the request."""
     rules = Rules(question.staleness, host=HostTime(hop_s=question.hop_s))
     return run_steps(plan, question.costs, question.workers, question.microbatches, rules, steps)
 
@@ -236,7 +236,7 @@ def as_table(question: Question, found: Answer) -> RenderableType:
 
 
 def side_by_side_line(plan: Plan, microbatches: int) -> str:
-    """What such a plan means; see `Plan.side_by_side`."""
+    """Return a sentence about a plan whose rounds run side by side; see `Plan.side_by_side`."""
     whole = " Each is a whole microbatch on one worker, as in data parallelism." if len(plan.stages()) == 1 else ""
     return f"The {microbatches} rounds of a step run side by side.{whole}"
 
@@ -262,8 +262,3 @@ def _stages(costs: Costs, plan: Plan) -> Table:
 def _bound_s(question: Question, plan: Plan) -> float:
     times = [question.costs.stage_time_s(stage.first, stage.last, stage.phase) for stage in plan.stages()]
     return question.microbatches * sum(times) / question.workers
-
-
-def show(question: Question, found: Answer, form: Literal["table", "json"]) -> RenderableType:
-    """The answer in the form that was asked for."""
-    return as_json(as_dict(found)) if form == "json" else as_table(question, found)

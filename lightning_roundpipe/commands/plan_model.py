@@ -35,32 +35,32 @@ from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import paper_plan, search_partition
 
 MEMORY_SHARE = 0.9
-"""Of a device's memory, as in training where memory_budget is not set."""
+"""Share of a device's memory for a worker, as in training without ``memory_budget``."""
 
 _SIZES = (8, 4, 2, 1)
-"""Sequences a microbatch that are tried where nobody says how many."""
+"""Numbers of sequences of a microbatch to try without ``microbatch_size``."""
 
 _TRIAL = 1 / 8
-"""The part of the search that each of these sizes gets, before the fastest gets the rest."""
+"""Share of the search for each of these sizes. The fastest gets the rest."""
 
 _STEPS = 8
-"""Steps that are averaged, after as many that fill the pipeline."""
+"""Number of steps whose mean counts, after as many that fill the pipeline."""
 
 _MOST_TURNS = 60_000
-"""That are simulated, with copies and updates, to choose among the plans that a search has found."""
+"""Most turns to simulate, with copies and updates, for the choice among the plans of a search."""
 
 _HIDDEN = 0.01
 
 _LENGTHS = 256
-"""Longest sequences are found in units of so many tokens."""
+"""Unit of the longest sequence in tokens."""
 
 _EXACTLY = 64
-"""Or, where that is less, to one part in so many."""
+"""Reciprocal of the relative unit, which counts if it is less."""
 
 
 @dataclass(frozen=True)
 class Longest:
-    """The longest sequence that fits, and what keeps it from being longer."""
+    """The longest sequence that fits, and what limits it, in words."""
 
     tokens: int
     limited_by: str
@@ -68,14 +68,14 @@ class Longest:
 
 @dataclass(frozen=True)
 class Communication:
-    """Between several machines.
+    """Communication of several machines in a step.
 
     Attributes:
-        network: as it is reached.
-        nbytes: that each machine gives out in a step, and takes in.
-        busy_s: that the network is busy in a step.
-        cost_s: by how much a step is longer than with a network that takes no time.
-        period_s: how long a step takes.
+        network: the network, at the rate that it reaches.
+        nbytes: bytes that each machine sends. It receives as many.
+        busy_s: seconds for which the network is busy.
+        cost_s: seconds by which a step is longer than with an infinitely fast network.
+        period_s: seconds of a step.
     """
 
     network: Network
@@ -86,13 +86,13 @@ class Communication:
 
     @property
     def is_hidden(self) -> bool:
-        """Behind computing, but for one part in a hundred."""
+        """Whether computing hides it, except for 1 % of a step at most."""
         return self.cost_s <= _HIDDEN * self.period_s
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is to be expected of a `Wish`. ``run`` is None where it does not fit."""
+    """Plan and estimates for a `Wish`. ``run`` is None if the model does not fit."""
 
     wish: Wish
     hardware: Hardware
@@ -110,14 +110,14 @@ class Outlook:
     refined: Refined
     assumed: tuple[str, ...] = ()
     configured_positions: int = 0
-    """Of the model's configuration, where the wish offers more."""
+    """Positions of the model's configuration, if the wish asks for more."""
 
     @cached_property
     def device_items(self) -> list[Item]:
         return self.items_of(self.worker)
 
     def items_of(self, worker: int | None) -> list[Item]:
-        """What is in this worker's memory; None: in that of each."""
+        """Return the parts of a worker's memory; None: of every worker's."""
         return device_items(self.plan, self.costs, self.workers, self.memory_of(worker), worker)
 
     def memory_of(self, worker: int | None) -> int | None:
@@ -126,7 +126,7 @@ class Outlook:
 
     @cached_property
     def worker(self) -> int | None:
-        """Of workers with unequal memory, the one with the least room left; None: they are equal."""
+        """The worker with the least room left, if workers have unequal memory; else None."""
         memory = self.limits.memory
         if not isinstance(memory, tuple):
             return None
@@ -142,7 +142,7 @@ class Outlook:
 
     @property
     def cuts(self) -> list[str]:
-        """Layers that were too large for a worker, and into what they are cut."""
+        """Layers that are too large for a worker, and the modules they are cut into."""
         return self.refined.summary() if self.refined.stuck is None else []
 
     @property
@@ -152,12 +152,12 @@ class Outlook:
 
     @property
     def stages(self) -> list[StageRow]:
-        """In the order in which they run."""
+        """Stages in running order."""
         return stage_rows(self.plan, self.costs, self.workers)
 
     @property
     def memory(self) -> int | None:
-        """Of `worker`."""
+        """Bytes of `worker`; None: no limit."""
         return self.memory_of(self.worker)
 
     @property
@@ -174,7 +174,7 @@ class Outlook:
 
     @property
     def weights_fit(self) -> bool:
-        """Whether what does not depend on microbatches fits: arenas on each worker, and all but boundary tensors."""
+        """Whether a worker's arenas and the host without boundary tensors fit: both are independent of microbatches."""
         of_weights, of_gradients = self.plan.arenas
         weights, gradients = arena_bytes(self.plan, self.costs, self.workers, self.worker)
         arenas = of_weights * weights + of_gradients * gradients
@@ -184,7 +184,7 @@ class Outlook:
 
     @property
     def step_tokens(self) -> int:
-        """Of all machines."""
+        """Tokens of a step on all machines."""
         return self.wish.machines * self.microbatches * self.microbatch_size * self.sequence_length
 
     @property
@@ -193,7 +193,7 @@ class Outlook:
         return self.period_of(self.run)
 
     def period_of(self, run: SimulatedRun) -> float:
-        """Seconds of each of many steps, under this plan or another one."""
+        """Return the mean seconds of a step in ``run``."""
         return run.period_s(_STEPS)
 
     @property
@@ -202,7 +202,7 @@ class Outlook:
 
     @cached_property
     def communication(self) -> Communication | None:
-        """What several machines exchange; None: there is one, or it does not fit."""
+        """Communication of several machines; None if there is one, or if the model does not fit."""
         network = self.rules.network
         if network is None or self.run is None:
             return None
@@ -216,7 +216,7 @@ class Outlook:
 
     @property
     def bubble_pct(self) -> float:
-        """Of steps that follow each other."""
+        """Idle time in percent, for steps that follow each other."""
         assert self.run is not None
         busy = self.run.busy_s / len(self.run.ends_s)
         return 100 * (1 - busy / (self.workers * self.period_s))
@@ -227,10 +227,10 @@ def total(items: Iterable[Item]) -> int:
 
 
 def look(wish: Wish) -> Outlook:
-    """Estimates costs, makes the best plan within memory (or takes the wish's own), and simulates it.
+    """Estimate costs, search the best plan within memory or take the wish's own, and simulate it.
 
     Raises:
-        ValueError: something of the wish is not known or makes no sense. That it does not fit is an answer.
+        ValueError: a name of the wish is not known, or a number is out of range. A model that does not fit is no error.
     """
     _check_rounds(wish)
     machine = choose_machine(wish.hardware, wish.gpu, wish.gpus, wish.workers, wish.host_memory)
@@ -238,10 +238,10 @@ def look(wish: Wish) -> Outlook:
 
 
 def check(wish: Wish) -> None:
-    """Finds what is wrong whatever the machine is, before a machine is measured.
+    """Check what does not depend on the machine, before `this_machine` measures it.
 
     Raises:
-        ValueError: the model, its adapters, the plan, the length of sequences or the limits of rounds make no sense.
+        ValueError: the model, its adapters, the plan, the sequence length or the limits of rounds are wrong.
     """
     if wish.plan is not None:
         Plan.parse(wish.plan)
@@ -255,7 +255,7 @@ def _check_rounds(wish: Wish) -> None:
 
 
 def _length_of(wish: Wish, shape: ModelShape) -> int:
-    """Tokens of a sequence."""
+    """Return the tokens of a sequence."""
     length = min(USUAL_LENGTH, shape.longest) if wish.sequence_length is None else wish.sequence_length
     if length > shape.longest:
         raise ValueError(
@@ -266,7 +266,7 @@ def _length_of(wish: Wish, shape: ModelShape) -> int:
 
 
 def shape_of(wish: Wish, machine: Hardware) -> ModelShape:
-    """The model that the wish is about."""
+    """Return the model of a wish."""
     memory = least(memory_of(wish, machine))
     shape = ModelShape(
         wish.model, wish.lora, wish.precision, machine, wish.staleness, memory, wish.model_settings, wish.lora_settings,
@@ -277,7 +277,7 @@ def shape_of(wish: Wish, machine: Hardware) -> ModelShape:
 
 
 def memory_of(wish: Wish, machine: Hardware) -> Memory | None:
-    """Of each worker; None: no limit."""
+    """Return the memory of the workers; None: no limit."""
     return wish.memory or machine.of_each(
         lambda device: None if device.memory is None else int(MEMORY_SHARE * device.memory)
     )
@@ -321,7 +321,7 @@ def _look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...], *, longest
 
 @dataclass
 class _Try:
-    """Microbatches of one size."""
+    """Plans for microbatches of one size."""
 
     shape: ModelShape
     wish: Wish
@@ -355,7 +355,7 @@ class _Try:
 
     @property
     def smallest(self) -> Plan:
-        """That takes the least of all memories, or rounds side by side where only those fit."""
+        """The plan that takes the least memory, or rounds side by side if only these fit."""
         costs, limits = self.costs, self.limits
         cut = smallest_within(costs, self.workers, self.microbatches, limits.min_round, limits.memory, limits.max_round)
         beside = limits.beside(costs, self.workers, self.microbatches)
@@ -366,11 +366,11 @@ class _Try:
         return fits(plan, self.costs, self.workers, self.limits.memory) and host <= self.shape.hardware.host_memory
 
     def run(self, plan: Plan) -> SimulatedRun:
-        """The steps that tokens a second are counted in."""
+        """Simulate the steps from which tokens per second follow."""
         return run_steps(plan, self.costs, self.workers, self.microbatches, self.rules, 2 * _STEPS)
 
     def judge(self, plan: Plan) -> float:
-        """The seconds that are reported, by which plans are chosen; infinite where the host has too little memory."""
+        """Return the reported seconds of a step, by which plans are compared; infinite if the plan does not fit."""
         if not self.fits(plan):
             return math.inf
         if plan not in self.judged:
@@ -381,7 +381,7 @@ class _Try:
         return self.judge(plan) / (self.size * self.microbatches)
 
     def best(self, part: float) -> Plan | None:
-        """The plan that is wanted, after ``part`` of the search; None: none fits."""
+        """Return the plan after a share ``part`` of the search; None if no plan fits."""
         wish, costs, limits = self.wish, self.costs, self.limits
         if wish.plan is not None:
             plan = Plan.parse(wish.plan)
@@ -440,7 +440,10 @@ def _host_round(costs: Costs, shape: ModelShape, microbatches: int) -> int:
 def find_longest(
     shape: ModelShape, workers: int, microbatches: int, memory: int | None, min_round: int | None = None
 ) -> Longest:
-    """For microbatches of one sequence each, cut at every layer, in rounds as small as they have to be."""
+    """Return the longest sequence that fits.
+
+    Microbatches have one sequence, stages have one call, and rounds are as small as needed.
+    """
 
     def why_not(tokens: int) -> str | None:
         return _why_not(shape.costs(1, tokens), shape, workers, microbatches, memory, min_round)
@@ -465,7 +468,7 @@ def find_longest(
 def plan_of_longest(
     costs: Costs, shape: ModelShape, workers: int, microbatches: int, memory: int | None, min_round: int | None
 ) -> Plan:
-    """The plan by which `find_longest` judges."""
+    """Return the plan that `find_longest` checks."""
     lowest = min_round or workers
     most = max(lowest, _host_round(costs, shape, microbatches))
     return smallest_within(costs, workers, microbatches, lowest, memory, most)
@@ -474,7 +477,7 @@ def plan_of_longest(
 def _why_not(
     costs: Costs, shape: ModelShape, workers: int, microbatches: int, memory: int | None, min_round: int | None
 ) -> str | None:
-    """What is too large, in words; None: it fits."""
+    """Return what is too large, in words; None if the plan fits."""
     plan = plan_of_longest(costs, shape, workers, microbatches, memory, min_round)
     if memory is not None and device_bytes(plan, costs, workers) > memory:
         item = max(device_items(plan, costs, workers, memory), key=lambda item: item.nbytes)
@@ -488,7 +491,7 @@ def _why_not(
 
 
 def _size(nbytes: int) -> str:
-    """As it could be given, but for the commas."""
+    """Return a size as an option takes it, except for commas."""
     return f"{nbytes / 2**30:,.2f}GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f}MiB"
 
 

@@ -33,7 +33,7 @@ def as_table(
     weights = found.parameters.trained + found.parameters.frozen
     head = [
         f"{wish.model}{adapters}: {_count(weights)} weights, {_count(found.parameters.trained)} of them trained.",
-        f"{each}: {_plural(found.workers, 'worker')}, {_plural(found.microbatches, 'microbatch')} of "
+        f"{each}: {plural(found.workers, 'worker')}, {plural(found.microbatches, 'microbatch')} of "
         f"{found.microbatch_size} x {found.sequence_length:,} tokens, {wish.precision}, staleness {wish.staleness}"
         f"{reduced}.",
     ]
@@ -196,11 +196,11 @@ def memory_table(title: str, items: Sequence[Item], limit: int | None, locked: b
     if locked:
         table.add_column("page-locked", justify="right", no_wrap=True)
     for item in items:
-        table.add_row(item.name, _gib(item.nbytes), *([_gib(item.nbytes) if item.locked else ""] if locked else []))
+        table.add_row(item.name, in_gib(item.nbytes), *([in_gib(item.nbytes) if item.locked else ""] if locked else []))
     table.add_section()
-    pinned = _gib(total([item for item in items if item.locked]))
-    of = "without a limit" if limit is None else f"of {_gib(limit)}, {100 * total(items) / limit:.0f} %"
-    table.add_row(f"together, {of}", _gib(total(items)), *([pinned] if locked else []))
+    pinned = in_gib(total([item for item in items if item.locked]))
+    of = "without a limit" if limit is None else f"of {in_gib(limit)}, {100 * total(items) / limit:.0f} %"
+    table.add_row(f"together, {of}", in_gib(total(items)), *([pinned] if locked else []))
     return table
 
 
@@ -215,7 +215,7 @@ def _stage_table(rows: Sequence[StageRow]) -> Table:
     lines: list[tuple[int, int, str, list[str], list[str]]] = []
     for number, row in enumerate(rows):
         sizes = (row.weight_bytes, row.gradient_bytes, row.activation_bytes, row.waiting_bytes)
-        cells = [f"{row.ms:,.1f}", *map(_gib, sizes)]
+        cells = [f"{row.ms:,.1f}", *map(in_gib, sizes)]
         if lines and lines[-1][2] == row.phase and lines[-1][4] == cells:
             first, _, phase, calls, _ = lines[-1]
             lines[-1] = first, number, phase, [*calls, row.calls], cells
@@ -243,7 +243,8 @@ def _share(need: int, limit: int) -> str:
     return f"{need / unit:,.2f} of {limit / unit:,.2f} {name}"
 
 
-def _gib(nbytes: int) -> str:
+def in_gib(nbytes: int) -> str:
+    """Return bytes as a number of GiB with two decimals."""
     return f"{nbytes / 2**30:,.2f}"
 
 
@@ -253,10 +254,6 @@ def _count(number: int) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:,.3g} ms"
-
-
-def _plural(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def partitioner_of(wish: Wish) -> Partitioner:

@@ -1,12 +1,11 @@
-"""Many plans at once: a table of models, machines and settings, each combination planned for itself.
+"""Tables of plans: each combination of models, machines and settings has a plan of its own.
 
-Combinations are planned by as many processes as there are processors for them. A plan depends on
-its combination only, so where no search is ended by the clock, the table is the same with any number of processes.
+Each processor plans in a process of its own. A plan depends on its combination only, so the table is the same with any
+number of processes, unless the clock ends a search.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,12 +24,13 @@ from lightning_roundpipe.commands.options import is_mistake
 from lightning_roundpipe.commands.plan_model import look
 from lightning_roundpipe.commands.plan_model_table import as_dict
 from lightning_roundpipe.commands.plan_shape import Wish
+from lightning_roundpipe.devices.intraop_threads import cores
 
 MOST_CELLS = 1000
-"""Combinations of a table."""
+"""Most combinations of a table."""
 
 _MOST_PROCESSES = 16
-"""Each of them takes about 0.5 GiB."""
+"""Most processes; each takes about 0.5 GiB."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What tells it from the other ones."""
+        """What distinguishes it from the other cells."""
         return ", ".join(self.given.values()) or f"{self.wish.model}, {self.machine}"
 
     @property
@@ -107,7 +107,7 @@ def plan_cells(asked: Sequence[Cell]) -> list[Cell]:
     for lora, settings in {(wish.lora, wish.lora_settings): None for wish in wishes}:
         read_adapters(lora, settings)
     with _progress(len(asked)) as tell:
-        cells = _plan_all(asked, min(len(asked), _processors(), _MOST_PROCESSES), tell)
+        cells = _plan_all(asked, min(len(asked), cores(), _MOST_PROCESSES), tell)
     return cells
 
 
@@ -146,11 +146,6 @@ def plan_cell(cell: Cell) -> Cell:
             return replace(cell, error=" ".join(str(error).split()))
     del found["would_fit"]  # was not looked for
     return replace(cell, found=found)
-
-
-def _processors() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

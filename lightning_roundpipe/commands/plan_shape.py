@@ -22,12 +22,12 @@ from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fi
 from lightning_roundpipe.planning.census import CallMemory
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.estimate import GRADIENT_BYTES, estimate_costs, estimate_memory, layer_bytes
+from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.memory import ARENAS, MASTER_BYTES, Parameters
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.profile import Hardware, Precision
 from lightning_roundpipe.planning.search import SEARCH_SECONDS
-from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.planning.tiles import probe_batch, tiled, token_wise
 from lightning_roundpipe.planning.updates import ADAMW_BYTES, UpdateModel
 

@@ -1,4 +1,4 @@
-"""Which weights of a model ``model.quantization=`` has in few bits, and how: for models without data.
+"""Packed weights of a model on the meta device, for ``model.quantization=``.
 
 As in training, these are the frozen weights of linear layers and of fused experts. Embeddings, the output layer, norms
 and routers stay in the format that layers compute in.
@@ -18,7 +18,7 @@ from lightning_roundpipe.commands.options import Settings, did_you_mean
 from lightning_roundpipe.planning.packing import BLOCK, Packed, PackedFormat, pack
 
 NAMES = ("quantization", "double_quantization")
-"""Settings of a model that are about this."""
+"""Settings of a model about quantisation."""
 
 _NOTHING = ("null", "none")
 _SWITCH = {"true": True, "false": False}
@@ -38,14 +38,14 @@ class Quantization:
 
     @property
     def words(self) -> str:
-        """As answers say it."""
+        """The format in words, for answers."""
         if self.form == "int8":
             return self.form
         return f"{self.form} with scales in {'8' if self.double else '32'} bits"
 
 
 def read_quantization(model: str, own: Mapping[str, Any], changed: Settings = ()) -> Quantization | None:
-    """The format that a model's weights have.
+    """Return the packed format of a model's weights; None if they are not packed.
 
     Args:
         model: as the command line names it.
@@ -76,7 +76,7 @@ def _text(value: object) -> str:
 
 
 def _of_files(config: object) -> dict[str, str]:
-    """What a ``config.json`` says of weights that bitsandbytes has packed."""
+    """Return the settings in a ``config.json`` of weights packed by bitsandbytes."""
     if not isinstance(config, Mapping) or config.get("quant_method") != "bitsandbytes":
         return {}
     form = "int8" if config.get("load_in_8bit") else config.get("bnb_4bit_quant_type", "fp4")
@@ -84,10 +84,10 @@ def _of_files(config: object) -> dict[str, str]:
 
 
 def packed_weights(model: nn.Module, quantization: Quantization) -> dict[nn.Parameter, Packed]:
-    """The weights of ``model`` that are in few bits; adapters, if it has any, are not among them.
+    """Return the weights of ``model`` that are in few bits. Adapters are not among them.
 
     Raises:
-        ValueError: it has experts that cannot be quantised, or adapters in quantised experts' weights.
+        ValueError: the model has experts that cannot be quantised, or adapters of quantised experts' weights.
     """
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     kept = {id(getattr(head, "weight", None))}
@@ -112,7 +112,7 @@ def packed_weights(model: nn.Module, quantization: Quantization) -> dict[nn.Para
 
 
 def _experts_inside(module: nn.Module) -> int:
-    """How many experts a child of ``module`` has; 0: none has any."""
+    """Return the most experts of a child of ``module``; 0 if none has experts."""
     weights = (weight for child in module.children() for weight in child.parameters(recurse=False))
     return max((len(weight) for weight in weights if weight.ndim == 3), default=0)
 
@@ -122,7 +122,7 @@ def _is_router(module: nn.Module, experts: int) -> bool:
 
 
 def _check_experts(name: str, module: nn.Module, weight: nn.Parameter, quantization: Quantization) -> None:
-    """That training quantises them, too."""
+    """Check that training can quantise these experts."""
     setting = f"model.quantization={quantization.form}: {name}"
     if not hasattr(module, "is_transposed"):  # transformers' own way to compute experts, which training takes over
         raise ValueError(

@@ -1,9 +1,10 @@
-"""What would fit, where a wish does not: other settings, each of them tried by the same planner, with its own figures.
+"""Settings with which a model would fit, if it does not fit as asked. The same planner tries each of them.
 
-From the least change to the largest: what leaves the step as it is, what changes how it is computed, what is trained,
-what the model sees, and the machine: the least host memory that is enough, or more GPUs where a host with more memory
-comes with them. Where no setting alone is enough, several are tried together, and then with more host memory. Only what
-fits is named. All together it takes `SECONDS` of the processor at most, and what there was no time for is named, too.
+The order is from the least change to the largest: settings that do not change the step, that change how it is computed,
+what is trained, and what the model sees; then the machine: the least host memory that is enough, or more GPUs if their
+host has more memory. If no setting alone is enough, several are tried together, and then with more host memory. The
+answer names only what fits. All tries together take at most `SECONDS` of the processor; the answer names what there was
+no time for, too.
 """
 
 from __future__ import annotations
@@ -33,14 +34,13 @@ from lightning_roundpipe.planning.memory import least
 from lightning_roundpipe.planning.profile import Hardware, Precision
 
 SECONDS = 15.0
-"""Of the processor, for all tries together, so that other programs change no answer. A try that has begun may end
-later."""
+"""Limit of all tries in seconds of the processor, so that other programs change no answer. A try may end later."""
 
 _SEARCH_SECONDS = 1.0
-"""For the plan of each try."""
+"""Longest search for the plan of a try."""
 
 _SHORTEST = 128
-"""Tokens; and a sequence is not cut to less than a 16th. Less would be no remedy."""
+"""Least tokens of a shortened sequence, which is also at least a 16th of the original."""
 
 _LEAST_PART = 16
 
@@ -50,10 +50,10 @@ _ENDLESS = 2**60
 """Bytes of host memory that limit nothing."""
 
 _FASTER = 1.05
-"""A larger host is named where it makes steps faster by this factor."""
+"""Least speedup for which the answer names a larger host."""
 
 _MOST_GPUS = 8
-"""Of a machine that is proposed."""
+"""Most GPUs of a proposed machine."""
 
 _NARROWER: Mapping[Precision, tuple[Precision, ...]] = {
     "32-true": ("bf16-true",),
@@ -61,23 +61,23 @@ _NARROWER: Mapping[Precision, tuple[Precision, ...]] = {
 """Mixed precision is estimated as if all of it were in 16 bits, so ``*-true`` would change no figure of it."""
 
 _FOUR_BITS = {"model.quantization": "nf4"}
-"""Of the frozen weights beside adapters."""
+"""Packs the frozen weights beside adapters."""
 
 
 Changes = Mapping[str, Any]
-"""Options and their values; None: the option is left out."""
+"""Options and their values; None removes an option."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Changed options with which it fits, and what to expect of it."""
+    """Changed options with which the model fits, and the estimates for them."""
 
     changes: Changes
     outlook: Outlook
 
     @property
     def settings(self) -> str:
-        """As they are added to the command line, then the options that are taken away from it."""
+        """The options to add to the command line, then those to remove from it."""
         given = [(name, value) for name, value in self.changes.items() if value is not None]
         texts = [size_text(value) if name == "host_memory" else shlex.quote(str(value)) for name, value in given]
         added = " ".join(f"{name}={text}" for (name, _), text in zip(given, texts, strict=True))
@@ -86,7 +86,7 @@ class Remedy:
 
     @property
     def note(self) -> str:
-        """What comes with the settings and is not in them; empty if nothing does."""
+        """What the settings imply without naming it; empty if nothing."""
         if not {"gpus", "hardware"} & self.changes.keys():
             return ""
         return f"with {size_text(self.outlook.hardware.host_memory)} of host memory"
@@ -126,7 +126,7 @@ class _Tries:
         self._outlook, self._wish, self._deadline = outlook, outlook.wish, deadline
         self._shapes: dict[tuple[Any, ...], ModelShape] = {}
         self._refused: list[tuple[Changes, Outlook]] = []
-        """What was tried and does not fit."""
+        """Changes that do not fit."""
         self._found: list[Remedy] = []
         self._hopeless: list[str] = []
         self._untried: list[str] = []
@@ -227,7 +227,7 @@ class _Tries:
                 yield changes
 
     def _counted(self, count: int) -> Changes | None:
-        """So many of the wish's GPUs, if there is any number of them."""
+        """Return the change to ``count`` of the wish's GPUs, if their number is free."""
         if self._wish.gpu is not None:
             return {"gpus": count}
         kind = self._wish.hardware or ""
@@ -241,7 +241,7 @@ class _Tries:
         return None
 
     def _adapters(self) -> tuple[str, ...]:
-        """From the most to the fewest; those of every expert are no small change."""
+        """Return choices of adapters from most to fewest. For experts, only those of attention are a small change."""
         return ("attention",) if self._shape(self._wish).has_experts else ("all_linear", "attention")
 
     def _first_that_fits(self, ways: list[Changes]) -> bool:
@@ -269,7 +269,7 @@ class _Tries:
         return None
 
     def _shorter(self, changes: Changes) -> Changes | None:
-        """The longest sequence that fits with ``changes``, where it is worth naming."""
+        """Return the change to the longest sequence that fits with ``changes``, if it is long enough."""
         wish, found = self._wish.changed(changes), self._outlook
         longest = found.longest
         if changes or longest is None:

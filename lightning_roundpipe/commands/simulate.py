@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from lightning_roundpipe.commands.case_files import find_cases
+from lightning_roundpipe.commands.conf_files import find_cases
 from lightning_roundpipe.commands.console import console_command
 from lightning_roundpipe.commands.options import Reply, as_json, option, run
 from lightning_roundpipe.commands.targets import check_targets
@@ -22,7 +22,7 @@ from lightning_roundpipe.planning.paper_schedules import run_case
 
 _PERCENTAGES = FIGURES[1:]
 _WIDE = 108
-"""Columns from which on the table has all digits."""
+"""Least width in columns at which the table has all digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def simulate(options: SimulateOptions) -> Reply:
-    """Runs all cases; writes the picture and the trace if they are asked for, and returns what is printed."""
+    """Simulate all cases, write the picture and the trace if the options name them, and return the answer."""
     path, model = find_cases(options.case, "case")
     check_targets({"case": path}, {"picture": options.picture, "trace": options.trace})
     runs = []
@@ -89,7 +89,7 @@ def _row(case: Case, bubble: Bubble) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CaseTable:
-    """The figures of all cases; narrow terminals get fewer digits instead of broken lines."""
+    """Table of the figures of all cases. Narrow terminals show fewer digits."""
 
     cases: Sequence[Case]
     bubbles: Sequence[Bubble]

@@ -11,11 +11,11 @@ PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 
 
 def check_targets(sources: Mapping[str, Path], targets: Mapping[str, Path | None]) -> None:
-    """Found out before a long simulation, not after it.
+    """Check the paths of output files before a long simulation.
 
     Args:
-        sources: option and file of what the command reads.
-        targets: option and file, if it was given; ``picture`` must be one of a kind that can be drawn.
+        sources: options and paths of the files that the command reads.
+        targets: options and paths of the files that it writes. ``picture`` must have a suffix of `PICTURE_SUFFIXES`.
 
     Raises:
         ValueError: a file cannot be written, or would overwrite another one of the command.

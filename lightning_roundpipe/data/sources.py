@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning_roundpipe.data.records import BadRecord, Fields, Record, Text, Wrong
 from lightning_roundpipe.extras import need
+from lightning_roundpipe.messages import first_line
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 KINDS = ".jsonl, .json, .parquet or .txt"
@@ -301,7 +302,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
                     number += 1
                     yield number, values
     except (OSError, ValueError) as error:  # pyarrow's errors derive from these
-        yield number + 1, Wrong(f"the file cannot be read as Parquet ({_first_line(error)}): copy it again")
+        yield number + 1, Wrong(f"the file cannot be read as Parquet ({first_line(error)}): copy it again")
 
 
 def _is_saved(folder: Path, setting: str) -> bool:
@@ -323,9 +324,4 @@ def _saved(folder: Path) -> Iterator[tuple[int, Any]]:
             number += 1
             yield number, values
     except Exception as error:  # the library raises various errors for a broken folder
-        yield number + 1, Wrong(f"the folder cannot be read ({_first_line(error)}): save it again")
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
+        yield number + 1, Wrong(f"the folder cannot be read ({first_line(error)}): save it again")

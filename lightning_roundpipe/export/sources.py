@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from lightning_roundpipe.messages import first_line
 from lightning_roundpipe.model.weight_files import check_file, weight_files
 
 _DTYPES = {
@@ -132,9 +133,7 @@ def reading(path: Path, setting: str, remedy: str = "copy or download it again")
     try:
         yield
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        why = f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
         size = f" ({path.stat().st_size:,} bytes)" if path.is_file() else ""
         raise ValueError(
-            f"{setting}: {path}{size} cannot be read: {why}. It may be cut short; repair: {remedy}."
+            f"{setting}: {path}{size} cannot be read: {first_line(error)}. It may be cut short; repair: {remedy}."
         ) from error

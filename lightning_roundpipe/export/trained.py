@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from lightning_roundpipe.export.skeleton import Skeleton
 from lightning_roundpipe.export.sources import Spec, reading, spec_of
-from lightning_roundpipe.messages import plural
+from lightning_roundpipe.messages import first_line, plural
 from lightning_roundpipe.model.loading import Pretrained
 from lightning_roundpipe.model.weight_files import from_the_hub
 
@@ -177,10 +177,9 @@ def named_base(base: str) -> Base:
         try:
             folder = from_the_hub(base, weights=True)
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
             raise ValueError(
-                f"{setting} is neither a folder nor a model that the Hugging Face hub gives: {type(error).__name__}: "
-                f"{lines[0].rstrip('.')}. Name a folder with config.json and safetensors files."
+                f"{setting} is neither a folder nor a model that the Hugging Face hub gives: {first_line(error)}. "
+                "Name a folder with config.json and safetensors files."
             ) from error
     if not (folder / "config.json").is_file():
         raise ValueError(f"{setting} holds no config.json: name a model as save_pretrained() writes it.")

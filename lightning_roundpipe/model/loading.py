@@ -33,7 +33,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from lightning_roundpipe.messages import plural
+from lightning_roundpipe.messages import first_line, plural
 from lightning_roundpipe.model import quantize
 from lightning_roundpipe.model.quantize_weight import UnfitModelError
 from lightning_roundpipe.model.rope import stretch
@@ -180,7 +180,7 @@ def from_config(
         except Exception as error:
             raise ValueError(
                 f"model.model_type={model_type!r} with {settings} makes no causal language model: "
-                f"{_first_line(error)}. Remedy: take an architecture that transformers has, and settings that fit it."
+                f"{first_line(error)}. Remedy: take an architecture that transformers has, and settings that fit it."
             ) from error
 
     with making():
@@ -250,7 +250,7 @@ def _find(text: str, setting: str, *, weights: bool) -> Path:
         return from_the_hub(text, weights=weights)
     except Exception as error:
         raise FileNotFoundError(
-            f"{setting} is neither a folder nor a model that the Hugging Face hub gives: {_first_line(error)}. Name a "
+            f"{setting} is neither a folder nor a model that the Hugging Face hub gives: {first_line(error)}. Name a "
             "folder with safetensors files, or check the name and the connection."
         ) from error
 
@@ -453,13 +453,8 @@ def _reading(path: Path, setting: str, remedy: str) -> Iterator[None]:
     except Exception as error:
         size = f"{path.stat().st_size:,} bytes" if path.is_file() else "a folder"
         raise ValueError(
-            f"{setting}: {path} ({size}) cannot be read: {_first_line(error)}. It may be cut short; repair: {remedy}"
+            f"{setting}: {path} ({size}) cannot be read: {first_line(error)}. It may be cut short; repair: {remedy}"
         ) from error
     finally:
         if bars:
             hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

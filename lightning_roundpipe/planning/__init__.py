@@ -1,8 +1,8 @@
-"""Plans: which calls run together as a stage and in which order. Knows nothing of the runtime."""
+"""Plans: which calls run together as a stage, and in which order. This package does not import the runtime."""
 
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase
 from lightning_roundpipe.planning.partition import greedy_partition
-from lightning_roundpipe.planning.schedule import TABLE_COLUMNS, Plan, Stage
+from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.span import Span
 
-__all__ = ["TABLE_COLUMNS", "CallCost", "Costs", "Phase", "Plan", "Span", "Stage", "greedy_partition"]
+__all__ = ["CallCost", "Costs", "Phase", "Plan", "Span", "Stage", "greedy_partition"]

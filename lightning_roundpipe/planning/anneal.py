@@ -1,9 +1,9 @@
-"""One plan that wanders: moves at random, taken when they make it faster, and at first also when they do not.
+"""Simulated annealing of a plan: random moves, taken if they make the plan faster, and at first also if they do not.
 
-Batches of plans need equally many stages, and looking at all neighbours of a plan takes hundreds of simulations for one
-move. With many stages there are better plans than that finds in the time: a step is as long as its fullest worker's
-sum of stages, and to make these sums equal takes several moves at once, through plans that are slower. So here one plan
-is timed at a time, by the same rules as in `batch` for one step from idle workers, and a move costs one simulation.
+The tabu search in `search` simulates all neighbours of a plan for one move, in batches of plans with equally many
+stages. With many stages it misses better plans: a step takes as long as the longest sum of a worker's stages, and
+equalising these sums takes several moves, through plans that are slower. Annealing simulates one plan per move, by the
+rules of `batch` for one step from idle workers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ from lightning_roundpipe.planning.batch import Pace
 from lightning_roundpipe.planning.shapes import PlanShape
 
 _HOT, _COLD = 3e-3, 3e-5
-"""How much slower, as a part of its time, a plan may become by a move that is still likely: at first, and at last."""
+"""First and last temperature, as a fraction of the first plan's time."""
 
 EVALUATION_S, SLOT_S = 8e-6, 0.9e-6
-"""Estimated seconds of a move, and of each slot that its simulation has."""
+"""Estimated seconds of a move, and of each slot in its simulation."""
 
 
 class PlanTimer:
-    """Times single plans: one step from idle workers."""
+    """Simulates one step of a single plan, from idle workers.
+
+    Args:
+        pace: seconds of calls and turns.
+        workers: number of workers.
+    """
 
     def __init__(self, pace: Pace, workers: int) -> None:
         self._hop_s, self._ahead = pace.hop_s if workers > 1 else 0.0, pace.ahead
@@ -31,10 +36,16 @@ class PlanTimer:
         self._paces = [_Sums(one) for one in {id(one): one for one in each}.values()]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(map(id, each)))}
         self._kinds = [numbers[id(one)] for one in each]
-        """Of each worker, which of the paces it has."""
+        """Index into ``_paces`` for each worker."""
 
     def __call__(self, forward: int, sizes: Sequence[int], rounds: Sequence[int]) -> float:
-        """Seconds of a step; see `batch.step_ends`."""
+        """Return the seconds of a step; see `batch.step_ends`.
+
+        Args:
+            forward: number of forward stages.
+            sizes: calls of each stage, as in `batch.Sizes`.
+            rounds: number of microbatches of each round.
+        """
         kinds = self._turns(forward, sizes)
         each = [kinds[kind] for kind in self._kinds]
         workers, stages = len(each), range(len(sizes))
@@ -57,7 +68,10 @@ class PlanTimer:
         return max(closed)
 
     def _turns(self, forward: int, sizes: Sequence[int]) -> list[list[tuple[float, float]]]:
-        """By pace and stage, a turn's length, and the time from a microbatch's end in the stage before to its own."""
+        """Return two times of a turn, by pace and stage.
+
+        The first is its length. The second is the time from the microbatch's end in the stage before to the turn's end.
+        """
         hop_s = self._hop_s
         kinds = []
         begin = sum(sizes[:forward])
@@ -86,7 +100,7 @@ class PlanTimer:
 
 
 class _Sums:
-    """A pace, as lists, which are faster to read one number at a time."""
+    """A `Pace` as lists, whose elements are faster to read than those of arrays."""
 
     def __init__(self, pace: Pace) -> None:
         self.forward, self.fused, self.recompute, self.backward = (
@@ -104,16 +118,16 @@ def anneal(
     random: Random,
     spend: Callable[[float], float],
 ) -> tuple[PlanShape, list[int], float]:
-    """The best plan that was met on the way from one, and its time.
+    """Return the shape, the sizes and the seconds of the best plan visited.
 
     Args:
-        clock: times plans.
-        shape: of the plan to begin with; the rounds stay as they are.
-        sizes: of that plan.
-        microbatches: M.
-        keeps: whether a plan keeps to the limits.
-        random: chooses the moves.
-        spend: is told of work that was done, in seconds, and says which part of all that there is to do is done now.
+        clock: simulates plans.
+        shape: shape of the first plan. Rounds do not change.
+        sizes: sizes of the first plan.
+        microbatches: microbatches of a step.
+        keeps: returns whether a plan is within the limits.
+        random: random generator of the moves.
+        spend: takes seconds of work done, and returns the fraction of the whole work that is done so far.
     """
     rounds = shape.rounds(microbatches)
     here, forward = list(sizes), shape.forward
@@ -140,16 +154,16 @@ def anneal(
     return PlanShape(forward, len(here) - forward - 1, shape.round_microbatches), here, best_s
 
 
-# Each changes the sizes in place and returns the number of forward stages, or None if chance found nothing to move.
+# Each move changes ``sizes`` in place and returns the new number of forward stages, or None if it cannot be made.
 
 
 def _pass(sizes: list[int], forward: int, random: Random) -> range:
-    """The places of all forward stages, or of all backward ones."""
+    """Return the indices of all forward stages, or of all backward stages."""
     return range(forward) if random.random() < 0.5 else range(forward + 1, len(sizes))
 
 
 def _shift(sizes: list[int], forward: int, random: Random) -> int | None:
-    """A call goes from one stage of a pass to another."""
+    """Move a call from one stage of a pass to another."""
     stages = _pass(sizes, forward, random)
     if len(stages) < 2:
         return None
@@ -162,7 +176,7 @@ def _shift(sizes: list[int], forward: int, random: Random) -> int | None:
 
 
 def _swap(sizes: list[int], forward: int, random: Random) -> int | None:
-    """Two stages next to each other change places."""
+    """Exchange two adjacent stages."""
     stages = _pass(sizes, forward, random)
     if len(stages) < 2:
         return None
@@ -172,7 +186,7 @@ def _swap(sizes: list[int], forward: int, random: Random) -> int | None:
 
 
 def _fuse(sizes: list[int], forward: int, random: Random) -> int | None:
-    """The fused stage takes a call from each pass, or gives one to each."""
+    """Move a call of each pass into the fused stage, or out of it."""
     if not 0 < forward < len(sizes) - 1:
         return None
     taken = random.choice((1, -1))
@@ -186,7 +200,7 @@ def _fuse(sizes: list[int], forward: int, random: Random) -> int | None:
 
 
 def _cut(sizes: list[int], forward: int, random: Random) -> int | None:
-    """A stage becomes two."""
+    """Split a stage."""
     stages = _pass(sizes, forward, random)
     if not stages:
         return None
@@ -199,7 +213,7 @@ def _cut(sizes: list[int], forward: int, random: Random) -> int | None:
 
 
 def _join(sizes: list[int], forward: int, random: Random) -> int | None:
-    """Two stages next to each other become one."""
+    """Join two adjacent stages."""
     stages = _pass(sizes, forward, random)
     if len(stages) < 2:
         return None
@@ -209,10 +223,10 @@ def _join(sizes: list[int], forward: int, random: Random) -> int | None:
 
 
 def _both(sizes: list[int], forward: int, random: Random) -> int | None:
-    """A stage becomes two, and two become one."""
+    """Split a stage and join two others."""
     cut = _cut(sizes, forward, random)
     return None if cut is None else _join(sizes, cut, random)
 
 
 _MOVES = (*[_shift] * 9, *[_swap] * 3, *[_fuse] * 2, *[_cut] * 2, *[_join] * 2, _both)
-"""Each as often as it is chosen."""
+"""Moves, repeated by their weight in the random choice."""

@@ -1,21 +1,19 @@
-"""How long many plans take, all at once: what the search asks, thousands of times a second.
+"""Vectorised simulation of many plans at once, for the search.
 
-The rules are those of `pipeline`, where they stand one turn after another with everything that happens. Here is the
-same clock without a record, for a whole batch of plans with equally many stages, and of each slot only its first turn
-and its last. With ``d`` a turn's length, ``left[m]`` when its microbatch left the stage before, and ``lead`` how much
-of the turn may come before that (the recomputation),
+The rules are those of `pipeline`, without copies and updates. A batch holds plans with equally many stages, and the
+simulation computes only the first and the last turn of each slot. With ``d`` a turn's length, ``left[m]`` when its
+microbatch left the stage before, and ``lead`` how much of the turn may come before that (the recomputation),
 
     end[m] = max(end[m - 1], left[m] - lead) + d    so, over all turns,
     end[m] = max(free + (m + 1) d, left[j] - lead + (m - j + 1) d for each j up to m)
 
-Where a slot's ends grow by ever larger steps, which those of a first stage do, ``left[j] - j d`` is largest at one of
-the two ends of its range, so that only j = 0 and j = m count; and a maximum of such rows is such a row again. So the
-last end follows from the first one and the last one of the stage before, whatever the number of microbatches. A step's
-first stage comes behind the last one of the step before in the same way: each microbatch has to be through there.
+If the ends of a slot are convex in m, as those of a first stage are, ``left[j] - j d`` is largest at j = 0 or j = m. A
+maximum of convex rows is convex. So the last end of a slot follows from the first and the last end of the stage before,
+for any number of microbatches. The first stage of a step follows the last stage of the step before in the same way.
 
-Two simplifications, which can only make a plan look slower, never faster: a recomputation is not assumed to begin
-before all forward stages are done (it matters when a stage recomputes for longer than all before it compute); and of
-unequal workers, the stages before it are taken to run on the fastest one meanwhile.
+Two simplifications can make a plan look slower, never faster. A recomputation begins only after all forward stages,
+which matters if a stage recomputes for longer than all stages before it compute. With unequal workers, these stages
+count as run by the fastest worker.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.simulation import HostTime
+from lightning_roundpipe.planning.host_time import HostTime
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
@@ -38,9 +36,14 @@ Sizes = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Pace:
-    """Sums over the calls before each call, in seconds, and what a turn takes besides.
+    """Cumulative seconds of the calls of a microbatch, and the overhead of a turn.
 
-    ``of_workers``: of unequal workers, the pace of each; empty: they are equal.
+    Attributes:
+        forward, fused, recompute, backward: sums over the calls before each call and over all calls, (calls + 1,).
+        turn_s: seconds of the engine for a turn.
+        hop_s: seconds from one worker to another.
+        ahead: whether recomputation may run before the gradient is there.
+        of_workers: the pace of each worker if workers are unequal, else empty.
     """
 
     forward: Floats
@@ -54,7 +57,7 @@ class Pace:
 
     @classmethod
     def of(cls, costs: Costs, host: HostTime, ahead: bool = True) -> Pace:
-        """The pace of calls, and with unequal workers that of each."""
+        """Return the pace of calls that take ``costs``, and of each worker if workers are unequal."""
         if not costs.unequal:
             return cls._of_one(costs, host, ahead)
         each = [costs.on(worker) for worker in range(len(costs.times))]
@@ -65,7 +68,7 @@ class Pace:
     @classmethod
     def _of_one(cls, costs: Costs, host: HostTime, ahead: bool) -> Pace:
         calls, call_s, turn_s = costs.calls, host.call_s, host.turn_s
-        if host.shared:  # the interpreter is ahead of the workers unless it is what limits them, whatever the plan
+        if host.shared:  # the interpreter runs ahead of the workers; if it limits them, it limits all plans alike
             call_s = turn_s = 0.0
         recompute = [c.forward_s if c.needs_backward else 0.0 for c in calls]
         backward = [c.backward_s + call_s if c.needs_backward else 0.0 for c in calls]
@@ -74,20 +77,20 @@ class Pace:
         return cls(_sums(forward), _sums(fused), _sums(recompute), _sums(backward), turn_s, host.hop_s, ahead)
 
     def going_ahead(self, ahead: bool) -> Pace:
-        """The same with recomputation ahead, or without."""
+        """Return this pace with or without recomputation ahead."""
         return replace(self, ahead=ahead, of_workers=_each(self.of_workers, lambda one: replace(one, ahead=ahead)))
 
     def each(self, workers: int) -> tuple[Pace, ...]:
-        """The pace of every worker."""
+        """Return the pace of every worker."""
         return self.of_workers or (self,) * workers
 
     def speeds(self) -> list[float]:
-        """How much faster than the mean each worker is; none: they are equal."""
+        """Return the speed of each worker relative to the mean; empty if workers are equal."""
         return [self.fused[-1] / one.fused[-1] if one.fused[-1] else 1.0 for one in self.of_workers]
 
 
 def _each(paces: Sequence[Pace], function: Callable[[Pace], T]) -> tuple[T, ...]:
-    """Of each pace, what the function makes of it: once for equal workers, which share an object."""
+    """Apply ``function`` to each pace, once for workers that share a pace."""
     known: dict[int, T] = {}
     for one in paces:
         if id(one) not in known:
@@ -103,10 +106,10 @@ class Turns(NamedTuple):
     """What turns take under plans of one shape, in seconds.
 
     Attributes:
-        forward: the number of forward stages, and so the fused stage's position.
-        length: of each stage's turns, (stages, plans).
-        lead: how much of them may come before the microbatch does, (stages, plans).
-        behind_loss: what a fused turn still does when its loss is known, (plans,).
+        forward: number of forward stages, which is also the fused stage's position.
+        length: length of a turn, (stages, plans).
+        lead: the part of a turn that may run before the microbatch arrives, (stages, plans).
+        behind_loss: the part of a fused turn after its loss is known, (plans,).
     """
 
     forward: int
@@ -116,21 +119,26 @@ class Turns(NamedTuple):
 
 
 def period_of(workers: Sequence[object]) -> int:
-    """After how many of them workers repeat: 2 for fast, slow, fast, slow."""
+    """Return the period of a sequence of workers: 2 for fast, slow, fast, slow."""
     whole = len(workers)
     repeats = (n for n in range(1, whole) if whole % n == 0 and list(workers) == list(workers[:n]) * (whole // n))
     return next(repeats, max(1, whole))
 
 
 def stage_times(pace: Pace, forward: int, sizes: Sizes) -> Turns:
-    """What turns take under the plans, rows of ``sizes`` with ``forward`` forward stages; on average, of unequal
-    workers."""
+    """Return the turns of plans, on the mean of unequal workers.
+
+    Args:
+        pace: seconds of calls and turns.
+        forward: number of forward stages.
+        sizes: the plans, (plans, stages).
+    """
     starts, ends = stage_ends(forward, sizes)
     return _turns(pace, forward, starts, ends, _since(pace, forward, starts, ends) if pace.ahead else None)
 
 
 def worker_times(pace: Pace, workers: int, forward: int, sizes: Sizes) -> tuple[Turns, ...]:
-    """The same for each worker."""
+    """Return the turns of plans on each worker. For the arguments see `stage_times`."""
     if not pace.of_workers:
         return (stage_times(pace, forward, sizes),) * workers
     starts, ends = stage_ends(forward, sizes)
@@ -142,7 +150,7 @@ def worker_times(pace: Pace, workers: int, forward: int, sizes: Sizes) -> tuple[
 
 
 def _since(pace: Pace, forward: int, starts: Sizes, ends: Sizes) -> Floats:
-    """What has passed since a microbatch left the forward stages, (plans, backward stages); see the module's head."""
+    """Return the time since a microbatch left the forward stages, (plans, backward stages)."""
     fused = _between(pace.fused, starts, ends, slice(forward, forward + 1))
     backward = _between(pace.backward, starts, ends, slice(forward + 1, None))
     return np.cumsum(np.concatenate([fused, backward], axis=1) + pace.hop_s, axis=1)[:, :-1]
@@ -166,7 +174,7 @@ def _turns(pace: Pace, forward: int, starts: Sizes, ends: Sizes, since: Floats |
 
 
 def stage_ends(forward: int, sizes: Sizes) -> tuple[Sizes, Sizes]:
-    """First call and the call after the last one of every stage, (plans, stages) each."""
+    """Return the first call of every stage, and the call after its last, (plans, stages) each."""
     upwards = np.cumsum(sizes[:, : forward + 1], axis=1)
     downwards = upwards[:, forward : forward + 1] - np.cumsum(sizes[:, forward:], axis=1)
     starts = np.concatenate([upwards - sizes[:, : forward + 1], downwards[:, 1:]], axis=1)
@@ -175,15 +183,15 @@ def stage_ends(forward: int, sizes: Sizes) -> tuple[Sizes, Sizes]:
 
 
 def step_ends(each: Sequence[Turns], hop_s: float, rounds: Sequence[int], steps: int) -> Floats:
-    """When each of ``steps`` steps ends, (steps, plans).
+    """Return the end of each step in seconds, (steps, plans).
 
-    With several steps these are steps under staleness 1: the next one starts when this one's losses are known.
+    Several steps run under staleness 1: a step starts when all losses of the one before are known.
 
     Args:
-        each: what turns take on each worker (`worker_times`).
+        each: turns on each worker, as `worker_times` returns them.
         hop_s: seconds from one worker to another.
-        rounds: the microbatches of each round of a step.
-        steps: how many.
+        rounds: number of microbatches of each round of a step.
+        steps: number of steps.
     """
     workers, position = len(each), each[0].forward
     stages, plans = each[0].length.shape
@@ -192,7 +200,7 @@ def step_ends(each: Sequence[Turns], hop_s: float, rounds: Sequence[int], steps:
     for turns in each:
         if id(turns) not in known:
             length = turns.length
-            comes = length - turns.lead + hop  # from a microbatch's end in the stage before to its own, if none waits
+            comes = length - turns.lead + hop  # from a microbatch's end in the stage before to its own, without waiting
             behind = {
                 members: length * (members - 1) for members in set(rounds)
             }  # from the first turn's end to the last
@@ -201,7 +209,7 @@ def step_ends(each: Sequence[Turns], hop_s: float, rounds: Sequence[int], steps:
     free = [np.zeros(plans) for _ in range(workers)]
     ends = np.empty((steps, plans))
     begin = np.zeros(plans)
-    through = [(begin, begin)] * len(rounds)  # when each round's first microbatch ended the last step, and its last one
+    through = [(begin, begin)] * len(rounds)  # ends of each round's first and last microbatch in the step before
     slot = 0
     for step in range(steps):
         if len(known) > 1:  # as in `pipeline`

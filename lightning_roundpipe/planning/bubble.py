@@ -1,4 +1,4 @@
-"""Where a schedule's idle time lies, in the terms of the paper's table.
+"""Idle time of a schedule, split as in the paper's table.
 
 =======  =============================================================================================================
 fill     until a worker's first operation
@@ -9,8 +9,8 @@ switch   between its (N - g)-th forward, g being its number, and its first backw
 intra    all other idle time, between operations
 =======  =============================================================================================================
 
-Operations of no length (a stage of 0 layers) are as if they were not there. A worker without any operation is filling
-from beginning to end; one without a backward drains after its last forward.
+Operations of zero length (a stage of 0 layers) are ignored. A worker without operations fills for the whole makespan. A
+worker without a backward drains after its last forward.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Bubble:
 
     @property
     def asynchronous_pct(self) -> float:
-        """What is left of RoundPipe's bubble where steps follow each other without a flush."""
+        """Percentage of idle time of RoundPipe if steps follow each other without a flush."""
         return self.switch_pct + self.intra_pct
 
 
 def find_bubble(run: PaperRun) -> Bubble:
-    """The run's figures; all percentages are 0 where nothing takes time."""
+    """Return the idle time of ``run``. All percentages are 0 if the makespan is 0."""
     makespan, workers = run.makespan, run.case.workers
     of_worker: list[list[Operation]] = [[] for _ in range(workers)]
     for operation in run.operations:
@@ -72,7 +72,10 @@ def find_bubble(run: PaperRun) -> Bubble:
 
 
 def _turn(operations: Sequence[Operation], warm_up: int | None) -> tuple[int, int]:
-    """From the end of the ``warm_up``-th forward, or of the last before the first backward, to the first backward."""
+    """Return the end of a forward and the start of the first backward.
+
+    The forward is the ``warm_up``-th, or the last one before the first backward if ``warm_up`` is None.
+    """
     first = next((op for op in operations if op.direction == "B"), None)
     if first is None:
         return 0, 0
@@ -85,5 +88,5 @@ def _turn(operations: Sequence[Operation], warm_up: int | None) -> tuple[int, in
 
 
 def _busy(operations: Sequence[Operation], begin: int, end: int) -> int:
-    """Ticks of work between ``begin`` and ``end``, at which no operation is under way."""
+    """Return the ticks of work between ``begin`` and ``end``. No operation may cross either."""
     return sum(op.end - op.start for op in operations if begin <= op.start and op.end <= end)

@@ -1,7 +1,7 @@
-"""Measured models as files: a case or a list of them, each with one layer's times on one GPU and the cuts into stages.
+"""JSON files of measured models: each case has the times of a layer on one GPU, and the cuts into stages.
 
-``conf/cases/paper.json`` holds those of the paper (arXiv 2604.27085; RTX 4090, 8192 tokens a microbatch): per model and
-schedule the number of layers, their times, the LM head's, the cuts that the paper's simulator was given, and, where
+``conf/cases/paper.json`` holds the cases of the paper (arXiv 2604.27085; RTX 4090, 8192 tokens a microbatch): per model
+and schedule the number of layers, their times, the LM head's, the cuts that the paper's simulator was given, and, where
 the paper prints them, the figures that it found. A case in a file::
 
     {"model": "tiny", "schedule": "1f1b", "workers": 2, "microbatches": 4, "layers": 3, "forward_ms": 1.0,
@@ -26,13 +26,13 @@ from lightning_roundpipe.planning.costs import CallCost, Costs
 Schedule = Literal["1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "roundpipe"]
 
 FIGURES = ("makespan_ms", "bubble_pct", "fill_pct", "switch_pct", "drain_pct", "intra_pct")
-"""What the paper says about a schedule: its length, and its idle time in percent of all workers' time."""
+"""Figures of a schedule in the paper: the makespan, and idle time in percent of makespan x workers."""
 
 MOST_MS = 1e15
-"""Above this (30,000 years) a time is a mistake, and sums of it might not be finite."""
+"""Upper bound of a time in milliseconds (30,000 years), which keeps sums finite."""
 
 MOST = 1_000_000
-"""Workers, microbatches or layers."""
+"""Upper bound of workers, microbatches and layers."""
 
 _TIMES = ("forward_ms", "backward_ms", "head_forward_ms", "head_backward_ms", "hop_ms")
 _COUNTS = ("workers", "microbatches", "layers")
@@ -46,18 +46,17 @@ class Case:
     Args:
         model: its name.
         schedule: ``roundpipe`` or one of the baselines.
-        workers: N.
-        microbatches: M.
-        layers: how many equal layers come before the LM head.
+        workers: number of workers (N).
+        microbatches: number of microbatches (M).
+        layers: number of equal layers before the LM head.
         forward_ms: a layer's forward, for one microbatch; also its recomputation.
         backward_ms: a layer's backward without the recomputation.
         head_forward_ms: the LM head's and the loss's forward.
         head_backward_ms: their backward.
-        hop_ms: how long a microbatch is on its way from one worker to another.
-        forward_stages: layers per forward stage; a baseline's stages go both ways.
-        backward_stages: layers per backward stage in the order in which they run, the fused one first; a baseline has
-            none of its own.
-        expected: the `FIGURES` that the paper found, or some of them, or nothing.
+        hop_ms: time of a microbatch from one worker to another.
+        forward_stages: layers of each forward stage. A baseline runs these stages in both directions.
+        backward_stages: layers of each backward stage in running order, the fused stage first. Empty for a baseline.
+        expected: the `FIGURES` that the paper reports, or some of them.
     """
 
     model: str
@@ -75,7 +74,10 @@ class Case:
     expected: Mapping[str, float] | None = None
 
     def costs(self, scale: float = 1.0) -> Costs:
-        """A call for each layer and one for the head; ``scale`` stretches all times. Sizes are not known: 0."""
+        """Return costs with a call for each layer and one for the head.
+
+        ``scale`` multiplies all times. Sizes are unknown, and therefore 0.
+        """
         times = [(f"layers.{i}", self.forward_ms, self.backward_ms) for i in range(self.layers)]
         times.append(("head", self.head_forward_ms, self.head_backward_ms))
         return Costs(
@@ -87,10 +89,10 @@ class Case:
 
 
 def read_cases(path: Path) -> list[Case]:
-    """The cases of a JSON file, which holds one or a list of them.
+    """Return the cases of a JSON file, which holds one case or a list.
 
     Raises:
-        ValueError: the file cannot be read, is no JSON, or a case lacks something or contradicts itself; says which.
+        ValueError: the file cannot be read or is not JSON, or a case is incomplete or contradicts itself.
     """
     data = read_json(path)
     cases = data if isinstance(data, list) else [data]
@@ -106,7 +108,11 @@ def read_cases(path: Path) -> list[Case]:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; ``ValueError`` names the file and says what is wrong with it."""
+    """Return the content of a JSON file.
+
+    Raises:
+        ValueError: the file cannot be read, or is not JSON. The message names the file.
+    """
     try:
         return json.loads(path.read_bytes())
     except OSError as error:
@@ -148,7 +154,7 @@ def _read_case(data: Any) -> Case:
 
 
 def _read_stages(schedule: Schedule, data: Any, layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Forward and backward stages; each pass must have every layer once."""
+    """Return forward and backward stages. Each pass must have every layer once."""
     if schedule != "roundpipe":
         if isinstance(data, Mapping):
             raise ValueError(f"stages of {schedule} must be one list, as each stage goes both ways; not an object.")
@@ -200,6 +206,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value of the file, as JSON and not too long for a line."""
+    """Return a value of the file as JSON, cut to 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,8 +1,8 @@
-"""Which tensors a call holds on its worker, and when: what its bytes consist of.
+"""Names and lifetimes of the tensors that a call holds on its worker.
 
-A plan counts bytes. Whoever wants fewer of them has to know which module makes them, in what shape and format, and how
-long they live. A `Census` names the storages that a `Meter` counts, and `Memory` writes them down, so both agree to the
-byte. In backward, a tensor belongs to the module whose forward made the graph's node.
+A plan only counts bytes. To reduce them, a user has to know which module allocates a tensor, its shape and dtype, and
+its lifetime. A `Census` names the storages that a `Meter` counts, and `Memory` records them, so both agree to the byte.
+In backward, a tensor belongs to the module whose forward made the graph's node.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Part = Literal["input", "forward", "loss", "backward"]
 
 
 class Name(NamedTuple):
-    """Who made a storage, and what it was made for."""
+    """Origin of a storage: module, operation, and shape and dtype of the tensor."""
 
     module: str
     operation: str
@@ -31,13 +31,13 @@ class Name(NamedTuple):
 
 @dataclass
 class Held:
-    """A storage.
+    """Lifetime of a storage.
 
     Args:
-        name: of what it holds.
-        nbytes: of all of it.
-        made, gone: how many storages were made or freed before; None: it outlives the call.
-        made_s, gone_s: estimated seconds.
+        name: origin of the storage.
+        nbytes: size in bytes.
+        made, gone: moments of allocation and release (`Memory.moment`); ``gone`` is None if it outlives the call.
+        made_s, gone_s: the same in estimated seconds.
     """
 
     name: Name
@@ -53,15 +53,15 @@ class Held:
 
 @dataclass
 class Memory:
-    """Storages that were made in some scopes.
+    """Memory of one or several scopes.
 
     Attributes:
-        live: bytes of those that are still alive.
-        peak: the most that ``live`` was.
-        worst: the moment of that.
-        moment: how many storages were made or freed.
-        clock_s: estimated seconds of what ran.
-        log: all of them, if somebody names them.
+        live: bytes of the storages that are alive.
+        peak: maximum of ``live``.
+        worst: moment of the peak.
+        moment: number of allocations and releases so far.
+        clock_s: estimated seconds of the operations so far.
+        log: all storages that have a name.
     """
 
     live: int = 0
@@ -89,18 +89,18 @@ class Memory:
 
 
 class Census:
-    """Names storages by the modules of ``model``, and within a layer's call by those of the layer."""
+    """Names storages by the modules of ``model``, and within `calling` by the modules of that layer."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = _names(model)
         self._inside: list[nn.Module] = []
         self._nodes: list[int] = []
         self._owners: list[str] = []
-        """Numbers of the graph's nodes, and the module that ran when each was made."""
+        """Module that ran when the graph's nodes from ``_nodes`` on were made."""
 
     @contextmanager
     def watching(self) -> Iterator[Census]:
-        """Knows which module runs."""
+        """Track the running module, by global module hooks."""
         hooks = [
             global_hooks.register_module_forward_pre_hook(self._enter),
             global_hooks.register_module_forward_hook(self._leave),
@@ -113,6 +113,7 @@ class Census:
 
     @contextmanager
     def calling(self, layer: nn.Module) -> Iterator[None]:
+        """Name storages by the modules of ``layer``."""
         outside, self._names = self._names, _names(layer)
         try:
             yield
@@ -120,7 +121,7 @@ class Census:
             self._names = outside
 
     def name(self, operation: str, tensor: Tensor) -> Name:
-        """Of a storage that ``operation`` makes now."""
+        """Return the name of the storage of ``tensor``, which ``operation`` has just made."""
         node: Any = torch._C._current_autograd_node()
         number = torch._C._autograd._get_sequence_nr() if node is None else node._sequence_nr()
         if node is None:
@@ -147,7 +148,7 @@ def _names(root: nn.Module) -> dict[nn.Module, str]:
 
 
 class Row(NamedTuple):
-    """A storage of a call, on the call's own clock."""
+    """A storage of a call. Times are seconds since the call began."""
 
     part: Part
     name: Name
@@ -159,14 +160,14 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class CallMemory:
-    """What a call holds: forward, the loss behind it if there is one, backward.
+    """Memory of a call over its time: forward, the loss if it follows, and backward.
 
     Attributes:
-        layer: that is called.
-        rows: all storages; those that are there at the worst moment together are its ``activation_bytes``.
-        parts: seconds at which each part begins.
-        worst_s: the second of the worst moment.
-        end_s: the second at which it is over.
+        layer: name of the called layer.
+        rows: all storages. Those alive at the worst moment add up to the call's ``activation_bytes``.
+        parts: each part with the second at which it begins.
+        worst_s: second of the worst moment.
+        end_s: second at which the call ends.
     """
 
     layer: str
@@ -177,22 +178,22 @@ class CallMemory:
 
     @property
     def at_worst(self) -> list[Row]:
-        """The largest first."""
+        """Storages alive at the worst moment, the largest first."""
         return sorted((row for row in self.rows if row.at_worst), key=lambda row: -row.nbytes)
 
 
 def call_memory(
     layer: str, inputs: Sequence[tuple[Name, int]], own: Memory, turn: int, turn_s: float, worst: int, after: Memory
 ) -> CallMemory:
-    """Puts a call's parts in the order in which training runs them.
+    """Return the memory of a call, with its parts in the order of training.
 
     Args:
-        layer: that is called.
-        inputs: which are there all the time.
-        own: of forward and backward.
-        turn, turn_s: the moment and the second at which forward is over.
-        worst: the moment of ``own`` at which most is counted.
-        after: of what follows the forward, before the backward begins.
+        layer: name of the called layer.
+        inputs: name and bytes of each input. Inputs live as long as the call.
+        own: memory of forward and backward.
+        turn, turn_s: moment and second at which forward ends.
+        worst: moment of ``own`` at which most memory is in use.
+        after: memory of the user code between forward and backward, such as the loss.
     """
     kept = sum(one.nbytes for one in own.log if one.is_alive(turn))
     counted = sum(one.nbytes for one in own.log if one.is_alive(worst))

@@ -1,8 +1,7 @@
 """Costs from a file: a model of equal layers and a head, as `roundpipe-plan costs=FILE.json` reads it.
 
-The times of a case (see `cases`) are enough; what else a case holds may stand there and means nothing, except that
-the command takes ``workers``, ``microbatches`` and its own options from it unless they are given. Sizes may stand
-beside the times, and have to where memory is limited::
+The times of a case (see `cases`) are enough. The command also takes ``workers``, ``microbatches`` and its own options
+from the file unless the command line gives them, and ignores other keys. A plan for limited memory needs sizes, too::
 
     {"layers": 32, "forward_ms": 18.5, "backward_ms": 41.2, "head_forward_ms": 37.2, "head_backward_ms": 74.5,
      "hop_ms": 3.2, "workers": 8, "microbatches": 16,
@@ -10,21 +9,21 @@ beside the times, and have to where memory is limited::
      "head_weight_bytes": 1050e6, "head_gradient_bytes": 1050e6, "head_boundary_bytes": 67e6,
      "head_activation_bytes": 2e9}
 
-``speeds`` may say, for each worker, how much faster it is than these times.
+The optional ``speeds`` has the speed of each worker relative to these times.
 
-Or the file lists the ``calls`` of a trace, each with its own times and sizes, as `Costs.to_dict` writes them and as a
-run of ``roundpipe-train`` leaves them in ``costs.json``: measured on the device.
+Instead, the file may list the ``calls`` of a trace, each with times and sizes, as `Costs.to_dict` writes them. A run of
+``roundpipe-train`` leaves such measured costs in ``costs.json``.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from lightning_roundpipe.planning.cases import read_json
 from lightning_roundpipe.planning.costs import CallCost, Costs
 
 TIMES = ("forward_ms", "backward_ms", "head_forward_ms", "head_backward_ms")
@@ -34,17 +33,15 @@ _MOST = 1e15
 
 
 def read_cost_file(path: Path, case: str | None = None) -> dict[str, Any]:
-    """The object of the file; of a list, the one whose ``model`` is ``case``.
+    """Return the object in a file, or in a list the one whose ``model`` is ``case``.
 
     Raises:
-        ValueError: the file is no JSON, or holds no such object.
+        ValueError: the file cannot be read, is not JSON, or holds no such object.
     """
     try:
-        data = json.loads(path.read_bytes())
-    except RecursionError:
-        raise ValueError(f"costs={path} is nested too deeply.") from None
-    except ValueError as error:  # also text that is no UTF-8, and numbers of too many digits
-        raise ValueError(f"costs={path} is not JSON: {error}.") from None
+        data = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"costs={error}") from None
     entries = data if isinstance(data, list) else [data]
     if not all(isinstance(entry, Mapping) for entry in entries) or not entries:
         raise ValueError(f"costs={path} must hold an object with {', '.join(('layers', *TIMES, 'hop_ms'))}.")
@@ -61,10 +58,10 @@ def read_cost_file(path: Path, case: str | None = None) -> dict[str, Any]:
 
 
 def costs_of(data: Mapping[str, Any], path: Path) -> tuple[Costs, float]:
-    """Costs of a call for each layer and one for the head, and the hop in seconds.
+    """Return the costs, with a call for each layer and one for the head, and the hop in seconds.
 
     Raises:
-        ValueError: a key is missing or its value makes no sense; says which.
+        ValueError: a key is missing, or its value is out of range. The message names it.
     """
     costs, hop_s = _equal_costs_of(data, path)
     if (speeds := data.get("speeds")) is None:
@@ -98,7 +95,7 @@ def _equal_costs_of(data: Mapping[str, Any], path: Path) -> tuple[Costs, float]:
 
 
 def whole(data: Mapping[str, Any], name: str, path: Path, least: int = 1) -> int:
-    """A whole number of the file."""
+    """Return the value of a key, which must be a whole number of at least ``least``."""
     value = _found(data, name, path)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"costs={path}: {name}={value!r} must be a whole number of at least {least}.")
@@ -106,7 +103,7 @@ def whole(data: Mapping[str, Any], name: str, path: Path, least: int = 1) -> int
 
 
 def number(data: Mapping[str, Any], name: str, path: Path, default: float | None = None) -> float:
-    """A number of the file that is finite and not below 0."""
+    """Return the value of a key, which must be a finite number of at least 0."""
     value = _found(data, name, path) if default is None else data.get(name, default)
     if not _is_number(value):
         raise ValueError(f"costs={path}: {name}={value!r} must be a number of 0 to {_MOST:g}.")

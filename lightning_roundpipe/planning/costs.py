@@ -1,8 +1,7 @@
-"""What each call of a microbatch costs: the numbers that a plan is made from.
+"""Costs of the calls of a microbatch: times in seconds, sizes in bytes.
 
-A plan is only as good as what it is judged by, so the arithmetic of a stage (its time, its bytes) is here once, and the
-partitioner, the printed table and whatever estimates memory all ask the same functions. Times are seconds for one
-microbatch, sizes are bytes.
+The partitioner, the simulations, memory estimates and printed tables all take the time and the bytes of a stage from
+here, so they agree.
 
 How the three phases of a stage differ:
 
@@ -24,15 +23,16 @@ Workers may be unequal: then each has times of its own, and sizes are the same o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cached_property
+from statistics import harmonic_mean
 from typing import Any, Literal
 
 from lightning_roundpipe.messages import plural
 
 Phase = Literal["forward", "fused", "backward"]
-"""How a call is run: its forward, its forward and backward in one, or its recomputation and backward."""
+"""Phase of a stage: forward; forward and backward in one; or recomputation and backward."""
 
 _NUMBERS = (
     "forward_s", "backward_s", "weight_bytes", "gradient_bytes", "boundary_bytes", "activation_bytes", "kept_bytes",
@@ -52,17 +52,17 @@ class CallCost:
         weight_bytes: the layer's weights as they travel to a worker.
         gradient_bytes: the gradients of its trainable weights on the worker.
         boundary_bytes: its inputs, which are saved on the host for recomputation.
-        activation_bytes: what it holds on the worker at its worst: inputs, outputs, what autograd saves, and in its
+        activation_bytes: peak of what it holds on the worker: inputs, outputs, tensors saved by autograd, and in
             backward the gradients of its outputs.
         needs_backward: whether a gradient has to pass through it or to reach its weights.
-        kept_bytes: of these, what stays between forward and backward where its graph is kept; None: all of it.
-        input_bytes: of these, its inputs.
-        forward_bytes: what its forward holds where no graph is kept; None: as much as at its worst.
+        kept_bytes: the part of ``activation_bytes`` that a kept graph holds between forward and backward; None: all.
+        input_bytes: the part of ``activation_bytes`` that its inputs take.
+        forward_bytes: peak of a forward that keeps no graph; None: ``activation_bytes``.
         waiting_bytes: outputs of earlier calls that a microbatch holds while it waits for this one.
         returning_bytes: gradients of its outputs, which it holds while it waits for this one's backward.
-        shared: of its inputs, what an earlier call has had, too: (how many calls before, bytes) for each such call.
-        passed: the same for what an earlier call has given.
-        issue_s: seconds of the host's interpreter that a forward, and so a recomputation, takes to be issued.
+        shared: inputs that are also inputs of an earlier call: (how many calls before, bytes) for each such call.
+        passed: inputs that are outputs of an earlier call, likewise.
+        issue_s: seconds of the host's interpreter to issue a forward or a recomputation.
         is_synchronous: whether the host waits for the device within the forward, so that nothing is issued ahead.
         reduced_bytes: its gradients as they travel to the host, which sums them (``reduce_dtype``). None: they travel
             as they are on the worker, and a later round goes on from the sum of those before.
@@ -106,11 +106,11 @@ class CallCost:
 
     @property
     def graph_bytes(self) -> int:
-        """What its graph keeps until its backward."""
+        """Bytes that its graph keeps until its backward."""
         return self.activation_bytes if self.kept_bytes is None else min(self.kept_bytes, self.activation_bytes)
 
     def time_s(self, phase: Phase) -> float:
-        """Seconds that a stage of this phase spends on the call, for one microbatch."""
+        """Return the seconds that a stage of this phase spends on the call, for one microbatch."""
         if phase == "forward":
             return self.forward_s
         if not self.needs_backward:
@@ -132,18 +132,23 @@ class CallCost:
         )
 
     def is_loaded(self, phase: Phase) -> bool:
-        """Whether a stage of this phase needs the call's weights on the worker."""
+        """Return whether a stage of this phase needs the call's weights on the worker."""
         return self.needs_backward or phase != "backward"
 
 
 class StageBytes:
-    """The bytes that a growing stage needs on its worker, call by call.
+    """Running sum of the bytes that a stage needs on its worker.
 
-    A running sum, because the partitioner asks after every call whether the stage still fits. A layer that is called
-    twice within the stage is resident once, but its gradients are summed call by call. ``ahead``: whether a backward
-    stage keeps all its graphs at once.
+    The partitioner adds call after call, and asks each time whether the stage still fits. A layer that the stage calls
+    twice is resident once, but its gradients are summed call by call.
+
+    Args:
+        phase: phase of the stage.
+        ahead: whether a backward stage keeps the graphs of all its calls at once.
 
     Attributes:
+        weights: bytes of resident weights.
+        gradients: bytes of gradients on the worker.
         downloads: bytes of gradients that a round sends to the host.
         resumed: bytes of gradients of earlier rounds that it starts from.
         copies: of packed weights, if the stage unpacks them once.
@@ -161,7 +166,7 @@ class StageBytes:
         self._calls: list[bool] = []
         """Whether each call's graph is kept."""
         self._before: int | None = None
-        """Inputs of the call before, which follows this one in backward."""
+        """Bytes of the previous call's inputs, which follow in backward."""
         self.weights = 0
         self.gradients = 0
         self.downloads = 0
@@ -175,10 +180,11 @@ class StageBytes:
 
     @property
     def total(self) -> int:
+        """Bytes of weights, gradients and activations."""
         return self.weights + self.gradients + self.activations
 
     def add(self, call: CallCost) -> None:
-        """The call behind those that were added."""
+        """Append a call to the stage."""
         keeps = self._keeps and call.needs_backward
         if call.is_loaded(self._phase):
             before = self._resident.get(call.layer, 0)
@@ -202,18 +208,21 @@ class StageBytes:
         self._calls.append(keeps)
 
     def _own(self, call: CallCost) -> int:
-        """What the call holds by itself at its worst."""
+        """Return the peak bytes of the call alone."""
         if self._phase == "forward" and call.forward_bytes is not None:
             return min(call.forward_bytes, call.activation_bytes)
         return call.activation_bytes
 
     def _there(self, call: CallCost) -> int:
-        """Bytes of its inputs that graphs of the stage keep already. What is recomputed from came from the host."""
+        """Return the bytes of its inputs that graphs of the stage keep already.
+
+        A backward stage uploads inputs from the host, so outputs of its calls do not count.
+        """
         known = (*call.shared, *call.passed) if self._phase == "fused" else call.shared
         return sum(size for distance, size in known if distance <= len(self._calls) and self._calls[-distance])
 
     def _following(self, call: CallCost) -> int:
-        """What is brought for the next call while this one runs backward."""
+        """Return the bytes of inputs that are uploaded for the next call while this one runs backward."""
         if self._phase != "backward" or self._keeps or self._before is None:
             return 0
         return max(0, self._before - sum(size for distance, size in call.shared if distance == 1))
@@ -228,9 +237,9 @@ class Costs:
     """The calls of one microbatch in the order of the trace. ``first`` and ``last`` are call numbers, both included.
 
     Attributes:
-        calls: what each costs. Of unequal workers, their times are the harmonic means of the workers': N workers that
-            are all busy get as much done in that time as N equal ones.
-        times: of unequal workers, each one's times of all calls; empty: workers are equal.
+        calls: cost of each call. If workers are unequal, times are harmonic means over the workers: N busy workers do
+            as much in that time as N equal ones.
+        times: seconds of all calls on each worker if workers are unequal, else empty.
     """
 
     calls: tuple[CallCost, ...]
@@ -246,28 +255,29 @@ class Costs:
 
     @classmethod
     def of_workers(cls, each: Sequence[Costs]) -> Costs:
-        """The same calls on workers that may be unequal; ``each``: what they cost on each of them."""
+        """Return the costs of the same calls on workers that may be unequal. ``each`` has the costs on each worker."""
         times = tuple(tuple((call.forward_s, call.backward_s) for call in costs) for costs in each)
         if len(set(times)) == 1:
             return each[0]
-        calls = []
-        for call, *seconds in zip(each[0], *times, strict=True):
-            forward, backward = (_harmonic_mean(phase) for phase in zip(*seconds, strict=True))
-            calls.append(replace(call, forward_s=forward, backward_s=backward))
-        return cls(tuple(calls), times)
+        of_calls = (zip(*seconds, strict=True) for seconds in zip(*times, strict=True))
+        means = [(harmonic_mean(forward), harmonic_mean(backward)) for forward, backward in of_calls]
+        return cls(each[0]._with_seconds(means).calls, times)
 
     def at_speeds(self, speeds: Sequence[float]) -> Costs:
-        """The same calls on a worker for each of ``speeds``: on one of speed 2, they take half as long as here."""
+        """Return the costs on a worker for each of ``speeds``. A worker of speed 2 takes half of the times here.
+
+        Raises:
+            ValueError: a speed is not a positive number.
+        """
         if any(not 0 < speed < math.inf for speed in speeds):
             raise ValueError(f"speeds={list(speeds)!r} must be numbers of more than 0, one for each worker.")
-        return Costs.of_workers([self._scaled(1 / speed) for speed in speeds])
+        seconds = [[(call.forward_s / speed, call.backward_s / speed) for call in self] for speed in speeds]
+        return Costs.of_workers([self._with_seconds(own) for own in seconds])
 
-    def _scaled(self, factor: float) -> Costs:
-        return Costs(
-            tuple(
-                replace(call, forward_s=factor * call.forward_s, backward_s=factor * call.backward_s) for call in self
-            )
-        )
+    def _with_seconds(self, seconds: Iterable[tuple[float, float]]) -> Costs:
+        """Return the same calls with other times: a pair of forward and backward seconds for each."""
+        pairs = zip(self.calls, seconds, strict=True)
+        return Costs(tuple(replace(call, forward_s=forward, backward_s=back) for call, (forward, back) in pairs))
 
     @property
     def unequal(self) -> bool:
@@ -275,12 +285,12 @@ class Costs:
         return bool(self.times)
 
     def check_workers(self, workers: int) -> None:
-        """Raise ``ValueError`` unless there are times for so many workers."""
+        """Raise ``ValueError`` if these are costs of unequal workers, and their number is not ``workers``."""
         if self.times and len(self.times) != workers:
             raise ValueError(f"workers={workers} must be {len(self.times)}: the costs have times for each of so many.")
 
     def on(self, worker: int) -> Costs:
-        """What the calls cost on this worker. Equal workers have one and the same object."""
+        """Return the costs on one worker. Equal workers share one object."""
         return self._each[worker] if self.times else self
 
     def unpacked_once(self, microbatches: int) -> Costs:
@@ -304,21 +314,8 @@ class Costs:
 
     @cached_property
     def _each(self) -> list[Costs]:
-        known: dict[_Times, Costs] = {}
-        for times in self.times:
-            if times not in known:
-                pairs = zip(self.calls, times, strict=True)
-                known[times] = Costs(
-                    tuple(replace(call, forward_s=forward, backward_s=backward) for call, (forward, backward) in pairs)
-                )
+        known = {times: self._with_seconds(times) for times in set(self.times)}
         return [known[times] for times in self.times]
-
-    @cached_property
-    def speeds(self) -> tuple[float, ...]:
-        """How much faster than the mean each worker is, over all calls; empty: workers are equal."""
-        whole = math.fsum(call.forward_s + call.backward_s for call in self)
-        each = (math.fsum(map(math.fsum, times)) for times in self.times)
-        return tuple(whole / seconds if seconds else 1.0 for seconds in each)
 
     def __len__(self) -> int:
         return len(self.calls)
@@ -332,13 +329,13 @@ class Costs:
         return tuple(call.layer for call in self.calls)
 
     def stage_time_s(self, first: int, last: int, phase: Phase) -> float:
-        """Seconds that the stage takes for one microbatch."""
+        """Return the seconds that a stage takes for one microbatch."""
         return math.fsum(call.time_s(phase) for call in self.calls[first : last + 1])
 
     def stage_bytes(self, first: int, last: int, phase: Phase, ahead: bool = False) -> StageBytes:
-        """What the stage needs on its worker: ``.weights``, ``.gradients``, and ``.total`` with activations.
+        """Return the bytes that a stage needs on its worker.
 
-        ``ahead``: whether a backward stage is recomputed as a whole before its gradient is there.
+        ``ahead``: whether a backward stage recomputes all its calls before its gradient is there.
         """
         need = StageBytes(phase, ahead)
         for call in self.calls[first : last + 1]:
@@ -346,13 +343,17 @@ class Costs:
         return need
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and text, fit for JSON. ``Costs.from_dict`` gives back an equal object."""
+        """Return numbers and text that JSON can hold. ``Costs.from_dict`` is the inverse."""
         times = {"times": [[list(pair) for pair in worker] for worker in self.times]} if self.times else {}
         return {"calls": [asdict(call) for call in self.calls], **times}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Costs:
-        """The inverse of ``to_dict``; ``ValueError`` names the call and the key that is missing or unknown."""
+        """Return the costs that ``to_dict`` has written.
+
+        Raises:
+            ValueError: a key is missing or unknown. The message names it and the call.
+        """
         calls = data.get("calls")
         if not isinstance(calls, list):
             raise ValueError("Costs need a list under 'calls', as Costs.to_dict() writes it.")
@@ -360,17 +361,9 @@ class Costs:
         return found._with_times(data["times"]) if data.get("times") else found
 
     def _with_times(self, times: object) -> Costs:
-        """For unequal workers, as ``to_dict`` writes their times."""
+        """Return the costs of unequal workers, from times as ``to_dict`` writes them."""
         try:
-            each = [
-                Costs(
-                    tuple(
-                        replace(call, forward_s=forward, backward_s=backward)
-                        for call, (forward, backward) in zip(self.calls, worker, strict=True)
-                    )
-                )
-                for worker in times  # type: ignore[attr-defined]
-            ]
+            each = [self._with_seconds(worker) for worker in times]  # type: ignore[attr-defined]
         except TypeError as error:
             raise ValueError(f"times must be a list for each worker, of a pair of seconds a call: {error}.") from None
         except ValueError as error:
@@ -378,10 +371,6 @@ class Costs:
                 f"times must be a list for each worker, of {plural(len(self), 'pair')} of seconds: {error}"
             ) from None
         return Costs.of_workers(each)
-
-
-def _harmonic_mean(seconds: Sequence[float]) -> float:
-    return len(seconds) / math.fsum(1 / one for one in seconds) if all(seconds) else 0.0
 
 
 def _call_from_dict(number: int, data: object) -> CallCost:
@@ -397,7 +386,7 @@ def _call_from_dict(number: int, data: object) -> CallCost:
 
 
 def _pairs(number: int, key: str, value: object) -> tuple[tuple[int, int], ...]:
-    """JSON knows no tuples."""
+    """Convert lists of JSON to tuples."""
     try:
         pairs = tuple((int(distance), int(size)) for distance, size in value)  # type: ignore[attr-defined]
     except (TypeError, ValueError):

@@ -1,8 +1,8 @@
-"""What crosses from call to call of one microbatch, seen as the calls are made one after another.
+"""Tensors that cross from call to call of a microbatch.
 
-A stage that keeps graphs holds a tensor once, whoever takes it: a mask that all blocks share, or an output that is the
-next call's input. And a microbatch that waits for its next stage holds what earlier calls gave and user code has not
-dropped yet. Both are told by storages, of which only weak references are kept here.
+A stage that keeps graphs holds a tensor once, even if several calls take it: a mask that all blocks share, or an output
+that is the next call's input. A microbatch that waits for its next stage holds the outputs of earlier calls that user
+code has not dropped yet. `Crossing` identifies tensors by their storages, to which it keeps weak references only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Crossed:
-    """One call's part of it; see `CallCost`."""
+    """What crosses into one call. For the fields see `CallCost`."""
 
     input_bytes: int = 0
     waiting_bytes: int = 0
@@ -27,17 +27,17 @@ class Crossed:
 
 
 class Crossing:
-    """Of one microbatch."""
+    """Records the calls of one microbatch, one after another."""
 
     def __init__(self) -> None:
         self._calls = 0
         self._taken: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
-        """The last call that had it as an input."""
+        """The last call that took the storage as an input."""
         self._given: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
-        """The call that gave it."""
+        """The call that returned the storage."""
 
     def see(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> Crossed:
-        """The next call, when it has returned and user code has not gone on."""
+        """Record the next call, after it returns and before user code continues."""
         waiting = sum(storage.nbytes() for storage in self._given)
         taken = {tensor.untyped_storage(): tensor_bytes(tensor) for tensor in inputs}
         shared, passed = Counter[int](), Counter[int]()
@@ -54,7 +54,7 @@ class Crossing:
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of a copy of ``tensor``; expanded dimensions take none."""
+    """Return the bytes of a copy of ``tensor``. Expanded dimensions count once."""
     if not tensor.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -62,6 +62,6 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' storages, each once."""
+    """Return the bytes of the tensors' storages, each counted once."""
     strided = (tensor for tensor in tensors if tensor.layout is torch.strided)
     return sum(storage.nbytes() for storage in {tensor.untyped_storage() for tensor in strided})

@@ -1,9 +1,9 @@
-"""Costs of a model that nobody has run: from its shapes, on the meta device, and what a machine can do.
+"""Estimates the costs of a model from its shapes, on the meta device, and from the rates of a machine.
 
-The model runs once forward, with its layers taken out of the graph as the engine takes them out: each call is measured
-alone, forward and backward, and what it returns goes on as new tensors. What runs between two calls counts for the call
-before; after the last call that is the loss, whose backward counts for it too. Calls that cannot differ (same class,
-same weights' shapes, same inputs' shapes) are measured once.
+The model runs forward once. As in the engine, each call is cut out of the graph: the estimate runs its forward and
+backward alone, and passes new tensors on. Operations between two calls count for the first of them. After the last call
+these are the loss, and its backward counts, too. Calls that cannot differ (same class, shapes of weights, and shapes of
+inputs) are estimated once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from lightning_roundpipe.planning.packing import Packed
 from lightning_roundpipe.planning.profile import Hardware
 
 ALIGNMENT = 256
-"""Bytes that each weight's place in a flat buffer is a multiple of."""
+"""Alignment of a weight in a flat buffer, in bytes."""
 
 GRADIENT_BYTES = 4
-"""Gradients are summed in fp32."""
+"""Bytes of a gradient: gradients are summed in fp32."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -45,19 +45,19 @@ def estimate_costs(
     packed: Mapping[nn.Parameter, Packed] | None = None,
     experts_in_turn: bool = False,
 ) -> Costs:
-    """Costs of one microbatch.
+    """Return the costs of one microbatch.
 
     Args:
-        model: on the meta device, in the format that it computes in; returns an object with ``loss``.
-        layers: by name, the modules of it that are moved as one.
-        batch: its keyword arguments, on the meta device, as large as a microbatch.
+        model: the model on the meta device, in its compute dtype. It returns an object with ``loss``.
+        layers: the layers by name.
+        batch: keyword arguments of the model on the meta device, with the shapes of a microbatch.
         hardware: the machine.
-        packed: weights that are in few bits, and travel and lie on a worker so.
-        experts_in_turn: whether the host issues each expert's operations on their own, for the tokens that the device
-            has told it, instead of one operation for all experts.
+        packed: weights in few bits, which travel and lie on a worker packed.
+        experts_in_turn: whether the host waits for the router's choice and issues the operations of each expert by
+            themselves, instead of one operation for all experts.
 
     Raises:
-        ValueError: it cannot run without data, or calls no layer.
+        ValueError: the model cannot run without data, or calls no layer.
     """
     return _walk(model, layers, batch, hardware, packed or {}, experts_in_turn=experts_in_turn).costs()
 
@@ -70,7 +70,10 @@ def estimate_memory(
     *,
     packed: Mapping[nn.Parameter, Packed] | None = None,
 ) -> list[CallMemory]:
-    """What the ``activation_bytes`` of `estimate_costs` consist of, call by call. Arguments and errors are the same."""
+    """Return the tensors behind the ``activation_bytes`` of `estimate_costs`, call by call.
+
+    Arguments and errors are those of `estimate_costs`.
+    """
     census = Census(model)
     with census.watching():
         return _walk(model, layers, batch, hardware, packed or {}, census).memories()
@@ -86,7 +89,7 @@ def _walk(
     *,
     experts_in_turn: bool = False,
 ) -> _Walk:
-    """Runs the model once, without data."""
+    """Run the model once, without data."""
     with _autocast_knows_meta(), Meter(hardware, census) as meter:
         walk = _Walk(meter, hardware, packed, census, experts_in_turn=experts_in_turn)
         meter.pack(packed)
@@ -115,8 +118,10 @@ def _walk(
 
 
 def layer_bytes(layer: nn.Module, packed: Mapping[nn.Parameter, Packed] | None = None) -> tuple[int, int]:
-    """What weights and gradients of ``layer`` take on a worker; its weights have the format that they travel in, or are
-    ``packed``."""
+    """Return the bytes of a layer's weights and of its gradients on a worker.
+
+    The weights have the dtype in which they travel, or are in ``packed``.
+    """
     held = packed or {}
     sizes = ((p.nbytes,) if p not in held else held[p].parts for p in layer.parameters())
     weights = sum(_aligned(nbytes) for parts in sizes for nbytes in parts)
@@ -125,7 +130,7 @@ def layer_bytes(layer: nn.Module, packed: Mapping[nn.Parameter, Packed] | None =
 
 @contextmanager
 def _autocast_knows_meta() -> Iterator[None]:
-    """PEFT switches autocast off around experts by the device of their weights, and for this one there is none."""
+    """Let ``torch.autocast`` take the meta device, which PEFT names when it disables autocast around experts."""
     original = torch.autocast
 
     def autocast(device_type: str, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
@@ -150,16 +155,16 @@ class _Measured:
     """Bytes of the gradients of its outputs."""
     peak: int
     forward_peak: int | None
-    """Of a forward that keeps no graph, if it is known."""
+    """Peak of a forward that keeps no graph, if it is known."""
     issue_s: float
     backward_issue_s: float
     is_synchronous: bool
     taken: tuple[tuple[Name, int], ...]
-    """Each of its inputs once."""
+    """Name and bytes of each input storage."""
     turn: int
-    """The moment at which its forward is over (`Memory.moment`),"""
+    """Moment at which the forward ends (`Memory.moment`)."""
     worst: int
-    """and the one at which ``peak`` is."""
+    """Moment of ``peak``."""
 
 
 @dataclass
@@ -193,7 +198,7 @@ class _Walk:
         self.loss_backward_s = 0.0
         self._known: dict[Any, tuple[_Measured, Any]] = {}
         self._saved: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        """Weakly, as what is saved goes to the host: on the worker it waits no longer than user code holds it."""
+        """Storages saved on the host, by weak references: the worker holds them no longer than user code does."""
         self._intercepted: list[nn.Module] = []
         self._crossing = Crossing()
 
@@ -215,7 +220,7 @@ class _Walk:
         return Costs(tuple(self._cost(call, self.loss_backward_s * (i == last)) for i, call in enumerate(self.calls)))
 
     def memories(self) -> list[CallMemory]:
-        """Of each call."""
+        """Return the memory of each call."""
         return [
             call_memory(
                 call.name, found.taken, found.forward.memory, found.turn, found.forward.seconds, found.worst,
@@ -258,7 +263,7 @@ class _Walk:
             with nullcontext() if self.census is None else self.census.calling(layer):
                 self._known[key] = self._measure(layer, run, args, kwargs)
         found, outputs = self._known[key]
-        with self.meter.scope():  # the call's own, which have been counted: not what follows the call before
+        with self.meter.scope():  # outputs, which the call has counted already
             given = tree_map(_fresh, outputs)
         crossed = self._crossing.see(_tensors(leaves), _tensors(tree_flatten(given)[0]))
         boundary = 0
@@ -284,7 +289,7 @@ class _Walk:
 
         hooks = [  # as the engine does, which moves each gradient into its arena
             p.register_post_accumulate_grad_hook(_forget)  # type: ignore[no-untyped-call]
-            for p in _parameters(layer)
+            for p in layer.parameters()
             if p.requires_grad
         ]
         work = Work()
@@ -324,14 +329,14 @@ class _Walk:
 
 
 def _key(entry: Any) -> Any:
-    """A name, or a number of an argument."""
+    """Return the name of a keyword argument, or the index of a positional one."""
     return entry.key if isinstance(entry, MappingKey) else entry.idx
 
 
 class _Repeated:
-    """Operations that a layer's experts take more when each expert has its own.
+    """Counts the additional operations of a layer if each expert has operations of its own.
 
-    Experts are modules with parameters of three dimensions, the first of which counts them.
+    Experts are modules with parameters of three dimensions, of which the first is the number of experts.
     """
 
     def __init__(self, layer: nn.Module, work: Work) -> None:
@@ -384,10 +389,6 @@ def _forget(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _parameters(layer: nn.Module) -> list[nn.Parameter]:
-    return list(layer.parameters())
-
-
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
@@ -399,7 +400,7 @@ def _shape(leaf: Any) -> Any:
 
 
 def _likeness(layer: nn.Module, packed: Mapping[nn.Parameter, Packed]) -> Any:
-    """Equal for layers that do the same with different weights. Numbers that only count layers do not matter."""
+    """Return a key that is equal for layers that differ in weights and ``layer_idx`` only."""
     weights = tuple((name, p.shape, p.dtype, p.requires_grad, packed.get(p)) for name, p in layer.named_parameters())
     settings = tuple(
         (type(module), *((k, v) for k, v in vars(module).items() if isinstance(v, _PLAIN) and k != "layer_idx"))

@@ -1,7 +1,7 @@
-"""The host's interpreter, which issues the operations of all workers, one at a time.
+"""The host's Python interpreter, which issues the operations of all workers.
 
-Python runs one thread at a time, so workers share it as they share nothing else. A turn takes its seconds of it in
-whatever pieces other turns leave free.
+Python runs one thread at a time, so all workers share its seconds. A turn takes its seconds from the gaps that other
+turns leave.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from bisect import bisect_right
 
 
 class Interpreter:
-    """The seconds that are taken, as disjoint intervals in order."""
+    """Busy time as disjoint intervals in ascending order."""
 
     def __init__(self) -> None:
         self._starts: list[float] = []
         self._ends: list[float] = []
 
     def take(self, ready: float, seconds: float) -> float:
-        """Takes the first free ``seconds`` from ``ready`` on, and returns when the last of them ends."""
+        """Take the first free ``seconds`` from ``ready`` on, and return the end of the last of them."""
         if seconds <= 0:
             return ready
         first = at = bisect_right(self._ends, ready)  # intervals before it have ended

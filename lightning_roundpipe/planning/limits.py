@@ -1,8 +1,8 @@
-"""What a plan must keep to, whatever it takes: so many calls in the fused stage, so large rounds, so much memory.
+"""Limits of a plan: calls in the fused stage, microbatches of a round, and memory.
 
-Without a limit on memory nothing would speak against a fused stage that holds the whole model, or against rounds of one
-microbatch: plain data parallelism, which no worker could hold. So both have a limit of their own where sizes are not
-known. Where they are, memory decides.
+Without a memory limit, the fastest plan would fuse the whole model, or run rounds of one microbatch: plain data
+parallelism, for which no worker has the memory. So both have limits of their own if sizes are unknown. If they are
+known, memory decides.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from numpy.typing import NDArray
 
 from lightning_roundpipe.planning.batch import Sizes, stage_ends
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, StageBytes
-from lightning_roundpipe.planning.memory import BOTH, Memory, arenas_within, fits, least
+from lightning_roundpipe.planning.memory import BOTH, Memory, arenas_within, least
 from lightning_roundpipe.planning.schedule import Arenas, Plan
 from lightning_roundpipe.planning.shapes import PlanShape
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan must keep to.
+    """Limits of a plan.
 
     Args:
-        min_round: the fewest microbatches of a round.
-        max_fused: how many calls may be fused besides the last one, which always is.
-        memory: bytes that each worker has, or each of those that are not equal; None: no limit.
-        max_round: the most microbatches of a round; None: all of a step's. Boundary tensors of a round are on the host.
-        side_by_side: whether rounds of one microbatch may run side by side, all calls fused, though ``min_round`` asks
-            for more. Only memory says whether a worker can hold that, so without ``memory`` they may not.
+        min_round: least microbatches of a round.
+        max_fused: most calls in the fused stage besides the last call, which is always fused.
+        memory: bytes of every worker, or of each if workers are unequal; None: no limit.
+        max_round: most microbatches of a round, whose boundary tensors are on the host; None: all of a step.
+        side_by_side: whether rounds of one microbatch may run side by side, with all calls fused, below ``min_round``.
+            Only ``memory`` tells whether a worker can hold that, so without it they may not.
+
+    Raises:
+        ValueError: a number is too small.
     """
 
     min_round: int
@@ -54,37 +57,34 @@ class Limits:
 
     @classmethod
     def usual(cls, costs: Costs, workers: int, microbatches: int, memory: Memory | None = None) -> Limits:
-        """Rounds of at least N microbatches, or side by side; as many calls fused as ``memory`` has room for.
+        """Return the default limits.
 
-        Without ``memory`` an eighth of the calls before the last one (rounded up) are fused, and no rounds are side by
-        side.
+        Rounds have at least N microbatches, or run side by side, and ``memory`` limits the fused stage. Without
+        ``memory``, the fused stage has at most an eighth of the calls before the last one (rounded up), and no rounds
+        run side by side.
         """
         others = len(costs) - 1
         fused = -(-others // 8) if memory is None else others
         return cls(min(workers, microbatches), fused, memory, side_by_side=memory is not None)
 
     def beside(self, costs: Costs, workers: int, microbatches: int) -> list[Plan]:
-        """The plans within the limits whose rounds run side by side; see `Plan.side_by_side`."""
+        """Return the plans within the limits whose rounds run side by side; see `Plan.side_by_side`."""
         plan = Plan.single(len(costs), 1)
         if not self.side_by_side or self.memory is None or not plan.side_by_side(workers, microbatches):
             return []
         return arenas_within(plan, costs, workers, self.memory)
 
-    def keeps(self, plan: Plan, costs: Costs, workers: int) -> bool:
-        """Whether the plan is within all of them."""
-        is_beside = (
-            self.memory is not None and self.side_by_side and plan.with_arenas(BOTH) == Plan.single(len(costs), 1)
-        )
-        is_cut_so = (
-            plan.round_microbatches >= self.min_round
-            and (self.max_round is None or plan.round_microbatches <= self.max_round)
-            and len(plan.fused) <= self.max_fused + 1
-        )
-        return (is_beside or is_cut_so) and fits(plan, costs, workers, self.memory)
-
 
 class MemoryTable:
-    """The bytes of every possible stage, recomputed ahead or not, so that a batch of plans can be checked at once."""
+    """Bytes of every possible stage, to check the memory of a batch of plans at once.
+
+    Args:
+        costs: costs of the calls.
+        workers: number of workers.
+        memory: bytes of the workers.
+        ahead: whether backward stages recompute ahead.
+        arenas: arenas of a worker for weights and for gradients.
+    """
 
     def __init__(self, costs: Costs, workers: int, memory: Memory, ahead: bool = False, arenas: Arenas = BOTH) -> None:
         self._workers, self._memory, self._arenas = workers, memory, arenas
@@ -97,7 +97,7 @@ class MemoryTable:
         self._needs = {phase: _needs(costs, phase, ahead) for phase in get_args(Phase)}
 
     def fits(self, shape: PlanShape, sizes: Sizes) -> NDArray[np.bool_]:
-        """Which of the plans (rows of ``sizes``, see `batch`) fit, by the same sum as `memory.device_bytes`."""
+        """Return which of the plans fit, (plans,), by the sum of `memory.device_bytes`. Rows of ``sizes`` are plans."""
         forward = shape.forward
         starts, ends = stage_ends(forward, sizes)
         phases: Sequence[tuple[Phase, slice]] = (
@@ -119,7 +119,7 @@ class MemoryTable:
         return fitting
 
     def _parts(self, stages: int) -> list[tuple[slice, int]]:
-        """Stages that come to the same workers, and the memory that each of these has. See `memory.of_worker`."""
+        """Return the stages that run on the same workers, with the least memory of these. See `memory.of_worker`."""
         if isinstance(self._memory, int):
             return [(slice(None), self._memory)]
         every = math.gcd(stages, self._workers)
@@ -127,12 +127,12 @@ class MemoryTable:
 
 
 def _returning(before: int, call: CallCost) -> int:
-    """Gradients that wait for the next call in front that has a backward."""
+    """Return the bytes of gradients that wait for the nearest call before that needs a backward."""
     return call.returning_bytes if call.needs_backward else before
 
 
 def _needs(costs: Costs, phase: Phase, ahead: bool) -> NDArray[np.int64]:
-    """Bytes of (weights, gradients, activations), first call, last call."""
+    """Return bytes of weights, gradients and activations, (3, first call, last call)."""
     calls = len(costs)
     table = np.zeros((3, calls, calls), dtype=np.int64)
     for first in range(calls):

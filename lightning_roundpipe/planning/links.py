@@ -1,8 +1,8 @@
-"""Copies between a worker and the host: one direction of one worker's link.
+"""Copies between a worker and the host.
 
-What a turn takes in and gives out is on the critical path, so it goes first; weights and gradients are cut into chunks
-that fill the windows between. Here a chunk is as small as it may be: a large copy takes its own time and the time of
-all small ones that fall into it, as far as those are known when it is entered.
+Inputs and outputs of a turn are on the critical path, so their copies have priority. Copies of weights and gradients
+travel in chunks that fill the gaps. The simulation takes chunks as infinitely small: a copy of weights lasts its own
+time and that of all copies with priority within it, as far as these are known when it is simulated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes a second from the host to a worker and back; each worker has links of its own."""
+    """Rates of a worker's link in bytes per second. Each worker has a link of its own.
+
+    Args:
+        upload: from the host to the worker.
+        download: from the worker to the host.
+
+    Raises:
+        ValueError: a rate is not more than 0.
+    """
 
     upload: float
     download: float
@@ -26,7 +34,7 @@ class Links:
 
 
 class Lane:
-    """One direction of one link, ``rate`` bytes a second."""
+    """One direction of a link, with ``rate`` bytes per second."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -35,7 +43,7 @@ class Lane:
         self._behind = 0.0
 
     def copy_before(self, ready: float, size: int) -> tuple[float, float]:
-        """Start and end of a copy that goes first, of those that go first in the order in which they are entered."""
+        """Return start and end of a copy with priority. Such copies run in the order of the calls of this method."""
         start = max(ready, self._ends[-1] if self._ends else 0.0)
         end = start + size / self._rate
         if end > start:
@@ -44,7 +52,7 @@ class Lane:
         return start, end
 
     def copy_behind(self, ready: float, size: int) -> tuple[float, float]:
-        """Start and end of a copy that gives way to all that goes first; its like follow each other."""
+        """Return start and end of a copy without priority. Such copies run one after another."""
         start = clock = max(ready, self._behind)
         left = size / self._rate
         at = bisect_right(self._ends, clock)

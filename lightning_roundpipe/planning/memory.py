@@ -1,4 +1,4 @@
-"""What a plan needs on each worker and on the host, before anything is allocated.
+"""Memory of a plan on each worker and on the host, before anything is allocated.
 
 A worker holds two arenas for weights (the running slot's and the next one's), two for gradients (the running slot's and
 those on their way down), or one of each where the plan says so, each as large as the largest stage needs, one for what
@@ -7,7 +7,16 @@ of microbatches which wait for their next stage, and those that were brought for
 Workers that have equal memory reserve the same, whatever stages come to them. Where each has a budget of its own, it
 reserves what its own stages need, and what a layer at a time takes (`of_worker`).
 
-The host holds what outlives a stage: weights, gradients, the optimizer's state, and what recomputation starts from.
+- two arenas for weights (of the running slot and of the next one) and two for gradients (of the running slot and of the
+  one that is downloaded), or one of a kind if the plan says so, each as large as the largest stage needs;
+- the activations of the running stage;
+- tensors between stages: those that user code holds of microbatches which wait for their next stage, and those uploaded
+  for the microbatch whose turn is next.
+
+Workers with equal memory reserve the same. Workers with budgets of their own reserve what their own stages need, and at
+least what a single layer takes (`of_worker`).
+
+The host holds what outlives a stage: weights, gradients, the optimizer's state, and inputs for recomputation.
 """
 
 from __future__ import annotations
@@ -22,10 +31,10 @@ from lightning_roundpipe.planning.schedule import Arenas, Plan, Stage
 from lightning_roundpipe.planning.span import Span
 
 ARENAS = 2
-"""Of each kind at most: one is used while the other is filled or emptied."""
+"""Most arenas of a kind: one is in use while the other is filled or emptied."""
 
 Memory = int | tuple[int, ...]
-"""Bytes of each worker, or of each of those that are not equal."""
+"""Bytes of every worker, or of each if workers are unequal."""
 
 BOTH: Arenas = (2, 2)
 SINGLE: Arenas = (1, 1)
@@ -33,7 +42,7 @@ SINGLE: Arenas = (1, 1)
 
 @dataclass(frozen=True)
 class Item:
-    """Something that takes memory. ``locked``: the host must not move it, because devices copy from or to it."""
+    """A named part of memory. ``locked``: it is page-locked, because devices copy from or to it."""
 
     name: str
     nbytes: int
@@ -42,18 +51,18 @@ class Item:
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many numbers a model has, tied ones once.
+    """Numbers of a model's parameters. Tied parameters count once.
 
     Args:
-        trained: those that get gradients.
-        frozen: the others.
-        compute_bytes: of each, in the format that layers compute in.
-        apart: whether they are updated while a step computes with them (staleness 1).
-        packed: of the frozen ones, those that are in few bits.
-        packed_bytes: of these, scales included.
-        packed_as: their format, in words.
-        packed_experts: whether experts' weights are among them.
-        machines: that share the optimizer's state.
+        trained: number of trained elements.
+        frozen: number of frozen elements.
+        compute_bytes: bytes of an element in the compute dtype.
+        apart: whether updates run while a step computes with the weights (staleness 1), so that these need a copy.
+        packed: number of frozen elements in few bits.
+        packed_bytes: bytes of the packed weights, scales included.
+        packed_as: their format in words.
+        packed_experts: whether weights of experts are packed.
+        machines: number of machines that share the optimizer's state.
     """
 
     trained: int
@@ -68,13 +77,13 @@ class Parameters:
 
 
 MASTER_BYTES = 4
-"""Masters, their gradients and each of AdamW's two moments are fp32."""
+"""Bytes of an element of master weights, gradients and each of AdamW's two moments, which are fp32."""
 
 
 def device_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:
-    """Bytes that ``plan`` takes on each worker at its worst; what is brought ahead of its turn comes on top.
+    """Return the peak bytes of ``plan`` on each worker, without tensors uploaded ahead of their turn.
 
-    ``worker``: on this one, where they are not equal.
+    ``worker``: the worker, if workers are unequal; None: the largest need.
     """
     needs, waiting = _needs(plan, costs), waiting_bytes(plan, costs, workers)
     of_weights, of_gradients = plan.arenas
@@ -86,7 +95,7 @@ def device_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = No
 
 
 def of_worker(plan: Plan, workers: int, worker: int | None = None) -> range:
-    """Positions of the stages that come to a worker, sooner or later; None: to any."""
+    """Return the positions of the stages that a worker runs, in any round or step; None: of all stages."""
     stages = len(plan.stages())
     if worker is None:
         return range(stages)
@@ -95,9 +104,10 @@ def of_worker(plan: Plan, workers: int, worker: int | None = None) -> range:
 
 
 def arena_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> tuple[int, int]:
-    """Bytes of a worker's arena for weights and of one for gradients.
+    """Return the bytes of a worker's arena for weights, and of its arena for gradients.
 
-    Without a plan (in the first batch, in evaluation) a layer at a time comes to any worker, so it has arenas for that.
+    Each arena holds at least the largest layer, because any worker may run single layers without a plan: in the first
+    batch and in evaluation.
     """
     needs = _needs(plan, costs)
     own = [needs[position] for position in of_worker(plan, workers, worker)]
@@ -147,7 +157,7 @@ def _fits_with_ahead(plan: Plan, costs: Costs, workers: int, budget: Memory) -> 
 
 
 def fits(plan: Plan, costs: Costs, workers: int, memory: Memory | None) -> bool:
-    """Whether each worker has the memory (None: no limit) that ``plan`` takes there."""
+    """Return whether every worker has the memory that ``plan`` takes; None: no limit."""
     if memory is None:
         return True
     if isinstance(memory, int):
@@ -156,15 +166,15 @@ def fits(plan: Plan, costs: Costs, workers: int, memory: Memory | None) -> bool:
 
 
 def least(memory: Memory | None) -> int | None:
-    """What every worker has."""
+    """Return the bytes of the smallest worker; None: no limit."""
     return min(memory) if isinstance(memory, tuple) else memory
 
 
 def arenas_within(plan: Plan, costs: Costs, workers: int, budget: Memory | None) -> list[Plan]:
-    """``plan`` with as many arenas as ``budget`` (None: no limit) has room for: one of a kind where both do not fit.
+    """Return ``plan`` with as many arenas as ``budget`` has room for; None: no limit.
 
-    Returns:
-        One plan, or two, of which either kind of arena is double; none if even single arenas do not fit.
+    The list has one plan; or two, with double arenas for either weights or gradients; or none if even single arenas do
+    not fit.
     """
     choices: tuple[tuple[Arenas, ...], ...] = ((BOTH,), ((2, 1), (1, 2)), (SINGLE,))
     for arenas in choices:
@@ -180,11 +190,10 @@ def _needs(plan: Plan, costs: Costs) -> list[StageBytes]:
 
 
 def waiting_bytes(plan: Plan, costs: Costs, workers: int) -> list[int]:
-    """While a stage runs, what the round's other microbatches may have left on its worker, for each stage.
+    """Return, for each stage, the bytes that other microbatches of the round may hold on its worker meanwhile.
 
-    Each of them has been through this stage and waits for the next one, or has been through the worker's stage before
-    this one and waits for what follows that. With one worker all of them do wait; with several, as many as those behind
-    are late.
+    Each of them has left this stage and waits for the next one, or has left the worker's stage before and waits for the
+    stage after that. With one worker, all of them wait. With several, this is an upper bound.
     """
     left = [_left_behind(stage, costs) for stage in plan.stages()]
     before = [left[(position - workers) % len(left)] for position in range(len(left))]
@@ -192,7 +201,7 @@ def waiting_bytes(plan: Plan, costs: Costs, workers: int) -> list[int]:
 
 
 def _left_behind(stage: Stage, costs: Costs) -> int:
-    """What a microbatch has left on the stage's worker while it waits for the next stage: outputs or gradients."""
+    """Return the bytes of outputs or gradients on the stage's worker of a microbatch that waits for the next stage."""
     if stage.phase == "forward":
         return costs.calls[stage.last + 1].waiting_bytes
     deeper = (call.returning_bytes for call in reversed(costs.calls[: stage.first]) if call.needs_backward)
@@ -200,8 +209,11 @@ def _left_behind(stage: Stage, costs: Costs) -> int:
 
 
 def ahead_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:
-    """What is brought to a worker before it is needed: inputs of a running microbatch's next call, and all that the
-    next microbatch starts from. One worker has the outputs of its own stages, and their gradients."""
+    """Return the bytes uploaded to a worker before they are needed.
+
+    These are inputs of a running microbatch's next call, and all inputs that the next microbatch starts from. A single
+    worker has the outputs of its own stages and their gradients already.
+    """
     needs, waiting = _needs(plan, costs), waiting_bytes(plan, costs, workers)
     positions = of_worker(plan, workers, worker)
     alone = max(needs[position].activations + waiting[position] for position in positions)
@@ -211,7 +223,7 @@ def ahead_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = Non
 
 
 def _brought(stage: Stage, costs: Costs, *, alone: bool) -> int:
-    """What a microbatch's turn in ``stage`` begins with, that comes from elsewhere."""
+    """Return the bytes that a worker uploads for the start of a microbatch's turn in ``stage``."""
     if stage.phase != "backward":
         return 0 if alone else costs.calls[stage.first].input_bytes
     taped = [call for call in costs.calls[stage.first : stage.last + 1] if call.needs_backward]
@@ -221,15 +233,15 @@ def _brought(stage: Stage, costs: Costs, *, alone: bool) -> int:
 def lead_within(
     plan: Plan, costs: Costs, workers: int, budget: int | None, lead: int, worker: int | None = None
 ) -> int:
-    """How many bytes of calls the host may enqueue before a device has reached them.
+    """Return the bytes of calls that the host may enqueue before the device reaches them.
 
     Args:
-        plan: of the step.
-        costs: of its calls.
-        workers: how many there are.
-        budget: bytes of a worker, of which these are the last ones given out; None: no limit.
-        lead: how many are worth it.
-        worker: whose they are, where workers are not equal.
+        plan: plan of a step.
+        costs: costs of its calls.
+        workers: number of workers.
+        budget: bytes of a worker. These calls get what the plan leaves of it. None: no limit.
+        lead: most bytes that are worth it.
+        worker: the worker, if workers are unequal.
     """
     if budget is None:
         return lead
@@ -240,9 +252,9 @@ def lead_within(
 def planned_bytes(
     plan: Plan, costs: Costs, workers: int, budget: int | None, lead: int = 0, worker: int | None = None
 ) -> int:
-    """What a worker will hold at its peak: `device_bytes`, and as much ahead as ``budget`` (None: no limit) allows.
+    """Return the planned peak of a worker: `device_bytes`, and as much ahead as ``budget`` allows.
 
-    ``lead`` and ``worker``: see `lead_within`.
+    For the arguments see `lead_within`.
     """
     need = device_bytes(plan, costs, workers, worker)
     room = ahead_bytes(plan, costs, workers, worker)
@@ -251,13 +263,13 @@ def planned_bytes(
 
 
 def ahead_within(plan: Plan, costs: Costs, workers: int, budget: Memory | None) -> Plan:
-    """``plan`` with recomputation ahead, where it has backward stages and ``budget`` (None: no limit) has the room."""
+    """Return ``plan`` with recomputation ahead, if it has backward stages and fits ``budget`` (None: no limit)."""
     ahead = replace(plan, recompute_ahead=bool(plan.backward))
     return ahead if fits(ahead, costs, workers, budget) else plan
 
 
 def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None, worker: int | None = None) -> list[Item]:
-    """The parts of `planned_bytes`, each with the stage that needs most of it."""
+    """Return the parts of `planned_bytes`, each with the stage that needs most of it."""
     stages, needs, waiting = plan.stages(), _needs(plan, costs), waiting_bytes(plan, costs, workers)
     positions = of_worker(plan, workers, worker)
     items = []
@@ -277,7 +289,7 @@ def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None, wor
         items.append(Item(f"activations{' of the other calls' if last else ''}, stage {position}", size - last))
     if waiting[position]:
         others = plan.round_microbatches - 1
-        wait = f"{_microbatches(others)} that {'waits' if others == 1 else 'wait'} for the next stage"
+        wait = f"{plural(others, 'microbatch')} that {'waits' if others == 1 else 'wait'} for the next stage"
         items.append(Item(f"boundary tensors of {wait}", waiting[position]))
     ahead = planned_bytes(plan, costs, workers, budget, worker=worker) - device_bytes(plan, costs, workers, worker)
     if ahead:
@@ -286,9 +298,9 @@ def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None, wor
 
 
 def worst_stage(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:
-    """Position of the stage whose activations, with what waits beside them, are the most; the last of equals.
+    """Return the position of the stage with most activations and waiting tensors; the last one of equals.
 
-    On a GPU a forward is counted with its call's backward, so that backward stages are the ones that really need it.
+    On a GPU, costs count a forward with its call's backward. So of equals, a backward stage is the one that needs it.
     """
     needs, waiting = _needs(plan, costs), waiting_bytes(plan, costs, workers)
     sizes = [need.activations + size for need, size in zip(needs, waiting, strict=True)]
@@ -297,15 +309,16 @@ def worst_stage(plan: Plan, costs: Costs, workers: int, worker: int | None = Non
 
 @dataclass(frozen=True)
 class StageRow:
-    """A stage, and what it takes.
+    """Time and memory of a stage.
 
     Args:
         phase: forward, fused or backward.
-        calls: which, as in a plan.
-        ms: for one microbatch, on the workers that it comes to.
-        weight_bytes, gradient_bytes: that are brought, or taken away, once a round.
-        activation_bytes: of one microbatch at its worst.
-        waiting_bytes: of the round's other microbatches, while it runs.
+        calls: its calls, as a plan writes them.
+        ms: milliseconds of one microbatch, on the workers that run the stage.
+        weight_bytes: weights uploaded once a round.
+        gradient_bytes: gradients downloaded once a round.
+        activation_bytes: peak of one microbatch.
+        waiting_bytes: tensors of the round's other microbatches meanwhile.
     """
 
     phase: str
@@ -342,23 +355,23 @@ def stage_rows(plan: Plan, costs: Costs, workers: int) -> list[StageRow]:
 
 
 def _on_its_workers(stage: Stage, plan: Plan, costs: Costs, workers: int) -> Costs:
-    """What calls cost on the workers that the stage comes to, where all of these are alike; else on average."""
+    """Return the costs on the workers that run the stage if these are alike, else the mean costs."""
     every = math.gcd(len(plan.stages()), workers)
     each = {id(found): found for found in map(costs.on, range(stage.position % every, workers, every))}
     return next(iter(each.values())) if len(each) == 1 else costs
 
 
 def boundary_bytes(plan: Plan, costs: Costs) -> int:
-    """Bytes of boundary tensors on the host: of the microbatches of one round. The fused stage saves none."""
+    """Return the bytes of boundary tensors on the host, for one round. The fused stage saves none."""
     saved = [call.boundary_bytes for call in costs.calls[: plan.fused.first] if call.needs_backward]
     return plan.round_microbatches * sum(saved)
 
 
 def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 1, microbatches: int = 1) -> list[Item]:
-    """What the host holds under AdamW; of several machines, each of them.
+    """Return what the host of each machine holds under AdamW.
 
-    Gradients are summed call by call: those of a weight that several layers share, or of a layer that is called twice,
-    are there as often. Those of rounds that run side by side arrive beside the sums, as narrower ones do.
+    Gradients are summed call by call, so a weight that several layers share, or a layer that is called twice, has
+    several gradients. Gradients of rounds side by side arrive beside the sums, and so do gradients of a narrower dtype.
     """
     trained, frozen, size = parameters.trained, parameters.frozen, parameters.compute_bytes
     trains = [call for call in costs.calls if call.needs_backward]
@@ -379,23 +392,19 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 
         Item("gradients, fp32", max(MASTER_BYTES * trained, gradients), locked=not narrow),
         Item("gradients as they arrive", landings, locked=True),
         Item(f"AdamW's two moments, fp32{whose}", 2 * MASTER_BYTES * owned),
-        Item(f"boundary tensors of {_microbatches(plan.round_microbatches)}", boundary_bytes(plan, costs), True),
+        Item(f"boundary tensors of {plural(plan.round_microbatches, 'microbatch')}", boundary_bytes(plan, costs), True),
     ]
     return [item for item in items if item.nbytes]
-
-
-def _microbatches(count: int) -> str:
-    return plural(count, "microbatch")
 
 
 def smallest_within(
     costs: Costs, workers: int, microbatches: int, min_round: int, budget: Memory | None, max_round: int | None = None
 ) -> Plan:
-    """The cut at every call, with as many microbatches a round as ``budget`` has room for (None: no limit).
+    """Return the plan with a stage for each call, and as many microbatches a round as ``budget`` has room for.
 
-    Where no round fits with two arenas of each kind, the plan has single ones. Fewer a round leave less waiting on the
-    workers, and take the weights to them more often. Rounds are all of a step's microbatches, or equal parts of them,
-    at most ``max_round`` (None: no limit), and have ``min_round`` at least: with those the plan may not fit.
+    The plan has single arenas if no round fits with double ones. With fewer microbatches a round, fewer wait on the
+    workers, and weights travel more often. A round has all microbatches of a step or an equal part of them, at most
+    ``max_round`` (None: no limit) and at least ``min_round``. With ``min_round`` the plan may not fit.
     """
     lowest = min(min_round, microbatches)
     parts = {-(-microbatches // rounds) for rounds in range(1, microbatches + 1)}
@@ -417,17 +426,25 @@ def partition_within(
     stage_s: float | None = None,
     max_round: int | None = None,
 ) -> Plan:
-    """The partitioner's plan for workers that have ``budget`` bytes each; None: no limit.
+    """Return the partitioner's plan for workers with ``budget`` bytes.
 
-    The partitioner limits stages one by one, but the largest weights, gradients and activations may be those of
-    different stages, so the limit is lowered until the whole plan fits. Where nobody says how many microbatches are a
-    round, it is all of them, or, if that does not fit, fewer (see `smallest_within`), but ``min_round`` at least: by
-    default one for each worker, as with less some would have nothing to do; and ``max_round`` at most. Arenas are
-    single where a cut at every call needs that. ``stage_s``: seconds that a stage may take for one microbatch. The
-    partitioner knows no unequal workers: all have what the smallest has.
+    `greedy_partition` limits the bytes of single stages, but the largest weights, gradients and activations may belong
+    to different stages. So this function lowers the limit until the whole plan fits. The plan has single arenas if a
+    cut at every call needs them.
+
+    Args:
+        costs: costs of the calls.
+        workers: number of workers.
+        microbatches: microbatches of a step.
+        round_microbatches: microbatches of a round; None: all of them, or fewer if they do not fit
+            (`smallest_within`).
+        budget: bytes of the workers; None: no limit. If workers are unequal, the smallest counts for all.
+        min_round: least microbatches of a round; None: one for each worker.
+        stage_s: most seconds of a stage for one microbatch; None: no limit.
+        max_round: most microbatches of a round; None: no limit.
 
     Raises:
-        ValueError: a cut at every call does not fit either, or is too long.
+        ValueError: a cut at every call does not fit, or a call takes longer than ``stage_s``.
     """
     budget = least(budget)
     if stage_s is not None:

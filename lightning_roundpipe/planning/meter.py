@@ -1,12 +1,11 @@
-"""What operations take, counted while they run.
+"""Counts the time and memory of operations while they run.
 
-Every operation is either held up by its arithmetic (matrix products) or by reading its inputs and writing its outputs
-(everything else, in a training loop that is not compiled); see `Hardware.product_s`. Both follow from the shapes, so
-the meta device is enough for a `Meter`: nothing is computed. Memory is counted by storages that live at the same time.
-A `Counter` watches operations that do compute, and leaves memory out.
+An operation is bound by arithmetic (matrix products) or by memory traffic (everything else, without compilation); see
+`Hardware.product_s`. Both follow from shapes, so a `Meter` needs no data and runs on the meta device. It counts memory
+as storages that are alive at the same time. A `Counter` counts operations that do compute, and leaves memory out.
 
-On the meta device attention is counted as a kernel that never writes its scores (flash attention), which no operation
-there is; so there is one here, under the name `ATTENTION` of Hugging Face's attention interface.
+On the meta device, `attention` stands for a fused kernel that never writes its scores (flash attention). Hugging Face's
+attention interface knows it by the name `ATTENTION`.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ ATTENTION = "roundpipe_meter"
 """Name of `attention` in Hugging Face's attention interface."""
 
 _BACKWARD_FLOPS = 2.5
-"""Of flash attention's forward: it computes the scores again, and four products instead of two."""
+"""FLOPs of flash attention's backward relative to its forward: five products (one of them again) instead of two."""
 
 _TILE = 128
-"""Rows that a kernel for experts' products takes at once; each expert's last tile is half empty, on average."""
+"""Rows of a tile in a kernel for experts' products. On average, the last tile of an expert is half empty."""
 
 _MORE = 8
-"""By which a sink widens a head."""
+"""Elements by which a sink widens a head."""
 
 _FORMATS: Mapping[torch.dtype, Format] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _FREE = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::lift_fresh", "aten::_local_scalar_dense")
 _ROWS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
-"""They read as many bytes of their first input as they write, not all of it."""
+"""Operations that read as many bytes of their first input as they write, not all of it."""
 
 aten = torch.ops.aten
 
@@ -53,26 +52,26 @@ _LIKE = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
-"""Operations that torch's registry does not know, and what counts the same operations."""
+"""Operations that torch's FLOP registry lacks, with an equivalent that it has."""
 
 _SUMS_IN_FP32 = (aten.mm.dtype, aten.addmm.dtype_out)
-"""Products that have another format than their factors."""
+"""Products whose dtype differs from that of their factors."""
 
 _FOUR_BITS = ("bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit")
-"""Products with a packed weight, whose shape is their third argument. Each is counted as the product with a copy of the
-weight in the format of the other factor, which is written first: bitsandbytes does so where there are many rows."""
+"""Products with a packed weight, whose shape is their third argument. Each counts as writing a copy of the weight in
+the dtype of the other factor, and a product with that copy: bitsandbytes does so for many rows."""
 
 _EIGHT_BITS = {
     "bitsandbytes::int8_linear_matmul": 1,
     "bitsandbytes::int8_scaled_mm": 1,
     "bitsandbytes::int8_mixed_scaled_mm": 2,
 }
-"""Products of int8 factors, and which argument is the weight. They are counted at the rate of bf16, which is slower."""
+"""Products of int8 factors, with the index of the weight argument. They count at the rate of bf16, which is slower."""
 
 
 @dataclass
 class Work:
-    """What ran within a scope.
+    """Totals of a scope.
 
     Attributes:
         seconds: estimated time.
@@ -101,28 +100,28 @@ class Work:
 
     @property
     def peak(self) -> int:
-        """The most that ``live`` was."""
+        """Maximum of ``live``."""
         return self.memory.peak
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts all operations while it is entered: what they take in time, by their shapes."""
+    """Dispatch mode that counts all operations, and estimates their time from their shapes."""
 
     def __init__(self, hardware: Hardware) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._hardware = hardware
         self._scopes = [Work()]
         self.times = 1
-        """How often what is counted runs."""
+        """Number of runs that each operation stands for."""
 
     @property
     def work(self) -> Work:
-        """What was counted outside of all scopes."""
+        """Totals outside of all scopes."""
         return self._scopes[0]
 
     @property
     def innermost(self) -> Work:
-        """What is counted now."""
+        """Totals of the innermost scope."""
         return self._scopes[-1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,7 +136,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name
         grouped = "grouped_mm" in name
         if not func.is_view and not name.startswith(_FREE):
-            given = {key: value for key, value in kwargs.items() if key != "out"}  # which is written
+            given = {key: value for key, value in kwargs.items() if key != "out"}  # ``out`` is written
             inputs = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
             written = sum(map(_touched, outputs))
             if name in _ROWS:
@@ -152,14 +151,22 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if func in _SUMS_IN_FP32:  # the last of the inputs is a factor
                 form = _summed_in_fp32(_FORMATS.get(inputs[-1].dtype, "fp32"))
             if grouped:
-                # Each row of experts' inputs meets one of their matrices, whichever.
+                # Each row of experts' inputs is multiplied with the matrix of one expert.
                 flops = 2.0 * args[0].numel() * args[1].shape[-1]
                 self.add(flops, read + written, _summed_in_fp32(form), _filling(*args, **kwargs))
             else:
                 self.add(_flops(func, args, kwargs, out), read + written, form)
 
     def add(self, flops: float, nbytes: float, form: Format, filling: float = 1.0, *, attention: bool = False) -> None:
-        """One operation. ``filling``: how many times as much it computes, with what only fills its tiles."""
+        """Count one operation.
+
+        Args:
+            flops: its FLOPs.
+            nbytes: its memory traffic.
+            form: number format of its products.
+            filling: factor of what it computes in tiles that are not full.
+            attention: whether it is attention, which has an efficiency of its own.
+        """
         work = self._scopes[-1]
         efficiency = self._hardware.attention_efficiency if attention else None
         seconds = self.times * self._hardware.product_s(flops * filling, nbytes, form, efficiency)
@@ -172,7 +179,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Meter(Counter):  # type: ignore[no-untyped-call]
     """Counts operations on tensors without data, and their memory, into the innermost `scope`.
 
-    ``census`` names what is counted.
+    Args:
+        hardware: rates of the device.
+        census: names the storages; None: they have no names.
     """
 
     def __init__(self, hardware: Hardware, census: Census | None = None) -> None:
@@ -180,7 +189,7 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
         self._census = census
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._packed: dict[int, tuple[Tensor, Packed]] = {}
-        """By the storages of the weights."""
+        """Packed weights by the addresses of their storages."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -195,7 +204,7 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
         return out
 
     def _unpack(self, func: Any, args: Any, kwargs: Any) -> list[tuple[int, Name | None]]:
-        """Counts the copies of packed weights that an operation reads; returns what is there at once."""
+        """Count the dequantised copies that an operation reads, and return bytes and name of each."""
         if not self._packed or func.is_view or func._schema.name.startswith(_FREE):
             return []
         copies: list[tuple[int, Name | None]] = []
@@ -218,7 +227,7 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def scope(self, work: Work | None = None) -> Iterator[Work]:
-        """Everything inside is counted into ``work``, and not into the scope around it."""
+        """Count operations into ``work``, and not into the scope around it."""
         self._scopes.append(work or Work())
         try:
             yield self._scopes[-1]
@@ -226,15 +235,15 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
             self._scopes.pop()
 
     def go_on_with(self, work: Work) -> None:
-        """What follows in the innermost scope is counted into ``work``."""
+        """Count what follows in the innermost scope into ``work``."""
         self._scopes[-1] = work
 
     def pack(self, packed: Mapping[nn.Parameter, Packed]) -> None:
-        """These weights are in few bits: what reads one of them reads a copy that is made for it."""
+        """Declare weights as packed: an operation that reads one of them reads a dequantised copy."""
         self._packed |= {weight.untyped_storage()._cdata: (weight, one) for weight, one in packed.items()}
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Their memory is there all the time, and counted elsewhere: views of them are not new."""
+        """Do not count the storages of these tensors, nor views of them."""
         for tensor in tensors:
             self._known.add(tensor.untyped_storage())
 
@@ -258,10 +267,10 @@ def attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Scaled dot product attention by shapes: (batch, heads, length, size) becomes (batch, length, heads, size).
+    """Return attention without data: (batch, heads, length, size) becomes (batch, length, heads, size).
 
-    Windows and sinks are those of `model.fused_attention`: sinks widen the heads, and what is in a window is computed
-    again in backward, so that of it only the inputs are kept.
+    Windows and sinks are those of `model.fused_attention`. Sinks widen the heads. With a window, backward computes the
+    forward again, so its graph keeps the inputs only.
     """
     window = sliding_window if getattr(module, "is_causal", True) else 0
     size = value.shape[-1]
@@ -292,7 +301,7 @@ class _Attention(torch.autograd.Function):
 
 
 def attention_flops(batch: int, heads: int, length: int, size: int) -> float:
-    """Operations of causal attention, forward and backward, as they are counted here."""
+    """Return the FLOPs of causal attention, forward and backward, as `attention` counts them."""
     return (1 + _BACKWARD_FLOPS) * 2 * batch * heads * _pairs(length, length, None) * 2 * size
 
 
@@ -305,18 +314,18 @@ def _count(flops: float, tensors: Iterable[Tensor]) -> None:
 
 
 def _summed_in_fp32(form: Format) -> Format:
-    """Attention and experts' products sum up in fp32, also where matrix products do not: fp16 is as fast as bf16."""
+    """Return the format whose rate counts with sums in fp32, as in attention and experts' products: bf16 for fp16."""
     return "bf16" if form == "fp16" else form
 
 
 def current_meter() -> Meter | None:
-    """The innermost one that is entered."""
+    """Return the innermost active meter."""
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     return next((mode for mode in reversed(modes) if isinstance(mode, Meter)), None)
 
 
 def _pairs(length: int, keys: int, window: int | None) -> float:
-    """Pairs of query and key that see each other; ``window`` None: all before, 0: all."""
+    """Return the number of pairs of query and key; ``window`` None: causal without a window, 0: all pairs."""
     if window == 0 or length != keys:
         return float(length * keys)
     seen = min(length, window or length)
@@ -324,7 +333,7 @@ def _pairs(length: int, keys: int, window: int | None) -> float:
 
 
 def _touched(tensor: Tensor) -> int:
-    """Bytes that are read or written; a dimension that was expanded is there once."""
+    """Return the bytes that are read or written. Expanded dimensions count once."""
     lengths = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or size == 0)
     return math.prod(lengths) * tensor.element_size()
 
@@ -345,9 +354,9 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
 
 
 def _with_all_heads(args: list[Any]) -> list[Any]:
-    """Arguments of attention, with shapes in place of tensors: keys and values as if each query's head had its own.
+    """Return arguments of attention as shapes, with a key and a value head for each query head.
 
-    That is what is computed where several share one. torch refuses to count it before 2.12.
+    A kernel computes as much if several query heads share them. torch before 2.12 refuses to count shared heads.
     """
     heads = max(arg.shape[1] for arg in args if isinstance(arg, Tensor) and arg.ndim == 4)
     shapes = [tuple(arg.shape) if isinstance(arg, Tensor) else arg for arg in args]
@@ -355,16 +364,16 @@ def _with_all_heads(args: list[Any]) -> list[Any]:
 
 
 def _filling(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> float:
-    """By how much tiles that are not full make experts' products longer, with rows spread over all of them."""
+    """Return the factor by which partly empty tiles lengthen experts' products, for rows spread over all experts."""
     if offsets is None or left.ndim == 3:
         return 1.0
-    rows = left.shape[0] if right.ndim == 3 else left.shape[1]  # or, for weights' gradients, they are what is summed
+    rows = left.shape[0] if right.ndim == 3 else left.shape[1]  # products for weights' gradients sum over the rows
     experts = min(len(offsets), rows)
     return max(rows + experts * _TILE / 2, experts * _TILE) / rows if rows else 1.0
 
 
 def _grouped(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """What the operation gives; PyTorch's own is for one number format only where there are no data."""
+    """Return the result of ``grouped_mm`` without data. On the meta device, PyTorch's own takes one dtype only."""
     rows, columns = left.shape[-2], right.shape[-1]
     groups = left.ndim == right.ndim
     if not groups:

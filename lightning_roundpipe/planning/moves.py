@@ -1,4 +1,4 @@
-"""How the search gets from one plan to others: all that differ by one call, and some that differ by more, at random."""
+"""Neighbours of a plan in the search: all plans that differ by one call, and random ones that differ by more."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_roundpipe.planning.shapes import PlanShape
 
 
 def neighbours(forward: int, sizes: Sizes) -> Sizes:
-    """All plans of the same shape in which one call more or less is in a stage; rows may have too large a fused stage.
+    """Return all plans of the same shape that differ by one call, (plans, stages).
 
-    A call moves from one stage of a pass to another one of the pass, however far: the calls between move by one. Or the
-    fused stage takes one from each pass, or gives one to each.
+    A call moves between any two stages of a pass, or the fused stage takes a call from each pass or gives one to each.
+    The fused stage may exceed the limits.
     """
     ahead, behind = np.arange(forward), np.arange(forward + 1, len(sizes))
     rows = []
@@ -45,13 +45,13 @@ def neighbours(forward: int, sizes: Sizes) -> Sizes:
 
 @cache
 def _pairs(stages: int) -> tuple[Sizes, Sizes]:
-    """Every stage of a pass with every other one."""
+    """Return all ordered pairs of stages of a pass."""
     source, target = (grid.ravel() for grid in np.meshgrid(np.arange(stages), np.arange(stages)))
     return source[source != target], target[source != target]
 
 
 def recuts(shape: PlanShape, sizes: Sizes) -> Iterator[tuple[PlanShape, Sizes]]:
-    """All plans with one stage fewer in a pass, whose calls another stage of the pass takes; and with one more."""
+    """Yield all plans in which a stage of a pass merges into another, or a part of one becomes a new stage."""
     ahead, behind = slice(0, shape.forward), slice(shape.forward + 1, len(sizes))
     for is_forward, part in ((True, ahead), (False, behind)):
         before, stages, after = sizes[: part.start], sizes[part], sizes[part.stop :]
@@ -81,7 +81,7 @@ def _more(stages: Sizes) -> Sizes:
 
 
 def kicked(shape: PlanShape, sizes: Sizes, random: np.random.Generator) -> tuple[PlanShape, Sizes]:
-    """A plan some moves away: perhaps a stage more or fewer in a pass, as chance has it, and a few calls moved."""
+    """Return a random plan nearby: at most one stage more or fewer, and up to three calls moved."""
     choices = [(shape, sizes[None]), *recuts(shape, sizes)]
     shape, rows = choices[int(random.integers(len(choices)))]
     sizes = rows[int(random.integers(len(rows)))]

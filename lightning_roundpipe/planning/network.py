@@ -1,15 +1,15 @@
-"""Steps on several machines: what lies between a layer's gradients on each host and its new weights on all of them.
+"""Exchange of gradients and weights between machines.
 
-Each machine runs the plan on its own microbatches. A layer has an owner, which alone has its optimizer state:
+Each machine runs the plan on its own microbatches. Each layer has an owner, the only machine with its optimizer state:
 
     its gradients are complete on each machine ─► reduced to the owner ─► updated there ─► weights sent to all     [1]
     a layer of many bytes goes in parts, so that a part is updated while the next one travels                      [2]
     one thing at a time is on the network, of those that are ready the one that the next forward needs first       [3]
     every machine's optimizer takes what it owns in the order in which it comes                                    [4]
 
-Machines are alike, and in step. Of ``S`` bytes that are reduced or sent, each of K machines takes in and gives out
-``(K - 1) / K`` on average. That is the least, and it needs all links busy in both directions, which layers with
-different owners allow.
+Machines are alike, and run in step. To reduce or send ``S`` bytes, each of K machines receives and sends
+``S (K - 1) / K`` on average. This lower bound needs links that are busy in both directions, which layers with different
+owners allow.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from lightning_roundpipe.planning.costs import Costs
 
 _PART_BYTES = 2**26
-"""Of gradients, that are worth a part of their own,"""
+"""Least bytes of gradients for a part of their own."""
 _PARTS = 4
-"""and parts of a layer at most."""
+"""Most parts of a layer."""
 
 _RATE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<prefix>[KMGT]?)(?P<unit>bit|b|B)(?:/s|ps)?")
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -33,12 +33,15 @@ _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 @dataclass(frozen=True)
 class Network:
-    """Machines, and what is between them.
+    """Several machines and the network between them.
 
     Args:
-        machines: K, at least 2.
-        bytes_per_s: that a machine takes in a second, and gives out at the same time.
-        weight_share: bytes of weights that are sent for each byte of gradients that is reduced.
+        machines: number of machines (K), at least 2.
+        bytes_per_s: bytes per second that a machine receives while it sends as many.
+        weight_share: bytes of weights sent for each byte of gradients reduced.
+
+    Raises:
+        ValueError: a number is too small.
     """
 
     machines: int
@@ -52,11 +55,11 @@ class Network:
             raise ValueError(f"bytes_per_s={self.bytes_per_s!r} must be more than 0.")
 
     def seconds(self, nbytes: float) -> float:
-        """That reducing or sending so many bytes keeps the network busy."""
+        """Return the seconds that it takes to reduce or send ``nbytes``."""
         return self._share * nbytes / self.bytes_per_s
 
     def wire_bytes(self, gradient_bytes: float) -> float:
-        """That a machine gives out in a step, and takes in."""
+        """Return the bytes that a machine sends in a step. It receives as many."""
         return self._share * gradient_bytes * (1 + self.weight_share)
 
     @property
@@ -65,7 +68,7 @@ class Network:
 
 
 def gradient_bytes(costs: Costs) -> dict[str, int]:
-    """Of each layer that is trained, in the order in which the trace needs them."""
+    """Return the bytes of gradients of each trained layer, in the order of the trace."""
     sizes: dict[str, int] = {}
     for call in costs:
         if call.needs_backward and call.gradient_bytes:
@@ -74,7 +77,7 @@ def gradient_bytes(costs: Costs) -> dict[str, int]:
 
 
 def owners(sizes: Mapping[str, int], machines: int) -> dict[str, int]:
-    """A machine for each layer: in turn, each time the one that has the least so far."""
+    """Return the owner of each layer. Each layer in turn goes to the machine with the fewest bytes so far."""
     load = [0] * machines
     found = {}
     for layer, size in sizes.items():
@@ -85,13 +88,16 @@ def owners(sizes: Mapping[str, int], machines: int) -> dict[str, int]:
 
 
 class Exchange:
-    """The network and the optimizers through all steps.
+    """Simulates the network and the optimizers of all machines through all steps.
 
     Args:
-        network: between the machines.
-        costs: of the calls.
-        rate: bytes of gradients that a machine's optimizer takes in a second; None: at once.
+        network: the network between the machines.
+        costs: costs of the calls.
+        rate: bytes of gradients that a machine's optimizer updates per second; None: updates take no time.
         together: whether updates wait for all gradients, as with clipping.
+
+    Attributes:
+        busy_s: seconds for which the network has been busy.
     """
 
     def __init__(self, network: Network, costs: Costs, rate: float | None, *, together: bool = False) -> None:
@@ -104,7 +110,10 @@ class Exchange:
         self.busy_s = 0.0
 
     def step(self, arrived: Mapping[str, float]) -> dict[str, float]:
-        """When each layer's new weights are on all machines, given when its gradients are complete on each. [1]"""
+        """Return when each layer's new weights are on all machines, for a step.
+
+        ``arrived`` has the time at which each layer's gradients are complete on every machine. [1]
+        """
         reduces = sorted(
             ((at, self._turns[layer], part, layer) for layer, at in arrived.items() if layer in self._sizes
              for part in range(self._parts(layer))),
@@ -143,7 +152,7 @@ class Exchange:
         return published
 
     def _update(self, layer: str, ready: float) -> float:
-        """When a part of a layer that has come to its owner is updated. [4]"""
+        """Return the end of the update of a part of a layer, which reaches its owner at ``ready``. [4]"""
         owner = self._owners[layer]
         taken = 0.0 if self._rate is None else self._sizes[layer] / self._parts(layer) / self._rate
         self._updated[owner] = max(self._updated[owner], ready) + taken
@@ -154,10 +163,10 @@ class Exchange:
 
 
 def parse_rate(text: str, name: str) -> float:
-    """Bytes a second of ``25Gbit``, ``100 Gbit/s`` or ``1.25GB``.
+    """Return the bytes per second of a text such as ``25Gbit``, ``100 Gbit/s`` or ``1.25GB``.
 
     Raises:
-        ValueError: it is no such rate, or zero.
+        ValueError: ``text`` is not a rate, or is zero.
     """
     match = _RATE.fullmatch(text.strip())
     if match is None or not float(match["number"]):

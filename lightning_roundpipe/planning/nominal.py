@@ -1,10 +1,9 @@
-"""Nominal rates of a device: what turns the operations of a call into seconds where no clock is asked.
+"""Nominal rates of a device, which turn counted operations into seconds without a clock.
 
-With ``plan="static"`` a plan follows from shapes. The operations of a call are counted, and their times follow from
-the rates of one machine of the kind, whatever machine this is: a measurement, or the name of a processor, would give
-other plans elsewhere. A plan depends on how much longer one call takes than another, hardly on how long all of them
-take. The figures are those of ``conf/hardware/cpu.yaml`` and ``conf/hardware/rtx4090x8.yaml``, which say where they
-come from.
+With ``plan="static"``, a plan follows from shapes. The times of calls follow from their operations and from the rates
+of one machine of the kind, so the plan is the same on every machine. A plan depends on the ratios of the calls' times,
+and hardly on their scale. ``conf/hardware/cpu.yaml`` and ``conf/hardware/rtx4090x8.yaml`` have the same figures and
+their sources.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ GPU = Hardware(
 
 
 def nominal(device_type: str) -> Hardware:
-    """The rates for devices of a type, as ``torch.device.type`` spells it."""
+    """Return the rates for a device type, as ``torch.device.type`` spells it."""
     return EMULATED if device_type == "cpu" else GPU
 
 
 def with_times_of_bytes(costs: Costs, hardware: Hardware) -> Costs:
-    """``costs`` with times for calls of which no operation was counted.
+    """Return ``costs`` with times for calls of which no operation was counted.
 
-    A kernel that torch does not dispatch is not seen. Such a call takes as long as reading its weights and writing as
-    much as it holds, and its backward twice that: it reads and writes gradients of both.
+    A `Counter` does not see kernels that torch does not dispatch. The forward of such a call counts as memory traffic
+    of its weights and activations, and its backward as twice that, for their gradients.
     """
     return Costs(tuple(_with_times(call, hardware) for call in costs))
 

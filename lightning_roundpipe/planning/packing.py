@@ -1,9 +1,9 @@
-"""Weights in four or eight bits: what each of them takes in memory, and what its dequantised copies cost.
+"""Memory of weights in four or eight bits, and the cost of their dequantised copies.
 
-A packed weight travels and lies in memory as it is. Products read a copy in the format that layers compute in, which is
-made for each of them: in forward, in recomputation, and in backward for the gradient of the inputs. The weights of all
-experts are one weight. Sizes are those of bitsandbytes: blocks of 64 weights in four bits have a scale each, rows in
-eight bits likewise.
+A packed weight stays packed in memory and on links. Each product reads a copy in the compute dtype, which is made for
+it: in forward, in recomputation, and in backward for the gradient of the inputs. The weights of all experts count as
+one weight. Sizes are those of bitsandbytes: a scale for each block of 64 weights in four bits, or for each row in eight
+bits.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Literal
 PackedFormat = Literal["nf4", "fp4", "int8"]
 
 BLOCK = 64
-"""Weights of four bits that share a scale."""
+"""Number of four-bit weights that share a scale."""
 _SCALES = 256
-"""Scales of eight bits that share a scale."""
+"""Number of eight-bit scales that share a scale of their own."""
 _FP32 = 4
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight in few bits.
+    """A packed weight.
 
     Args:
         parts: bytes of each tensor that belongs to it.
@@ -44,17 +44,18 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all its tensors."""
         return sum(self.parts)
 
 
 def pack(shape: Sequence[int], form: PackedFormat, double: bool, copy_itemsize: int) -> Packed:
-    """The packed weight of a matrix, or of the matrices of all experts, the first of three dimensions.
+    """Return the packed form of a weight.
 
     Args:
-        shape: of the weight.
-        form: the format.
-        double: whether the scales of four-bit weights are in eight bits themselves.
-        copy_itemsize: bytes of a number of the copies.
+        shape: shape of the weight, (rows, columns) or (experts, rows, columns).
+        form: packed format.
+        double: whether the scales of four-bit weights are quantised to eight bits.
+        copy_itemsize: bytes of an element of the dequantised copies.
     """
     numbers = math.prod(shape)
     if form == "int8":

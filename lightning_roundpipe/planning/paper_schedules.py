@@ -1,7 +1,7 @@
 """The five schedules of the paper's table, run against a clock: RoundPipe as the paper models it, and its rivals.
 
 The rules are those of the paper's simulator (arXiv 2604.27085), so that its figures come out to the last digit; our
-engine has stricter ones (`planning.simulation`). An operation is one stage for one microbatch in one direction. It
+engine has stricter ones (`planning.pipeline`). An operation is one stage for one microbatch in one direction. It
 starts
 
     max(its worker is free, each dependency's end, plus a hop if that ran on another worker)                        [1]

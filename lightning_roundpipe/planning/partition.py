@@ -39,7 +39,9 @@ def greedy_partition(
     slot_overhead_s: float = 0.0,
     stage_s: float | None = None,
 ) -> Plan:
-    """The plan that minimises `pipeline_length` times ``t_max``, plus ``M S slot_overhead_s``; ties: fewer stages.
+    """Return the plan that minimises `pipeline_length` times ``t_max``, plus ``M S slot_overhead_s``.
+
+    Of equals, it is the one with fewer stages.
 
     Args:
         costs: what each call costs for one microbatch.
@@ -85,10 +87,10 @@ def greedy_partition(
 
 
 def check_calls_are_short(costs: Costs, stage_s: float) -> None:
-    """Whether stages of ``stage_s`` seconds a microbatch can be: no cut makes one shorter than a call.
+    """Check that no call takes longer than ``stage_s`` seconds for a microbatch, because no cut is finer than a call.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: a call takes longer.
     """
     calls = [(call.time_s(phase), phase, call.layer) for call in costs for phase in _phases_of(call, costs)]
     longest, phase, layer = max(calls)
@@ -101,15 +103,15 @@ def check_calls_are_short(costs: Costs, stage_s: float) -> None:
 
 
 def _phases_of(call: CallCost, costs: Costs) -> tuple[Phase, ...]:
-    """The last call is always fused, and the others may all be in other stages."""
+    """Return the phases that a call may need: the last call is always fused, and the others need not be."""
     return ("fused",) if call is costs.calls[-1] else ("forward", "backward")
 
 
 def pipeline_length(stages: int, workers: int, microbatches: int) -> int:
-    """How long one step of equal stages takes: N times the number of stage times from its first to its last.
+    """Return the length of a step of equal stages: N times the number of stage times from its start to its end.
 
-    Slot i starts when its worker has finished slot i - N, which takes a stage time for each microbatch, and not before
-    slot i - 1 has finished a microbatch: N stage times after slot i - N if there are fewer microbatches than workers.
+    Slot i starts when its worker has finished slot i - N, which takes a stage time for each microbatch, and when slot
+    i - 1 has finished a microbatch: N stage times after slot i - N if there are fewer microbatches than workers.
     """
     if stages >= workers and microbatches >= workers:
         return microbatches * stages + workers * (workers - 1)
@@ -122,12 +124,12 @@ _Cuts = tuple[list[Span], Span, list[Span]]
 
 @dataclass(frozen=True)
 class _PhaseLimits:
-    """How far a stage of one phase may reach, by time (per candidate) and by memory (once for all)."""
+    """Limits of the stages of a phase: by time, for each candidate of ``t_max``, and by memory."""
 
     elapsed: Sequence[int]
-    """Ticks of the calls before each call, and of all of them at the end."""
+    """Cumulative ticks of the calls before each call, and of all calls."""
     lowest: Sequence[int]
-    """Per call, the lowest first call of a stage that ends with it and still fits into memory."""
+    """For each call, the lowest first call of a stage that ends with it and fits into memory."""
 
     @classmethod
     def of(cls, costs: Costs, phase: Phase, stage_bytes: int | None) -> _PhaseLimits:
@@ -138,7 +140,7 @@ class _PhaseLimits:
         return self.elapsed[last + 1] - self.elapsed[first]
 
     def first_call(self, last: int, t_max: int) -> int | None:
-        """The lowest first call of a stage that ends with ``last``; None if ``last`` alone exceeds ``t_max``."""
+        """Return the lowest first call of a stage that ends with ``last``; None if ``last`` alone exceeds ``t_max``."""
         first = bisect_left(self.elapsed, self.elapsed[last + 1] - t_max, hi=last + 1)
         return max(first, self.lowest[last]) if first <= last else None
 
@@ -158,7 +160,7 @@ def _lowest_that_fit(costs: Costs, phase: Phase, stage_bytes: int | None) -> lis
 
 
 def _check_calls_fit(costs: Costs, stage_bytes: int) -> None:
-    """Every call must fit into a stage of its own, forward and backward: no cut makes a stage smaller than that."""
+    """Check that every call fits into a stage of its own, in every phase: no cut makes a smaller stage."""
     for call in range(len(costs)):
         need = max((costs.stage_bytes(call, call, p) for p in get_args(Phase)), key=lambda load: load.total)
         if need.total > stage_bytes:
@@ -171,7 +173,7 @@ def _check_calls_fit(costs: Costs, stage_bytes: int) -> None:
 
 
 def _candidates(phases: dict[Phase, _PhaseLimits]) -> list[int]:
-    """Every time that a longest stage can have, each once, ascending. A fused stage always ends with the last call."""
+    """Return all possible times of a longest stage, ascending. A fused stage always ends with the last call."""
     end = len(phases["fused"].elapsed) - 1
     sums = {phases["fused"].ticks(first, end - 1) for first in range(end)}
     for phase in ("forward", "backward"):
@@ -181,7 +183,7 @@ def _candidates(phases: dict[Phase, _PhaseLimits]) -> list[int]:
 
 
 def _pack(phases: dict[Phase, _PhaseLimits], t_max: int) -> _Cuts | None:
-    """The fewest stages that take at most ``t_max`` each; None if some call alone takes longer."""
+    """Return the fewest stages that take at most ``t_max`` each; None if a call alone takes longer."""
     last = len(phases["fused"].lowest) - 1
     first = phases["fused"].first_call(last, t_max)
     if first is None:
@@ -194,7 +196,7 @@ def _pack(phases: dict[Phase, _PhaseLimits], t_max: int) -> _Cuts | None:
 
 
 def _fill(limits: _PhaseLimits, last: int, t_max: int) -> list[Span] | None:
-    """Stages over calls 0 to ``last``, each as large as it may be, from the last call down."""
+    """Return stages over calls 0 to ``last``, each as large as it may be, from the last call down."""
     spans = []
     while last >= 0:
         first = limits.first_call(last, t_max)

@@ -1,7 +1,6 @@
-"""Steps under a plan by the rules of the design: what plans are judged by, with everything that happens in them.
+"""A simulation of steps under a plan, by which plans are judged.
 
-`simulate` says what one step takes in the engine as it is; this says what steps take by the design's rules, each of
-which can be switched on alone:
+Each rule can be switched on alone:
 
     slot i runs on worker i mod N, through rounds and steps; slots and microbatches in order               [1]
     a slot of a later round waits until the same stage of the round before is closed (same sums)           [2]
@@ -34,11 +33,11 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase
+from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.interpreter import Interpreter
 from lightning_roundpipe.planning.links import Lane, Links
 from lightning_roundpipe.planning.network import Exchange, Network
 from lightning_roundpipe.planning.schedule import Plan, Stage
-from lightning_roundpipe.planning.simulation import HostTime, calls_made, costs_in, lag_s
 from lightning_roundpipe.planning.updates import UpdateModel, Updating
 
 Staleness = Literal[0, 1]
@@ -58,7 +57,10 @@ COMPUTE: tuple[Kind, ...] = ("forward", "fused", "recompute", "backward")
 
 
 class SimulatedEvent(NamedTuple):
-    """Something that takes time. ``worker`` is -1 on the host, ``microbatch`` where it is about the whole slot."""
+    """A simulated interval of work.
+
+    ``worker`` is -1 for the host, and ``microbatch`` is -1 for work of a whole slot. Times are seconds.
+    """
 
     kind: Kind
     worker: int
@@ -71,7 +73,7 @@ class SimulatedEvent(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A worker that has a turn to take and cannot begin: until when it waits for inputs, then updates, then copies."""
+    """Idle time of a worker before a turn. It waits for inputs, then updates, then copies, until these times."""
 
     worker: int
     start_s: float
@@ -81,7 +83,7 @@ class Wait(NamedTuple):
 
 
 _Updated = tuple[float, float]
-"""When a stage could begin if updates took no time, and when it can."""
+"""Start of a stage without the time of updates, and with it."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,11 @@ class Rules:
     Args:
         staleness: 0 or 1.
         recompute_ahead: whether a recomputation may run before its gradient is there; None: as the plan says.
-        host: what the engine itself takes.
-        links: how fast a worker and the host exchange bytes, or how fast each of unequal ones does; None: at once.
-        updates: how fast the optimizer is; None: at once.
-        sums_per_s: bytes of gradients that the host adds in a second; None: at once.
-        network: to other machines, which run the same plan; None: there are none.
+        host: time of the engine itself.
+        links: link of every worker, or of each if workers are unequal; None: copies take no time.
+        updates: rate and rules of the optimizer; None: updates take no time.
+        sums_per_s: bytes of gradients that the host adds per second; None: sums take no time.
+        network: network to other machines, which run the same plan; None: there is one machine.
     """
 
     staleness: Staleness = 0
@@ -109,15 +111,15 @@ class Rules:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """What happened.
+    """Result of a simulation. Times are seconds from the start of the first step.
 
     Attributes:
         plan: the plan.
-        workers: N.
-        events: all that took time, in order of slots.
-        waits: of all turns that did not begin when their worker was free.
-        losses_s: when all losses of each step were known, and the next one could begin.
-        ends_s: the end of each step's last backward.
+        workers: number of workers (N).
+        events: all intervals of work, in the order of slots.
+        waits: idle time before turns.
+        losses_s: time at which all losses of each step are known, and the next step may begin.
+        ends_s: end of each step's last backward.
     """
 
     plan: Plan
@@ -129,26 +131,34 @@ class SimulatedRun:
 
     @property
     def makespan_s(self) -> float:
-        """From the start to the end of the last turn."""
+        """Seconds from the start to the end of the last turn."""
         return max(self.ends_s)
 
     @property
     def busy_s(self) -> float:
-        """Seconds of layer code, all workers and steps together."""
+        """Seconds of computing, summed over all workers and steps."""
         return sum(event.end_s - event.start_s for event in self.events if event.kind in COMPUTE)
 
     def period_s(self, steps: int) -> float:
-        """Mean time of each of the last ``steps`` steps; there must be one more."""
+        """Return the mean seconds of the last ``steps`` steps. The simulation must have at least one more."""
         return (self.ends_s[-1] - self.ends_s[-1 - steps]) / steps
 
 
 def run_steps(
     plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules | None = None, steps: int = 1
 ) -> SimulatedRun:
-    """``steps`` steps of ``microbatches`` (M) under ``plan`` on ``workers`` (N) that are idle when they begin.
+    """Simulate steps from idle workers.
+
+    Args:
+        plan: the plan of each step.
+        costs: costs of the calls.
+        workers: number of workers (N).
+        microbatches: microbatches of a step (M).
+        rules: what takes time besides computing; None: nothing does.
+        steps: number of steps.
 
     Raises:
-        ValueError: the plan does not fit the costs' calls, or a number makes no sense.
+        ValueError: the plan does not fit the calls of ``costs``, or a number is too small.
     """
     for name, value in (("workers", workers), ("microbatches", microbatches), ("steps", steps)):
         if value < 1:
@@ -164,7 +174,7 @@ def run_steps(
 
 
 class _SimulatedStage:
-    """What never changes about a stage."""
+    """Constants of a stage on a worker."""
 
     def __init__(self, stage: Stage, costs: Costs, rules: Rules) -> None:
         calls = costs.calls[stage.first : stage.last + 1]
@@ -181,8 +191,8 @@ class _SimulatedStage:
         self.before_gradients_s = self.recompute_s if stage.phase == "backward" else forward
         """Of a turn, what runs before the first gradient is summed."""
         self.compute_s = {"forward": forward, "fused": forward + backward, "backward": backward}[stage.phase]
-        host = rules.host.turn_s + calls_made(costs, stage) * rules.host.call_s
-        self.lag_s = lag_s(costs, stage, rules.host)
+        host = rules.host.turn_s + _calls_made(costs, stage) * rules.host.call_s
+        self.lag_s = _lag_s(costs, stage, rules.host)
         run = self.trained if stage.phase == "backward" else calls
         self.host_s = 0.0 if rules.host.shared else host
         self.issue_s = sum(call.issue_s for call in run) + (host if rules.host.shared else 0.0)
@@ -198,8 +208,32 @@ class _SimulatedStage:
         self.bytes_out = outputs if stage.phase == "forward" else calls[0].boundary_bytes
 
 
+def _costs_in(stage: Stage, plan: Plan, costs: Costs, microbatches: int) -> Costs:
+    """Return the costs of calls in ``stage``: a microbatch bears its share of what is unpacked once for the round."""
+    return costs.unpacked_once(min(plan.round_microbatches, microbatches)) if stage.unpacks_once else costs
+
+
+def _lag_s(costs: Costs, stage: Stage, host: HostTime) -> float:
+    """Return the seconds that a microbatch stays behind another one beside it: the longest call of the stage."""
+    calls = costs.calls[stage.first : stage.last + 1]
+    again = 1.0 if stage.phase == "backward" else 0.0
+    backward = [again * call.forward_s + call.backward_s for call in calls if call.needs_backward]
+    forward = [call.forward_s for call in calls] if stage.phase != "backward" else []
+    longest = max([*forward, *(backward if stage.phase != "forward" else [])], default=0.0)
+    return longest + (0.0 if host.shared else host.call_s)
+
+
+def _calls_made(costs: Costs, stage: Stage) -> int:
+    """Return the number of calls of a turn. In a fused stage, a call and its backward count as two."""
+    calls = costs.calls[stage.first : stage.last + 1]
+    backward = sum(call.needs_backward for call in calls)
+    if stage.phase == "forward":
+        return len(calls)
+    return backward + (len(calls) if stage.phase == "fused" else 0)
+
+
 def _arrivals(calls: Sequence[CallCost], phase: Phase) -> list[tuple[float, float]]:
-    """Of each layer, the share of the stage's weights that have come with it, and what the turn computes before."""
+    """Return, for each layer, the share of weights uploaded up to it, and the seconds of the turn before it."""
     arrivals, seen = [], set[str]()
     come = passed = 0.0
     for call in calls:
@@ -213,7 +247,10 @@ def _arrivals(calls: Sequence[CallCost], phase: Phase) -> list[tuple[float, floa
 
 
 def _leads(calls: Sequence[CallCost], phase: Phase, rules: Rules) -> dict[str, float]:
-    """Of each layer that a stage loads, what its first turn does before: only weights that travel come all at once."""
+    """Return, for each layer of a stage, the seconds of its first turn before that layer.
+
+    They are 0 if links take time: then the stage's upload waits for the updates of all its layers.
+    """
     leads: dict[str, float] = {}
     passed = 0.0
     for call in calls:
@@ -231,13 +268,13 @@ def _stages_of(plan: Plan, costs: Costs, workers: int, microbatches: int, rules:
     for one in each:
         if id(one) not in known:
             known[id(one)] = [
-                _SimulatedStage(stage, costs_in(stage, plan, one, microbatches), rules) for stage in plan.stages()
+                _SimulatedStage(stage, _costs_in(stage, plan, one, microbatches), rules) for stage in plan.stages()
             ]
     return [known[id(one)] for one in each]
 
 
 def _fastest(links: Sequence[Links] | None) -> Links | None:
-    """By which weights and gradients of a layer travel, if it is not known which worker they come from."""
+    """Return the highest rates, for weights and gradients of a layer whose worker is not known."""
     return Links(max(link.upload for link in links), max(link.download for link in links)) if links else None
 
 
@@ -334,7 +371,7 @@ class _Pipeline:
         return end
 
     def _updated(self, stage: _SimulatedStage) -> _Updated:
-        """When the stage can begin, for the weights that it has to see. [6]"""
+        """Return when the stage may begin, given when its weights are updated. [6]"""
         age = 1 + self._rules.staleness
         if len(self._published) < age:
             return 0.0, 0.0
@@ -344,7 +381,7 @@ class _Pipeline:
         return arrived, max((at - lead for _, at, lead in times), default=0.0)
 
     def _load_sums(self, stage: _SimulatedStage, worker: int) -> float:
-        """When the sums of earlier rounds are on the worker. They come behind the stage's weights. [7]"""
+        """Return when the sums of earlier rounds are on the worker. They follow the stage's weights. [7]"""
         if self._up is None or not stage.resumed:
             return 0.0
         start, end = self._up[worker].copy_behind(self._gradient_arena[worker][0], stage.resumed)
@@ -352,7 +389,7 @@ class _Pipeline:
         return end
 
     def _load(self, stage: _SimulatedStage, worker: int, updated: float) -> float:
-        """When the first turn may begin, for the weights that come meanwhile. [7]"""
+        """Return when the first turn may begin, given that its weights arrive layer by layer. [7]"""
         if self._up is None:
             return updated
         arenas = self._arena[worker]
@@ -361,7 +398,7 @@ class _Pipeline:
         return max((start + part * (end - start) - before for part, before in stage.arrivals), default=end)
 
     def _unload(self, stage: _SimulatedStage, worker: int, end: float, last: bool) -> None:
-        """Gives the arenas back; gradients go to the host, and to the optimizer after the last round. [7]"""
+        """Release the arenas. Gradients go to the host, and to the optimizer after the last round. [7]"""
         arenas = self._arena[worker]
         arenas[:] = [*arenas[1:], end]
         arrived = end
@@ -377,7 +414,7 @@ class _Pipeline:
                 self._arrived[call.layer] = max(self._arrived.get(call.layer, 0.0), arrived)
 
     def _add(self, stage: _SimulatedStage, arrived: float) -> float:
-        """When the host has added a microbatch's gradients, which have arrived, to those before. [12]"""
+        """Return when the host has added a microbatch's gradients, which are there at ``arrived``, to the sum. [12]"""
         if self._rules.sums_per_s is None:
             return arrived
         self._adding = max(self._adding, arrived) + stage.downloads / self._rules.sums_per_s
@@ -424,17 +461,19 @@ class _Pipeline:
             self._saved[microbatch, stage.position] = left, worker
 
     def _turn_behind(self, stage: _SimulatedStage) -> tuple[float, float]:
-        """When a turn may begin for the microbatch that runs beside it, and when it may end: one on a faster worker
-        stays behind. [12] [13]"""
+        """Return when a turn may begin and when it may end, behind the microbatch beside it. [12]
+
+        A microbatch on a faster worker stays behind, too. [13]
+        """
         return self._behind.get(stage.position, (0.0, 0.0)) if self._side_by_side else (0.0, 0.0)
 
     def _computed(self, stage: _SimulatedStage, begin: float, compute_s: float) -> float:
-        """When a forward or a recomputation that begins at ``begin`` has ended. [11]"""
+        """Return the end of a forward or a recomputation that begins at ``begin``. [11]"""
         issued = self._interpreter.take(begin, stage.issue_s)
         return issued + compute_s if stage.waits_for_device else max(begin + compute_s, issued)
 
     def _inputs(self, stage: _SimulatedStage, worker: int, microbatch: int) -> tuple[float, float]:
-        """When a backward turn has what it recomputes from, and when its gradient."""
+        """Return when a backward turn has its saved inputs, and when it has its gradient."""
         given = self._given(stage, worker, microbatch)
         if not stage.first or not stage.trained:
             return 0.0, given
@@ -442,7 +481,7 @@ class _Pipeline:
         return left + self._hop(where, worker), given
 
     def _given(self, stage: _SimulatedStage, worker: int, microbatch: int) -> float:
-        """When what the stage before gave out is on this worker. [3] [9] [10]"""
+        """Return when the outputs of the stage before are on this worker. [3] [9] [10]"""
         if not stage.position:
             left, where = max(self._begin, self._left.get(microbatch, (0.0, worker))[0]), worker
         else:

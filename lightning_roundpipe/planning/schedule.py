@@ -31,15 +31,12 @@ from functools import cached_property
 from typing import Literal
 
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.planning.costs import Costs, Phase
+from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.span import Span
 from lightning_roundpipe.planning.validate import check_plan
 
 Arenas = tuple[Literal[1, 2], Literal[1, 2]]
 """How many arenas a worker has for weights, and for gradients."""
-
-TABLE_COLUMNS = ("stage", "phase", "layers", "weights MiB", "ms per microbatch")
-"""Headings of the rows that ``Plan.table`` returns."""
 
 _KEYWORDS = ("forward", "fused", "backward", "round")
 _OPTION = "recompute"
@@ -204,20 +201,6 @@ class Plan:
             for call in range(stage.first, stage.last + 1)
         }
         return tuple(held[call] for call in range(self.fused.last + 1))
-
-    # -- what people read --------------------------------------------------------------------------------------------
-
-    def table(self, costs: Costs, layers: Sequence[str] | None = None) -> list[tuple[str, ...]]:
-        """One printable row a stage, under ``TABLE_COLUMNS``. ``layers`` names the calls, by default as costs do."""
-        names = costs.layers if layers is None else layers
-        return [_row(stage, costs, names) for stage in self._stages]
-
-
-def _row(stage: Stage, costs: Costs, names: Sequence[str]) -> tuple[str, ...]:
-    held = names[stage.first] if stage.first == stage.last else f"{names[stage.first]} … {names[stage.last]}"
-    weights = costs.stage_bytes(stage.first, stage.last, stage.phase).weights / 2**20
-    time = 1e3 * costs.stage_time_s(stage.first, stage.last, stage.phase)
-    return str(stage.position), stage.phase, held, f"{weights:,.1f}", f"{time:,.1f}"
 
 
 def _split(text: str) -> dict[str, list[str]]:

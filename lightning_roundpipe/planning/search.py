@@ -25,13 +25,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Literal
 
 import numpy as np
 
 from lightning_roundpipe.planning.anneal import PlanTimer, anneal
 from lightning_roundpipe.planning.batch import Pace, Sizes
 from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
 from lightning_roundpipe.planning.memory import (
     BOTH,
@@ -44,30 +44,28 @@ from lightning_roundpipe.planning.memory import (
     unpacked_within,
 )
 from lightning_roundpipe.planning.moves import kicked, neighbours, recuts
+from lightning_roundpipe.planning.pipeline import Staleness
 from lightning_roundpipe.planning.schedule import Arenas, Plan
 from lightning_roundpipe.planning.seeds import seeds
 from lightning_roundpipe.planning.shapes import PlanShape, plan_of, sizes_of
-from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.planning.span import Span
 from lightning_roundpipe.planning.timing import Timing
-
-Staleness = Literal[0, 1]
 
 SEARCH_SECONDS = 10.0
 """The default limit. The work that goes with x, so a slow machine does it all as well."""
 
 _WORK_PER_SECOND = 0.25
-"""Work, in estimated seconds of an ordinary core, that is done for each second allowed."""
+"""Work in estimated seconds of an ordinary core, for each second allowed."""
 _SEEDING = 0.4
-"""The part of the work that finding starts may take."""
+"""Share of the work for finding starts."""
 _OTHERS = 0.5
-"""The part of the work that each further search may take, where memory decides what the first one finds."""
+"""Share of the work for each further search, if memory limits what the first one finds."""
 _HOPEFUL = 1.02
-"""A start is not looked at if even its work alone takes that much longer than the best so far."""
+"""The search skips a start whose lower bound exceeds the best time so far by this factor."""
 _CLEARLY = 1e-4
-"""Candidates come in the order of what they seemed to take; a later one must be better by more than this."""
+"""Candidates come in the order of their searched times. A later one must be better by more than this fraction."""
 _NEAR = 512
-"""Neighbours that are looked at, of those there are, chosen at random."""
+"""Most neighbours that a move times; of more, a random choice."""
 
 
 @dataclass(order=True)
@@ -181,7 +179,7 @@ def search_partition(
 
 
 def _with_arenas(plans: Iterable[Plan], costs: Costs, workers: int, memory: Memory | None) -> list[Plan]:
-    """The plans with as many arenas as fit, each once."""
+    """Return the plans with as many arenas as fit, without duplicates."""
     return list(dict.fromkeys(one for plan in plans for one in arenas_within(plan, costs, workers, memory)))
 
 
@@ -210,12 +208,12 @@ def unpacking_plans(
 def baseline_within(
     costs: Costs, workers: int, microbatches: int, limits: Limits, stage_s: float | None = None
 ) -> Plan:
-    """The paper's plan, with what its fused stage holds too much moved to stages of their own.
+    """Return the paper's plan. Calls beyond the limit of the fused stage become a forward and a backward stage.
 
-    ``stage_s``: seconds that a stage may take for one microbatch, instead of the best.
+    ``stage_s``: most seconds of a stage for one microbatch; None: the best.
 
     Raises:
-        ValueError: not even a cut at every call fits into memory, or is so short.
+        ValueError: a cut at every call does not fit into memory, or a call takes longer than ``stage_s``.
     """
     plan = partition_within(
         costs, workers, microbatches, None, limits.memory, limits.min_round, stage_s, limits.max_round
@@ -230,7 +228,7 @@ def baseline_within(
 
 
 def paper_plan(costs: Costs, workers: int, microbatches: int, limits: Limits, stage_s: float | None = None) -> Plan:
-    """`baseline_within`, with recomputation ahead where memory allows it: what ours are compared with."""
+    """Return `baseline_within` with recomputation ahead if memory allows it, for comparison with other plans."""
     plan = baseline_within(costs, workers, microbatches, limits, stage_s)
     return ahead_within(plan, costs, workers, limits.memory)
 
@@ -247,16 +245,16 @@ class _PlanSearch:
         self._seeding_ends = work * (1 - _SEEDING)
         self._count = 0
         self._recut: set[int] = set()
-        """By order, the plans whose neighbours of other shapes were looked at."""
+        """``order`` of the plans whose neighbours of other shapes have been timed."""
 
     def run(self, baseline: Plan) -> list[Plan]:
-        """The best plans found, best first."""
+        """Return up to 16 plans, best first."""
         shape, sizes = sizes_of(baseline)
         found = self._improved(sorted([*self._best(shape, np.array([sizes]), 1), *self._seeds()]))
         return [plan_of(one.shape, one.sizes.tolist()) for one in found[:16]]
 
     def _seeds(self) -> list[_Found]:
-        """Starts, two of each shape at most."""
+        """Return starts, at most two of a shape."""
         timing, found, best = self._timing, [], float("inf")
         for shape, sizes in seeds(timing.pace, timing.microbatches, self._limits, ramps=not timing.staleness):
             if timing.is_over() or timing.work_left < self._seeding_ends:
@@ -268,14 +266,16 @@ class _PlanSearch:
         return found
 
     def _improved(self, starts: list[_Found]) -> list[_Found]:
-        """Short searches from many starts, longer ones from the best of them, and from near those until time is up."""
+        """Search shortly from many starts, longer from the best of them, then from plans nearby until time is up."""
         ends = _distinct(starts)
         anneals = not self._timing.staleness
         for patience, most in ((3, 40), (12, 8)) if anneals else ((3, 40), (12, 8), (30, 4)):
-            ends = _distinct([self._tabu(start, patience) for start in ends[:most] if not self._is_over()] + ends)
+            ends = _distinct(
+                [self._tabu(start, patience) for start in ends[:most] if not self._timing.is_over()] + ends
+            )
         if anneals:
             ends = _distinct([*self._annealed(ends), *ends])
-        while ends and not self._is_over():
+        while ends and not self._timing.is_over():
             for start in ends[:6]:
                 for shape, sizes in self._around(start):
                     ends.extend(self._tabu(near, 8) for near in self._best(shape, sizes, 1))
@@ -283,9 +283,9 @@ class _PlanSearch:
         return ends
 
     def _annealed(self, ends: list[_Found]) -> list[_Found]:
-        """From the best plan, and from the best one of a single round, where there is more to be found.
+        """Anneal the best plan with a single round, and the best plan.
 
-        With a third of the work each, or half of it if they are the same.
+        Each takes a third of the work that is left, or the one takes half of it if they are the same plan.
         """
         timing, found = self._timing, []
         whole = next((end for end in ends if len(end.shape.rounds(timing.microbatches)) == 1), None)
@@ -302,12 +302,12 @@ class _PlanSearch:
         return found
 
     def _spend(self, goal: float) -> Callable[[float], float]:
-        """Counts work until only ``goal`` of it is left."""
+        """Return a function that counts work, for `anneal`, until only ``goal`` of it is left."""
         timing, begin = self._timing, self._timing.work_left
 
         def spend(seconds: float) -> float:
             timing.work_left -= seconds
-            return 1.0 if self._is_over() else (begin - timing.work_left) / (begin - goal)
+            return 1.0 if self._timing.is_over() else (begin - timing.work_left) / (begin - goal)
 
         return spend
 
@@ -315,7 +315,7 @@ class _PlanSearch:
         return bool(len(self._allowed(shape, np.array([sizes]))))
 
     def _around(self, start: _Found) -> Iterable[tuple[PlanShape, Sizes]]:
-        """Plans of other shapes: when asked for the first time all that are near, later some at random."""
+        """Return plans of other shapes nearby: all of them the first time, later a random one."""
         if start.order in self._recut:
             shape, sizes = kicked(start.shape, start.sizes, self._random)
             return [(shape, sizes[None])]
@@ -323,14 +323,14 @@ class _PlanSearch:
         return ((shape, self._some(sizes)) for shape, sizes in recuts(start.shape, start.sizes))
 
     def _some(self, sizes: Sizes) -> Sizes:
-        """At most `_NEAR` of the plans, chosen at random."""
+        """Return at most `_NEAR` of the plans, chosen at random."""
         if len(sizes) <= _NEAR:
             return sizes
         return sizes[np.sort(self._random.permutation(len(sizes))[:_NEAR])]
 
     def _tabu(self, start: _Found, patience: int) -> _Found:
         best, here, visited, waited = start, start.sizes, {start.sizes.tobytes()}, 0
-        while waited < patience and not self._is_over():
+        while waited < patience and not self._timing.is_over():
             near = self._some(self._allowed(start.shape, neighbours(start.shape.forward, here)))
             if not len(near):
                 break
@@ -348,7 +348,7 @@ class _PlanSearch:
         return best
 
     def _allowed(self, shape: PlanShape, sizes: Sizes) -> Sizes:
-        """Those of the plans that keep to the limits."""
+        """Return the plans within the limits."""
         sizes = sizes[sizes[:, shape.forward] <= self._limits.max_fused + 1]
         return sizes if self._table is None else sizes[self._table.fits(shape, sizes)]
 
@@ -363,12 +363,9 @@ class _PlanSearch:
         self._count += 1
         return _Found(float(score), self._count, shape, sizes)
 
-    def _is_over(self) -> bool:
-        return self._timing.is_over()
-
 
 def _distinct(found: list[_Found]) -> list[_Found]:
-    """Best first, without the same plan twice, and at most two of a shape: starts nearby only come to the same end."""
+    """Return plans best first, without duplicates, and at most two of a shape: similar starts lead to the same plan."""
     kept: list[_Found] = []
     seen: set[tuple[PlanShape, bytes]] = set()
     shapes: dict[PlanShape, int] = {}

@@ -20,22 +20,22 @@ from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.shapes import PlanShape
 
 _RAMPS = (1.0, 0.6, 0.3)
-"""Length of the shortest stage of a pass, as a part of the longest one's."""
+"""Shortest stage of a pass relative to the longest, if stages grow evenly."""
 
 _STEEP = (0.15, 0.05)
-"""The same where each stage is longer than the one before by the same part,"""
+"""The same if each stage is longer than the one before by a constant factor."""
 _SHORT = (0.5, 0.33)
-"""and the length of the shorter stages, as a part of the longer ones', where there are two kinds,"""
+"""Short stages relative to long ones, if there are two kinds."""
 _SHARES = (0.17, 0.33, 0.5, 0.67, 0.83)
-"""and how many of its stages are short."""
+"""Shares of the stages of a pass that are short."""
 
 _MOST_COUNTS = 20
-"""Numbers of stages that are tried for a pass."""
+"""Most numbers of stages that are tried for a pass without gaps."""
 
 _ALIKE = 0.5
-"""The shorter of the mean forward and the mean backward stage is at least so much of the longer."""
+"""Least ratio of the mean forward stage and the mean backward stage, whichever is shorter."""
 _FUSED = 2.0
-"""The fused stage is at most so many times as long as either mean, unless it holds the last call only."""
+"""Most length of the fused stage relative to the longer mean, unless it holds only the last call."""
 
 
 def round_choices(microbatches: int, limits: Limits) -> list[int]:
@@ -112,7 +112,7 @@ def seeds(pace: Pace, microbatches: int, limits: Limits, ramps: bool) -> Iterato
 
 
 def _shares(pace: Pace, limits: Limits) -> list[list[float]]:
-    """Of unequal workers, what part of the work each could take: by speed, by memory, and by the lesser of both."""
+    """Return shares of the work of unequal workers: by speed, by memory, and by the lesser of both."""
     shares = [pace.speeds()] if pace.of_workers else []
     if isinstance(limits.memory, tuple):
         mean = sum(limits.memory) / len(limits.memory)
@@ -123,7 +123,7 @@ def _shares(pace: Pace, limits: Limits) -> list[list[float]]:
 
 
 def _weights(stages: int) -> list[Floats]:
-    """How long the stages of a pass are, against each other, in the order of the trace."""
+    """Return relative lengths of the stages of a pass, in the order of the trace."""
     weights = [np.linspace(slope, 1.0, stages) for slope in _RAMPS]
     weights += [np.geomspace(slope, 1.0, stages) for slope in _STEEP]
     for short in _SHORT:
@@ -152,7 +152,7 @@ def deal(elapsed: Floats, weights: Floats, *, alike: bool = True) -> list[int]:
 
 
 def _counts(calls: int) -> list[int]:
-    """Numbers of stages: all of them for short traces, else fewer and fewer the more stages there are."""
+    """Return the numbers of stages to try: all for short traces, else a geometric selection."""
     if calls - 1 <= _MOST_COUNTS:
         return list(range(1, calls))
     counts = np.geomspace(1, calls - 1, 2 * _MOST_COUNTS)

@@ -1,4 +1,4 @@
-"""Plans as rows of numbers, which is how the search handles them: calls per stage, in a shape that all rows share."""
+"""Plans as rows of an array, for the search: calls of each stage, in a shape that all rows share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_roundpipe.planning.span import Span
 
 @dataclass(frozen=True, order=True)
 class PlanShape:
-    """Plans with equally many forward stages, backward stages, and microbatches a round."""
+    """Numbers of forward stages, backward stages, and microbatches of a round."""
 
     forward: int
     backward: int
     round_microbatches: int
 
     def rounds(self, microbatches: int) -> list[int]:
-        """The microbatches of each round of a step."""
+        """Return the number of microbatches of each round of a step."""
         return [
             min(self.round_microbatches, microbatches - begin)
             for begin in range(0, microbatches, self.round_microbatches)
@@ -28,7 +28,7 @@ class PlanShape:
 
 
 def plan_of(shape: PlanShape, sizes: Sequence[int]) -> Plan:
-    """The plan that a row of ``Sizes`` means."""
+    """Return the plan of a row of `batch.Sizes`."""
     ends = np.cumsum(sizes[: shape.forward + 1])
     forward = tuple(
         Span(int(end) - size, int(end) - 1) for end, size in zip(ends, sizes[: shape.forward], strict=False)
@@ -44,6 +44,6 @@ def plan_of(shape: PlanShape, sizes: Sequence[int]) -> Plan:
 
 
 def sizes_of(plan: Plan) -> tuple[PlanShape, list[int]]:
-    """The inverse of `plan_of`."""
+    """Return shape and sizes of a plan: the inverse of `plan_of`."""
     shape = PlanShape(len(plan.forward), len(plan.backward), plan.round_microbatches)
     return shape, [len(span) for span in (*plan.forward, plan.fused, *plan.backward)]

@@ -25,7 +25,7 @@ from lightning_roundpipe.planning.meter import Meter, current_meter
 from lightning_roundpipe.planning.profile import Format, Hardware
 
 _PROBE = 509
-"""Tokens: a number that no model has elsewhere."""
+"""Number of tokens in the probe, which no other dimension of a model has."""
 _PLAIN = (nn.Linear, nn.Embedding)
 _WORTH = 4
 """As in training: the part of what a module takes and gives that its graph has to keep beside it."""
@@ -56,7 +56,7 @@ def probe_batch() -> dict[str, Tensor]:
 
 
 class _Probe(Meter):  # type: ignore[no-untyped-call]
-    """Notes which modules mix tokens."""
+    """Meter that records which modules mix tokens."""
 
     def __init__(self, hardware: Hardware) -> None:
         super().__init__(hardware)
@@ -110,7 +110,7 @@ def _has_tokens(tensor: Tensor) -> bool:
 
 @contextmanager
 def tiled(modules: list[nn.Module], tokens: int) -> Iterator[None]:
-    """Their forwards run in tiles of ``tokens`` at most."""
+    """Run the forwards of ``modules`` in tiles of at most ``tokens`` tokens."""
     for module in modules:
         module.forward = _Tiled(module.forward, tokens)
     try:
@@ -134,7 +134,7 @@ class _Tiled:
 
 
 class _Tile:
-    """The first tile, which stands for ``count`` of them that are alike: a part of a row, or several rows."""
+    """The first of ``count`` equal tiles: a part of a row, or several rows."""
 
     def __init__(self, run: Any, whole: Tensor, tokens: int) -> None:
         self._run = run
@@ -190,7 +190,7 @@ class _InTiles(torch.autograd.Function):
 
 @contextmanager
 def _kept_by_tile() -> Iterator[None]:
-    """Notes what the graph of a tile keeps."""
+    """Record the bytes that the graph of a tile keeps."""
     meter = current_meter()
     assert meter is not None, "tiles are counted, not computed"
     before = meter.innermost.live
@@ -200,7 +200,7 @@ def _kept_by_tile() -> Iterator[None]:
 
 @contextmanager
 def _repeated(count: int) -> Iterator[None]:
-    """What is counted runs so many times."""
+    """Count each operation as ``count`` runs."""
     meter = current_meter()
     assert meter is not None, "tiles are counted, not computed"
     meter.times *= count

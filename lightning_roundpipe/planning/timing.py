@@ -1,4 +1,4 @@
-"""What the search asks of plans: their time, within a budget of work that is counted and not measured."""
+"""Times plans for the search, within a budget of work that is counted, not measured."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.shapes import PlanShape, sizes_of
 
 PERIOD_STEPS = 16
-"""The period is the mean over so many steps, after as many that fill the pipeline."""
+"""Number of steps whose mean is the period, after as many that fill the pipeline."""
 
 _BATCH = 1024
-"""Plans that are timed together: enough to make numpy's own time small, few enough to look at the clock in time."""
+"""Most plans timed together: many for numpy's overhead, few for the deadline."""
 _CALL_S, _SLOT_S, _PLAN_S = 400e-6, 8e-6, 50e-9
-"""Estimated seconds of a batch, of each slot of it, and of each slot of each plan in it."""
+"""Estimated seconds of a batch, of each of its slots, and of each slot of each plan."""
 _SEARCH_SLOTS = 160
 """Slots to simulate for a period while searching: the fewer slots a step has, the more steps it takes to settle."""
 _DRAIN = 1e-3
@@ -24,15 +24,15 @@ _DRAIN = 1e-3
 
 
 class Timing:
-    """Times plans, all those of a shape at once.
+    """Times all plans of a shape at once.
 
     Args:
-        pace: how long calls take.
-        workers: N.
-        microbatches: M.
-        staleness: 0: a plan's time is that of one step; 1: that of each of many.
-        seconds: what may be spent, by the clock.
-        work: what may be spent in estimated seconds.
+        pace: seconds of calls and turns.
+        workers: number of workers (N).
+        microbatches: microbatches of a step (M).
+        staleness: 0: the time of a plan is that of one step; 1: the mean of many steps.
+        seconds: limit of the search by the clock.
+        work: limit of the search in estimated seconds.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Timing:
         self._deadline = time.monotonic() + seconds
 
     def is_over(self) -> bool:
-        """Whether the search has to end."""
+        """Return whether time or work is used up."""
         return self.work_left <= 0 or time.monotonic() > self._deadline
 
     def least_s(self, shape: PlanShape, sizes: Sizes) -> Floats:
-        """What the plans take at least: their work, shared by all workers."""
+        """Return a lower bound of the plans' seconds, (plans,): their work divided by the number of workers."""
         turns = stage_times(self.pace, shape.forward, sizes)
         return np.asarray(turns.length.sum(axis=0) * (self.microbatches / self.workers))
 
@@ -66,7 +66,7 @@ class Timing:
         return (ends[PERIOD_STEPS:] - ends[:-PERIOD_STEPS]) / PERIOD_STEPS if self.staleness else ends
 
     def times(self, shape: PlanShape, sizes: Sizes) -> Floats:
-        """Seconds that each plan is judged by while searching; infinitely many when time is up."""
+        """Return the seconds by which the search compares plans, (plans,); infinite when time is up."""
         rounds = shape.rounds(self.microbatches)
         slots = sizes.shape[1] * len(rounds)
         steps = 1

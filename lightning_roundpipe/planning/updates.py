@@ -1,4 +1,4 @@
-"""When a layer's new weights are there: the optimizer as one thread on the host that takes layers as they come."""
+"""Simulates the optimizer: one thread on the host, which updates layers as their gradients arrive."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.links import Links
 
 ADAMW_BYTES = 28
-"""Memory traffic of an update of a weight: it, its gradient and its moments are read, all but the gradient written."""
+"""Memory traffic of AdamW for a weight: weight, gradient and moments are read, all but the gradient are written."""
 
 
 @dataclass(frozen=True)
 class UpdateModel:
-    """How the optimizer works.
+    """Rate and rules of the optimizer.
 
     Args:
-        bytes_per_s: bytes of gradients that it takes in a second.
+        bytes_per_s: bytes of gradients that it updates per second.
         clipping: whether it needs the norm of all gradients first.
-        blocking: whether it begins when the whole backward is over, and the next step when it is done.
-        piece_bytes: bytes of gradients that are updated while the next ones arrive, of a layer that has more; None: a
-            layer is updated when all of its gradients are there.
+        blocking: whether it begins after the whole backward, and the next step begins after it.
+        piece_bytes: bytes of a piece of a larger layer, which is updated while the next piece arrives; None: a layer is
+            updated when all of its gradients are there.
+
+    Raises:
+        ValueError: a number is not more than 0.
     """
 
     bytes_per_s: float
@@ -38,12 +41,12 @@ class UpdateModel:
 
 
 class Updating:
-    """The optimizer's thread through all steps; without ``updates`` it takes no time.
+    """Simulates the optimizer's thread through all steps.
 
     Args:
-        updates: how the optimizer works.
-        costs: of the calls.
-        links: by which gradients arrive and weights leave; None: at once.
+        updates: rate and rules; None: updates take no time.
+        costs: costs of the calls.
+        links: links of gradients and weights; None: copies take no time.
     """
 
     def __init__(self, updates: UpdateModel | None, costs: Costs, links: Links | None = None) -> None:
@@ -61,10 +64,11 @@ class Updating:
         self._turns = {layer: turn for turn, layer in enumerate(self._sizes)}
 
     def step(self, arrived: Mapping[str, float]) -> list[tuple[str, float, float]]:
-        """Layer, start and end of each update of a step, given when each layer's gradients were on the host.
+        """Return layer, start and end of each update of a step.
 
-        One after another; of those that are there, the one that the trace, and so the next step's forward, asks for
-        first. With clipping and with blocking all wait for the last.
+        ``arrived`` has the time at which each layer's gradients are on the host. Of the layers that are there, the
+        first in the trace goes first, because the next step's forward needs it first. With clipping or blocking, all
+        wait for the last.
         """
         if self._updates is None:
             return [(layer, ready, ready) for layer, ready in arrived.items()]
@@ -88,19 +92,19 @@ class Updating:
         return rows
 
     def _lead_s(self, layer: str) -> float:
-        """How long before the last of a layer's gradients its first piece is there."""
+        """Return the seconds between the arrival of a layer's first piece and of its last."""
         if self._updates is None or self._updates.piece_bytes is None or self._links is None:
             return 0.0
         return max(0.0, self._travels[layer] - self._updates.piece_bytes) / self._links.download
 
     def published(self, rows: list[tuple[str, float, float]]) -> dict[str, float]:
-        """When the next step may begin to read each layer of what `step` returned, at the pace of its links."""
+        """Return when the next step may begin to upload each layer, given the rows of `step`."""
         if self._updates is not None and self._updates.blocking:
             return dict.fromkeys((layer for layer, *_ in rows), max((end for *_, end in rows), default=0.0))
         return {layer: self._readable(layer, start, end) for layer, start, end in rows}
 
     def _readable(self, layer: str, start: float, end: float) -> float:
-        """When an upload may begin that comes to no part of the weights before that is updated."""
+        """Return when an upload may begin that reaches no part of the weights before its update."""
         piece, size = self._updates and self._updates.piece_bytes, self._sizes[layer]
         if self._updates is None or self._updates.clipping or self._links is None or not piece or piece >= size:
             return end

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_roundpipe.planning import CallCost, Costs
+from lightning_roundpipe.planning import CallCost, Costs, Plan
+from lightning_roundpipe.planning.limits import Limits
+from lightning_roundpipe.planning.memory import BOTH, fits
 
 
 def call(
@@ -34,3 +36,18 @@ def even(n: int) -> Costs:
 def timed(forward: Sequence[float], backward: Sequence[float]) -> Costs:
     pairs = zip(forward, backward, strict=True)
     return Costs(tuple(call(f"layers.{number}", f, b) for number, (f, b) in enumerate(pairs)))
+
+
+def keeps(limits: Limits, plan: Plan, costs: Costs, workers: int) -> bool:
+    """Whether the plan is within the limits, counted apart from the search that has to keep to them."""
+    whole = plan.with_arenas(BOTH) == Plan.single(len(costs), 1)
+    is_beside = limits.memory is not None and limits.side_by_side and whole
+    most = limits.max_round or plan.round_microbatches
+    is_cut_so = limits.min_round <= plan.round_microbatches <= most and len(plan.fused) <= limits.max_fused + 1
+    return (is_beside or is_cut_so) and fits(plan, costs, workers, limits.memory)
+
+
+def speeds_of(costs: Costs) -> list[float]:
+    """How much faster than the mean each of unequal workers is, over all calls."""
+    whole = sum(call.forward_s + call.backward_s for call in costs)
+    return [whole / seconds if (seconds := sum(map(sum, times))) else 1.0 for times in costs.times]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planning.making import call, even
+from planning.making import call, even, timed
 
 from lightning_roundpipe.planning import CallCost, Costs, Phase
 
@@ -134,7 +134,6 @@ def test_unequal_workers_have_their_own_times_and_a_mean() -> None:
     assert [call.forward_s for call in costs.on(0)] == [0.5, 0.5]
     assert [call.backward_s for call in costs.on(1)] == [4, 4]
     assert costs.calls[0].forward_s == pytest.approx(2 / (2 + 0.5))  # both busy, they do 2.5 forwards a second
-    assert costs.speeds == pytest.approx((2 / 1.25, 0.5 / 1.25))
     assert costs.on(0).calls[0].weight_bytes == even(2).calls[0].weight_bytes
     assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
 
@@ -157,3 +156,11 @@ def test_times_of_unequal_workers_that_make_no_sense() -> None:
         even(2).at_speeds([1, 0])
     with pytest.raises(ValueError, match="workers=3 must be 2"):
         even(2).at_speeds([1, 2]).check_workers(3)
+
+
+def test_times_that_are_hardly_any_have_a_mean() -> None:
+    """The sum of their reciprocals is more than a float holds."""
+    least = 1.1125369292536007e-308
+    costs = Costs.of_workers([timed([least], [0.0]), timed([2 * least], [1.0])])
+    assert costs.calls[0].forward_s == pytest.approx(least * 4 / 3, rel=1e-6)
+    assert costs.calls[0].backward_s == 0

@@ -14,10 +14,10 @@ from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.planning import Plan
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.estimate import estimate_costs
+from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.interpreter import Interpreter
 from lightning_roundpipe.planning.meter import Meter
 from lightning_roundpipe.planning.pipeline import Rules, run_steps
-from lightning_roundpipe.planning.simulation import HostTime
 
 
 def test_what_is_taken_is_not_taken_again() -> None:

@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning.making import call, even
 
-from lightning_roundpipe.planning import TABLE_COLUMNS, Costs, Plan, Span, Stage
+from lightning_roundpipe.planning import Plan, Span, Stage
 from lightning_roundpipe.planning.schedule import Arenas
 
 GOLDENS = [
@@ -128,25 +127,3 @@ def test_stages_that_unpack_once_print_and_parse() -> None:
     plan = Plan.parse(text.replace("0-2 4", "4 1-2 0"))
     assert str(plan) == text and Plan.parse(text) == plan
     assert [stage.unpacks_once for stage in plan.stages()] == [True, True, True, False, True]
-
-
-def test_table() -> None:
-    mib = 2**20
-    costs = Costs(
-        (
-            call("embed", 0.001, 0.0, weights=1500 * mib, needs_backward=False),
-            call("layers.0", 0.010, 0.020, weights=3 * mib),
-            call("layers.1", 0.010, 0.020, weights=3 * mib),
-            call("head", 0.002, 0.004, weights=mib // 2),
-        )
-    )
-    rows = Plan.parse("forward 0-1 2; fused 3; backward 1-2 0; round 2").table(costs)
-    assert rows == [
-        ("0", "forward", "embed … layers.0", "1,503.0", "11.0"),
-        ("1", "forward", "layers.1", "3.0", "10.0"),
-        ("2", "fused", "head", "0.5", "6.0"),
-        ("3", "backward", "layers.0 … layers.1", "6.0", "60.0"),
-        ("4", "backward", "embed", "0.0", "0.0"),
-    ]
-    assert {len(row) for row in rows} == {len(TABLE_COLUMNS)}
-    assert Plan.single(2).table(even(2), ["x", "y"])[0][2] == "x … y"

@@ -9,13 +9,14 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from planning.judge import Times, step_ends
-from planning.making import call, even, timed
+from planning.making import call, even, keeps, timed
 
 from lightning_roundpipe.planning import CallCost, Costs, Plan, anneal, greedy_partition, search
 from lightning_roundpipe.planning.anneal import PlanTimer
 from lightning_roundpipe.planning.batch import Pace
 from lightning_roundpipe.planning.bubble import find_bubble
 from lightning_roundpipe.planning.cases import Case, read_cases
+from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
 from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.moves import neighbours, recuts
@@ -24,7 +25,6 @@ from lightning_roundpipe.planning.pipeline import Rules, run_steps
 from lightning_roundpipe.planning.search import baseline_within, paper_plan, search_partition
 from lightning_roundpipe.planning.seeds import deal, round_choices
 from lightning_roundpipe.planning.shapes import PlanShape, plan_of, sizes_of
-from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.planning.timing import Timing
 from lightning_roundpipe.runtime.profile import first_batch
 
@@ -132,9 +132,9 @@ def test_never_worse_than_the_papers_algorithm(workers: int, staleness: int) -> 
             plan = search_partition(
                 costs, workers, microbatches, limits, 1 if staleness else 0, host, search_seconds=1.0
             )
-            assert limits.keeps(plan, costs, workers)
+            assert keeps(limits, plan, costs, workers)
             baseline = baseline_within(costs, workers, microbatches, limits)
-            assert limits.keeps(baseline, costs, workers)
+            assert keeps(limits, baseline, costs, workers)
             ours, papers = (judged(p, costs, workers, microbatches, staleness, 0.05) for p in (plan, baseline))
             assert ours <= papers * (1 + 1e-9)
 
@@ -270,14 +270,14 @@ def test_a_wandering_plan_keeps_to_limits_and_spends_what_it_may() -> None:
         spent.append(seconds)
         return len(spent) / 3000
 
-    def keeps(shape: PlanShape, sizes: list[int]) -> bool:
+    def is_kept(shape: PlanShape, sizes: list[int]) -> bool:
         return sizes[shape.forward] <= 2 and shape.backward >= 3
 
     start = PlanShape(1, 5, 8), [15, 1, 3, 3, 3, 3, 3]
     clock = PlanTimer(pace, 4)
-    shape, sizes, seconds = anneal.anneal(clock, *start, 8, keeps, Random(0), spend)
+    shape, sizes, seconds = anneal.anneal(clock, *start, 8, is_kept, Random(0), spend)
     assert len(spent) == 3000
-    assert keeps(shape, sizes)
+    assert is_kept(shape, sizes)
     assert seconds == clock(shape.forward, sizes, [8]) < 0.7 * clock(1, start[1], [8])
     plan_of(shape, sizes).validate(costs.layers)
 
@@ -361,7 +361,7 @@ def test_rounds_side_by_side_are_data_parallelism_where_a_worker_holds_the_model
     for memory, fits in ((4000, True), (1000, False)):
         limits = Limits.usual(costs, 4, 8, memory)
         plan = search_partition(costs, 4, 8, limits, search_seconds=seconds, judge=step_s)
-        assert limits.keeps(plan, costs, 4)
+        assert keeps(limits, plan, costs, 4)
         assert plan.side_by_side(4, 8) == (plan == Plan.single(6, 1)) == fits
         if fits:  # workers begin a call behind each other, and then nothing waits
             assert step_s(plan) == 2 * 18 + 3 * 2

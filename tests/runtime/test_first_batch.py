@@ -11,9 +11,9 @@ import pytest
 import zoo
 from harness import ours, run
 
+from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.runtime.profile import first_batch
 
 clocks: list[bool] = []

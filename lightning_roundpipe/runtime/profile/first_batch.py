@@ -9,6 +9,7 @@ from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.memory import (
@@ -31,7 +32,6 @@ from lightning_roundpipe.planning.pipeline import Rules, run_steps
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition, unpacking_plans
-from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.learned import Learned
 from lightning_roundpipe.runtime.core.trace import Trace, distinct_layers

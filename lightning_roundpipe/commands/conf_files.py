@@ -1,34 +1,32 @@
-"""The measured cases that come with the package, by name: they lie in ``conf/cases``, wherever that is installed."""
+"""Files of ``conf`` by name, wherever the package is installed: models, adapters, machines and measured cases."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from lightning_roundpipe.commands.options import did_you_mean
 
 
 def find_cases(text: str, name: str) -> tuple[Path, str | None]:
-    """The file that ``text`` names, and the model in it if it names one.
+    """Return the file of cases that ``text`` names, and the model in it if ``text`` names one.
 
     Args:
-        text: a path, the name of a file in ``conf/cases``, or that of a model in one.
-        name: the option.
+        text: a path, the name of a file in ``conf/cases``, or the name of a model in such a file.
+        name: the option, for messages.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such file or model.
     """
     path = Path(text).expanduser()
+    shipped = shipped_files("cases", ".json")
     if path.is_file() or text.endswith(".json") or "/" in text:
-        if not path.exists() and path.stem in _shipped():
+        if not path.exists() and path.stem in shipped:
             raise ValueError(
                 f"{name}={text} is not there. The package's own cases are {name}={path.stem}, without a path."
             )
         return path, None
-    shipped = _shipped()
     if text in shipped:
         return shipped[text], None
     for file in shipped.values():
@@ -41,14 +39,12 @@ def find_cases(text: str, name: str) -> tuple[Path, str | None]:
 
 
 def models(file: Path) -> list[str]:
-    """The models that a file of cases holds, each once."""
+    """Return the models in a file of cases, without duplicates."""
     data = json.loads(file.read_bytes())
     return list(dict.fromkeys(str(case["model"]) for case in (data if isinstance(data, list) else [data])))
 
 
-def _shipped() -> dict[str, Path]:
-    return {item.name.removesuffix(".json"): Path(str(item)) for item in sorted(_files(), key=lambda item: item.name)}
-
-
-def _files() -> Iterator[Traversable]:
-    return (item for item in (files("lightning_roundpipe.conf") / "cases").iterdir() if item.name.endswith(".json"))
+def shipped_files(group: str, suffix: str = ".yaml") -> dict[str, Path]:
+    """Return the files of a folder in ``conf`` by their names without the suffix, in alphabetical order."""
+    folder = Path(str(files("lightning_roundpipe.conf") / group))
+    return {path.stem: path for path in sorted(folder.glob(f"*{suffix}"))}
