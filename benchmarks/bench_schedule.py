@@ -1,9 +1,12 @@
-"""How near the engine comes to its own simulation: layers that sleep for a real model's times, on 8 emulated devices.
+"""How near the engine comes to its own simulation: layers that sleep for a real model's times, on emulated devices.
 
-Nothing is computed, so all 8 devices work at once even on two cores, and what the measured step has over the simulated
+Nothing is computed, so all devices work at once even on two cores, and what the measured step has over the simulated
 one is the engine: interception, turns, hand-overs between threads, copies of (tiny) tensors, Lightning's own loop.
 
-    .venv/bin/python benchmarks/bench_schedule.py [--scale 4] [--steps 3]
+    .venv/bin/python benchmarks/bench_schedule.py [--scale 4] [--steps 3] [--unequal]
+
+``--unequal`` takes devices of different speeds instead of 8 equal ones, the plan that the engine itself makes from its
+first batch, and what all devices reach together if each of them trains alone.
 """
 
 from __future__ import annotations
@@ -11,51 +14,54 @@ from __future__ import annotations
 import argparse
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
-from common import Sleepers, Stopwatch, batches, quiet, trainer
+from common import Sleepers, Stopwatch, batches, quiet, trainer, unequal_devices
 from rich.console import Console
 from rich.table import Table
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.planning import greedy_partition
+from lightning_roundpipe.planning import Plan, greedy_partition
 from lightning_roundpipe.planning.cases import Case, read_cases
 from lightning_roundpipe.planning.pipeline import run_steps
+from lightning_roundpipe.planning.search import search_partition
 
 CASES = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"
 MODELS = ("qwen3-1.7b", "llama3.1-8b")
+MIXED = ((1.0, 0.5), (1.0, 0.5) * 2, (1.0, 1.0, 0.5, 0.5), (1.0, 1.0, 1.0, 0.4))
+LEARNING = 0.1
+"""How long layers take in the first batch, which the engine makes its plan from, as a part of what they take later."""
 
 
-def measure(case: Case, plan: str, scale: float, steps: int) -> list[float]:
-    """Seconds of steps under ``plan``, without the step that finds the trace."""
+def measure(
+    case: Case, plan: str, scale: float, steps: int, devices: int, microbatches: int, learning: float = 0.0
+) -> tuple[list[float], dict[str, Any]]:
+    """Seconds of steps under ``plan``, without the step that finds the trace, and the report on the last one."""
     seconds = [(call.forward_s, call.backward_s) for call in case.costs(scale)]
     watch = Stopwatch()
-    strategy = RoundPipeStrategy(num_microbatches=case.microbatches, plan=plan, layers=["Sleeper"])
-    fitter = trainer(strategy, case.workers, callbacks=watch)
-    fitter.fit(Sleepers(seconds), batches(torch.ones((steps + 1) * case.microbatches, 4), case.microbatches))
-    return watch.seconds[1:]
+    strategy = RoundPipeStrategy(num_microbatches=microbatches, plan=plan, layers=["Sleeper"])
+    fitter = trainer(strategy, devices, callbacks=watch)
+    module = Sleepers(seconds)
+    module.pace.factor = learning
+    fitter.fit(module, batches(torch.ones((steps + 1) * microbatches, 4), microbatches))
+    return watch.seconds[1:], strategy.report()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--scale", type=float, default=4.0, help="stretches the layers' times")
-    parser.add_argument("--steps", type=int, default=3)
-    options = parser.parse_args()
-    quiet()
-    torch.set_num_threads(1)
-    console = Console()
+def equal_table(scale: float, steps: int, console: Console) -> Table:
     cases = {case.model: case for case in read_cases(CASES) if case.schedule == "roundpipe"}
-    table = Table(title=f"8 devices, 16 microbatches, layers that sleep {options.scale:g} times the model's times")
+    table = Table(title=f"8 devices, 16 microbatches, layers that sleep {scale:g} times the model's times")
     for heading in ("layers of", "stages", "simulated (s)", "measured, median (s)", "ratio", "bubble, simulated"):
         table.add_column(heading, justify="left" if heading == "layers of" else "right")
     for model in MODELS:
         case = cases[model]
-        costs = case.costs(options.scale)
+        costs = case.costs(scale)
         plan = greedy_partition(costs, case.workers, case.microbatches)
         simulation = run_steps(plan, costs, case.workers, case.microbatches)
         bubble = 1 - simulation.busy_s / (case.workers * simulation.makespan_s)
-        with console.status(f"{model}: {options.steps} steps of {simulation.makespan_s:.1f} s"):
-            measured = statistics.median(measure(case, str(plan), options.scale, options.steps))
+        with console.status(f"{model}: {steps} steps of {simulation.makespan_s:.1f} s"):
+            seconds, _ = measure(case, str(plan), scale, steps, case.workers, case.microbatches)
+        measured = statistics.median(seconds)
         table.add_row(
             model,
             f"{len(plan.forward)} + 1 + {len(plan.backward)}",
@@ -64,7 +70,48 @@ def main() -> None:
             f"{measured / simulation.makespan_s:.3f}",
             f"{100 * bubble:.1f} %",
         )
-    console.print(table)
+    return table
+
+
+def unequal_table(scale: float, steps: int, console: Console) -> Table:
+    case = next(case for case in read_cases(CASES) if case.model == MODELS[0] and case.schedule == "roundpipe")
+    costs = case.costs(scale)
+    table = Table(title=f"layers that sleep {scale:g} times those of {case.model}, by the speed of their device")
+    headings = ("speeds", "microbatches", "stages", "alone, together (s)", "simulated (s)", "measured, last (s)")
+    for heading in (*headings, "measured / simulated", "alone / measured"):
+        table.add_column(heading, justify="left" if heading == "speeds" else "right")
+    for speeds in MIXED:
+        workers, microbatches = len(speeds), 8 * len(speeds)
+        one = search_partition(costs, 1, microbatches, by_clock=False)
+        alone = run_steps(one, costs, 1, microbatches).makespan_s / sum(speeds)
+        with console.status(f"{speeds}: {steps} steps of more than {alone:.1f} s"), unequal_devices(speeds):
+            _, report = measure(case, "measured", scale, steps, workers, microbatches, LEARNING)
+        plan, measured = Plan.parse(report["plan"]), report["step_time_s"]
+        simulated = run_steps(plan, costs.at_speeds(speeds), workers, microbatches).makespan_s
+        table.add_row(
+            ", ".join(f"{speed:g}" for speed in speeds),
+            str(microbatches),
+            f"{len(plan.forward)} + 1 + {len(plan.backward)}",
+            f"{alone:.3f}",
+            f"{simulated:.3f}",
+            f"{measured:.3f}",
+            f"{measured / simulated:.3f}",
+            f"{alone / measured:.3f}",
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scale", type=float, default=4.0, help="stretches the layers' times")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--unequal", action="store_true", help="devices of different speeds")
+    options = parser.parse_args()
+    quiet()
+    torch.set_num_threads(1)
+    console = Console(width=150)
+    table = unequal_table if options.unequal else equal_table
+    console.print(table(options.scale, options.steps, console))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_roundpipe.devices import emulated_work
+from lightning_roundpipe.devices.emulated import EmulatedDevice
 
 
 class Stopwatch(pl.Callback):
@@ -67,6 +71,33 @@ def batches(data: Tensor, size: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(data), batch_size=size)
 
 
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def unequal_devices(speeds: Sequence[float]) -> Iterator[None]:
+    """Within it, emulated devices are of as many kinds as there are speeds, and layers below are so fast on them."""
+    acquire_core = EmulatedDevice.acquire_core
+
+    @contextlib.contextmanager
+    def with_speed(self: EmulatedDevice) -> Iterator[None]:
+        with acquire_core(self):
+            _here.speed = speeds[self.index]
+            yield
+
+    kind = property(lambda self: f"a device of speed {speeds[self.index]:g}")
+    with mock.patch.multiple(EmulatedDevice, acquire_core=with_speed, kind=kind):
+        try:
+            yield
+        finally:
+            _here.__dict__.clear()  # of this thread; those of workers are over
+
+
+def take(seconds: float) -> None:
+    """Take so long on a device of speed 1, as a layer that computes would; see `unequal_devices`."""
+    emulated_work(seconds / getattr(_here, "speed", 1.0))
+
+
 class Pace:
     """How fast layers that only take time are; 0 skips the waiting, for the step that learns the trace."""
 
@@ -80,14 +111,14 @@ class _TakeTime(torch.autograd.Function):
         ctx.backward_s, ctx.pace = backward_s, pace
         ctx.save_for_backward(weight)
         if pace.factor:
-            emulated_work(pace.factor * forward_s)
+            take(pace.factor * forward_s)
         return x * weight
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (weight,) = ctx.saved_tensors
         if ctx.pace.factor:
-            emulated_work(ctx.pace.factor * ctx.backward_s)
+            take(ctx.pace.factor * ctx.backward_s)
         return grad * weight, grad.sum().reshape(1), None, None, None
 
 

@@ -125,61 +125,68 @@ def period_of(workers: Sequence[object]) -> int:
     return next(repeats, max(1, whole))
 
 
-def stage_times(pace: Pace, forward: int, sizes: Sizes) -> Turns:
-    """Return the turns of plans, on the mean of unequal workers.
+def worker_times(pace: Pace, workers: int, forward: int, sizes: Sizes) -> tuple[Turns, ...]:
+    """Return the turns of plans on each worker.
 
     Args:
         pace: seconds of calls and turns.
+        workers: number of workers.
         forward: number of forward stages.
         sizes: the plans, (plans, stages).
     """
-    starts, ends = stage_ends(forward, sizes)
-    return _turns(pace, forward, starts, ends, _since(pace, forward, starts, ends) if pace.ahead else None)
-
-
-def worker_times(pace: Pace, workers: int, forward: int, sizes: Sizes) -> tuple[Turns, ...]:
-    """Return the turns of plans on each worker. For the arguments see `stage_times`."""
-    if not pace.of_workers:
-        return (stage_times(pace, forward, sizes),) * workers
-    starts, ends = stage_ends(forward, sizes)
+    cuts = _Cuts.of(forward, sizes)
+    each = pace.each(workers)
     since = None
     if pace.ahead:
-        least = [_since(one, forward, starts, ends) for one in {id(one): one for one in pace.of_workers}.values()]
-        since = np.minimum.reduce(least)
-    return _each(pace.of_workers, lambda one: _turns(one, forward, starts, ends, since))
+        since = np.minimum.reduce([_since(one, cuts) for one in {id(one): one for one in each}.values()])
+    return _each(each, lambda one: _turns(one, cuts, since))
 
 
-def _since(pace: Pace, forward: int, starts: Sizes, ends: Sizes) -> Floats:
+class _Cuts(NamedTuple):
+    """The calls between which the stages of plans are cut, (plans, edges) each. NumPy sums fastest along rows.
+
+    Attributes:
+        ahead: cuts of the forward stages, ascending. The last is the first call of the fused stage.
+        behind: cuts of the backward stages, descending from there.
+    """
+
+    ahead: Sizes
+    behind: Sizes
+
+    @classmethod
+    def of(cls, forward: int, sizes: Sizes) -> _Cuts:
+        ahead = np.zeros((len(sizes), forward + 1), dtype=np.int64)
+        np.cumsum(sizes[:, :forward], axis=1, out=ahead[:, 1:])
+        behind = np.zeros((len(sizes), sizes.shape[1] - forward), dtype=np.int64)
+        np.cumsum(sizes[:, forward + 1 :], axis=1, out=behind[:, 1:])
+        np.subtract(ahead[:, -1:], behind, out=behind)
+        return cls(ahead, behind)
+
+
+def _since(pace: Pace, cuts: _Cuts) -> Floats:
     """Return the time since a microbatch left the forward stages, (plans, backward stages)."""
-    fused = _between(pace.fused, starts, ends, slice(forward, forward + 1))
-    backward = _between(pace.backward, starts, ends, slice(forward + 1, None))
-    return np.cumsum(np.concatenate([fused, backward], axis=1) + pace.hop_s, axis=1)[:, :-1]
+    backward = pace.backward.take(cuts.behind)
+    elapsed = np.empty(backward.shape)
+    elapsed[:, 0] = pace.fused[-1] - pace.fused[cuts.behind[:, 0]]
+    np.subtract(backward[:, :-1], backward[:, 1:], out=elapsed[:, 1:])
+    elapsed += pace.hop_s
+    return np.cumsum(elapsed[:, :-1], axis=1)
 
 
-def _between(elapsed: Floats, starts: Sizes, ends: Sizes, stages: slice) -> Floats:
-    return elapsed[ends[:, stages]] - elapsed[starts[:, stages]]
-
-
-def _turns(pace: Pace, forward: int, starts: Sizes, ends: Sizes, since: Floats | None) -> Turns:
-    before, middle, after = slice(0, forward), slice(forward, forward + 1), slice(forward + 1, None)
-    recompute, backward = (_between(sums, starts, ends, after) for sums in (pace.recompute, pace.backward))
-    fused = _between(pace.fused, starts, ends, middle)
-    parts = [_between(pace.forward, starts, ends, before), fused, recompute + backward]
-    length = np.concatenate(parts, axis=1) + pace.turn_s
+def _turns(pace: Pace, cuts: _Cuts, since: Floats | None) -> Turns:
+    ahead, behind, fused = cuts.ahead.T, cuts.behind.T, cuts.behind[:, 0]
+    forward = len(ahead) - 1
+    elapsed, recomputed, backward = pace.forward.take(ahead), pace.recompute.take(behind), pace.backward.take(behind)
+    length = np.empty((forward + len(behind), len(fused)))
+    np.subtract(elapsed[1:], elapsed[:-1], out=length[:forward])
+    length[forward] = pace.fused[-1] - pace.fused[fused]
+    recompute = recomputed[:-1] - recomputed[1:]
+    np.add(recompute, backward[:-1] - backward[1:], out=length[forward + 1 :])
+    length += pace.turn_s
     lead = np.zeros_like(length)
     if since is not None:
-        lead[:, forward + 1 :] = np.minimum(recompute, since)
-    behind_loss = _between(pace.backward, starts, ends, middle)[:, 0]
-    return Turns(forward, np.ascontiguousarray(length.T), np.ascontiguousarray(lead.T), behind_loss)
-
-
-def stage_ends(forward: int, sizes: Sizes) -> tuple[Sizes, Sizes]:
-    """Return the first call of every stage, and the call after its last, (plans, stages) each."""
-    upwards = np.cumsum(sizes[:, : forward + 1], axis=1)
-    downwards = upwards[:, forward : forward + 1] - np.cumsum(sizes[:, forward:], axis=1)
-    starts = np.concatenate([upwards - sizes[:, : forward + 1], downwards[:, 1:]], axis=1)
-    ends = np.concatenate([upwards, downwards[:, :-1]], axis=1)
-    return starts, ends
+        np.minimum(recompute, since.T, out=lead[forward + 1 :])
+    return Turns(forward, length, lead, pace.backward[-1] - backward[0])
 
 
 def step_ends(each: Sequence[Turns], hop_s: float, rounds: Sequence[int], steps: int) -> Floats:

@@ -16,7 +16,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_roundpipe.planning.batch import Sizes, stage_ends
+from lightning_roundpipe.planning.batch import Sizes
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, StageBytes
 from lightning_roundpipe.planning.memory import BOTH, Memory, arenas_within, least
 from lightning_roundpipe.planning.schedule import Arenas, Plan
@@ -99,7 +99,7 @@ class MemoryTable:
     def fits(self, shape: PlanShape, sizes: Sizes) -> NDArray[np.bool_]:
         """Return which of the plans fit, (plans,), by the sum of `memory.device_bytes`. Rows of ``sizes`` are plans."""
         forward = shape.forward
-        starts, ends = stage_ends(forward, sizes)
+        starts, ends = _stage_ends(forward, sizes)
         phases: Sequence[tuple[Phase, slice]] = (
             ("forward", slice(0, forward)),
             ("fused", slice(forward, forward + 1)),
@@ -124,6 +124,15 @@ class MemoryTable:
             return [(slice(None), self._memory)]
         every = math.gcd(stages, self._workers)
         return [(slice(first, None, every), min(self._memory[first::every])) for first in range(every)]
+
+
+def _stage_ends(forward: int, sizes: Sizes) -> tuple[Sizes, Sizes]:
+    """Return the first call of every stage, and the call after its last, (plans, stages) each."""
+    upwards = np.cumsum(sizes[:, : forward + 1], axis=1)
+    downwards = upwards[:, forward : forward + 1] - np.cumsum(sizes[:, forward:], axis=1)
+    starts = np.concatenate([upwards - sizes[:, : forward + 1], downwards[:, 1:]], axis=1)
+    ends = np.concatenate([upwards, downwards[:, :-1]], axis=1)
+    return starts, ends
 
 
 def _returning(before: int, call: CallCost) -> int:

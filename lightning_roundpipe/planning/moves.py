@@ -11,36 +11,57 @@ from lightning_roundpipe.planning.batch import Sizes
 from lightning_roundpipe.planning.shapes import PlanShape
 
 
-def neighbours(forward: int, sizes: Sizes) -> Sizes:
-    """Return all plans of the same shape that differ by one call, (plans, stages).
+class Neighbours:
+    """All plans of the same shape that differ by one call. There are many, so `plans` makes only those that are wanted.
 
     A call moves between any two stages of a pass, or the fused stage takes a call from each pass or gives one to each.
-    The fused stage may exceed the limits.
+
+    Args:
+        forward: number of forward stages.
+        sizes: calls in each stage of the plan.
+        most: largest number of calls in the fused stage; None for any.
     """
-    ahead, behind = np.arange(forward), np.arange(forward + 1, len(sizes))
-    rows = []
-    for stages in (ahead, behind):
-        if len(stages) < 2:
-            continue
-        source, target = (stages[at] for at in _pairs(len(stages)))
-        near = np.repeat(sizes[None], len(source), axis=0)
-        at = np.arange(len(source))
-        near[at, source] -= 1
-        near[at, target] += 1
-        rows.append(near)
-    if forward and len(behind):
-        one, other = (grid.ravel() for grid in np.meshgrid(ahead, behind))
-        at = np.arange(len(one))
-        for taken in (1, -1):
-            near = np.repeat(sizes[None], len(one), axis=0)
-            near[at, one] -= taken
-            near[at, other] -= taken
-            near[:, forward] += taken
-            rows.append(near)
-    if not rows:
-        return np.empty((0, len(sizes)), dtype=np.int64)
-    near = np.concatenate(rows)
-    return near[(near >= 1).all(axis=1)]
+
+    def __init__(self, forward: int, sizes: Sizes, most: int | None = None) -> None:
+        self._forward, self._sizes = forward, sizes
+        ahead, behind = np.arange(forward), np.arange(forward + 1, len(sizes))
+        spare, fused = sizes > 1, int(sizes[forward])
+        ends = np.empty((2, 0), dtype=np.int64)
+        moves = [ends]  # of each (which stage gives a call, which one takes it)
+        if most is None or fused <= most:
+            for stages in (ahead, behind):
+                if len(stages) > 1:
+                    source, target = _pairs(len(stages))
+                    possible = spare[stages][source]
+                    moves.append(np.stack([stages[source[possible]], stages[target[possible]]]))
+        takes = gives = ends  # of each (a forward stage, a backward stage)
+        if forward and len(behind):
+            if most is None or fused < most:
+                takes = _grid(ahead[spare[ahead]], behind[spare[behind]])
+            if fused > 1 and (most is None or fused <= most + 1):
+                gives = _grid(ahead, behind)
+        self._from_fused = sum(move.shape[1] for move in moves), takes.shape[1]
+        self._stages = np.concatenate([*moves, takes, gives], axis=1)
+
+    def __len__(self) -> int:
+        return int(self._stages.shape[1])
+
+    def plans(self, chosen: Sizes | None = None) -> Sizes:
+        """Return the sizes of all neighbours, or of those with the ``chosen`` numbers, (plans, stages)."""
+        numbers = np.arange(len(self)) if chosen is None else chosen
+        one, other = self._stages[:, numbers]
+        moved, taken = self._from_fused
+        is_move, takes = numbers < moved, numbers < moved + taken
+        rows, at = np.repeat(self._sizes[None], len(numbers), axis=0), np.arange(len(numbers))
+        rows[at, one] -= np.where(takes, 1, -1)
+        rows[at, other] += np.where(takes & ~is_move, -1, 1)
+        rows[:, self._forward] += np.where(is_move, 0, np.where(takes, 1, -1))
+        return rows
+
+
+def _grid(one: Sizes, other: Sizes) -> Sizes:
+    """Return each of one with each of the other, (2, pairs)."""
+    return np.stack([np.tile(one, len(other)), np.repeat(other, len(one))])
 
 
 @cache
@@ -86,7 +107,7 @@ def kicked(shape: PlanShape, sizes: Sizes, random: np.random.Generator) -> tuple
     shape, rows = choices[int(random.integers(len(choices)))]
     sizes = rows[int(random.integers(len(rows)))]
     for _ in range(int(random.integers(1, 4))):
-        near = neighbours(shape.forward, sizes)
+        near = Neighbours(shape.forward, sizes)
         if len(near):
-            sizes = near[int(random.integers(len(near)))]
+            sizes = near.plans(random.integers(len(near), size=1))[0]
     return shape, sizes

@@ -43,7 +43,7 @@ from lightning_roundpipe.planning.memory import (
     partition_within,
     unpacked_within,
 )
-from lightning_roundpipe.planning.moves import kicked, neighbours, recuts
+from lightning_roundpipe.planning.moves import Neighbours, kicked, recuts
 from lightning_roundpipe.planning.pipeline import Staleness
 from lightning_roundpipe.planning.schedule import Arenas, Plan
 from lightning_roundpipe.planning.seeds import seeds
@@ -324,14 +324,16 @@ class _PlanSearch:
 
     def _some(self, sizes: Sizes) -> Sizes:
         """Return at most `_NEAR` of the plans, chosen at random."""
-        if len(sizes) <= _NEAR:
-            return sizes
-        return sizes[np.sort(self._random.permutation(len(sizes))[:_NEAR])]
+        return sizes if len(sizes) <= _NEAR else sizes[self._chosen(len(sizes))]
+
+    def _chosen(self, count: int) -> Sizes:
+        """Return the numbers of the plans to look at, ascending: all, or `_NEAR` of them, chosen at random."""
+        return np.arange(count) if count <= _NEAR else np.sort(self._random.permutation(count)[:_NEAR])
 
     def _tabu(self, start: _Found, patience: int) -> _Found:
         best, here, visited, waited = start, start.sizes, {start.sizes.tobytes()}, 0
         while waited < patience and not self._timing.is_over():
-            near = self._some(self._allowed(start.shape, neighbours(start.shape.forward, here)))
+            near = self._near(start.shape, here)
             if not len(near):
                 break
             scores = self._timing.times(start.shape, near)
@@ -346,6 +348,13 @@ class _PlanSearch:
             if scores[row] < best.score * (1 - 1e-12):
                 best, waited = self._found(scores[row], start.shape, here), 0
         return best
+
+    def _near(self, shape: PlanShape, sizes: Sizes) -> Sizes:
+        """Return at most `_NEAR` of the plan's neighbours that keep to the limits, chosen at random."""
+        near = Neighbours(shape.forward, sizes, self._limits.max_fused + 1)
+        if self._table is not None:
+            return self._some(self._allowed(shape, near.plans()))
+        return near.plans(self._chosen(len(near)))
 
     def _allowed(self, shape: PlanShape, sizes: Sizes) -> Sizes:
         """Return the plans within the limits."""

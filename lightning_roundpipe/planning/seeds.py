@@ -71,9 +71,7 @@ def seeds(pace: Pace, microbatches: int, limits: Limits, ramps: bool) -> Iterato
     period = math.lcm(*(period_of(one) for one in shares))
 
     @cache
-    def dealt(
-        phase: Literal["forward", "backward"], rest: int, stages: int, ramps: bool, position: int
-    ) -> list[list[int]]:
+    def dealt(phase: Literal["forward", "backward"], rest: int, stages: int, ramps: bool, position: int) -> Sizes:
         """Calls per stage of a pass whose first stage is at ``position``, modulo the period."""
         elapsed = (pace.forward if phase == "forward" else both)[: rest + 1]
         kinds = _weights(stages) if ramps else [np.ones(stages)]
@@ -84,8 +82,9 @@ def seeds(pace: Pace, microbatches: int, limits: Limits, ramps: bool) -> Iterato
             kinds = [
                 weights * (share if phase == "forward" else share[::-1]) for share in for_workers for weights in kinds
             ]
-        sizes = {tuple(deal(elapsed, weights, alike=not for_workers)): None for weights in kinds}
-        return [list(one if phase == "forward" else one[::-1]) for one in sizes]
+        sizes = deal(elapsed, np.array(kinds), alike=not for_workers)
+        sizes = sizes[sorted({row.tobytes(): number for number, row in reversed([*enumerate(sizes)])}.values())]
+        return sizes if phase == "forward" else sizes[:, ::-1]
 
     counts = _counts(calls)
     shapes = sorted(((f, b) for f in counts for b in counts), key=sum)
@@ -100,15 +99,17 @@ def seeds(pace: Pace, microbatches: int, limits: Limits, ramps: bool) -> Iterato
         for members in rounds:
             grow = ramps and members == rounds[0]
             rows = [
-                (*ahead, held, *behind)
+                _with_each(
+                    dealt("forward", calls - held, forward, grow, 0),
+                    held,
+                    dealt("backward", calls - held, backward, grow, (forward + 1) % period),
+                )
                 for held in fused
                 if max(forward, backward) <= calls - held
                 and (held == 1 or pace.fused[-1] - pace.fused[-1 - held] <= _FUSED * mean)
-                for ahead in dealt("forward", calls - held, forward, grow, 0)
-                for behind in dealt("backward", calls - held, backward, grow, (forward + 1) % period)
             ]
             if rows:
-                yield PlanShape(forward, backward, members), np.array(rows)
+                yield PlanShape(forward, backward, members), np.concatenate(rows)
 
 
 def _shares(pace: Pace, limits: Limits) -> list[list[float]]:
@@ -132,23 +133,33 @@ def _weights(stages: int) -> list[Floats]:
     return weights
 
 
-def deal(elapsed: Floats, weights: Floats, *, alike: bool = True) -> list[int]:
+def _with_each(ahead: Sizes, held: int, behind: Sizes) -> Sizes:
+    """Return every forward pass with ``held`` calls in the fused stage and every backward pass, (plans, stages)."""
+    one, other = len(ahead), len(behind)
+    return np.concatenate(
+        [np.repeat(ahead, other, axis=0), np.full((one * other, 1), held), np.tile(behind, (one, 1))], axis=1
+    )
+
+
+def deal(elapsed: Floats, weights: Floats, *, alike: bool = True) -> Sizes:
     """Calls per stage, ascending through the trace, so that stage times are nearly as ``weights``; each at least one.
 
-    ``elapsed`` are the sums before each call and of all. Between equal calls, stages of workers that are ``alike`` are
-    sorted by size: what does not divide evenly goes to the later stages.
+    ``elapsed`` are the sums before each call and of all; ``weights`` has a row for each way to deal, as the result.
+    Between equal calls, stages of workers that are ``alike`` are sorted by size: what does not divide evenly goes to
+    the later stages.
     """
-    calls, stages = len(elapsed) - 1, len(weights)
-    goal = elapsed[-1] * np.cumsum(weights) / np.sum(weights)
-    cuts = np.searchsorted((elapsed[1:] + elapsed[:-1]) / 2, goal[:-1])
+    calls, (ways, stages) = len(elapsed) - 1, weights.shape
+    goal = elapsed[-1] * np.cumsum(weights, axis=1) / np.sum(weights, axis=1, keepdims=True)
+    cuts = np.searchsorted((elapsed[1:] + elapsed[:-1]) / 2, goal[:, :-1])
     places = np.arange(1, stages)
-    cuts = np.maximum.accumulate(cuts - places) + places  # each stage has a call,
+    cuts = np.maximum.accumulate(cuts - places, axis=1) + places  # each stage has a call,
     cuts = np.clip(cuts, places, calls - stages + places)  # and leaves one for each that follows
-    sizes = np.diff(np.concatenate([[0], cuts, [calls]]))
+    ends = np.zeros((ways, 1), dtype=np.int64), np.full((ways, 1), calls)
+    sizes = np.diff(np.concatenate([ends[0], cuts, ends[1]], axis=1), axis=1)
     times = np.diff(elapsed)
     if alike and np.ptp(times) <= 1e-9 * times[0]:
-        sizes = np.sort(sizes)
-    return [int(size) for size in sizes]
+        sizes = np.sort(sizes, axis=1)
+    return sizes
 
 
 def _counts(calls: int) -> list[int]:

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from lightning_roundpipe.planning.batch import Floats, Pace, Sizes, stage_times, step_ends, worker_times
+from lightning_roundpipe.planning.batch import Floats, Pace, Sizes, step_ends, worker_times
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.shapes import PlanShape, sizes_of
 
@@ -49,8 +49,9 @@ class Timing:
 
     def least_s(self, shape: PlanShape, sizes: Sizes) -> Floats:
         """Return a lower bound of the plans' seconds, (plans,): their work divided by the number of workers."""
-        turns = stage_times(self.pace, shape.forward, sizes)
-        return np.asarray(turns.length.sum(axis=0) * (self.microbatches / self.workers))
+        pace, first = self.pace, len(self.pace.fused) - 1 - sizes[:, shape.forward]
+        calls = pace.forward[first] + pace.fused[-1] - pace.fused[first] + pace.recompute[first] + pace.backward[first]
+        return np.asarray((calls + pace.turn_s * sizes.shape[1]) * (self.microbatches / self.workers))
 
     def settled(self, plan: Plan) -> Floats:
         """How long steps take in the end: one step, or means of `PERIOD_STEPS` steps, from each of as many on.

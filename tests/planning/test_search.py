@@ -19,7 +19,7 @@ from lightning_roundpipe.planning.cases import Case, read_cases
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
 from lightning_roundpipe.planning.memory import device_bytes
-from lightning_roundpipe.planning.moves import neighbours, recuts
+from lightning_roundpipe.planning.moves import Neighbours, recuts
 from lightning_roundpipe.planning.paper_schedules import run_case
 from lightning_roundpipe.planning.pipeline import Rules, run_steps
 from lightning_roundpipe.planning.search import baseline_within, paper_plan, search_partition
@@ -218,10 +218,31 @@ def test_memory_of_many_plans_is_that_of_each() -> None:
 
 
 def test_neighbours_run_every_call_once() -> None:
-    near = neighbours(2, np.array([2, 1, 3, 1, 2]))
-    rows = {tuple(int(size) for size in row) for row in near}
-    assert rows == {(1, 2, 3, 1, 2), (2, 1, 3, 2, 1), (1, 1, 4, 1, 1), *_given_back((2, 1, 3, 1, 2))}
-    assert not len(neighbours(0, np.array([4])))
+    sizes = np.array([2, 1, 3, 1, 2])
+    near = Neighbours(2, sizes).plans()
+    rows = {tuple(row) for row in near.tolist()}
+    moved, fused = {(1, 2, 3, 1, 2), (2, 1, 3, 2, 1)}, (1, 1, 4, 1, 1)
+    assert rows == {*moved, fused, *_given_back((2, 1, 3, 1, 2))}
+    assert {tuple(row) for row in Neighbours(2, sizes, 3).plans().tolist()} == rows - {fused}
+    assert {tuple(row) for row in Neighbours(2, sizes, 2).plans().tolist()} == rows - {fused} - moved
+    assert (Neighbours(2, sizes).plans(np.array([0, 5])) == near[[0, 5]]).all()
+    assert not len(Neighbours(0, np.array([4])))
+
+
+def test_the_search_makes_only_plans_that_it_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of 94 layers has more neighbours than are timed, and making them all took most of the search's time."""
+    made, known, plans = [0], [0], Neighbours.plans
+
+    def counted(self: Neighbours, chosen: Any = None) -> Any:
+        rows = plans(self, chosen)
+        made.append(len(rows))
+        known.append(len(self))
+        return rows
+
+    monkeypatch.setattr(Neighbours, "plans", counted)
+    calls = [CallCost(f"{n}", 0.02, 0.04, 0, 0, 0, 0, needs_backward=True) for n in range(94)]
+    search_partition(Costs(tuple(calls)), 8, 16, search_seconds=2, by_clock=False)
+    assert max(made) <= 512 < max(known)
 
 
 def test_plans_of_a_stage_more_or_fewer() -> None:
@@ -303,10 +324,10 @@ def _given_back(sizes: tuple[int, ...]) -> set[tuple[int, ...]]:
 
 def test_calls_are_dealt_out_by_time() -> None:
     flat = np.arange(11.0)
-    assert deal(flat, np.ones(3)) == [3, 3, 4]
-    assert deal(flat, np.array([0.2, 0.8])) == [2, 8]
-    assert deal(np.array([0.0, 8, 9, 10, 11]), np.ones(2)) == [1, 3]
-    assert deal(np.array([0.0, 0, 0, 0, 9]), np.ones(4)) == [1, 1, 1, 1]
+    assert deal(flat, np.ones((1, 3))).tolist() == [[3, 3, 4]]
+    assert deal(flat, np.array([[0.2, 0.8], [0.5, 0.5]])).tolist() == [[2, 8], [5, 5]]
+    assert deal(np.array([0.0, 8, 9, 10, 11]), np.ones((1, 2))).tolist() == [[1, 3]]
+    assert deal(np.array([0.0, 0, 0, 0, 9]), np.ones((1, 4))).tolist() == [[1, 1, 1, 1]]
 
 
 def test_rounds_that_are_tried() -> None:
@@ -469,7 +490,8 @@ def test_memory_of_many_plans_on_unequal_workers_is_that_of_each() -> None:
     answers = set()
     for forward, backward in itertools.product((1, 2, 3), (1, 2, 3, 3, 3)):
         shape, rest = PlanShape(forward, backward, 3), np.arange(6.0)
-        sizes = [*deal(rest, np.ones(forward)), 3, *deal(rest, np.ones(backward))[::-1]]
+        ahead, behind = (deal(rest, np.ones((1, stages)))[0].tolist() for stages in (forward, backward))
+        sizes = [*ahead, 3, *behind[::-1]]
         plan, memory = plan_of(shape, sizes), tuple(random.randrange(60, 260) for _ in range(4))
         each = [device_bytes(plan, costs, 4, worker) <= most for worker, most in enumerate(memory)]
         [found] = MemoryTable(costs, 4, memory).fits(shape, np.array([sizes]))
