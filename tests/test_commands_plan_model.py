@@ -368,7 +368,8 @@ def test_rounds_run_side_by_side_where_worker_and_host_have_the_memory(command: 
         less = json.loads(command(*options, limit, "format=json")[1])
         assert less["fits"] and not less["side_by_side"]
         assert less["tokens_per_s"] < found["tokens_per_s"]
-    assert "\nThe 8 rounds of a step run side by side. Each is a whole microbatch" in command(*options)[1]
+    text = command(*options[:3], *options[4:], f"plan={found['plan']}")[1]  # a search may find another one, as fast
+    assert "\nThe 8 rounds of a step run side by side. Each is a whole microbatch" in text
     several = command("model=tiny_llama,tiny_qwen3_1_7b", *options[1:3], *options[4:-1], "search_seconds=1")[1]
     assert "beside: rounds side by side, as in data parallelism." in " ".join(several.split())
 
