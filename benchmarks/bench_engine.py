@@ -63,8 +63,8 @@ class Counting(Stopwatch):
         """End counting, and return the calls of functions a step."""
         threading.setprofile(None)
         for profile in self._profiles:
-            profile.disable()
-        stats: Any = pstats.Stats(*self._profiles)
+            profile.create_stats()
+        stats: Any = pstats.Stats(*(profile for profile in self._profiles if profile.stats))  # some threads only wait
         return float(stats.total_calls) / (len(self.seconds) - 2)
 
 

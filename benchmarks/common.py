@@ -71,31 +71,29 @@ def batches(data: Tensor, size: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(data), batch_size=size)
 
 
-_here = threading.local()
-
-
 @contextlib.contextmanager
 def unequal_devices(speeds: Sequence[float]) -> Iterator[None]:
     """Within it, emulated devices are of as many kinds as there are speeds, and layers below are so fast on them."""
-    acquire_core = EmulatedDevice.acquire_core
+    acquire_core, here = EmulatedDevice.acquire_core, threading.local()
 
     @contextlib.contextmanager
     def with_speed(self: EmulatedDevice) -> Iterator[None]:
         with acquire_core(self):
-            _here.speed = speeds[self.index]
+            here.speed = speeds[self.index]
             yield
 
+    def work(seconds: float) -> None:
+        emulated_work(seconds / getattr(here, "speed", 1.0))
+
     kind = property(lambda self: f"a device of speed {speeds[self.index]:g}")
-    with mock.patch.multiple(EmulatedDevice, acquire_core=with_speed, kind=kind):
-        try:
-            yield
-        finally:
-            _here.__dict__.clear()  # of this thread; those of workers are over
+    # Only here, because calls of code that reads a thread-local variable are not plain.
+    with mock.patch.multiple(EmulatedDevice, acquire_core=with_speed, kind=kind), mock.patch(f"{__name__}.take", work):
+        yield
 
 
 def take(seconds: float) -> None:
     """Take so long on a device of speed 1, as a layer that computes would; see `unequal_devices`."""
-    emulated_work(seconds / getattr(_here, "speed", 1.0))
+    emulated_work(seconds)
 
 
 class Pace:
