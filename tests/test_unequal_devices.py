@@ -23,7 +23,7 @@ from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.runtime.profile import first_batch
 
-FORWARD_S, BACKWARD_S = 0.01, 0.02
+FORWARD_S, BACKWARD_S = 0.02, 0.04
 BLOCKS = 12
 _here = threading.local()
 

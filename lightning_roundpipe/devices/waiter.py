@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import threading
 
 from lightning_roundpipe.devices import interpreter_lease
+
+
+class _Bell:
+    """Wakes a thread that waits for a limited time, with or without the lease."""
+
+    __slots__ = ("_rung", "acquire")
+
+    def __init__(self) -> None:
+        self._rung = threading.Lock()
+        self._rung.acquire()
+        self.acquire = self._rung.acquire
+
+    def submit(self) -> None:
+        self._rung.release()
 
 
 class Waiter:
@@ -21,7 +37,7 @@ class Waiter:
 
     def __init__(self) -> None:
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._parked: list[interpreter_lease.Ticket] = []
+        self._parked: list[interpreter_lease.Ticket | _Bell] = []
         """The ticket of the thread that waits, if it is to get the lease. Whoever pops it, the waker or that thread,
         decides whether the thread sleeps."""
         self._woken = False
@@ -61,8 +77,13 @@ class Waiter:
         """Wait for at most ``seconds``, and return whether the waiter was woken."""
         if self._woken:
             return True
+        # Not `SimpleQueue.get`, which waits without end if its time is over before it sleeps (Python 3.11).
+        bell = _Bell()
+        self._parked.append(bell)
         try:
-            interpreter_lease.released(self._wakes.get, True, seconds)
-        except queue.Empty:
-            return False
-        return True
+            if not self._withdraw():
+                interpreter_lease.released(bell.acquire, True, seconds)
+        finally:  # after Ctrl-C too: a later wait must not miss its wake
+            with contextlib.suppress(ValueError):  # the waker has taken it
+                self._parked.remove(bell)
+        return self._woken

@@ -406,3 +406,16 @@ def test_what_fails_a_step_fails_the_one_behind_it_and_not_the_other_way_round()
     assert second.moved == 4
     second.part()
     assert second.moved == 1
+
+
+def test_a_wait_whose_time_is_over_at_once_ends() -> None:
+    """A queue's `get` waited for ever if the time was over before it slept."""
+    for seconds in (0.0, 1e-9, 1e-7, 1e-6, 1e-5):
+        for _ in range(500):
+            assert not Waiter().wait_for(seconds)
+    woken = Waiter()
+    woken.wake()
+    assert woken.wait_for(0.0) and woken.wait_for(1.0)
+    late = Waiter()
+    threading.Timer(0.01, late.wake).start()
+    assert late.wait_for(60.0)
