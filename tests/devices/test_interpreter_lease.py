@@ -16,7 +16,7 @@ from harness import loader, ours, trainer_of
 from patience import until
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices import emulated_work, interpreter_lease, intraop_threads
+from lightning_roundpipe.devices import core_semaphore, emulated_work, interpreter_lease, intraop_threads
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.core_semaphore import Semaphore
 from lightning_roundpipe.devices.emulated import EmulatedDevice
@@ -382,3 +382,49 @@ def test_a_forked_process_has_no_lease_of_its_parents_threads() -> None:
         os._exit(not (is_free() and not interpreter_lease.holds()))
     assert os.waitpid(child, 0)[1] == 0
     assert interpreter_lease.release() and is_free()
+
+
+class WokenBeforeItParks(list[Any]):
+    """A waiter's tickets. The waker comes after the waiting thread's first look, and before its ticket is there."""
+
+    def __init__(self, waiter: Waiter) -> None:
+        super().__init__()
+        self.waiter = waiter
+
+    def append(self, ticket: Any) -> None:
+        self.waiter.wake()
+        super().append(ticket)
+
+
+@pytest.mark.parametrize("seconds", [None, 60.0])
+def test_a_wake_just_before_the_ticket_is_there(seconds: float | None) -> None:
+    waiter = Waiter()
+    waiter._parked = WokenBeforeItParks(waiter)
+
+    def work() -> None:
+        interpreter_lease.acquire()
+        assert waiter.wait_for(seconds) if seconds else waiter.wait() is None
+        done.append(interpreter_lease.release())
+
+    done: list[bool] = []
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert done == [True], "the thread kept its lease, and waits for nobody"
+    assert is_free()
+
+
+def test_each_call_renews_the_lease_before_it_takes_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a thread that has lost its lease would run its next calls beside the holder."""
+    held: list[bool] = []
+    own = interpreter_lease.renew
+
+    def renew() -> None:
+        held.append(getattr(core_semaphore._mine, "held", None) is not None)
+        own()
+
+    monkeypatch.setattr(interpreter_lease, "renew", renew)
+    train(0.0, monkeypatch, term=60.0)
+    forwards_and_backwards = 2 * 4 * 4  # four layers, four microbatches
+    assert len(held) >= 3 * forwards_and_backwards
+    assert not any(held)
