@@ -3,68 +3,61 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 
 from lightning_roundpipe.devices import interpreter_lease
 
 
 class _Bell:
-    """Wakes a thread that waits for a limited time, with or without the lease."""
+    """Wakes a thread at once, whoever holds the interpreter's lease; see `interpreter_lease.Ticket`."""
 
-    __slots__ = ("_rung", "acquire")
+    __slots__ = ("_rung", "wait")
 
     def __init__(self) -> None:
         self._rung = threading.Lock()
         self._rung.acquire()
-        self.acquire = self._rung.acquire
+        self.wait = self._rung.acquire
 
     def submit(self) -> None:
         self._rung.release()
 
 
 class Waiter:
-    """One thread's wait for one event. It uses a ``SimpleQueue``, which is five times as fast as a semaphore.
+    """One thread's wait for one event.
 
     A thread that holds the interpreter's lease releases it while it waits, and is woken when it has it again
     (`interpreter_lease`).
 
-    A waiter stays woken: Ctrl-C may interrupt the thread after it has taken the item from the queue, and it then waits
-    a second time.
+    A waiter stays woken: Ctrl-C may interrupt the thread after it has been woken, and it then waits a second time.
     """
 
-    __slots__ = ("_parked", "_wakes", "_woken")
+    __slots__ = ("_parked", "_woken")
 
     def __init__(self) -> None:
-        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._parked: list[interpreter_lease.Ticket | _Bell] = []
-        """The ticket of the thread that waits, if it is to get the lease. Whoever pops it, the waker or that thread,
-        decides whether the thread sleeps."""
+        """What wakes the waiting thread. Whoever pops it, the waker or that thread, decides whether the thread sleeps.
+        A wait that Ctrl-C has ended may leave one behind, below that of the next wait."""
         self._woken = False
 
     def wake(self) -> None:
         self._woken = True
         try:
-            ticket = self._parked.pop()
+            parked = self._parked.pop()
         except IndexError:
-            self._wakes.put(None)
-        else:
-            ticket.submit()
+            return
+        parked.submit()
 
     def wait(self) -> None:
         if self._woken:
             return
-        if not interpreter_lease.holds():
-            self._wakes.get()
-            return
-        ticket = interpreter_lease.Ticket()
+        ticket = interpreter_lease.Ticket() if interpreter_lease.holds() else _Bell()
         self._parked.append(ticket)
         if not self._withdraw():
             interpreter_lease.release()
             ticket.wait()
 
     def _withdraw(self) -> bool:
-        """Take the ticket back if the waiter was woken before the ticket was there."""
+        """Take back what was parked, if the waiter was woken before it was there."""
         if not self._woken:
             return False
         try:
@@ -77,13 +70,12 @@ class Waiter:
         """Wait for at most ``seconds``, and return whether the waiter was woken."""
         if self._woken:
             return True
-        # Not `SimpleQueue.get`, which waits without end if its time is over before it sleeps (Python 3.11).
         bell = _Bell()
         self._parked.append(bell)
         try:
             if not self._withdraw():
-                interpreter_lease.released(bell.acquire, True, seconds)
-        finally:  # after Ctrl-C too: a later wait must not miss its wake
+                interpreter_lease.released(bell.wait, True, seconds)
+        finally:
             with contextlib.suppress(ValueError):  # the waker has taken it
                 self._parked.remove(bell)
         return self._woken

@@ -409,7 +409,7 @@ def test_what_fails_a_step_fails_the_one_behind_it_and_not_the_other_way_round()
 
 
 def test_a_wait_whose_time_is_over_at_once_ends() -> None:
-    """A queue's `get` waited for ever if the time was over before it slept."""
+    """`SimpleQueue.get` of Python 3.11 waits for ever if its time is over before it sleeps."""
     for seconds in (0.0, 1e-9, 1e-7, 1e-6, 1e-5):
         for _ in range(500):
             assert not Waiter().wait_for(seconds)
