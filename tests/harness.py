@@ -554,7 +554,11 @@ def _fail_on(found: list[_Difference]) -> None:
 # -------------------------------------------------------------------------------------------------------------- threads
 
 
+def lasting_threads() -> list[str]:
+    """Names of the threads that are alive, without the lease's keeper, which comes and goes."""
+    return sorted(thread.name for thread in threading.enumerate() if thread.name != "roundpipe-lease")
+
+
 def roundpipe_threads() -> list[str]:
     """Names of the package's threads that are alive, without the lease's keeper, which ends 0.1 s later."""
-    names = (thread.name for thread in threading.enumerate())
-    return sorted(name for name in names if name.startswith("roundpipe") and name != "roundpipe-lease")
+    return [name for name in lasting_threads() if name.startswith("roundpipe")]

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from harness import MemoryLogger, loader, ours, quiet, trainer_of
+from harness import MemoryLogger, lasting_threads, loader, ours, quiet, trainer_of
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
@@ -214,13 +214,13 @@ def soak(folder: Path, steps: int) -> dict[str, Any]:
     """Many steps: threads and memory before and after most of them."""
     import psutil
 
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[list[str], int]] = []
 
     class Looks(pl.Callback):
         roundpipe_looks_away = True
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            seen.append((threading.active_count(), psutil.Process().memory_info().rss))
+            seen.append((lasting_threads(), psutil.Process().memory_info().rss))
 
     result = train(steps=steps, more=[Looks()])
     return result | {"seen": seen}

@@ -201,7 +201,7 @@ class Lines:
         return self._line
 
     def _line(self, frame: Any, event: str, arg: Any) -> Any:
-        if event == "return" and frame.f_code.co_flags & inspect.CO_GENERATOR:
+        if event != "line" and frame.f_code.co_flags & inspect.CO_GENERATOR:
             return self._line  # it may be thrown away half-way, as by any(): what is raised there Python only prints
         site = (Path(frame.f_code.co_filename).name, frame.f_code.co_name, frame.f_lineno)
         if self._at == (site, self.seen[site]) and not self._run.sent:

@@ -113,5 +113,5 @@ def test_two_hundred_steps(tmp_path: Path) -> None:
     assert float(first["losses"][-1]) < float(first["losses"][0])
     for one in (first, second):
         (threads, memory), (later, grown) = one["seen"][20], one["seen"][-1]
-        assert later <= threads
+        assert len(later) <= len(threads), (threads, later)
         assert grown - memory < 40e6, f"{(grown - memory) / 1e6:.0f} MB more after 180 steps"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ class Held:
         }
         engine: Any = trainer.strategy._engine  # type: ignore[attr-defined]
         return cls(
-            threads=sorted(thread.name for thread in threading.enumerate()),
+            threads=harness.lasting_threads(),
             files=len(os.listdir("/proc/self/fd")),
             tensors=len(tensors),
             tensor_bytes=sum(tensors.values()),

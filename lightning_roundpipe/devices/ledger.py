@@ -8,6 +8,9 @@ its oldest one.
 A reason may end in a destructor, which Python can run anywhere, even inside this module with the lock held. So `end`
 only appends to a journal, a deque, and the next reader brings the books up to date. Without a limit, `add` appends to
 the journal too, which costs less than updating the books. The journal is in order, so the peak is exact.
+
+The callback of a weak reference is `deque.append` itself: an interrupt that Python raises in a callback of ours would
+be printed and lost.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,6 +28,14 @@ from lightning_roundpipe.devices.errors import out_of_memory
 
 LONGEST_JOURNAL = 4096
 """Entries. Bounds the journal's memory, and the time of the next read."""
+
+
+class _Tracked(weakref.ref[torch.UntypedStorage]):
+    """A storage that counts until it is freed. Its journal entry is the reference itself."""
+
+    __slots__ = ("place",)
+    place: tuple[int, str]
+    """(key, purpose)"""
 
 
 class Ledger:
@@ -40,12 +50,12 @@ class Ledger:
         self.limit = limit
         self._device = device
         self._lock = threading.Lock()
-        self._journal: deque[tuple[int, int, str]] = deque()
-        """(key, bytes, purpose) of each reason that began; bytes are -1 where one ended."""
+        self._journal: deque[tuple[int, int, str] | _Tracked] = deque()
+        """(key, bytes, purpose) of each reason that began; bytes are -1 where one ended. A reference: it was freed."""
         self.note = self._journal.append
         """Adds an entry, without a lock; `end` for callers that are in a hurry."""
         self._entries: dict[int, tuple[int, list[str]]] = {}
-        self._tracked: dict[tuple[int, str], weakref.ref[torch.UntypedStorage]] = {}
+        self._tracked: dict[tuple[int, str], _Tracked] = {}
         self._total = 0
         self._peak = 0
 
@@ -77,10 +87,15 @@ class Ledger:
             DeviceOutOfMemory: the storage was not resident, and does not fit.
         """
         place = storage._cdata, purpose
-        if place in self._tracked:
-            return
+        known = self._tracked.get(place)
+        if known is not None:
+            if known() is not None:
+                return
+            with self._lock:  # the storage that had this address is freed, which the journal says already
+                self._settle()
         # torch keeps the Python object as long as the storage lives.
-        reference = weakref.ref(storage, partial(self._died, place))
+        reference = _Tracked(storage, self.note)
+        reference.place = place
         if self._tracked.setdefault(place, reference) is not reference:
             return
         try:
@@ -88,10 +103,6 @@ class Ledger:
         except BaseException:
             del self._tracked[place]
             raise
-
-    def _died(self, place: tuple[int, str], reference: weakref.ref[torch.UntypedStorage]) -> None:
-        self._tracked.pop(place, None)
-        self.end(*place)
 
     def end(self, key: int, purpose: str) -> None:
         """End one reason of ``key``. Safe in a destructor."""
@@ -124,7 +135,13 @@ class Ledger:
     def _settle(self) -> None:
         journal, entries, total, peak = self._journal, self._entries, self._total, self._peak
         while journal:
-            key, nbytes, purpose = journal.popleft()
+            noted = journal.popleft()
+            if isinstance(noted, _Tracked):
+                del self._tracked[noted.place]
+                key, purpose = noted.place
+                nbytes = -1
+            else:
+                key, nbytes, purpose = noted
             entry = entries.get(key)
             if nbytes >= 0:
                 if entry is not None:

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -361,6 +363,47 @@ def test_amounts_are_not_remembered_for_ever() -> None:
     assert amounts.known(0) is None
     assert amounts.known(2 * SavedAmounts.MOST - 1) == SavedAmount((), (), 2 * SavedAmounts.MOST - 1)
     assert len(amounts._found) <= SavedAmounts.MOST
+
+
+def test_a_storage_that_is_tracked_until_it_is_freed_runs_no_python_then(make: MakeDevice) -> None:
+    """What is raised there, such as a KeyboardInterrupt, Python would print and drop."""
+    device, called = make(), list[str]()
+    tensor = torch.ones(256)
+    device.track_until_freed([tensor, tensor[:3]], "outputs")
+    device.track_until_freed([tensor], "outputs")
+    assert device.resident_bytes() == 1024
+    sys.setprofile(lambda frame, event, arg: called.append(f"{event} {frame.f_code.co_name}"))
+    del tensor
+    sys.setprofile(None)
+    assert not [line for line in called if line.startswith("call ")]
+    assert device.resident_bytes() == 0
+
+
+def test_an_address_is_tracked_again_for_its_next_storage(make: MakeDevice) -> None:
+    """Before the books are brought up to date, and by many threads at once."""
+    device = make()
+    for nbytes in (1024, 2048) * 50:
+        tensor = torch.ones(nbytes // 4)
+        threads = [
+            threading.Thread(target=device.track_until_freed, args=([tensor], purpose))
+            for purpose in ("outputs", "outputs", "gradients")
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert device.resident_bytes() == nbytes
+        del tensor, threads, thread
+    device.track_until_freed([tensor := torch.ones(256)], "outputs")
+    address = tensor.untyped_storage()._cdata
+    del tensor
+    kept = [other for other in (torch.ones(512) for _ in range(20)) if other.untyped_storage()._cdata == address]
+    assert kept, "the allocator gives the address again"
+    device.track_until_freed(kept, "outputs")
+    device.track_until_freed(kept, "inputs")
+    assert device.resident_by_purpose() == {"outputs": 2048}
+    kept.clear()
+    assert device.resident_by_purpose() == {}
 
 
 @pytest.mark.parametrize("poison", [False, True])
