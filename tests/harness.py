@@ -26,6 +26,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities import registry
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
@@ -35,6 +36,9 @@ Gradients = dict[str, Tensor | None]
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
 """The models are too small for more, and on two cores emulated devices then compute two layers at once."""
+
+registry.entry_points = functools.cache(registry.entry_points)
+"""Each Trainer looks for callbacks of installed packages, which reads the metadata of all of them."""
 
 RTOL = 2e-5
 """Allowed difference, as a part of the tensor's largest value: some ten times what splitting a batch by hand gives."""
