@@ -9,6 +9,7 @@ import random
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,9 @@ settings.register_profile("unhurried", deadline=None, suppress_health_check=[Hea
 settings.load_profile("unhurried")
 
 THREAD_GRACE_SECONDS = 60.0
+GOLDEN_RATIO = (1 + 5**0.5) / 2
+SMALLEST_GRID = 6
+"""Points of a grid below which all are run."""
 
 
 def pytest_report_header() -> str:
@@ -38,7 +42,40 @@ def pytest_report_header() -> str:
     return f"torch {torch.__version__}: " + ", ".join([f"{kernels} kernels", *others, f"OMP_NUM_THREADS={threads}"])
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every", type=int, default=1, metavar="N", help="of slow tests on a grid, run one in N of the grid's points"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _leave_out(config, items)
+    _skip_without_gpu(items)
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects all but a share of the slow tests that cross two or more lists of parameters, if they are many.
+
+    The multiples of the golden ratio spread evenly and meet no row of a grid more often than another. The same ones are
+    chosen in each process and each run.
+    """
+    every = config.getoption("--every")
+    passed: Counter[str] = Counter()
+    left_out = set()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("slow") and len(list(item.iter_markers("parametrize"))) >= 2:
+            number = passed[function]
+            passed[function] += 1
+            if number * GOLDEN_RATIO % 1 >= 1 / every:
+                left_out.add(item)
+    left_out = {item for item in left_out if passed[item.nodeid.partition("[")[0]] >= SMALLEST_GRID}
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _skip_without_gpu(items: list[pytest.Item]) -> None:
     """Skips the tests marked `gpu` where there is no CUDA device. torch is imported only if there are any."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
