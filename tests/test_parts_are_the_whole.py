@@ -282,6 +282,31 @@ def test_losses_that_are_no_mean_by_their_targets(kind: str, microbatches: int, 
         assert cut_by(result) == ("step" if kind == "logs another" else "model")
 
 
+def weighs_classes(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    weights = 1 / (1 + torch.bincount(batch["label"], minlength=100)[batch["label"]])
+    return ((logits - batch["z"]).square().mean(1) * weights).sum() / weights.sum()
+
+
+def pairs_classes(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    z, labels = F.normalize(logits, dim=1), batch["label"]
+    pairs = (labels[:, None] == labels).float() - torch.eye(len(z))
+    return F.mse_loss(logits, batch["z"]) - ((z @ z.T) * pairs).sum() / pairs.sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+@pytest.mark.parametrize("loss", [weighs_classes, pairs_classes])
+def test_losses_that_show_only_where_two_samples_are_alike(loss: Any, microbatches: int) -> None:
+    """All samples of the first batch are of different classes, as few samples of many classes usually are."""
+    data = padded()
+    data[0]["label"] = torch.arange(8)
+    data[1]["label"] = torch.arange(8) // 2
+    data[2]["label"] = torch.arange(8) % 3
+    plain = run("auto", Module(loss), data)
+    result = trained(Module(loss), data, microbatches, 1)
+    assert_same(plain, result)
+    assert cut_by(result) == "model"
+
+
 def test_a_cross_entropy_beside_another_loss_on_a_rare_batch() -> None:
     """In the first batch each sample has as many targets as any other, so that parts are the whole there."""
     data = [padded(evenly=True)[0], padded()[1]]

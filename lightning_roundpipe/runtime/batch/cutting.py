@@ -64,7 +64,7 @@ class Cutter:
         parts = self._columns.split(batch, sizes)
         return Cut(parts, sizes, self.given_weights_of(parts))
 
-    def part(self, batch: Any, rows: slice, samples: int) -> Any:
+    def part(self, batch: Any, rows: microbatches.Rows, samples: int) -> Any:
         """Return a part of ``batch``, which has ``samples``, in memory of its own."""
         return self._columns.part(batch, rows, samples, copied=True)
 

@@ -81,6 +81,10 @@ def memory_of(batch: Any) -> dict[int, tuple[Any, int]]:
     return found
 
 
+Rows = slice | list[int]
+"""Samples of a batch."""
+
+
 class Columns:
     """Remembers which tensors of a batch have a row per sample, from the first batch of the same structure.
 
@@ -96,19 +100,19 @@ class Columns:
             return [batch]
         return [self.part(batch, rows, sum(sizes)) for rows in rows_of(sizes)]
 
-    def part(self, batch: Any, rows: slice, samples: int, *, copied: bool = False) -> Any:
+    def part(self, batch: Any, rows: Rows, samples: int, *, copied: bool = False) -> Any:
         """Return the part of ``batch`` that belongs to the samples in ``rows``.
 
         Args:
             batch: the batch.
-            rows: the samples of the part.
+            rows: the samples of the part; a list may name one twice.
             samples: the batch size.
             copied: whether the part gets memory of its own, to which user code may write.
         """
         listed = listed_samples(batch) is not None
         found: list[tuple[Any, bool]] = []
 
-        def see(value: Any, mine: slice | None) -> Any:
+        def see(value: Any, mine: Rows | None) -> Any:
             found.append((value, mine is not None))
             return value
 
@@ -116,7 +120,7 @@ class Columns:
         key = tuple((type(value), value.ndim) for value, _ in found)
         cut, taken = iter(self._known.setdefault(key, [mine for _, mine in found])), RowSlicer()
 
-        def take(value: Any, mine: slice | None) -> Any:
+        def take(value: Any, mine: Rows | None) -> Any:
             part = taken(value, mine if next(cut) else None)
             if copied and isinstance(part, Tensor):
                 return part if part.requires_grad else part.clone()
@@ -131,7 +135,7 @@ def rows_of(sizes: list[int]) -> list[slice]:
     return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
-def part_of(value: Any, rows: slice, samples: int, listed: bool, take: Callable[[Any, slice | None], Any]) -> Any:
+def part_of(value: Any, rows: Rows, samples: int, listed: bool, take: Callable[[Any, Rows | None], Any]) -> Any:
     """Return the part of a batch that belongs to the samples in ``rows``.
 
     Args:
@@ -144,7 +148,7 @@ def part_of(value: Any, rows: slice, samples: int, listed: bool, take: Callable[
     if isinstance(value, (Tensor, np.ndarray)):
         return take(value, rows if value.ndim and value.shape[0] == samples else None)
     if (isinstance(value, list) or are_texts(value)) and _has_an_item_each(value, samples, listed):
-        return value[rows]
+        return value[rows] if isinstance(rows, slice) else type(value)(value[row] for row in rows)
     return _rebuild(value, lambda item: part_of(item, rows, samples, listed, take))
 
 
@@ -159,7 +163,7 @@ class RowSlicer:
     def __init__(self) -> None:
         self._roots: dict[tuple[int, torch.dtype], Tensor] = {}
 
-    def __call__(self, value: Any, rows: slice | None) -> Any:
+    def __call__(self, value: Any, rows: Rows | None) -> Any:
         if rows is None:
             return value
         part = value[rows]

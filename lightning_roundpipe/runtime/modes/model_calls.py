@@ -257,14 +257,14 @@ class _Taker:
         self._locate = locate
         self._taken: dict[int, Any] = {}
 
-    def __call__(self, value: Any, rows: slice | None) -> Any:
+    def __call__(self, value: Any, rows: microbatches.Rows | None) -> Any:
         if id(value) in self._masters:
             return value
         if id(value) not in self._taken:
             self._taken[id(value)] = self._take(value, rows)
         return self._taken[id(value)]
 
-    def _take(self, value: Any, rows: slice | None) -> Any:
+    def _take(self, value: Any, rows: microbatches.Rows | None) -> Any:
         place = self._places.get(id(value)) if isinstance(value, Tensor) else None
         if place is None:
             return value if rows is None else value[rows]

@@ -194,10 +194,10 @@ class PartsCheck:
             Exception: if the engine has lost a thread. What user code raises is part of the verdict.
         """
         found: Verdict | None = None
-        for start, one, two, full in self._candidates():
+        for rows, one, full in self._candidates():
             if self._left.stuck:
-                return Verdict(one + two, why_not=f"{self._left.stuck[0]} could not be put back")
-            verdict = self._rehearse(start, one, two, models)
+                return Verdict(len(rows), why_not=f"{self._left.stuck[0]} could not be put back")
+            verdict = self._rehearse(rows, one, models)
             if self._lost is not None:
                 raise self._lost
             if found is not None and not verdict.why_not:
@@ -209,28 +209,37 @@ class PartsCheck:
                 found = verdict
         assert found is not None
         if found.why_not and len(self._sizes) > 2 and not self._left.stuck:  # user code may take whole batches only
-            verdict = self._rehearse(0, sum(self._sizes[:-1]), self._sizes[-1], models)
+            verdict = self._rehearse([*range(sum(self._sizes))], sum(self._sizes[:-1]), models)
             found = found if verdict.why_not else verdict
         return found
 
-    def _candidates(self) -> Iterator[tuple[int, int, int, bool]]:
-        """Yield the samples to compare on: the first one, the sizes of two neighbouring parts, and whether these are
-        full parts.
+    def _candidates(self) -> Iterator[tuple[list[int], int, bool]]:
+        """Yield the samples to compare on, how many of them are in the first part, and whether the parts are full.
 
         Parts of unequal sizes come first. Full parts follow the first few samples, which may be too few for user code
         or hold no targets.
+
+        Among the first few, the first part has one sample twice. A loss that selects, counts or pairs samples (the
+        hardest ones, a weight for each class) has the same value on parts as on the whole as long as no two of the
+        samples are alike, and few of them seldom are.
         """
         sizes, ends = self._sizes, [*itertools.accumulate(self._sizes)]
         pairs = sorted(range(len(sizes) - 1), key=lambda i: sizes[i] == sizes[i + 1])
         for number, i in enumerate(pairs[:PAIRS]):
             uneven = sizes[i] != sizes[i + 1]
-            few = (min(sizes[i], FEW + uneven), min(sizes[i + 1], FEW))
-            full = few == (sizes[i], sizes[i + 1])
-            yield ends[i] - few[0], *few, full
+            one, two = min(sizes[i], FEW + uneven), min(sizes[i + 1], FEW)
+            rows = [*range(ends[i] - one, ends[i] + two)]
+            full = (one, two) == (sizes[i], sizes[i + 1])
+            if number == 0 and one > 1:
+                yield [rows[0], rows[0], *rows[2:]], one, False
+                full = False
+            else:
+                yield rows, one, full
             if number == 0 and not full:
-                yield ends[i] - sizes[i], sizes[i], sizes[i + 1], True
+                yield [*range(ends[i] - sizes[i], ends[i + 1])], sizes[i], True
 
-    def _rehearse(self, start: int, one: int, two: int, models: Sequence[ModelInterceptor]) -> Verdict:
+    def _rehearse(self, rows: list[int], one: int, models: Sequence[ModelInterceptor]) -> Verdict:
+        two = len(rows) - one
         sizes = [one, two]
         verdict = Verdict(one + two)
         state = GlobalRandomState(self._engine.worker_pool.devices)
@@ -238,10 +247,10 @@ class PartsCheck:
         try:
 
             def whole_batch() -> list[Any]:
-                return [self._take(start, 0, one + two)]
+                return [self._take(rows)]
 
             def parts() -> list[Any]:
-                return [self._take(start, 0, one), self._take(start, one, one + two)]
+                return [self._take(rows[:one]), self._take(rows[one:])]
 
             with without_dropout():
                 if self._asked:
@@ -276,9 +285,11 @@ class PartsCheck:
         verdict.losses_inside = list(draws.losses_inside)
         return verdict
 
-    def _take(self, start: int, first: int, last: int) -> Any:
+    def _take(self, rows: list[int]) -> Any:
         """Return a copy of some samples of the batch: training_step may write to them."""
-        return self._cutter.part(self._batch, slice(start + first, start + last), sum(self._sizes))
+        first, end = rows[0], rows[-1] + 1
+        successive = slice(first, end) if rows == [*range(first, end)] else rows
+        return self._cutter.part(self._batch, successive, sum(self._sizes))
 
     # -- sides --------------------------------------------------------------------------------------------------------
 
