@@ -69,7 +69,8 @@ def answer(options: ExportOptions) -> Reply:
         OSError: a file cannot be read or written.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # hides the progress bars of other libraries
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # kernels that are not called
+    # bitsandbytes warns of missing kernels, which this command does not call.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         with waiting("Reading the run"):
             from lightning_roundpipe.export import MAX_SHARD_SIZE, export, from_run

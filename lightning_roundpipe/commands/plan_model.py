@@ -93,7 +93,25 @@ class Communication:
 
 @dataclass(frozen=True)
 class Outlook:
-    """Plan and estimates for a `Wish`. ``run`` is None if the model does not fit."""
+    """Plan and estimates for a `Wish`.
+
+    Attributes:
+        wish: the request.
+        hardware: the machine.
+        parameters: numbers of the model's parameters.
+        sequence_length: tokens of a sequence.
+        costs: costs of the calls of a microbatch.
+        workers: number of workers.
+        microbatches: number of microbatches of a step, on each machine.
+        microbatch_size: sequences of a microbatch.
+        limits: limits of the plan.
+        rules: rules of the simulation.
+        plan: the wish's own plan, or the fastest that was found. If none fits, the one that takes the least memory.
+        run: simulated steps; None if the model does not fit.
+        longest: the longest sequence; None if it was not looked for.
+        refined: the layers after cutting.
+        assumed: assumptions about the machine, in sentences.
+    """
 
     wish: Wish
     hardware: Hardware
@@ -122,6 +140,7 @@ class Outlook:
         return device_items(self.plan, self.costs, self.workers, self.memory_of(worker), worker)
 
     def memory_of(self, worker: int | None) -> int | None:
+        """Return the bytes that a worker may use; ``worker`` None: the first. The result is None without a limit."""
         memory = self.limits.memory
         return memory[worker or 0] if isinstance(memory, tuple) else memory
 

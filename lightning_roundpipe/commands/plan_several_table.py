@@ -57,7 +57,7 @@ def as_table(cells: Sequence[Cell]) -> RenderableType:
             mistakes.setdefault(cell.error, []).append(cell.name)
     parts += [Text(f"{'; '.join(names)}: {error}") for error, names in mistakes.items()]
     if (refused := next((cell for cell in cells if cell.too_small), None)) is not None:
-        parts += ["", Text("What would fit instead is said for each alone, as in"), pasted(f"  {_command(refused)}")]
+        parts += ["", Text("To see what would fit instead, plan each alone, as in"), pasted(f"  {_command(refused)}")]
     return Group(*parts)
 
 
@@ -75,7 +75,7 @@ def _heading(name: str, limits: set[int | None]) -> str:
 def _verdict(cells: Sequence[Cell]) -> str:
     fitting, wrong = (sum(map(bool, found)) for found in ([c.fits for c in cells], [c.error for c in cells]))
     if wrong == len(cells):
-        return f"None of {len(cells)} can be planned: something is wrong with each, as is said below."
+        return f"None of {len(cells)} can be planned: something is wrong with each, as listed below."
     unknown = f"; something is wrong with {wrong}" if wrong else ""
     if fitting in (0, len(cells)):
         return f"{'All' if fitting else 'None'} of {len(cells)} fit{'' if fitting else 's'} (estimated){unknown}."
@@ -143,7 +143,7 @@ def _legend(cells: Sequence[Cell]) -> list[str]:
             if "host_memory" in _set(cells)
             else "memory (or set host_memory=), bandwidth and links"
         )
-        lines.append(f"Assumed of the hosts: {has}; what exactly, is said for each alone.")
+        lines.append(f"Assumed of the hosts: {has}; plan each alone to see which.")
     if any(cell.too_small for cell in cells):
         lines.append("No fit: a worker or the host needs more memory than it has (red on a terminal).")
     beside = "; beside: rounds side by side, as in data parallelism"

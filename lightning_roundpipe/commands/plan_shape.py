@@ -234,7 +234,7 @@ class ModelShape:
         """
         machine = self.hardware
         traffic = ADAMW_BYTES + (0 if self.parameters.compute_bytes == 4 else self.parameters.compute_bytes)
-        if self._reduced_bytes is not None:  # they are read as they arrived, and their fp32 sums written
+        if self._reduced_bytes is not None:  # reads gradients in reduce_dtype, and writes their fp32 sums
             traffic += self._reduced_bytes + GRADIENT_BYTES
         blocking = self._like_paper and not staleness
         updates = UpdateModel(machine.optimizer_rate(traffic), blocking=blocking, piece_bytes=PART_BYTES)

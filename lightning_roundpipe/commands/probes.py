@@ -1,8 +1,8 @@
 """The probes of ``roundpipe-plan hardware=auto``, which measure this machine in some seconds.
 
 Probes use the same façade as training (`devices`), on all devices at once. A probe of a single device would miss what
-devices share: the processor's cores, the host's memory, a switch of the links. Each figure is for one device while all
-work. If devices are unequal, it is the slowest one's.
+devices share: the processor's cores, the host's memory, a switch of the links. A figure is what one device reaches; if
+devices are unequal, what the slowest one reaches.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ class HostProbe:
         with _naming("the host's memory", say):
             elements = min(32 * _MIB, int(SHARE * free_bytes()) // 8)
             total, more = torch.zeros(elements), torch.ones(elements)
-            self.bandwidth = 12 * elements / _best(lambda: total.add_(more))  # in place: other writes read, too
+            # In place, each element is read twice and written once. Writing a new tensor would read its memory as well.
+            self.bandwidth = 12 * elements / _best(lambda: total.add_(more))
 
 
 def optimizer_rate() -> float:

@@ -58,8 +58,8 @@ _MOST_GPUS = 8
 _NARROWER: Mapping[Precision, tuple[Precision, ...]] = {
     "32-true": ("bf16-true",),
 }
-"""Precisions to try, by the wish's. Mixed precision is estimated as if all were in 16 bits, so ``*-true`` changes
-nothing."""
+"""Precisions to try, by the precision of the wish. Mixed precision is estimated as if all were in 16 bits, so
+``*-true`` would change no figure of it."""
 
 _FOUR_BITS = {"model.quantization": "nf4"}
 """Packs the frozen weights beside adapters."""
@@ -242,7 +242,7 @@ class _Tries:
         if self._wish.gpu is not None:
             return {"gpus": count}
         kind = self._wish.hardware or ""
-        for name in (kind, re.sub(r"x\d+$", "", kind)):  # with and without the number of rtx4090x4
+        for name in (kind, re.sub(r"x\d+$", "", kind)):  # for rtx4090, and for rtx4090x4 without its number
             hardware = f"{name}x{count}"
             try:
                 self._machine(replace(self._wish, hardware=hardware))
