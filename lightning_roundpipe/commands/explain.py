@@ -75,6 +75,7 @@ class Explained:
 
     @property
     def needed(self) -> int:
+        """Bytes of all items."""
         return sum(item.nbytes for item in self.items)
 
 

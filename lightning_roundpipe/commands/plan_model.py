@@ -133,6 +133,7 @@ class Outlook:
 
     @cached_property
     def device_items(self) -> list[Item]:
+        """Parts of the memory of `worker`."""
         return self.items_of(self.worker)
 
     def items_of(self, worker: int | None) -> list[Item]:
@@ -158,6 +159,7 @@ class Outlook:
 
     @cached_property
     def host_items(self) -> list[Item]:
+        """Parts of the memory of each host."""
         return host_items(self.plan, self.costs, self.parameters, self.workers, self.microbatches)
 
     @property
@@ -182,10 +184,12 @@ class Outlook:
 
     @property
     def fits_device(self) -> bool:
+        """Whether every worker has enough memory."""
         return fits(self.plan, self.costs, self.workers, self.limits.memory)
 
     @property
     def fits_host(self) -> bool:
+        """Whether each host has enough memory."""
         return total(self.host_items) <= self.hardware.host_memory
 
     @property
@@ -209,6 +213,7 @@ class Outlook:
 
     @property
     def period_s(self) -> float:
+        """Seconds of each of many steps. The model must fit."""
         assert self.run is not None
         return self.period_of(self.run)
 
@@ -218,6 +223,7 @@ class Outlook:
 
     @property
     def tokens_per_s(self) -> float:
+        """Tokens a second of all machines together. The model must fit."""
         return self.step_tokens / self.period_s
 
     @cached_property
@@ -236,7 +242,7 @@ class Outlook:
 
     @property
     def bubble_pct(self) -> float:
-        """Idle time in percent, for steps that follow each other."""
+        """Idle time of the workers in percent, for many steps. The model must fit."""
         assert self.run is not None
         busy = self.run.busy_s / len(self.run.ends_s)
         return 100 * (1 - busy / (self.workers * self.period_s))
@@ -412,6 +418,7 @@ class _Try:
         return self.judged[plan]
 
     def seconds_a_token(self, plan: Plan) -> float:
+        """Return the seconds of a sequence. Tries have sequences of one length, so this orders them as tokens would."""
         return self.judge(plan) / (self.size * self.microbatches)
 
     def best(self, part: float) -> Plan | None:
