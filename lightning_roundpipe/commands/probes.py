@@ -158,7 +158,7 @@ class HostProbe:
         with _naming("the host's memory", say):
             elements = min(32 * _MIB, int(SHARE * free_bytes()) // 8)
             total, more = torch.zeros(elements), torch.ones(elements)
-            # In place, an element takes two reads and a write of 4 bytes. A write elsewhere would read memory there, too.
+            # In place, an element takes two reads and a write of 4 bytes. A write elsewhere would read there, too.
             self.bandwidth = 12 * elements / _best(lambda: total.add_(more))
 
 
