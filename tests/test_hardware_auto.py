@@ -164,7 +164,7 @@ class TestGpus:
         file.write_text(this_machine.written(found))
         assert read_hardware(file) == found.hardware
         text = " ".join(this_machine.written(found).replace("\n# ", " ").split())
-        assert "The GPUs are not equal (H100, GeForce RTX 3090): kinds: has what those of each kind reach" in text
+        assert "The GPUs are not equal (H100, GeForce RTX 3090). The list kinds: has the numbers of each" in text
 
     def test_fp16_is_measured_as_torch_is_set(self, gpus: dict[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
         class Narrow:
@@ -328,7 +328,7 @@ def test_a_file_that_appears_meanwhile_is_kept(command: Any, monkeypatch: pytest
 
     monkeypatch.setattr(this_machine, "probe", another)
     code, out, err = command("hardware=auto", "hardware_file=a.yaml")
-    assert (code, out) == (2, "") and "which somebody has just made" in err
+    assert (code, out) == (2, "") and "which has just been written" in err
     assert Path("a.yaml").read_text() == "theirs"
 
 

@@ -1,4 +1,4 @@
-"""Models and adapters, by their names in ``conf`` or from files of the user's own."""
+"""Models and adapters: choices of ``conf``, or files of the user's own. No weights are read."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ DTYPES: Mapping[Precision, torch.dtype] = {
     "16-mixed": torch.float16,
     "16-true": torch.float16,
 }
+"""Compute dtype of each precision."""
 
 
 def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Quantization | None]:
@@ -109,7 +110,7 @@ def make_model(
         changed: settings of the adapters that the command line changes, as ``lora.r=16``.
 
     Raises:
-        ValueError: it is not a causal language model, or the adapters do not fit it.
+        ValueError: the model is not a causal language model, or the adapters do not fit it.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of libraries about each other
@@ -140,7 +141,7 @@ def _changed(settings: dict[str, Any], group: str, changed: Settings, known: Ite
         try:
             merged = OmegaConf.merge(settings, OmegaConf.from_dotlist([f"{name}={text}"]))
             settings = {str(key): value for key, value in OmegaConf.to_container(merged).items()}  # type: ignore[union-attr]
-        except Exception as error:  # yaml's and OmegaConf's have nothing in common
+        except Exception as error:  # errors of yaml and of OmegaConf have no common base class
             raise ValueError(f"{group}.{name}={text} cannot be read: {first_line(error)}.") from None
     return settings
 
@@ -155,7 +156,7 @@ def _make_model(
         with torch.device("meta"):
             try:
                 model: nn.Module = build(config, dtype=dtype, attn_implementation=ATTENTION)
-            except (KeyError, ValueError):  # architectures with attention of their own
+            except (KeyError, ValueError):  # some architectures allow only their own attention
                 model = build(config, dtype=dtype, attn_implementation="eager")
     except Exception as error:
         raise ValueError(f"model={name} makes no causal language model: {first_line(error)}.") from error

@@ -75,6 +75,7 @@ class Explained:
 
     @property
     def needed(self) -> int:
+        """Bytes of all items."""
         return sum(item.nbytes for item in self.items)
 
 
@@ -150,7 +151,7 @@ def _explained(
 
 
 def _lines(call: CallMemory) -> list[Line]:
-    """The largest first."""
+    """Return the tensors at the peak, equal ones as one line, the largest first."""
     counts: Counter[Line] = Counter()
     for row in call.at_worst:
         counts[_line(row)] += 1

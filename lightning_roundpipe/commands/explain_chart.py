@@ -1,4 +1,4 @@
-"""`explain.Explained` as a picture: a worker's memory over the time of its worst call."""
+"""The picture of ``explain=memory``: a worker's memory over the time of the call at its peak."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _GROUPS = 8
-"""Modules with a colour of their own."""
+"""Most modules with a colour of their own."""
 _GIB = 2**30
 _BASE = ("0.55", "0.75")
-"""Greys of what is there all the time: what is not of the call, and its inputs."""
+"""Greys of memory that does not change during the call: what the worker holds beside it, and the call's inputs."""
 
 
 def draw_explained(found: Sequence[Explained], path: Path) -> None:
-    """One panel for each."""
+    """Draw a panel for each peak, and save the picture in the format that the suffix of ``path`` names."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.6 * len(found)), layout="constrained")
@@ -78,7 +78,7 @@ def _group(row: Row) -> str:
 
 
 def _curve(rows: Sequence[Row], times: Sequence[float]) -> list[float]:
-    """GiB from each of the times on. What lives for no time shows at its moment."""
+    """Return the GiB alive from each of the times on. A storage that is released when it is made does not show."""
     changes: dict[float, int] = defaultdict(int)
     for row in rows:
         changes[row.start_s] += row.nbytes

@@ -1,4 +1,4 @@
-"""`explain.Explained` for people."""
+"""The answer of ``explain=memory`` for the terminal: sentences and tables about each `explain.Explained`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from lightning_roundpipe.commands.explain import Explained, InTiles, Line
 from lightning_roundpipe.commands.plan_model_table import in_gib, memory_table
 
 _LEAST = 0.002
-"""Of all tensors; what is smaller is shown together."""
+"""Least share of all tensors' bytes for a row. Smaller tensors share one row."""
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def as_parts(found: Sequence[Explained], tiles: InTiles | None) -> list[RenderableType]:
-    """What is printed below the plan."""
+    """Return what is printed below the tables of memory.
+
+    Args:
+        found: the peaks, that of the plan first.
+        tiles: the estimate with tiles of tokens; None: nothing is printed about tiles.
+    """
     parts: list[RenderableType] = []
     for one in found:
         parts += [
@@ -77,14 +82,14 @@ def _table(one: Explained) -> Table:
 
 
 def title(line: Line) -> str:
-    """The module and its operation."""
+    """Return the module and the operation of a line, or the name of an input."""
     if line.part == "input":
         return f"input {line.operation}"
     return f"{line.module} {line.operation}".strip()
 
 
 def _shape(line: Line) -> str:
-    """Without ones in front."""
+    """Return the count and the shape of a line's tensors, without leading dimensions of size 1."""
     first = next((at for at, size in enumerate(line.shape) if size != 1), 0)
     many = f"{line.count} of " if line.count > 1 else ""
     return many + "x".join(map(str, line.shape[first:]))

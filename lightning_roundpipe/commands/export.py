@@ -1,6 +1,6 @@
 """``roundpipe-export``: writes what a run has trained as a Hugging Face model, a GGUF file or PEFT adapters.
 
-This module imports little, so that a mistyped option is reported at once.
+This module imports neither torch nor transformers, so that it reports a mistyped option at once.
 """
 
 from __future__ import annotations
@@ -62,16 +62,22 @@ def main() -> int:
 
 
 def answer(options: ExportOptions) -> Reply:
-    """Exports, and returns a table of what was written."""
-    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # of kernels that nothing here calls
+    """Export what a run has trained, and answer with a table of the files.
+
+    Raises:
+        ValueError: an option is wrong, or needs a package that is not installed.
+        OSError: a file cannot be read or written.
+    """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # hides the progress bars of other libraries
+    # bitsandbytes warns of missing kernels, which this command does not call.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         with waiting("Reading the run"):
             from lightning_roundpipe.export import MAX_SHARD_SIZE, export, from_run
 
             trained = from_run(options.run, options.ckpt, options.base)
         with _bar() as progress, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT's, about a model without weights
+            warnings.simplefilter("ignore")  # PEFT warns about a model without weights
             made = export(
                 trained,
                 options.to,
@@ -82,14 +88,14 @@ def answer(options: ExportOptions) -> Reply:
                 options.overwrite,
                 progress,
             )
-    except ImportError as error:  # a package that comes with an extra
+    except ImportError as error:  # a package of an extra is missing
         raise ValueError(str(error)) from error
     return Reply(ExportTable(made))
 
 
 @contextmanager
 def _bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal's standard error, with bytes and the time that is left; elsewhere nothing."""
+    """Show a progress bar if standard error is a terminal. Yields its update, which takes bytes done and in total."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda done, total: None
@@ -102,7 +108,7 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
 
 @dataclass(frozen=True)
 class ExportTable:
-    """The files, what they hold, and how to load them."""
+    """Table of the exported files, with their contents and the code that loads them."""
 
     made: Exported
 
@@ -122,7 +128,7 @@ class ExportTable:
         yield pasted(self.made.how)
 
     def _rows(self) -> Iterator[tuple[str, int]]:
-        """The files, those that hold parts of the weights as one."""
+        """Yield name and bytes of each row. Shards of the weights share one row."""
         parts = [size for name, size in self.made.files if name.startswith("model-") and name.endswith(".safetensors")]
         if len(parts) > 1:
             yield f"model-*.safetensors ({plural(len(parts), 'file')})", sum(parts)

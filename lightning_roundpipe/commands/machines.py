@@ -22,9 +22,10 @@ from lightning_roundpipe.planning.profile import Hardware, read_hardware
 AUTO = "auto"
 """In place of a name, the machine that the command runs on; `this_machine` measures it."""
 MOST_WORKERS = 1024
+"""Most devices of a machine."""
 MOST_BANDWIDTH = 614.4e9
-"""Bytes a second of a host's memory that a number of GPUs makes it have at most: two server processors with eight
-channels of DDR5-4800 each."""
+"""Largest bandwidth of a host's memory that is derived from a number of GPUs, in bytes a second: two server processors
+with eight channels of DDR5-4800 each."""
 
 _OF_HOST = (
     "host_memory", "host_memory_bandwidth", "hop_s", "issue_s", "call_s", "turn_s", "optimizer_bandwidth",
@@ -78,6 +79,13 @@ def choose_machine(
     hardware: str | None, gpu: str | None, gpus: int | None, workers: int | None, host_memory: int | None
 ) -> Machine:
     """Return the machine of the command line's options, and the assumptions about it.
+
+    Args:
+        hardware: name of a machine, or a path; None: ``gpu`` names the machine.
+        gpu: name of a GPU.
+        gpus: number of these GPUs; None: one.
+        workers: number of devices that run stages; None: all.
+        host_memory: bytes of the host; None: as in the machine's file.
 
     Raises:
         ValueError: there is no such machine, or the options contradict each other.

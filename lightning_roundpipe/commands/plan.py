@@ -19,7 +19,7 @@ from lightning_roundpipe.planning.network import parse_rate
 from lightning_roundpipe.planning.profile import Precision
 from lightning_roundpipe.planning.search import SEARCH_SECONDS
 
-if TYPE_CHECKING:  # and with them torch
+if TYPE_CHECKING:  # these import torch
     from lightning_roundpipe.commands.explain import Explained
     from lightning_roundpipe.commands.plan_model import Outlook
     from lightning_roundpipe.commands.plan_shape import Wish
@@ -29,8 +29,9 @@ _OF_MODELS = (
     "sequence_length", "max_positions", "microbatch_size", "reduce_dtype", "explain",
     "network", "token_tiles",
 )  # fmt: skip
+"""Options that need ``model=``."""
 TABLE_SEARCH_SECONDS = 2.0
-"""Longest search for each row of a table."""
+"""Longest search for each row of a table in seconds, unless ``search_seconds`` is set."""
 
 _MOST = {
     "workers": 1024,
@@ -40,10 +41,15 @@ _MOST = {
     "max_positions": 2**24,
     "machines": 1024,
 }
+"""Largest numbers that can be planned for."""
 
 
 def read_precision(text: str, name: str) -> Precision:
-    """Lightning's flag, in any of its spellings."""
+    """Return Lightning's precision, for any of its spellings.
+
+    Raises:
+        ValueError: there is no such precision. The message names the option ``name``.
+    """
     precision = PRECISION_ALIASES.get(text, text)
     known: tuple[Precision, ...] = get_args(Precision)
     for one in known:
@@ -53,7 +59,11 @@ def read_precision(text: str, name: str) -> Precision:
 
 
 def read_tiles(text: str, name: str) -> int | Literal["auto"]:
-    """As the strategy takes them."""
+    """Return the tokens of a tile, or ``"auto"``, as the strategy takes them.
+
+    Raises:
+        ValueError: the text is neither. The message names the option ``name``.
+    """
     if text == "auto":
         return "auto"
     if not text.isdecimal() or int(text) < 1:
@@ -140,7 +150,13 @@ def main() -> int:
 
 
 def plan(options: PlanOptions) -> Reply:
-    """The answer to the command line; writes the picture and the trace if they are asked for."""
+    """Answer a command line for one plan, and write the picture and the trace if the options name them.
+
+    ``hardware=auto`` alone has no plan: its answer is the text of the file that describes this machine.
+
+    Raises:
+        ValueError: an option is wrong, is missing, or contradicts another one.
+    """
     _check_subject(options)
     if options.model is None and options.costs is None and options.case is None:
         return _write_machine(options)
@@ -150,7 +166,13 @@ def plan(options: PlanOptions) -> Reply:
 
 
 def plan_all(combinations: Sequence[Combination[PlanOptions]]) -> Reply:
-    """The table of all combinations of models, machines and settings; draws it if that is asked for."""
+    """Return the table of all combinations of models, machines and settings, and draw it if ``picture`` is set.
+
+    The exit code is 0 if all combinations fit, 1 if one does not, and 2 if something is wrong with one.
+
+    Raises:
+        ValueError: an option is wrong, or allows no table.
+    """
     combinations = _adapters_apart(combinations)
     first = combinations[0].options
     _check_subject(first)
@@ -186,7 +208,7 @@ def plan_all(combinations: Sequence[Combination[PlanOptions]]) -> Reply:
 
 
 def _adapters_apart(combinations: Sequence[Combination[PlanOptions]]) -> Sequence[Combination[PlanOptions]]:
-    """``lora.NAME=`` is about those with adapters, where a table has both."""
+    """Remove ``lora.NAME=`` from combinations without adapters, if others have adapters."""
     if all(one.options.lora == "none" for one in combinations):
         return combinations
 
@@ -198,7 +220,7 @@ def _adapters_apart(combinations: Sequence[Combination[PlanOptions]]) -> Sequenc
 
 
 def _check_subject(options: PlanOptions) -> None:
-    """That it is a model or times, not both, or this machine."""
+    """Check that the options name one subject: a model, measured times, or this machine."""
     if options.model is not None and (options.costs is not None or options.case is not None):
         name = "costs" if options.costs is not None else "case"
         raise ValueError(f"model= is estimated, and {name}= was measured: leave one out; --help explains both.")
@@ -214,7 +236,7 @@ def _check_subject(options: PlanOptions) -> None:
 
 
 def _write_machine(options: PlanOptions) -> Reply:
-    """The file that says what this machine can do."""
+    """Measure this machine into a file, and answer with its text."""
     for item in fields(options):
         if item.name not in ("hardware", "hardware_file", "workers") and getattr(options, item.name) != item.default:
             name = item.name.replace("_settings", ".")
@@ -252,7 +274,7 @@ def _plan_costs(options: PlanOptions) -> Reply:
 
 
 def _refuse_search(options: PlanOptions) -> None:
-    """What is about finding a plan, where its stages are given."""
+    """Refuse options of the search, because ``plan=`` or ``stage_seconds=`` replaces it."""
     usual = {"partitioner": "search", "search_seconds": None}
     given = "stage_seconds="
     if options.plan is not None:
@@ -271,7 +293,7 @@ def _plan_model(options: PlanOptions) -> Reply:
     wish = _wish(options, SEARCH_SECONDS)
     if options.hardware == AUTO:
         wish = replace(wish, hardware=str(_measured(options, wish)))
-    # Imports that take longer than all else that costs= needs.
+    # Imported here, because these imports take longer than a whole answer for costs=.
     from lightning_roundpipe.commands import plan_model_table
     from lightning_roundpipe.commands.explain import as_list, in_tiles
     from lightning_roundpipe.commands.explain_table import as_parts
@@ -290,7 +312,7 @@ def _plan_model(options: PlanOptions) -> Reply:
 
         draw_model(found, steps, options.trace)
     code = 0 if found.fits else 1
-    if options.format == "csv":  # has no place for what would fit
+    if options.format == "csv":  # without remedies, for which CSV has no columns
         from lightning_roundpipe.commands.plan_several import Cell
         from lightning_roundpipe.commands.plan_several_table import as_csv
 
@@ -304,7 +326,7 @@ def _plan_model(options: PlanOptions) -> Reply:
 
 
 def _explained(found: Outlook, options: PlanOptions) -> list[Explained]:
-    """What ``explain=`` asks for; draws it if that is asked for."""
+    """Return the peaks that ``explain=`` lists, and draw them if ``picture`` is set; empty without ``explain=``."""
     if options.explain is None:
         return []
     from lightning_roundpipe.commands.explain import explain
@@ -318,7 +340,7 @@ def _explained(found: Outlook, options: PlanOptions) -> list[Explained]:
 
 
 def _measured(options: PlanOptions, wish: Wish) -> Path:
-    """The file of this machine, which is measured when nothing else can be wrong with the wish."""
+    """Measure this machine and return its file. The wish is checked first, because measuring takes longer."""
     if options.gpu is not None or options.gpus is not None:
         raise ValueError("hardware=auto is this machine with its GPUs: leave gpu= and gpus= out.")
     from lightning_roundpipe.commands.plan_model import check
@@ -342,13 +364,13 @@ def _check_machines(options: PlanOptions) -> None:
 
 
 def _wish(options: PlanOptions, search_seconds: float) -> Wish:
-    """What the options ask for, with a search of ``search_seconds`` at most unless they say how long."""
+    """Return the options as a wish. ``search_seconds``: the longest search, unless the options set it."""
     if options.staleness not in (None, 0, 1):
         raise ValueError(f"staleness={options.staleness} must be 0 or 1.")
     for name, most in _MOST.items():
         if (getattr(options, name) or 1) > most:
             raise ValueError(f"{name}={getattr(options, name)} is more than the {most:,} that can be planned for.")
-    from lightning_roundpipe.commands.plan_shape import Wish  # and with it torch
+    from lightning_roundpipe.commands.plan_shape import Wish  # imports torch
 
     assert options.model is not None
     _check_machines(options)

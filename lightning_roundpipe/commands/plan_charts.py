@@ -1,4 +1,4 @@
-"""Plans as Gantt charts: steps under the paper's plan and under the one that was found, on one scale."""
+"""Gantt charts of plans: steps under the paper's plan and under the plan that was found, on one scale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_roundpipe.planning.pipeline import COMPUTE, SimulatedEvent, Simul
 from lightning_roundpipe.planning.search import paper_plan
 
 if TYPE_CHECKING:
-    from lightning_roundpipe.commands.plan_model import Outlook  # and with it torch
+    from lightning_roundpipe.commands.plan_model import Outlook  # imports torch
 
 _STEPS = {0: 1, 1: 3}
 """Number of drawn steps, by staleness: steps of staleness 1 overlap."""
@@ -72,7 +72,17 @@ def _title(name: str, how: str) -> str:
 def _chart(
     run: SimulatedRun, costs: Costs, microbatches: int, steps: int, title: str, step_s: float, facts: str = ""
 ) -> Chart:
-    """The first ``steps`` of the run. ``step_s``: how long a step takes, or each of many where several are drawn."""
+    """Return the chart of a run's first steps.
+
+    Args:
+        run: the simulated steps.
+        costs: costs of the calls.
+        microbatches: number of microbatches of a step.
+        steps: number of steps to draw.
+        title: title of the chart.
+        step_s: seconds of a step; of each of many steps if several are drawn.
+        facts: text after the step time.
+    """
     blocks = [
         Block(
             worker=event.worker,

@@ -1,4 +1,4 @@
-"""``roundpipe-plan costs=FILE.json``: the best plan that is found for given times, and how long its steps take."""
+"""``roundpipe-plan costs=FILE.json``: the best plan found for measured times, and the time of its steps."""
 
 from __future__ import annotations
 
@@ -29,13 +29,23 @@ _FROM_FILE = {
 _MOST = {"workers": 1024, "microbatches": 4096}
 _ROUNDS = ("min_round", "max_round")
 _MOST_TURNS = 200_000
-"""Most turns of a full simulation. Beyond, the simplified rules of `planning.batch` time the steps."""
+"""Most turns of a full simulation. Above, the simplified rules of `planning.batch` time the steps."""
 Partitioner = Literal["search", "paper"]
 
 
 @dataclass(frozen=True)
 class Question:
-    """Request for a plan, from the command line and the file."""
+    """Request for a plan, from the command line and the file.
+
+    Attributes:
+        costs: costs of the calls.
+        hop_s: seconds from one worker to another.
+        workers: number of workers.
+        microbatches: number of microbatches of a step.
+        staleness: staleness of updates.
+        limits: limits of the plan.
+        name: name of the model, for pictures.
+    """
 
     costs: Costs
     hop_s: float
@@ -48,7 +58,15 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """A plan and its figures, in seconds."""
+    """A plan and its figures.
+
+    Attributes:
+        plan: the plan.
+        makespan_s: seconds of one step alone.
+        period_s: seconds of each of many steps.
+        bubble_pct: idle time of the workers in percent, for many steps.
+        side_by_side: whether rounds run side by side.
+    """
 
     plan: Plan
     makespan_s: float
@@ -60,8 +78,14 @@ class Answer:
 def read_question(path: Path, case: str | None, memory: int | None, given: dict[str, int | None]) -> Question:
     """Return the request of a file and the command line, whose options take precedence.
 
+    Args:
+        path: the file.
+        case: model to take from a file of several; None: the file has one.
+        memory: bytes of each worker; None: no limit.
+        given: options of the command line; None: the file's.
+
     Raises:
-        ValueError: a number is missing or out of range.
+        ValueError: a number is missing or out of range, or the file is wrong.
     """
     data = read_cost_file(path, case)
     found: dict[str, int | None] = {}
@@ -107,10 +131,17 @@ def answer(
     stage_s: float | None = None,
     text: str | None = None,
 ) -> Answer:
-    """Makes a plan and simulates it. ``stage_s``: how long its stages may be, instead of searching; ``text``: the plan.
+    """Make a plan, and simulate its steps.
+
+    Args:
+        question: the request.
+        search_seconds: longest search.
+        partitioner: ``"search"``, or ``"paper"`` for the paper's algorithm.
+        stage_s: seconds of the longest stage, for a plan without a search.
+        text: the plan itself, without a search.
 
     Raises:
-        ValueError: no plan keeps to the limits, or ``text`` is none for these costs.
+        ValueError: no plan is within the limits, or ``text`` is no plan for these costs.
     """
     costs, workers, microbatches = question.costs, question.workers, question.microbatches
     if text is not None:
@@ -145,7 +176,13 @@ def _parsed(question: Question, text: str) -> Plan:
 
 
 def does_not_fit(question: Question, text: str | None, form: Literal["table", "json"]) -> Reply | None:
-    """The answer where no plan, or not that of ``text``, is within memory: what it needs, and what would fit."""
+    """Return the answer if memory is too small for every plan, or for the plan ``text``; None if it is large enough.
+
+    The answer has the bytes that a worker needs, and settings with which a plan would fit.
+
+    Raises:
+        ValueError: ``text`` is no plan for these costs.
+    """
     costs, limits, memory = question.costs, question.limits, least(question.limits.memory)
     own = None if text is None else _parsed(question, text)
 
@@ -177,9 +214,9 @@ def does_not_fit(question: Question, text: str | None, form: Literal["table", "j
 
 
 def figures(question: Question, plan: Plan) -> Answer:
-    """How long steps take under ``plan``: one alone, and each of many."""
+    """Return the figures of a plan, from a simulation of its steps."""
     makespan = run_answer(question, plan, 1).makespan_s
-    period = makespan  # with staleness 0 the first call of a step waits for the last gradient of the one before
+    period = makespan  # with staleness 0, a step begins after the last gradient of the step before
     if question.staleness:
         turns = 2 * PERIOD_STEPS * question.microbatches * len(plan.stages())
         if turns <= _MOST_TURNS:
@@ -187,7 +224,7 @@ def figures(question: Question, plan: Plan) -> Answer:
         else:
             period = float(_timing(question).settled(plan)[-1])
     bound = _bound_s(question, plan)
-    bubble = max(100 * (1 - bound / period), 0.0) if period else 0.0  # not -1e-13
+    bubble = max(100 * (1 - bound / period), 0.0) if period else 0.0  # rounding may give -1e-13
     return Answer(plan, makespan, period, bubble, plan.side_by_side(question.workers, question.microbatches))
 
 
@@ -203,7 +240,7 @@ def run_answer(question: Question, plan: Plan, steps: int) -> SimulatedRun:
 
 
 def as_dict(found: Answer) -> dict[str, Any]:
-    """What ``format=json`` prints."""
+    """Return what ``format=json`` prints."""
     plan = found.plan
     return {
         "fits": True,
@@ -220,7 +257,7 @@ def as_dict(found: Answer) -> dict[str, Any]:
 
 
 def as_table(question: Question, found: Answer) -> RenderableType:
-    """What people read: the figures, the plan's stages, and the plan as text."""
+    """Return the answer for the terminal: the figures, the stages, and the plan as text."""
     bound = _bound_s(question, found.plan)
     fits = "" if question.limits.memory is None else "Fits: "
     alone = f"; one alone {1e3 * found.makespan_s:,.3f} ms" if question.staleness else ""
@@ -242,7 +279,7 @@ def side_by_side_line(plan: Plan, microbatches: int) -> str:
 
 
 def _stages(costs: Costs, plan: Plan) -> Table:
-    """Numbers are whole at any width; names are folded."""
+    """Return a table of the stages. A narrow terminal breaks only names, not numbers."""
     rows = [(stage, costs.stage_bytes(stage.first, stage.last, stage.phase).weights) for stage in plan.stages()]
     sized = any(weights for _, weights in rows)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))

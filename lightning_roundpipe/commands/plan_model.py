@@ -1,4 +1,4 @@
-"""``roundpipe-plan model=NAME hardware=NAME``: does a model fit a machine, how fast is it, what limits it?"""
+"""``roundpipe-plan model=NAME hardware=NAME``: whether a model fits a machine, how fast it is, and what limits it."""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ _MOST_TURNS = 60_000
 """Most turns to simulate, with copies and updates, for the choice among the plans of a search."""
 
 _HIDDEN = 0.01
+"""Largest share of a step for which communication counts as hidden."""
 
 _LENGTHS = 256
-"""Unit of the longest sequence in tokens."""
+"""Precision of the longest sequence, in tokens."""
 
 _EXACTLY = 64
-"""Reciprocal of the relative unit, which counts if it is less."""
+"""Reciprocal of the relative precision, which applies to sequences shorter than `_LENGTHS` times as much."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,25 @@ class Communication:
 
 @dataclass(frozen=True)
 class Outlook:
-    """Plan and estimates for a `Wish`. ``run`` is None if the model does not fit."""
+    """Plan and estimates for a `Wish`.
+
+    Attributes:
+        wish: the request.
+        hardware: the machine.
+        parameters: numbers of the model's parameters.
+        sequence_length: tokens of a sequence.
+        costs: costs of the calls of a microbatch.
+        workers: number of workers.
+        microbatches: number of microbatches of a step, on each machine.
+        microbatch_size: sequences of a microbatch.
+        limits: limits of the plan.
+        rules: rules of the simulation.
+        plan: the wish's own plan, or the fastest that was found. If none fits, the one that takes the least memory.
+        run: simulated steps; None if the model does not fit.
+        longest: the longest sequence; None if it was not looked for.
+        refined: the layers after cutting.
+        assumed: assumptions about the machine, in sentences.
+    """
 
     wish: Wish
     hardware: Hardware
@@ -114,6 +133,7 @@ class Outlook:
 
     @cached_property
     def device_items(self) -> list[Item]:
+        """Parts of the memory of `worker`."""
         return self.items_of(self.worker)
 
     def items_of(self, worker: int | None) -> list[Item]:
@@ -121,6 +141,7 @@ class Outlook:
         return device_items(self.plan, self.costs, self.workers, self.memory_of(worker), worker)
 
     def memory_of(self, worker: int | None) -> int | None:
+        """Return the bytes that a worker may use; ``worker`` None: the first. The result is None without a limit."""
         memory = self.limits.memory
         return memory[worker or 0] if isinstance(memory, tuple) else memory
 
@@ -138,6 +159,7 @@ class Outlook:
 
     @cached_property
     def host_items(self) -> list[Item]:
+        """Parts of the memory of each host."""
         return host_items(self.plan, self.costs, self.parameters, self.workers, self.microbatches)
 
     @property
@@ -162,10 +184,12 @@ class Outlook:
 
     @property
     def fits_device(self) -> bool:
+        """Whether every worker has enough memory."""
         return fits(self.plan, self.costs, self.workers, self.limits.memory)
 
     @property
     def fits_host(self) -> bool:
+        """Whether each host has enough memory."""
         return total(self.host_items) <= self.hardware.host_memory
 
     @property
@@ -189,6 +213,7 @@ class Outlook:
 
     @property
     def period_s(self) -> float:
+        """Seconds of each of many steps. The model must fit."""
         assert self.run is not None
         return self.period_of(self.run)
 
@@ -198,6 +223,7 @@ class Outlook:
 
     @property
     def tokens_per_s(self) -> float:
+        """Tokens a second of all machines together. The model must fit."""
         return self.step_tokens / self.period_s
 
     @cached_property
@@ -216,13 +242,14 @@ class Outlook:
 
     @property
     def bubble_pct(self) -> float:
-        """Idle time in percent, for steps that follow each other."""
+        """Idle time of the workers in percent, for many steps. The model must fit."""
         assert self.run is not None
         busy = self.run.busy_s / len(self.run.ends_s)
         return 100 * (1 - busy / (self.workers * self.period_s))
 
 
 def total(items: Iterable[Item]) -> int:
+    """Return the bytes of all items together."""
     return sum(item.nbytes for item in items)
 
 
@@ -266,7 +293,11 @@ def _length_of(wish: Wish, shape: ModelShape) -> int:
 
 
 def shape_of(wish: Wish, machine: Hardware) -> ModelShape:
-    """Return the model of a wish."""
+    """Build the model of a wish on the meta device, with estimates for ``machine``.
+
+    Raises:
+        ValueError: see `ModelShape`.
+    """
     memory = least(memory_of(wish, machine))
     shape = ModelShape(
         wish.model, wish.lora, wish.precision, machine, wish.staleness, memory, wish.model_settings, wish.lora_settings,
@@ -277,17 +308,26 @@ def shape_of(wish: Wish, machine: Hardware) -> ModelShape:
 
 
 def memory_of(wish: Wish, machine: Hardware) -> Memory | None:
-    """Return the memory of the workers; None: no limit."""
+    """Return the bytes of each worker, one number if they are equal; None: no limit."""
     return wish.memory or machine.of_each(
         lambda device: None if device.memory is None else int(MEMORY_SHARE * device.memory)
     )
 
 
 def look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...] = (), *, longest: bool = True) -> Outlook:
-    """`look`, where the model has been built. ``longest``: also for the longest sequence, which takes some seconds.
+    """Return the outlook of a model that has been built; see `look`.
 
-    With ``token_tiles="auto"``, tiles are planned where it does not fit without them, as in training, and the outlook's
-    wish then says of how many tokens. The longest sequence is that in tiles.
+    With ``token_tiles="auto"``, the plan has tiles only if the model does not fit without them, as in training. The
+    outlook's wish then has the tokens of a tile. The longest sequence always has tiles.
+
+    Args:
+        shape: the model, from `shape_of`.
+        wish: the request.
+        assumed: assumptions about the machine, in sentences.
+        longest: whether to look for the longest sequence, which takes some seconds.
+
+    Raises:
+        ValueError: a number or the plan of the wish is wrong. A model that does not fit is no error.
     """
     if wish.token_tiles != "auto":
         return _look_at(shape, wish, assumed, longest=longest)
@@ -321,7 +361,7 @@ def _look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...], *, longest
 
 @dataclass
 class _Try:
-    """Plans for microbatches of one size."""
+    """Plans for one size of microbatches."""
 
     shape: ModelShape
     wish: Wish
@@ -330,7 +370,7 @@ class _Try:
     length: int
     size: int
     judged: dict[Plan, float] = field(default_factory=dict)
-    """Seconds of each of many steps, of the plans that fit."""
+    """Seconds of each of many steps, by plan that fits."""
 
     @cached_property
     def costs(self) -> Costs:
@@ -343,7 +383,7 @@ class _Try:
     @cached_property
     def limits(self) -> Limits:
         wish, memory = self.wish, memory_of(self.wish, self.shape.hardware)
-        searches = wish.search and wish.search_seconds > 0  # else little is fused, however much memory there is
+        searches = wish.search and wish.search_seconds > 0  # otherwise few layers are fused, whatever the memory
         usual = Limits.usual(self.costs, self.workers, self.microbatches, memory if searches else None)
         fused = usual.max_fused if wish.max_fused is None else wish.max_fused
         lowest = min(wish.min_round or min(usual.min_round, wish.max_round or usual.min_round), self.microbatches)
@@ -378,6 +418,7 @@ class _Try:
         return self.judged[plan]
 
     def seconds_a_token(self, plan: Plan) -> float:
+        """Return the seconds of a sequence. Tries have sequences of one length, so this orders them as tokens would."""
         return self.judge(plan) / (self.size * self.microbatches)
 
     def best(self, part: float) -> Plan | None:
@@ -403,10 +444,13 @@ class _Try:
 
 
 def _fastest(tries: list[_Try]) -> tuple[_Try, Plan]:
-    """The most tokens a second, of all sizes that fit: each is tried with the paper's plan and a short search, the best
-    one with what is left of the search. Or, where none fits, the smallest size, and the plan that takes the least."""
+    """Return the size of microbatches with the most tokens a second, and its plan.
+
+    Each size has a short search, and the fastest one the rest of the time. If no size fits, the result is the smallest
+    size with the plan that takes the least memory.
+    """
     last = tries[-1]
-    if last.wish.plan is None and not last.fits(last.smallest):  # and larger ones even less
+    if last.wish.plan is None and not last.fits(last.smallest):  # larger sizes take even more memory
         return last, last.smallest
     trial = _TRIAL if len(tries) > 1 else 1.0
     found: list[tuple[_Try, Plan]] = []
@@ -414,7 +458,7 @@ def _fastest(tries: list[_Try]) -> tuple[_Try, Plan]:
         try:
             if (plan := one.best(trial)) is not None:
                 found.append((one, plan))
-        except ValueError:  # stages shorter than a layer takes for so many sequences
+        except ValueError:  # stage_seconds is shorter than a layer at this size
             if one is last and not found:
                 raise
     if not found:
@@ -423,14 +467,14 @@ def _fastest(tries: list[_Try]) -> tuple[_Try, Plan]:
     def seconds(pair: tuple[_Try, Plan]) -> float:
         return pair[0].seconds_a_token(pair[1])
 
-    best, plan = min(found, key=seconds)  # of equals the largest size
+    best, plan = min(found, key=seconds)  # of equal ones, the largest size
     if len(tries) > 1 and best.wish.search and (longer := best.best(1 - trial * len(found))) is not None:
         return min((best, plan), (best, longer), key=seconds)
     return best, plan
 
 
 def _host_round(costs: Costs, shape: ModelShape, microbatches: int) -> int:
-    """How many microbatches a round the host has memory for boundary tensors of; 0: it has too little for the rest."""
+    """Return the most microbatches of a round whose boundary tensors fit in host memory; 0 if the rest does not fit."""
     others = total(host_items(Plan.per_call(len(costs), 1), costs, shape.parameters))
     each = sum(call.boundary_bytes for call in costs.calls[:-1] if call.needs_backward)
     room = shape.hardware.host_memory - (others - each)
@@ -440,7 +484,7 @@ def _host_round(costs: Costs, shape: ModelShape, microbatches: int) -> int:
 def find_longest(
     shape: ModelShape, workers: int, microbatches: int, memory: int | None, min_round: int | None = None
 ) -> Longest:
-    """Return the longest sequence that fits.
+    """Return the longest sequence that fits. ``memory``: bytes of each worker; None: no limit.
 
     Microbatches have one sequence, stages have one call, and rounds are as small as needed.
     """

@@ -1,4 +1,4 @@
-"""The outlook of a model on a machine, for people and as JSON."""
+"""The answer of ``roundpipe-plan model=NAME``: tables for the terminal, and a dictionary for ``format=json``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ from lightning_roundpipe.planning.schedule import Plan
 def as_table(
     found: Outlook, remedies: Remedies | None = None, explained: Sequence[RenderableType] = ()
 ) -> RenderableType:
-    """The verdict first and what would fit, then where the memory goes, what is ``explained`` of it, then the plan."""
+    """Return the answer for the terminal: the verdict, what would fit, the memory, and the plan if it fits.
+
+    Args:
+        found: the estimates.
+        remedies: settings that would fit; None if they were not looked for.
+        explained: what ``explain=`` adds below the tables of memory.
+    """
     wish, plan = found.wish, found.plan
     reduced = "" if wish.reduce_dtype is None else f", gradients travel in {wish.reduce_dtype}"
     each = f"{wish.machines} machines, each {found.hardware.title}" if wish.machines > 1 else found.hardware.title
@@ -93,7 +99,7 @@ def _tiles(wish: Wish) -> str:
 
 
 def _packed(parameters: Parameters, plan: Plan) -> list[str]:
-    """How packed weights are counted."""
+    """Return sentences about packed weights: their format, and how copies of them are counted."""
     once, all_ = len(plan.unpack_once), len(plan.stages())
     copied = "Every product reads a copy that is made for it."
     if once:
@@ -114,7 +120,7 @@ def _packed(parameters: Parameters, plan: Plan) -> list[str]:
 
 
 def _fullest(found: Outlook) -> dict[str, int]:
-    """Of each kind of device, the worker with the least room left."""
+    """Return the worker with the least room left, for each kind of device by its heading."""
     workers: dict[str, list[int]] = {}
     for worker, device in enumerate(found.hardware.devices):
         workers.setdefault(f"Each {device.title}", []).append(worker)
@@ -122,7 +128,7 @@ def _fullest(found: Outlook) -> dict[str, int]:
 
 
 def _verdict(found: Outlook) -> str:
-    """The answer, in a line."""
+    """Return the answer in one line."""
     if found.run is not None:
         return f"Fits: {found.tokens_per_s:,.0f} tokens/s, {_seconds(found.period_s)} a step (estimated)."
     device, host = total(found.device_items), total(found.host_items)
@@ -169,7 +175,7 @@ def _exchanged(found: Outlook, exchanged: Communication) -> str:
 
 
 def _remedies(found: Outlook, remedies: Remedies) -> list[RenderableType]:
-    """One a line, the figures in front of what is added to the command line."""
+    """Return a line for each remedy, its tokens a second before its options, or what else could help."""
     parts: list[RenderableType] = []
     if remedies.found:
         parts.append(Text("What would fit, each planned with these settings added or replaced:"))
@@ -190,6 +196,14 @@ def _remedies(found: Outlook, remedies: Remedies) -> list[RenderableType]:
 
 
 def memory_table(title: str, items: Sequence[Item], limit: int | None, locked: bool) -> Table:
+    """Return a table of memory in GiB, with the sum as its last row.
+
+    Args:
+        title: heading of the first column.
+        items: the rows.
+        limit: bytes that the sum is compared with; None: no limit.
+        locked: whether a column lists page-locked memory.
+    """
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column(title, overflow="fold")
     table.add_column("GiB", justify="right", no_wrap=True)
@@ -205,11 +219,11 @@ def memory_table(title: str, items: Sequence[Item], limit: int | None, locked: b
 
 
 def _stage_table(rows: Sequence[StageRow]) -> Table:
-    """Stages that follow each other and are alike to all digits are one line."""
+    """Return a table of stages. Consecutive stages of one phase with equal figures share a row."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
     for name in ("Stage", ""):
         table.add_column(name, no_wrap=True)
-    table.add_column("layers", overflow="fold")  # numbers are whole at any width
+    table.add_column("layers", overflow="fold")  # only names are broken in a narrow terminal, not numbers
     for name in ("ms", "weights", "gradients", "activations", "waiting"):
         table.add_column(name, justify="right", no_wrap=True)
     lines: list[tuple[int, int, str, list[str], list[str]]] = []
@@ -228,7 +242,7 @@ def _stage_table(rows: Sequence[StageRow]) -> Table:
 
 
 def _runs(sizes: Sequence[int]) -> str:
-    """3 3 3 2 as ``3 x 3, 2``: how many stages have how many layers."""
+    """Return how many stages have how many layers: ``3 x 3, 2`` for the sizes 3, 3, 3 and 2."""
     parts: list[tuple[int, int]] = []
     for size in sizes:
         if parts and parts[-1][1] == size:
@@ -257,11 +271,12 @@ def _seconds(seconds: float) -> str:
 
 
 def partitioner_of(wish: Wish) -> Partitioner:
+    """Return the value of ``partitioner=``."""
     return "paper" if wish.like_paper else "search"
 
 
 def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
-    """What ``format=json`` prints."""
+    """Return what ``format=json`` prints. Keys end in their units; times and rates are None if it does not fit."""
     wish, plan, parameters = found.wish, found.plan, found.parameters
     times: dict[str, Any] = {"tokens_per_s": None, "period_ms": None, "makespan_ms": None, "bubble_pct": None}
     if found.run is not None:

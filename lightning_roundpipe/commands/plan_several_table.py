@@ -1,4 +1,4 @@
-"""A table of many plans: for people, as CSV, and as a list for JSON."""
+"""The answer of a table of plans: a table for the terminal, CSV, and a list for ``format=json``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lightning_roundpipe.commands.plan_shape import Wish
 _NOTHING = "–"
 
 _MEMORIES = {"worker": ("device_memory", 1), "host": ("host_memory", 0)}
-"""Their names in an answer, and the digits that tell one amount from another."""
+"""By column: the memory's key in an answer, and the decimals of its GiB."""
 
 _HOW = ("format", "picture", "trace", "search_seconds")
-"""Options that change no figure but by the time of a search, which has a line of its own."""
+"""Options that `common` leaves out: they change no figure, except for the time of a search (see `_search`)."""
 
 _SAID = ("model", "hardware", "gpu", "gpus", "precision", "lora", "staleness", "sequence_length")
-"""Options of which `common` also says what they are where nobody set them."""
+"""Options that `common` names even if they are not set."""
 
 _FIGURES = (
     "fits", "too_small", "tokens_per_s", "step_ms", "worker_gib", "worker_limit_gib", "host_gib", "host_limit_gib",
@@ -36,11 +36,11 @@ _FIGURES = (
     "side_by_side", "plan",
     "error",
 )  # fmt: skip
-"""Columns of the CSV behind those that say which combination it is."""
+"""Columns of the CSV, after those that identify the combination."""
 
 
 def as_table(cells: Sequence[Cell]) -> RenderableType:
-    """How many fit; a row for each; then what all of them have in common."""
+    """Return the answer for the terminal: how many fit, a row for each cell, and what all cells have in common."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0, show_edge=False)
     for name in cells[0].given or ("model",):
         table.add_column(name.replace("_", " "), overflow="fold")
@@ -57,12 +57,12 @@ def as_table(cells: Sequence[Cell]) -> RenderableType:
             mistakes.setdefault(cell.error, []).append(cell.name)
     parts += [Text(f"{'; '.join(names)}: {error}") for error, names in mistakes.items()]
     if (refused := next((cell for cell in cells if cell.too_small), None)) is not None:
-        parts += ["", Text("What would fit instead is said for each alone, as in"), pasted(f"  {_command(refused)}")]
+        parts += ["", Text("To see what would fit instead, plan each alone, as in"), pasted(f"  {_command(refused)}")]
     return Group(*parts)
 
 
 def _limits(cells: Sequence[Cell], name: str) -> set[int | None]:
-    """What the rows have of that memory; None: without a limit."""
+    """Return the limits of a memory in all rows in bytes; None is no limit."""
     return {cell.found[_MEMORIES[name][0]]["limit_bytes"] for cell in cells if cell.found}
 
 
@@ -75,7 +75,7 @@ def _heading(name: str, limits: set[int | None]) -> str:
 def _verdict(cells: Sequence[Cell]) -> str:
     fitting, wrong = (sum(map(bool, found)) for found in ([c.fits for c in cells], [c.error for c in cells]))
     if wrong == len(cells):
-        return f"None of {len(cells)} can be planned: something is wrong with each, as is said below."
+        return f"None of {len(cells)} can be planned: something is wrong with each, as listed below."
     unknown = f"; something is wrong with {wrong}" if wrong else ""
     if fitting in (0, len(cells)):
         return f"{'All' if fitting else 'None'} of {len(cells)} fit{'' if fitting else 's'} (estimated){unknown}."
@@ -106,7 +106,7 @@ def _figures(cell: Cell, limits: Mapping[str, set[int | None]]) -> list[str | Te
 
 
 def common(cells: Sequence[Cell]) -> list[str]:
-    """What is the same in all rows, whether it was set or is so by itself; each a few words."""
+    """Return what all rows have in common, set or by default, in a few words each."""
     wish, given = cells[0].wish, cells[0].given
     same = {"model": wish.model}
     if wish.hardware is not None or not {"gpu", "gpus"} & given.keys():
@@ -125,12 +125,12 @@ def common(cells: Sequence[Cell]) -> list[str]:
 
 
 def _set(cells: Sequence[Cell]) -> dict[str, str]:
-    """Name and text of each option that is set for some row."""
+    """Return name and text of each option that a row sets."""
     return {name: text for cell in cells for name, _, text in (one.partition("=") for one in cell.arguments)}
 
 
 def _legend(cells: Sequence[Cell]) -> list[str]:
-    """What is the same in all rows, what is assumed of them, and what the columns mean."""
+    """Return the lines below the table: common options, assumptions, and the meaning of the columns."""
     lines = [f"All with {', '.join(common(cells))}."]
     assumed = [cell.found["assumed"] for cell in cells if cell.found]
     if not assumed:
@@ -143,7 +143,7 @@ def _legend(cells: Sequence[Cell]) -> list[str]:
             if "host_memory" in _set(cells)
             else "memory (or set host_memory=), bandwidth and links"
         )
-        lines.append(f"Assumed of the hosts: {has}; what exactly, is said for each alone.")
+        lines.append(f"Assumed of the hosts: {has}; plan each alone to see which.")
     if any(cell.too_small for cell in cells):
         lines.append("No fit: a worker or the host needs more memory than it has (red on a terminal).")
     beside = "; beside: rounds side by side, as in data parallelism"
@@ -156,7 +156,7 @@ def _legend(cells: Sequence[Cell]) -> list[str]:
 
 
 def _search(wish: Wish) -> str:
-    """How the plans came about."""
+    """Return a sentence that says how the plans were made."""
     if wish.like_paper:
         return "Predicted is the paper's library, under its plan and with its times (partitioner=paper)."
     if wish.stage_seconds is not None:
@@ -165,13 +165,13 @@ def _search(wish: Wish) -> str:
 
 
 def _command(cell: Cell) -> str:
-    """That asks for this one alone, as text."""
+    """Return the command line that plans a cell alone, quoted for a shell."""
     about_tables = ("format", "picture", "search_seconds")
     return shlex.join(["roundpipe-plan", *(text for text in cell.arguments if text.split("=")[0] not in about_tables)])
 
 
 def as_list(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """What ``format=json`` prints: of each what it prints of one, but for what would fit."""
+    """Return what ``format=json`` prints: for each cell, its combination and the answer without remedies."""
     rows = []
     for cell in cells:
         found: Mapping[str, Any] = cell.found or {"model": cell.wish.model, "lora": cell.wish.lora, "fits": None}
@@ -181,7 +181,7 @@ def as_list(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def as_csv(cells: Sequence[Cell]) -> str:
-    """A line for each, with the names of the columns above; sizes in GiB."""
+    """Return the CSV: a header with the names of the columns, and a line for each cell. Sizes are in GiB."""
     given = [name for name in cells[0].given if name not in ("hardware", "gpu", "gpus")]
     names = dict.fromkeys(("model", "machine", "lora", *given, *_FIGURES))
     text = io.StringIO()
@@ -227,6 +227,6 @@ def _rounded(value: float | None, digits: int, unit: int = 1) -> float | str:
 
 
 def _gib(nbytes: int, digits: int) -> str:
-    """In GiB; what is little keeps two digits."""
+    """Return bytes in GiB with ``digits`` decimals, or with two below 10 GiB."""
     gib = nbytes / 2**30
     return f"{gib:.{digits if gib >= 10 else 2}f}"

@@ -1,4 +1,4 @@
-"""What ``roundpipe-plan model=NAME`` is asked, and the model that it is asked about: without data, on a machine."""
+"""The request of ``roundpipe-plan model=NAME``, and its model: on the meta device, with estimates for a machine."""
 
 from __future__ import annotations
 
@@ -32,16 +32,24 @@ from lightning_roundpipe.planning.tiles import probe_batch, tiled, token_wise
 from lightning_roundpipe.planning.updates import ADAMW_BYTES, UpdateModel
 
 USUAL_LENGTH = 2048
-"""Tokens, or as many as a model has positions for."""
+"""Tokens of a sequence without ``sequence_length``, if the model has that many positions."""
 
 _MOST_LENGTH = 2**20
+"""Positions of a model whose configuration has no limit."""
+
 PART_BYTES = 2**24
-"""Of gradients, that the engine updates while the next ones arrive (`runtime.memory.grad_buffers.PART`)."""
+"""Bytes of gradients that the engine updates while the next ones arrive (`runtime.memory.grad_buffers.PART`)."""
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What somebody wants to train."""
+    """Request for a plan. Fields have the names and meanings of the command's options, sizes in bytes.
+
+    Attributes:
+        search_seconds: longest search.
+        search: whether to search for a plan; otherwise the paper's algorithm makes it.
+        like_paper: whether to predict the paper's library; see `ModelShape`.
+    """
 
     model: str
     hardware: str | None
@@ -74,7 +82,7 @@ class Wish:
     token_tiles: int | Literal["auto"] | None = None
 
     def changed(self, changes: Mapping[str, Any]) -> Wish:
-        """With other values of these options; ``model.NAME`` and ``lora.NAME`` are settings."""
+        """Return the wish with other values of some options. ``model.NAME`` and ``lora.NAME`` are settings."""
         options: dict[str, Any] = {}
         for name, value in changes.items():
             group, dot, setting = name.partition(".")
@@ -85,22 +93,30 @@ class Wish:
 
 
 TILE = 4096
-"""Tokens of a tile, in what is said of tiles where none are asked for."""
+"""Tokens of a tile in estimates with tiles, if the wish asks for no tiles."""
 
 
 class ModelShape:
-    """A model without data, on a machine.
+    """A model on the meta device, with estimates for a machine.
 
     Args:
-        memory: bytes that every worker may use, which layers are cut to fit as in training; None: no limit.
-        model_settings, lora_settings: what the command line changes of both.
-        reduce_dtype: format that gradients travel in; None: fp32.
+        model: choice of ``conf/model``, or a path; see `choices.read_config`.
+        lora: adapters: choice of ``conf/lora``, or a path; ``"none"``: no adapters.
+        precision: Lightning's precision.
+        hardware: the machine.
+        staleness: staleness of updates, 0 or 1.
+        memory: bytes that every worker may use. Layers are cut to fit, as in training. None: no limit.
+        model_settings, lora_settings: settings of model and adapters that the command line changes.
+        reduce_dtype: dtype in which gradients travel to the host; None: fp32.
         like_paper: whether the times are those of the paper's library: the loss takes no longer than the output layer's
             products, the host issues the operations of one expert after another, and without staleness the optimizer
             begins when backward is over.
-        max_positions: tokens of the longest sequence that the model is to have positions for; None: as many as its
-            configuration says.
-        machines: that share the optimizer's state.
+        max_positions: number of positions, if it is more than the configuration's; None: the configuration's.
+        machines: number of machines that share the optimizer's state.
+
+    Raises:
+        ValueError: there is no such model or there are no such adapters, they do not fit each other, packed weights
+            have no adapters, or ``max_positions`` is no more than the configuration's.
     """
 
     def __init__(
@@ -122,13 +138,13 @@ class ModelShape:
         self._module = make_model(config, model, lora, precision, lora_settings)
         self._packed = {} if self.quantization is None else packed_weights(self._module, self.quantization)
         root = nn.Module()
-        root.model = self._module  # as a LightningModule has it, so that layers have the names they will have
+        root.model = self._module  # as in a LightningModule, so that layers have the same names as in training
         found = find_layers(root)
         self.refined = Refined(found)
         if memory is not None:
             refined = cut_to_fit(found, self._size, memory // ARENAS)
             sizes = {name: self._size(layer) for name, layer in refined.layers.items()}
-            fits = refined.stuck is None or arenas_of(sizes) <= memory  # in single arenas, as in training
+            fits = refined.stuck is None or arenas_of(sizes) <= memory  # as training does, with single arenas
             self.refined = replace(refined, stuck=None) if fits else refined
         self._layers = self.refined.layers if self.refined.stuck is None else found
         nbytes = GRADIENT_BYTES if reduce_dtype is None else REDUCE_DTYPES[reduce_dtype]
@@ -151,14 +167,17 @@ class ModelShape:
         return Size(*layer_bytes(layer, self._packed))
 
     def costs(self, microbatch_size: int, sequence_length: int) -> Costs:
-        """Of a microbatch of that many sequences. They are estimated once: the host has no part in them."""
+        """Return the costs of a microbatch of ``microbatch_size`` sequences, of ``sequence_length`` tokens each.
+
+        Results are cached. They stay valid on a host with more memory.
+        """
         key = microbatch_size, sequence_length
         if key not in self._known:
             self._known[key] = self._costs(microbatch_size, sequence_length)
         return self._known[key]
 
     def in_tiles(self, tile: int = TILE) -> ModelShape:
-        """The same model, where modules that act on each token alone run in tiles of ``tile`` tokens."""
+        """Return the model with modules that act on each token alone in tiles of ``tile`` tokens."""
         other = copy(self)
         other._known, other._tile = {}, tile
         with self._without_logits():
@@ -169,7 +188,7 @@ class ModelShape:
         return lean_logits(self._module) if self._lean else nullcontext()
 
     def memories(self, microbatch_size: int, sequence_length: int) -> list[CallMemory]:
-        """What the activations of each call of `costs` consist of."""
+        """Return the tensors of each call of `costs`, with their lifetimes."""
         tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
         with self._without_logits(), tiled(self._tiled, self._tile):
             return estimate_memory(
@@ -184,7 +203,7 @@ class ModelShape:
         return Costs.of_workers([kinds[machine.kinds.index(device)] for device in machine.devices])
 
     def _costs_on(self, device: Hardware, microbatch_size: int, sequence_length: int) -> Costs:
-        """On devices of one kind."""
+        """Return the costs on devices of one kind."""
         tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
         with self._without_logits(), tiled(self._tiled, self._tile):
             costs = self._estimate(device, input_ids=tokens, labels=tokens)
@@ -207,17 +226,22 @@ class ModelShape:
         )
 
     def rules(self, staleness: Staleness, network: float | None = None) -> Rules:
-        """What takes time beside computing. ``network``: bytes a second between machines; None: there is one."""
+        """Return the rules of a simulation: times of the host, of copies, of updates and of the network.
+
+        Args:
+            staleness: staleness of updates.
+            network: bytes a second between machines; None: there is one machine.
+        """
         machine = self.hardware
         traffic = ADAMW_BYTES + (0 if self.parameters.compute_bytes == 4 else self.parameters.compute_bytes)
-        if self._reduced_bytes is not None:  # read where they have landed, and written as the sum
+        if self._reduced_bytes is not None:  # reads gradients in reduce_dtype, and writes their fp32 sums
             traffic += self._reduced_bytes + GRADIENT_BYTES
         blocking = self._like_paper and not staleness
         updates = UpdateModel(machine.optimizer_rate(traffic), blocking=blocking, piece_bytes=PART_BYTES)
         host = HostTime(machine.call_s, machine.turn_s, machine.hop_s, shared=True)
         between = None
         if network is not None:
-            share = MASTER_BYTES / GRADIENT_BYTES  # all machines have the masters
+            share = MASTER_BYTES / GRADIENT_BYTES  # fp32 weights are sent to all machines
             between = Network(self.parameters.machines, network * machine.network_efficiency, share)
         return Rules(
             staleness=staleness, host=host, links=machine.links(), updates=updates, sums_per_s=machine.sum_rate,
@@ -226,7 +250,7 @@ class ModelShape:
 
 
 def _offer(config: PretrainedConfig, max_positions: int, model: str, configured: int) -> None:
-    """Makes the configuration have more positions."""
+    """Set the number of positions in the configuration."""
     if max_positions <= configured:
         raise ValueError(
             f"max_positions={max_positions} is no more than the {configured} tokens that model={model} has positions "
@@ -243,7 +267,7 @@ def _untrained(model: str, quantization: Quantization) -> str:
 
 
 def _is_lean(module: nn.Module) -> bool:
-    """Whether the packaged module computes its loss without holding the logits."""
+    """Return whether the packaged module computes the loss without holding all logits."""
     try:
         make_lean(module)
     except ValueError:

@@ -1,8 +1,8 @@
-"""What this machine reaches: the probes behind ``roundpipe-plan hardware=auto``, some seconds in all.
+"""The probes of ``roundpipe-plan hardware=auto``, which measure this machine in some seconds.
 
-Every probe goes through the façade that training uses (`devices`), on all devices at once, because what they share
-(the processor's cores, the host's memory, a switch of the links) shows only then. Each figure is what one device
-reaches of it, and of unequal devices what the slowest reaches.
+Probes use the same façade as training (`devices`), on all devices at once. A probe of a single device would miss what
+devices share: the processor's cores, the host's memory, a switch of the links. A figure is what one device reaches; if
+devices are unequal, what the slowest one reaches.
 """
 
 from __future__ import annotations
@@ -33,19 +33,21 @@ from lightning_roundpipe.planning.profile import OF_KINDS, Format, Hardware
 from lightning_roundpipe.planning.updates import ADAMW_BYTES
 
 EMULATED_WORKERS = 4
-"""Emulated devices where nobody says how many, as in ``conf/hardware/cpu.yaml``."""
+"""Default number of emulated devices, as in ``conf/hardware/cpu.yaml``."""
 
 ENGINE_S = 0.5e-3
-"""Seconds of the interpreter that the engine takes for a layer call and for a turn; ``benchmarks/bench_engine.py``."""
+"""Assumed seconds of the interpreter for the engine's own work, for a layer call and for a turn each;
+``benchmarks/bench_engine.py`` measures them."""
 
 SHARE = 0.25
-"""Of free memory, what a probe takes at most."""
+"""Largest share of free memory that a probe takes."""
 
 _SECONDS = 0.15
-"""That a measurement takes about, of which the best of `_REPEATS` counts."""
+"""Approximate seconds of a measurement."""
 _REPEATS = 3
+"""Number of measurements. The fastest counts."""
 _LONG_ENOUGH = 0.01
-"""Seconds of one repetition from which on larger matrices are no faster."""
+"""Seconds of a repetition above which larger matrices reach no higher rate."""
 _DTYPES: dict[Format, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MIB = 2**20
 
@@ -57,12 +59,12 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True)
 class Probed:
-    """This machine.
+    """Results of all probes.
 
     Args:
-        hardware: its numbers, as they are written to a file.
-        notes: by key of the file, what is said beside a number.
-        remarks: sentences about the whole.
+        hardware: the machine's numbers, as the file has them.
+        notes: comments on numbers, by key of the file.
+        remarks: sentences about the machine as a whole.
     """
 
     hardware: Hardware
@@ -71,12 +73,12 @@ class Probed:
 
 
 def probe(workers: int | None, say: Callable[[str], None]) -> Probed:
-    """Measures the machine that it runs on: its CUDA devices, or emulated ones where there are none.
+    """Measure this machine: its CUDA devices, or emulated devices if it has none.
 
     Args:
-        workers: how many devices; None: all CUDA devices, or `EMULATED_WORKERS` emulated ones. Of CUDA devices, those
-            that exist are measured at most.
-        say: is told the name of each probe that begins.
+        workers: number of devices; None: all CUDA devices, or `EMULATED_WORKERS` emulated ones. If there are fewer CUDA
+            devices, all of them are measured.
+        say: called with the name of each probe when it begins.
 
     Raises:
         ValueError: a probe failed; the message names it.
@@ -111,13 +113,13 @@ def probe(workers: int | None, say: Callable[[str], None]) -> Probed:
 
 
 def _close(device: Device) -> None:
-    with suppress(RuntimeError):  # a device that has failed fails again; the error that came first is the one to tell
+    with suppress(RuntimeError):  # a device that has failed fails again here, and would hide its first error
         device.close()
 
 
 @contextmanager
 def _naming(what: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Says what is measured, and names it where it fails."""
+    """Announce a probe, and name it in the error if it fails."""
     say(what)
     try:
         yield
@@ -130,7 +132,7 @@ def _naming(what: str, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _best(work: Work, repeats: int = _REPEATS) -> float:
-    """Seconds of the fastest of some repetitions, after one that does not count."""
+    """Return the seconds of the fastest of ``repeats`` runs, after one that does not count."""
     work()
     times = []
     for _ in range(repeats):
@@ -144,11 +146,11 @@ def _best(work: Work, repeats: int = _REPEATS) -> float:
 
 
 class HostProbe:
-    """The host's memory, while no device exists: with all of torch's threads.
+    """Probe of the host's memory, with all of torch's threads. It runs before any device exists.
 
     Attributes:
         bandwidth: bytes a second that an addition in place reads and writes.
-        total: bytes.
+        total: bytes of memory.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -156,11 +158,12 @@ class HostProbe:
         with _naming("the host's memory", say):
             elements = min(32 * _MIB, int(SHARE * free_bytes()) // 8)
             total, more = torch.zeros(elements), torch.ones(elements)
-            self.bandwidth = 12 * elements / _best(lambda: total.add_(more))  # in place: nothing else is read
+            # In place, an element takes two reads and a write of 4 bytes. A write elsewhere would read there, too.
+            self.bandwidth = 12 * elements / _best(lambda: total.add_(more))
 
 
 def optimizer_rate() -> float:
-    """Bytes a second of an update by AdamW, in the calling thread: fp32 weights, gradients and two moments."""
+    """Return the bytes a second that AdamW reads and writes on the calling thread, all of them in fp32."""
     elements = min(32 * _MIB, int(SHARE * free_bytes()) // 16)
     weights = [nn.Parameter(part.clone()) for part in torch.ones(elements).chunk(4)]
     for weight in weights:
@@ -170,7 +173,7 @@ def optimizer_rate() -> float:
 
 
 def processor() -> str:
-    """The processor's name."""
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -183,13 +186,13 @@ def processor() -> str:
 
 
 class DeviceProbe:
-    """The devices, each with a thread as in training.
+    """Probes of devices that work at once, each with a thread as in training.
 
     Args:
-        devices: all that are measured together.
-        emulated: whether they share the processor.
-        say: as for `probe`.
-        stack: ends the threads.
+        devices: the devices.
+        emulated: whether they are emulated, and share the processor.
+        say: called with the name of each probe when it begins.
+        stack: stack of contexts that ends the threads.
     """
 
     def __init__(self, devices: list[Device], *, emulated: bool, say: Callable[[str], None], stack: ExitStack) -> None:
@@ -201,7 +204,7 @@ class DeviceProbe:
         """Bytes that a probe may take on each device."""
 
     def measured(self, host: HostProbe) -> Probed:
-        """All numbers."""
+        """Run all probes and return their results. ``host`` has run already."""
         notes: dict[str, str] = {}
         remarks: list[str] = []
         flops: dict[Format, float] = {}
@@ -236,7 +239,7 @@ class DeviceProbe:
             upload=upload,
             download=download,
             host_memory=host.total,
-            host_memory_bandwidth=max(host.bandwidth, optimizer),  # cores that others use held up the threads of one
+            host_memory_bandwidth=max(host.bandwidth, optimizer),  # other programs may slow down one of them
             matmul_efficiency=1.0,
             memory_efficiency=1.0,
             kernel_s=kernel_s,
@@ -254,7 +257,7 @@ class DeviceProbe:
         return _naming(what, self._say)
 
     def _identity(self, remarks: list[str]) -> tuple[str, int | None]:
-        """The title, and the memory of the smallest device; with a remark if they are not equal."""
+        """Return the title, and the bytes of the smallest device, if known. Add a remark if devices are unequal."""
         count = len(self.devices)
         if self.emulated:
             return f"{plural(count, 'emulated device')} on {processor()}", None
@@ -264,17 +267,17 @@ class DeviceProbe:
         if len(set(kinds)) == 1:
             return f"{count} x {kinds[0]}", memory
         remarks.append(
-            f"The GPUs are not equal ({', '.join(kinds)}): kinds: has what those of each kind reach while the others "
-            "idle, and the numbers above it are those of the slowest or smallest."
+            f"The GPUs are not equal ({', '.join(kinds)}). The list kinds: has the numbers of each kind, measured "
+            "while the others idle; the numbers above it are those of the slowest or smallest."
         )
         return f"{count} unequal GPUs", memory
 
     # -- computing
 
     def together(self, make: Callable[[torch.device], Work]) -> float:
-        """Seconds of what ``make`` returns for a device, while all devices do the same.
+        """Return the seconds of one run of the work that ``make`` returns for a device, while all devices run theirs.
 
-        It is repeated as often as fits into `_SECONDS`. Emulated devices take turns at the processor meanwhile.
+        A measurement repeats the work for about `_SECONDS`. Emulated devices take turns at the processor.
         """
         works = self._made(make)
         self._repeat(works, 1)
@@ -296,7 +299,7 @@ class DeviceProbe:
         return clock() - start
 
     def _on_each(self, function: Callable[[Device], T]) -> list[T]:
-        """Calls it for all devices at once, each in its own thread, and waits."""
+        """Call ``function`` for all devices at once, on each device's thread, and return the results."""
 
         def run(device: Device) -> T:
             with device.activate():
@@ -306,7 +309,7 @@ class DeviceProbe:
         return [call.result() for call in calls]
 
     def _products(self, dtype: torch.dtype) -> tuple[int, float]:
-        """Size of the matrices, and FLOP/s of the three products of a linear layer: forward and both gradients."""
+        """Return the size of matrices and the FLOP/s of a linear layer's three products: forward, both gradients."""
         size, most = 128, self._size_within(8192)
         while size < most:
             works = self._made(partial(_linear, dtype=dtype, size=size))
@@ -317,13 +320,13 @@ class DeviceProbe:
         return size, 6 * size**3 / self.together(partial(_linear, dtype=dtype, size=size))
 
     def _size_within(self, most: int) -> int:
-        """Of the matrices of `_linear`, for which there is room."""
+        """Return the largest size of `_linear` for which there is room: ``most``, or a half, a quarter, ... of it."""
         while most > 128 and 6 * most**2 * 4 > self._room:
             most //= 2
         return most
 
     def _attention(self, dtype: torch.dtype) -> float:
-        """FLOP/s of causal attention, forward and backward, of one sequence."""
+        """Return the FLOP/s of causal attention, forward and backward, for one sequence."""
         heads, length, width = (4, 512, 64) if self.emulated else (16, 4096, 128)
         length = max(1, min(length, self._room // (64 * heads * width)))
 
@@ -342,7 +345,7 @@ class DeviceProbe:
         return attention_flops(1, heads, length, width) / self.together(make)
 
     def _elementwise(self) -> float:
-        """Bytes a second of what stands between the products of a layer, counted as estimates count them."""
+        """Return the bytes a second of operations between a layer's products. Estimates count the bytes likewise."""
         rows, width = (256 if self.emulated else 16384), 4096
         rows = max(1, min(rows, self._room // (width * 64)))
         with Counter(EMULATED) as counter:
@@ -351,7 +354,7 @@ class DeviceProbe:
         return nbytes / self.together(partial(_between_products, rows=rows, width=width))
 
     def _issuing(self) -> float:
-        """Seconds of the interpreter for an operation of a layer's forward, views included, while all devices issue."""
+        """Return the interpreter's seconds for an operation of a layer, views included, while all devices issue."""
         with Counter(EMULATED) as counter:
             _narrow_layer(torch.device("meta"), 1)()
         times = 10
@@ -359,7 +362,7 @@ class DeviceProbe:
         return self.together(partial(_narrow_layer, times=times)) / (times * operations * len(self.devices))
 
     def _tiny(self, times: int = 200) -> float:
-        """Seconds of an operation on next to nothing, on an emulated device."""
+        """Return the seconds of an operation on 16 numbers, on an emulated device."""
 
         def make(device: torch.device) -> Work:
             x = torch.zeros(16, device=device)
@@ -368,9 +371,14 @@ class DeviceProbe:
         return self.together(make) / times
 
     def _queued(self, flops: float, times: int = 200) -> float:
-        """Seconds of such an operation on a GPU: it waits behind products meanwhile, or issuing it would take longer.
+        """Return the seconds of an operation on 16 numbers, on the slowest GPU.
 
-        Devices are measured one by one, as all of them share the interpreter. ``flops``: of bf16 products, a second.
+        The operations wait behind products, so that all are issued before the first one runs. Otherwise issuing would
+        limit them. Devices take turns, because they share the interpreter.
+
+        Args:
+            flops: FLOP/s of bf16 products.
+            times: number of operations.
         """
         size = self._size_within(4096)
         products = math.ceil(0.03 * flops / (6 * size**3))
@@ -400,7 +408,10 @@ class DeviceProbe:
     # -- copies
 
     def _links(self, remarks: list[str]) -> tuple[float, float]:
-        """Bytes a second to each device and back while all devices copy, in the engine's streams and host memory."""
+        """Return the bytes a second to each device and back, while all copy. Add a remark about single links.
+
+        Copies use the engine's streams and host buffers.
+        """
         nbytes = min((64 if self.emulated else 256) * _MIB, self._room // 4)
         there = {device: device.allocate(nbytes, "a probe of the link") for device in self.devices}
         start = clock()
@@ -447,7 +458,7 @@ class DeviceProbe:
         return together
 
     def _hop(self) -> float:
-        """Seconds that next to nothing takes from one worker to the next, thread included."""
+        """Return the seconds of 1 KiB from the first worker to the last one, with the hand-over between threads."""
         first, last = self.devices[0], self.devices[-1]
         there, back = first.allocate(1024, "a probe"), last.allocate(1024, "a probe")
         here = first.host_buffer(1024).zero_()
@@ -475,7 +486,7 @@ class DeviceProbe:
 
 
 def rounded(hardware: Hardware) -> Hardware:
-    """Three digits of what was measured, which is more than would be the same the next time."""
+    """Return the machine with three significant digits of each float. Further digits would not repeat."""
     figures: dict[str, Any] = {
         name: float(f"{value:.3g}") for name, value in vars(hardware).items() if isinstance(value, float)
     }
@@ -484,7 +495,7 @@ def rounded(hardware: Hardware) -> Hardware:
 
 
 def _sums(form: Format, emulated: bool) -> str:
-    """In which format products sum up, as torch is set."""
+    """Return the end of a note: in which format products add up under torch's settings."""
     if emulated:
         return ""
     if form == "fp32":
@@ -494,7 +505,7 @@ def _sums(form: Format, emulated: bool) -> str:
 
 
 def _span(rates: tuple[float, ...]) -> str:
-    """The lowest and the highest, in GB/s."""
+    """Return the lowest and the highest rate, in GB/s."""
     return " to ".join(dict.fromkeys((_gb(min(rates)), _gb(max(rates)))))
 
 
@@ -506,7 +517,10 @@ def _gb(rate: float) -> str:
 
 
 def _linear(device: torch.device, dtype: torch.dtype, size: int) -> Work:
-    """Forward of a linear layer on as many tokens as it is wide, and the gradients of its input and its weights."""
+    """Return the three products of a linear layer: its output, and the gradients of its input and of its weights.
+
+    The layer has as many inputs and outputs as there are tokens.
+    """
     tokens, weights, grad = (torch.randn(size, size, device=device).to(dtype) for _ in range(3))
 
     def work() -> None:
@@ -518,14 +532,14 @@ def _linear(device: torch.device, dtype: torch.dtype, size: int) -> Work:
 
 
 def _norm(x: Tensor, weights: Tensor) -> Tensor:
-    """RMSNorm as Hugging Face's layers compute it."""
+    """Return RMSNorm, computed as Hugging Face's layers do."""
     wide = x.float()
     normal = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
     return weights * normal
 
 
 def _between_products(device: torch.device, rows: int, width: int) -> Work:
-    """Normalisation, SiLU, gate and residual sum, forward and backward, in bf16."""
+    """Return forward and backward of normalisation, SiLU, gate and residual sum, in bf16."""
     x, weights, grad = (
         torch.ones(shape, device=device, dtype=torch.bfloat16) for shape in ((rows, width), (width,), (rows, width))
     )
@@ -540,7 +554,7 @@ def _between_products(device: torch.device, rows: int, width: int) -> Work:
 
 
 class _Narrow(nn.Module):
-    """A decoder layer that computes next to nothing, in as many operations as a wide one."""
+    """A decoder layer with as many operations as a wide one, whose computing takes almost no time."""
 
     def __init__(self, width: int = 16, heads: int = 2) -> None:
         super().__init__()
@@ -561,7 +575,7 @@ class _Narrow(nn.Module):
 
 
 def _narrow_layer(device: torch.device, times: int) -> Work:
-    """So many forwards that keep a graph."""
+    """Return ``times`` forwards of a narrow decoder layer, each with a graph."""
     layer, x = _Narrow().to(device), torch.ones(1, 4, 16, device=device)
 
     def work() -> None:

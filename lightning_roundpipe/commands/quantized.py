@@ -29,7 +29,7 @@ class Quantization:
     """A format of packed weights.
 
     Args:
-        form: of the weights.
+        form: the format of the weights.
         double: whether the scales of four-bit weights are in eight bits themselves.
     """
 
@@ -38,7 +38,7 @@ class Quantization:
 
     @property
     def words(self) -> str:
-        """The format in words, for answers."""
+        """The format as answers name it."""
         if self.form == "int8":
             return self.form
         return f"{self.form} with scales in {'8' if self.double else '32'} bits"
@@ -48,8 +48,8 @@ def read_quantization(model: str, own: Mapping[str, Any], changed: Settings = ()
     """Return the packed format of a model's weights; None if they are not packed.
 
     Args:
-        model: as the command line names it.
-        own: settings of the model itself, those of a ``config.json`` of packed weights among them.
+        model: name of the model, for messages.
+        own: settings of the model itself, with ``quantization_config`` if its files have packed weights.
         changed: settings that the command line changes.
 
     Raises:
@@ -122,9 +122,9 @@ def _is_router(module: nn.Module, experts: int) -> bool:
 
 
 def _check_experts(name: str, module: nn.Module, weight: nn.Parameter, quantization: Quantization) -> None:
-    """Check that training can quantise these experts."""
+    """Refuse experts that training cannot quantise."""
     setting = f"model.quantization={quantization.form}: {name}"
-    if not hasattr(module, "is_transposed"):  # transformers' own way to compute experts, which training takes over
+    if not hasattr(module, "is_transposed"):  # set by transformers on experts whose computation training can replace
         raise ValueError(
             f"{setting} of {type(module).__name__} holds experts in a way that cannot be quantised. Plan for "
             "model.quantization=null."

@@ -58,7 +58,8 @@ _MOST_GPUS = 8
 _NARROWER: Mapping[Precision, tuple[Precision, ...]] = {
     "32-true": ("bf16-true",),
 }
-"""Mixed precision is estimated as if all of it were in 16 bits, so ``*-true`` would change no figure of it."""
+"""Precisions to try, by the precision of the wish. Mixed precision is estimated as if all were in 16 bits, so
+``*-true`` would change no figure of it."""
 
 _FOUR_BITS = {"model.quantization": "nf4"}
 """Packs the frozen weights beside adapters."""
@@ -94,10 +95,14 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Remedies:
-    """All that fits, the least change first; what was tried and does not, and what there was no time for.
+    """Result of all tries.
 
-    ``device_memory``: bytes that a device has to have for what is needed of each worker to be the usual share of it, or
-    those of ``memory=`` where that was given; None where workers are large enough.
+    Attributes:
+        found: remedies that fit, the least change first.
+        hopeless: settings that do not fit.
+        untried: settings for which there was no time.
+        device_memory: bytes of a device that would be enough, of which a worker may use the usual share. If the wish
+            sets ``memory``, its value that would be enough. None if workers are large enough.
     """
 
     found: tuple[Remedy, ...]
@@ -107,7 +112,7 @@ class Remedies:
 
 
 def size_text(nbytes: int) -> str:
-    """A size as an option takes it: in whole units, no less than ``nbytes``."""
+    """Return a size as an option takes it, in whole units that are no less than ``nbytes``."""
     name, unit = _unit(nbytes)
     return f"{-(-nbytes // unit)}{name}"
 
@@ -117,7 +122,7 @@ def _unit(nbytes: int) -> tuple[str, int]:
 
 
 def find_remedies(outlook: Outlook, seconds: float = SECONDS) -> Remedies:
-    """For an outlook that does not fit."""
+    """Return remedies for an outlook that does not fit. ``seconds``: processor time of all tries."""
     return _Tries(outlook, time.process_time() + seconds).run()
 
 
@@ -144,7 +149,7 @@ class _Tries:
         return Remedies(tuple(self._found), tuple(self._hopeless), tuple(self._untried), needed)
 
     def _ways(self) -> Iterator[list[Changes]]:
-        """Kinds of changes, each with its own from the least one on; of each the first that fits is named."""
+        """Yield the changes of each kind, the least first. The answer names the first of each kind that fits."""
         wish, found = self._wish, self._outlook
         own = [name for name in ("plan", "stage_seconds", "min_round", "max_fused") if getattr(wish, name) is not None]
         if own:
@@ -170,7 +175,7 @@ class _Tries:
             yield [shorter]
 
     def _together(self) -> None:
-        """Precision, adapters, four bits and shorter sequences, two of them and then all."""
+        """Try combinations of precision, adapters and four bits, then each of them with shorter sequences."""
         wish = self._wish
         ways: list[Changes] = []
         if narrower := _NARROWER.get(wish.precision):
@@ -193,7 +198,10 @@ class _Tries:
                 return
 
     def _more_host_memory(self, refused: list[tuple[Changes, Outlook]]) -> None:
-        """What only the host is too small for: the wish itself, and of several changes that which needs the least."""
+        """Try more host memory where only the host is too small.
+
+        That is for the wish itself, and for the changes that need the least memory.
+        """
         needs = [(total(o.host_items), changes) for changes, o in refused if o.fits_device and not o.fits_host]
         own = [(nbytes, changes) for nbytes, changes in needs if not changes]
         others = sorted((pair for pair in needs if pair[1]), key=lambda pair: pair[0])[:1]
@@ -203,7 +211,7 @@ class _Tries:
                 self._faster_host(changes, least)
 
     def _faster_host(self, changes: Changes, least: int) -> None:
-        """Beside the least amount, what the fastest plan takes: its rounds are larger."""
+        """Add the host memory of the fastest plan, whose rounds are larger, if it is faster than with the least."""
         slow = self._found[-1].outlook.tokens_per_s
         if time.process_time() > self._deadline:
             self._untried.append(f"more host_memory than {size_text(least)}, which may be faster")
@@ -217,7 +225,10 @@ class _Tries:
             self._found.append(Remedy({**changes, "host_memory": enough}, outlook))
 
     def _more_gpus(self) -> Iterator[Changes]:
-        """Of the same kind, where nobody said what host they are in: it is assumed to grow with their number."""
+        """Yield larger numbers of the same GPU, if only the host is too small and the command line does not set it.
+
+        The host's memory is assumed to grow with the number of GPUs.
+        """
         wish, found = self._wish, self._outlook
         helps = found.fits_device and not found.fits_host
         if not helps or wish.host_memory is not None or wish.workers is not None or is_path(wish.hardware or ""):
@@ -231,7 +242,7 @@ class _Tries:
         if self._wish.gpu is not None:
             return {"gpus": count}
         kind = self._wish.hardware or ""
-        for name in (kind, re.sub(r"x\d+$", "", kind)):  # rtx4090, and of rtx4090x4
+        for name in (kind, re.sub(r"x\d+$", "", kind)):  # for rtx4090, and for rtx4090x4 without its number
             hardware = f"{name}x{count}"
             try:
                 self._machine(replace(self._wish, hardware=hardware))
@@ -261,7 +272,7 @@ class _Tries:
         wish = replace(wish, search_seconds=min(wish.search_seconds, _SEARCH_SECONDS)).changed(changes)
         try:
             outlook = look_at(self._shape(wish), wish, longest=False)
-        except ValueError:  # adapters that the model has no place for
+        except ValueError:  # the adapters do not fit the model
             return None
         if outlook.fits:
             return Remedy(changes, outlook)
@@ -292,7 +303,7 @@ class _Tries:
             self._shapes[key] = shape_of(wish, self._outlook.hardware)
         shape, machine = self._shapes[key], self._machine(wish)
         if machine != shape.hardware:
-            shape = copy(shape)  # the layers are cut for a device, which is the same
+            shape = copy(shape)  # layers are cut for a device, and devices stay the same
             shape.hardware = machine
         return shape
 

@@ -62,7 +62,7 @@ def simulate(options: SimulateOptions) -> Reply:
             raise ValueError(f"{path}, case {number}: {error}") from None
     found = [find_bubble(item) for item in runs]
     if options.picture or options.trace:
-        from lightning_roundpipe.commands.charts import draw  # matplotlib: longer to import than all else takes to run
+        from lightning_roundpipe.commands.charts import draw  # matplotlib takes longer to import than a simulation
 
         draw(runs, found, options.picture, options.trace)
     if options.format == "json":

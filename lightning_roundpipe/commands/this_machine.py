@@ -1,6 +1,6 @@
-"""``hardware=auto``: measures this machine, and writes it down as a file like those in ``conf/hardware``.
+"""``hardware=auto``: measures this machine, and writes a file like those in ``conf/hardware``.
 
-The plan is made from the file, so giving it back as ``hardware=FILE`` gives the same numbers.
+The plan is made from the file, so a later command with ``hardware=FILE`` has the same numbers.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.profile import OF_KINDS, Hardware
 
 _WIDTH, _NOTE = 80, 32
-"""Columns of the file, and where what is said of a number begins."""
+"""Columns of the file, and the column in which comments begin."""
 
 _MARKS = {"call_s": "A", "turn_s": "A", "network_efficiency": "A", "memory": "S", "host_memory": "S"}
-"""What is not measured here."""
+"""Marks of numbers that are not measured: A is assumed, S is what the system says."""
 
 _NOTES = {
     "flops": "of one worker: what products reach; matmul_efficiency is 1",
@@ -47,23 +47,27 @@ _NOTES = {
     "optimizer_bandwidth": "bytes/s of fused AdamW with the threads that training leaves it",
     "network_efficiency": "share of a network's rate that several machines reach",
 }
+"""Comments on numbers, by key of the file."""
 
 
 def default_path() -> Path:
-    """Named after the host, in the current folder."""
+    """Return the path of a file in the current folder, named after the host."""
     name = re.sub(r"[^\w.-]+", "-", platform.node()) or "machine"
     return Path(f"{name}.yaml")
 
 
 def measure_to_file(path: Path | None, workers: int | None) -> tuple[Path, str]:
-    """The file that was written, and its text. Progress is one line on standard error.
+    """Measure this machine into a file, and return the file's path and text.
+
+    Standard error has one line of progress, and one that names the file.
 
     Args:
         path: the file; None: `default_path`.
-        workers: as for `probe`.
+        workers: number of devices; see `probe`.
 
     Raises:
-        ValueError: the file exists or cannot be written, or a probe failed.
+        ValueError: the file exists already, its name is not allowed, ``workers`` is out of range, or a probe failed.
+        OSError: the file cannot be written.
     """
     path = default_path() if path is None else path
     again = f"Plan with it by hardware={path}, remove it to measure again, or set hardware_file=OTHER.yaml."
@@ -84,16 +88,16 @@ def measure_to_file(path: Path | None, workers: int | None) -> tuple[Path, str]:
         with path.open("x") as file:
             file.write(text)
     except FileExistsError:
-        raise ValueError(f"hardware=auto would overwrite {path}, which somebody has just made. {again}") from None
+        raise ValueError(f"hardware=auto would overwrite {path}, which has just been written. {again}") from None
     print(f"roundpipe-plan: {path} has the numbers: hardware={path} plans with them again.", file=sys.stderr)
     return path, text
 
 
 def refuse_missing(workers: int | None) -> None:
-    """More devices than there are cannot be measured; a plan may be made for them.
+    """Refuse to measure more GPUs than this machine has. Plans, and emulated devices, may have any number.
 
     Raises:
-        ValueError: there are fewer GPUs than ``workers``. Of emulated devices there is any number.
+        ValueError: there are fewer GPUs than ``workers``.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count and (workers or 0) > count:
@@ -104,7 +108,7 @@ def refuse_missing(workers: int | None) -> None:
 
 
 def _probe_aloud(workers: int | None) -> Probed:
-    """Names each probe as it begins, in one line."""
+    """Run `probe`, and print the name of each probe on standard error as it begins, all in one line."""
     start, heads = time.perf_counter(), itertools.chain(["roundpipe-plan: measuring ", ": "], itertools.repeat(", "))
 
     def say(what: str) -> None:
@@ -120,7 +124,7 @@ def _probe_aloud(workers: int | None) -> Probed:
 
 
 def written(probed: Probed) -> str:
-    """The file: every number with a mark that says where it is from."""
+    """Return the text of the file. A mark beside each number says where it comes from."""
     machine = probed.hardware
     kind = "an emulated device" if machine.emulated else "a GPU"
     today = datetime.date.today().isoformat()
@@ -166,7 +170,7 @@ def _entry(name: str, machine: Hardware, notes: dict[str, str]) -> list[str]:
 
 
 def _kinds(machine: Hardware) -> list[str]:
-    """What each kind of device has of its own."""
+    """Return the lines of ``kinds:``: the numbers in which kinds of devices differ; empty if there is one kind."""
     lines = ["kinds:"] if machine.kinds else []
     for kind in machine.kinds:
         for name in OF_KINDS:
@@ -184,7 +188,7 @@ def _kinds(machine: Hardware) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """Exactly, and as in ``conf/hardware``."""
+    """Return a number without rounding, in the notation of ``conf/hardware``."""
     if isinstance(value, int):
         return str(value)
     for exponent, least in ((12, 1e12), (9, 1e9), (6, 1e6), (0, 0.01), (-3, 1e-4), (-6, 0.0)):
