@@ -17,6 +17,7 @@ from lightning_roundpipe.commands.machines import choose_machine, read_machine
 from lightning_roundpipe.commands.options import parse_all
 from lightning_roundpipe.commands.plan_model import look_at, shape_of
 from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
+from lightning_roundpipe.commands.remedies import name_of_larger
 from lightning_roundpipe.planning.schedule import Plan
 
 ROOT = Path(__file__).parents[1]
@@ -697,3 +698,17 @@ def test_sizes_of_tiles_that_make_no_sense(command: Any, text: str) -> None:
     code, _, err = command("model=tiny_llama", "hardware=rtx4090x2", f"token_tiles={text}")
     assert code == 2
     assert f"token_tiles='{text}' must be a whole number of tokens of at least 1, or auto" in err
+
+
+def test_a_larger_machine_of_unequal_devices_has_times_for_each() -> None:
+    small, large = (choose_machine(f"rtx4090x{n}+rtx3090x{n}", None, None, None, None).hardware for n in (1, 2))
+    shape = ModelShape("tiny_llama", "none", "bf16-true", small)
+    shape.costs(1, 16).check_workers(2)
+    shape.on(large).costs(1, 16).check_workers(4)
+    shape.costs(1, 16).check_workers(2)
+
+
+def test_more_gpus_of_each_kind_are_proposed() -> None:
+    assert [name_of_larger(name, 2) for name in ("rtx4090", "rtx4090x4", "rtx4090x2+rtx3090")] == [
+        "rtx4090x2", "rtx4090x8", "rtx4090x4+rtx3090x2"
+    ]  # fmt: skip

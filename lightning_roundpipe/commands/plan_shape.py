@@ -176,6 +176,17 @@ class ModelShape:
             self._known[key] = self._costs(microbatch_size, sequence_length)
         return self._known[key]
 
+    def on(self, machine: Hardware) -> ModelShape:
+        """Return the model with estimates for another machine, of the same kinds of devices in the same proportions.
+
+        Its layers stay as they are cut, and so do costs, unless each worker has its own.
+        """
+        other = copy(self)
+        other.hardware = machine
+        if machine.kinds:
+            other._known = {}
+        return other
+
     def in_tiles(self, tile: int = TILE) -> ModelShape:
         """Return the model with modules that act on each token alone in tiles of ``tile`` tokens."""
         other = copy(self)

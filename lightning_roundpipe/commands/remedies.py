@@ -13,7 +13,6 @@ import re
 import shlex
 import time
 from collections.abc import Iterator, Mapping
-from copy import copy
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -241,15 +240,12 @@ class _Tries:
         """Return the change to ``count`` of the wish's GPUs, if their number is free."""
         if self._wish.gpu is not None:
             return {"gpus": count}
-        kind = self._wish.hardware or ""
-        for name in (kind, re.sub(r"x\d+$", "", kind)):  # for rtx4090, and for rtx4090x4 without its number
-            hardware = f"{name}x{count}"
-            try:
-                self._machine(replace(self._wish, hardware=hardware))
-            except ValueError:
-                continue
-            return {"hardware": hardware}
-        return None
+        hardware = name_of_larger(self._wish.hardware or "", count // self._outlook.workers)
+        try:
+            self._machine(replace(self._wish, hardware=hardware))
+        except ValueError:
+            return None
+        return {"hardware": hardware}
 
     def _adapters(self) -> tuple[str, ...]:
         """Return choices of adapters from most to fewest. For experts, only those of attention are a small change."""
@@ -302,10 +298,7 @@ class _Tries:
         if key not in self._shapes:
             self._shapes[key] = shape_of(wish, self._outlook.hardware)
         shape, machine = self._shapes[key], self._machine(wish)
-        if machine != shape.hardware:
-            shape = copy(shape)  # layers are cut for a device, and devices stay the same
-            shape.hardware = machine
-        return shape
+        return shape if machine == shape.hardware else shape.on(machine)
 
     def _machine(self, wish: Wish) -> Hardware:
         own = self._wish
@@ -314,3 +307,9 @@ class _Tries:
         if wish.host_memory != own.host_memory and wish.host_memory is not None:
             return replace(self._outlook.hardware, host_memory=wish.host_memory)
         return self._outlook.hardware
+
+
+def name_of_larger(hardware: str, times: int) -> str:
+    """Return what names a machine with ``times`` as many GPUs of each kind: of rtx4090, rtx4090x4 or several kinds."""
+    kinds = [re.fullmatch(r"(.*?)(?:(?<=\d)x(\d+))?", part) for part in hardware.split("+")]
+    return "+".join(f"{kind[1]}x{int(kind[2] or 1) * times}" for kind in kinds if kind)
