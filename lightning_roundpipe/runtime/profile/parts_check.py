@@ -219,8 +219,8 @@ class PartsCheck:
         Parts of unequal sizes come first. Full parts follow the first few samples, which may be too few for user code
         or hold no targets.
 
-        Among the first few, the first part has one sample twice. A loss that selects, counts or pairs samples (the
-        hardest ones, a weight for each class) has the same value on parts as on the whole as long as no two of the
+        The first few samples of a part of more than two are in it twice. A loss that selects, counts or pairs samples
+        (the hardest ones, a weight for each class) may have the same value on parts as on the whole as long as no two
         samples are alike, and few of them seldom are.
         """
         sizes, ends = self._sizes, [*itertools.accumulate(self._sizes)]
@@ -228,13 +228,9 @@ class PartsCheck:
         for number, i in enumerate(pairs[:PAIRS]):
             uneven = sizes[i] != sizes[i + 1]
             one, two = min(sizes[i], FEW + uneven), min(sizes[i + 1], FEW)
-            rows = [*range(ends[i] - one, ends[i] + two)]
-            full = (one, two) == (sizes[i], sizes[i + 1])
-            if number == 0 and one > 1:
-                yield [rows[0], rows[0], *rows[2:]], one, False
-                full = False
-            else:
-                yield rows, one, full
+            first, full = [*range(ends[i] - one, ends[i])], (one, two) == (sizes[i], sizes[i + 1])
+            again = first[: sizes[i] - one]
+            yield [*first, *again, *range(ends[i], ends[i] + two)], one + len(again), full
             if number == 0 and not full:
                 yield [*range(ends[i] - sizes[i], ends[i + 1])], sizes[i], True
 
