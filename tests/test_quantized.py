@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -302,6 +304,56 @@ def test_modules_of_the_users_own(make: Any) -> None:
     torch.manual_seed(3)
     module = make()
     assert_same(run("auto", module, rows()), trained(module, data=rows()))
+
+
+@pytest.fixture
+def as_with_avx512() -> Iterator[None]:
+    """bitsandbytes' kernel for CPUs with AVX-512: each row begins with a scale of its own (`dequantizeBlockwise4bitCpu`).
+
+    On other CPUs its kernel takes the right scales, so a test there would show nothing.
+    """
+
+    def dequantize(A: Tensor, absmax: Tensor, blocksize: int, quant_type: str, shape: Any, dtype: torch.dtype) -> Tensor:
+        columns, count = shape[-1], math.prod(shape)
+        place = torch.arange(count)
+        scales = place // blocksize
+        if columns % 16 == 0:
+            scales = place // columns * (columns // blocksize) + place % columns // blocksize
+        packed = A.reshape(-1).view(torch.uint8)
+        codes = torch.stack([packed >> 4, packed & 15], 1).view(-1)[:count].long()
+        table = bnb.functional.get_4bit_type(quant_type, device="cpu")
+        return (table[codes] * absmax.float()[scales]).to(dtype).view(shape)
+
+    with torch.library._scoped_library("bitsandbytes", "IMPL") as library:
+        library.impl("dequantize_4bit", dequantize, "CPU", allow_override=True)
+        yield
+
+
+class Uneven(nn.Module):
+    """Rows of 96 and 32 weights, in blocks of 64, and a parametrized matrix of both sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = [bnb.nn.Linear4bit(a, b, compute_dtype=torch.float32, quant_type="nf4") for a, b in [(32, 96), (96, 32)]]
+        self.wide, self.narrow = (linear.requires_grad_(False) for linear in made)
+        self.matrix = nn.Parameter(torch.randn(96, 32) / 6, requires_grad=False)
+        self.trained = nn.Linear(32, 32)
+        replace_parameter_4bit(self, "matrix", compress_statistics=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(torch.relu(self.wide(self.trained(x)) + x @ self.matrix.t()))
+
+
+@pytest.mark.parametrize("plan", [None, "forward 0-1; fused 2-3; backward 0-1; round 2; unpack once 0-2"])
+def test_rows_that_are_no_whole_number_of_blocks(plan: str | None, request: pytest.FixtureRequest) -> None:
+    """On CPUs with AVX-512, plain products read scales of other weights; those of replicas take the right ones."""
+    torch.manual_seed(3)
+    module = Own([Uneven() for _ in range(4)])
+    plain = run("auto", module, rows())
+    request.getfixturevalue("as_with_avx512")
+    assert_same(plain, trained(module, data=rows(), plan=plan))
+    with pytest.raises(AssertionError):
+        assert_same(plain, run("auto", module, rows()))
 
 
 def test_a_parametrization_unpacks_once_a_forward_and_shares_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
