@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
-from harness import Result, assert_identical, assert_same, loader, ours, run, trainer_of
+from harness import Result, assert_close_overall, assert_identical, assert_same, loader, ours, run, trainer_of
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GPTQConfig, LlamaConfig, LlamaForCausalLM
@@ -344,16 +344,16 @@ class Uneven(nn.Module):
         return x + self.narrow(torch.relu(self.wide(self.trained(x)) + x @ self.matrix.t()))
 
 
-@pytest.mark.parametrize("plan", [None, "forward 0-1; fused 2-3; backward 0-1; round 2; unpack once 0-2"])
+@pytest.mark.parametrize("plan", [None, "forward 0-1 2; fused 3-5; backward 2 0-1; round 2; unpack once 0-4"])
 def test_rows_that_are_no_whole_number_of_blocks(plan: str | None, request: pytest.FixtureRequest) -> None:
     """On CPUs with AVX-512, plain products read scales of other weights; those of replicas take the right ones."""
     torch.manual_seed(3)
     module = Own([Uneven() for _ in range(4)])
     plain = run("auto", module, rows())
     request.getfixturevalue("as_with_avx512")
-    assert_same(plain, trained(module, data=rows(), plan=plan))
-    with pytest.raises(AssertionError):
-        assert_same(plain, run("auto", module, rows()))
+    assert_close_overall(plain, trained(module, data=rows(), plan=plan), 1e-5)
+    with pytest.raises(AssertionError, match="is off by"):
+        assert_close_overall(plain, run("auto", module, rows()), 1e-5)
 
 
 def test_a_parametrization_unpacks_once_a_forward_and_shares_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
