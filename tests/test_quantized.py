@@ -26,6 +26,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model import quantize, quantize_experts
 from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.model.quantized import companions, prepare
+from lightning_roundpipe.model.replica import Replica, unique_parameters
 from lightning_roundpipe.runtime.layer_calls.token_tiles import TokenTiles
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
@@ -308,12 +309,14 @@ def test_modules_of_the_users_own(make: Any) -> None:
 
 @pytest.fixture
 def as_with_avx512() -> Iterator[None]:
-    """bitsandbytes' kernel for CPUs with AVX-512: each row begins with a scale of its own (`dequantizeBlockwise4bitCpu`).
+    """bitsandbytes' kernel for CPUs with AVX-512: each row begins with a scale of its own.
 
-    On other CPUs its kernel takes the right scales, so a test there would show nothing.
+    In its ``dequantizeBlockwise4bitCpu``. On other CPUs it takes the right scales, and a test would show nothing.
     """
 
-    def dequantize(A: Tensor, absmax: Tensor, blocksize: int, quant_type: str, shape: Any, dtype: torch.dtype) -> Tensor:
+    def dequantize(
+        A: Tensor, absmax: Tensor, blocksize: int, quant_type: str, shape: Any, dtype: torch.dtype
+    ) -> Tensor:
         columns, count = shape[-1], math.prod(shape)
         place = torch.arange(count)
         scales = place // blocksize
@@ -354,6 +357,20 @@ def test_rows_that_are_no_whole_number_of_blocks(plan: str | None, request: pyte
     assert_close_overall(plain, trained(module, data=rows(), plan=plan), 1e-5)
     with pytest.raises(AssertionError, match="is off by"):
         assert_close_overall(plain, run("auto", module, rows()), 1e-5)
+
+
+def test_code_that_reads_a_replicas_weight_takes_the_right_scales(request: pytest.FixtureRequest) -> None:
+    """As DoRA does."""
+    torch.manual_seed(3)
+    layer = Uneven().to("cpu")
+    prepare(layer)
+    values = [bnb.functional.dequantize_4bit(m.weight.data, m.weight.quant_state) for m in (layer.wide, layer.narrow)]
+    replica = Replica(layer, torch.device("cpu"))
+    replica.bind([p.data for p in unique_parameters(layer)], [p.requires_grad for p in unique_parameters(layer)])
+    request.getfixturevalue("as_with_avx512")
+    inner: Any = replica.module
+    for module, wanted in zip((inner.wide, inner.narrow), values, strict=True):
+        assert torch.equal(bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state), wanted)
 
 
 def test_a_parametrization_unpacks_once_a_forward_and_shares_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:

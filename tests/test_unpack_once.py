@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import bitsandbytes as bnb
@@ -29,15 +30,21 @@ def fit(module: Any, plan: str | None, devices: int = 2, **options: Any) -> Resu
 def unpackings(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often weights were unpacked: of four bits to be kept, of eight bits and experts in any case."""
     found: Counter[str] = Counter()
-    places = {"dense": (unpacked, "unpack"), "rows": (unpacked, "_unpack_rows"), "experts": (quantize_experts, "_unpack")}
+    places = {
+        "dense": (unpacked, "unpack"),
+        "rows": (unpacked, "_unpack_rows"),
+        "experts": (quantize_experts, "_unpack"),
+    }
+
+    def counting(kind: str, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def unpack(*args: Any, **kwargs: Any) -> Tensor:
+            found[kind] += 1
+            return own(*args, **kwargs)
+
+        return unpack
+
     for kind, (module, name) in places.items():
-
-        def counting(*args: Any, _own: Any = getattr(module, name), _kind: str = kind, **kwargs: Any) -> Tensor:
-            found[_kind] += 1
-            out: Tensor = _own(*args, **kwargs)
-            return out
-
-        monkeypatch.setattr(module, name, counting)
+        monkeypatch.setattr(module, name, counting(kind, getattr(module, name)))
     return found
 
 

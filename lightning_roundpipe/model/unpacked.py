@@ -152,7 +152,11 @@ def unpack(packed: Tensor, state: Any, dtype: torch.dtype | None = None) -> Tens
 def _see_products() -> None:
     """Replace the functions by which bitsandbytes' modules multiply by some that know of copies."""
     bitsandbytes: Any = sys.modules["bitsandbytes"]
-    of_four_bits, of_eight_bits = bitsandbytes.matmul_4bit, bitsandbytes.matmul
+    of_four_bits, of_eight_bits, read = (
+        bitsandbytes.matmul_4bit,
+        bitsandbytes.matmul,
+        bitsandbytes.functional.dequantize_4bit,
+    )
     unpacks_to_inputs = hasattr(torch.ops.bitsandbytes, "gemm_4bit")  # since 0.50; before, to the weight's own format
 
     @functools.wraps(of_four_bits)
@@ -189,7 +193,15 @@ def _see_products() -> None:
         multiply = None if in_forward else functools.partial(of_eight_bits, threshold=threshold)
         return _multiply_8bit(x, packed, bias, state, multiply)
 
+    @functools.wraps(read)
+    def dequantize_4bit(packed: Tensor, quant_state: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+        whole = quant_state is None or len(quant_state.shape) < 2 or _COPIES not in vars(quant_state)
+        if whole or args or kwargs or packed.shape[0] == 1 or not _are_rows_misread(packed, quant_state):
+            return cast(Tensor, read(packed, quant_state, *args, **kwargs))
+        return unpack(packed, quant_state)
+
     bitsandbytes.matmul_4bit, bitsandbytes.matmul = matmul_4bit, matmul
+    bitsandbytes.functional.dequantize_4bit = dequantize_4bit  # by which DoRA reads weights
 
 
 def _multiplies_with_a_copy(x: Tensor, state: Any) -> bool:
