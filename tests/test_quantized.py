@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
-from harness import Result, assert_identical, assert_same, loader, ours, run, trainer_of
+from harness import Result, assert_close_overall, assert_identical, assert_same, loader, ours, run, trainer_of
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GPTQConfig, LlamaConfig, LlamaForCausalLM
@@ -24,6 +26,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model import quantize, quantize_experts
 from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.model.quantized import companions, prepare
+from lightning_roundpipe.model.replica import Replica, unique_parameters
 from lightning_roundpipe.runtime.layer_calls.token_tiles import TokenTiles
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
@@ -302,6 +305,72 @@ def test_modules_of_the_users_own(make: Any) -> None:
     torch.manual_seed(3)
     module = make()
     assert_same(run("auto", module, rows()), trained(module, data=rows()))
+
+
+@pytest.fixture
+def as_with_avx512() -> Iterator[None]:
+    """bitsandbytes' kernel for CPUs with AVX-512: each row begins with a scale of its own.
+
+    In its ``dequantizeBlockwise4bitCpu``. On other CPUs it takes the right scales, and a test would show nothing.
+    """
+
+    def dequantize(
+        A: Tensor, absmax: Tensor, blocksize: int, quant_type: str, shape: Any, dtype: torch.dtype
+    ) -> Tensor:
+        columns, count = shape[-1], math.prod(shape)
+        place = torch.arange(count)
+        scales = place // blocksize
+        if columns % 16 == 0:
+            scales = place // columns * (columns // blocksize) + place % columns // blocksize
+        packed = A.reshape(-1).view(torch.uint8)
+        codes = torch.stack([packed >> 4, packed & 15], 1).view(-1)[:count].long()
+        table = bnb.functional.get_4bit_type(quant_type, device="cpu")
+        return (table[codes] * absmax.float()[scales]).to(dtype).view(shape)
+
+    with torch.library._scoped_library("bitsandbytes", "IMPL") as library:
+        library.impl("dequantize_4bit", dequantize, "CPU", allow_override=True)
+        yield
+
+
+class Uneven(nn.Module):
+    """Rows of 96 and 32 weights, in blocks of 64, and a parametrized matrix of both sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = [bnb.nn.Linear4bit(a, b, compute_dtype=torch.float32, quant_type="nf4") for a, b in [(32, 96), (96, 32)]]
+        self.wide, self.narrow = (linear.requires_grad_(False) for linear in made)
+        self.matrix = nn.Parameter(torch.randn(96, 32) / 6, requires_grad=False)
+        self.trained = nn.Linear(32, 32)
+        replace_parameter_4bit(self, "matrix", compress_statistics=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(torch.relu(self.wide(self.trained(x)) + x @ self.matrix.t()))
+
+
+@pytest.mark.parametrize("plan", [None, "forward 0-1 2; fused 3-5; backward 2 0-1; round 2; unpack once 0-4"])
+def test_rows_that_are_no_whole_number_of_blocks(plan: str | None, request: pytest.FixtureRequest) -> None:
+    """On CPUs with AVX-512, plain products read scales of other weights; those of replicas take the right ones."""
+    torch.manual_seed(3)
+    module = Own([Uneven() for _ in range(4)])
+    plain = run("auto", module, rows())
+    request.getfixturevalue("as_with_avx512")
+    assert_close_overall(plain, trained(module, data=rows(), plan=plan), 1e-5)
+    with pytest.raises(AssertionError, match="is off by"):
+        assert_close_overall(plain, run("auto", module, rows()), 1e-5)
+
+
+def test_code_that_reads_a_replicas_weight_takes_the_right_scales(request: pytest.FixtureRequest) -> None:
+    """As DoRA does."""
+    torch.manual_seed(3)
+    layer = Uneven().to("cpu")
+    prepare(layer)
+    values = [bnb.functional.dequantize_4bit(m.weight.data, m.weight.quant_state) for m in (layer.wide, layer.narrow)]
+    replica = Replica(layer, torch.device("cpu"))
+    replica.bind([p.data for p in unique_parameters(layer)], [p.requires_grad for p in unique_parameters(layer)])
+    request.getfixturevalue("as_with_avx512")
+    inner: Any = replica.module
+    for module, wanted in zip((inner.wide, inner.narrow), values, strict=True):
+        assert torch.equal(bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state), wanted)
 
 
 def test_a_parametrization_unpacks_once_a_forward_and_shares_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+import bitsandbytes as bnb
 import pytest
-from harness import Result, assert_identical
+from harness import Result, assert_identical, assert_same, run
 from test_quantized import PLAN, batches, task, trained, with_experts
 from torch import Tensor
 
@@ -26,16 +28,23 @@ def fit(module: Any, plan: str | None, devices: int = 2, **options: Any) -> Resu
 
 @pytest.fixture
 def unpackings(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often weights were unpacked: dense ones to be kept, experts in any case."""
+    """How often weights were unpacked: of four bits to be kept, of eight bits and experts in any case."""
     found: Counter[str] = Counter()
-    for module in (unpacked, quantize_experts):
+    places = {
+        "dense": (unpacked, "unpack"),
+        "rows": (unpacked, "_unpack_rows"),
+        "experts": (quantize_experts, "_unpack"),
+    }
 
-        def counting(*args: Any, _own: Any = module._unpack, _of: str = module.__name__, **kwargs: Any) -> Tensor:
-            found[_of.rpartition(".")[2]] += 1
-            out: Tensor = _own(*args, **kwargs)
-            return out
+    def counting(kind: str, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def unpack(*args: Any, **kwargs: Any) -> Tensor:
+            found[kind] += 1
+            return own(*args, **kwargs)
 
-        monkeypatch.setattr(module, "_unpack", counting)
+        return unpack
+
+    for kind, (module, name) in places.items():
+        monkeypatch.setattr(module, name, counting(kind, getattr(module, name)))
     return found
 
 
@@ -52,12 +61,38 @@ def test_no_bit_depends_on_how_often_weights_are_unpacked(name: str, unpackings:
     # Seven weights of each block, of which a round has two in forward, two in the fused and two in backward stages. The
     # first step has no plan yet.
     steps, rounds = len(DATA) - 1, 2
-    assert unpackings == {"unpacked": steps * rounds * (2 + 2 + 2) * 7}
+    assert unpackings == {"dense": steps * rounds * (2 + 2 + 2) * 7}
+    check_counted(per_use, once)
+
+
+def check_counted(per_use: Result, once: Result) -> None:
     # The arena is as large as the stage needs that has the most, and the plan and the device both count it.
     assert once.report is not None and per_use.report is not None
     for key in ("planned_device_bytes", "peak_device_bytes"):
         most, before = (max(r[key]) if "peak" in key else r[key] for r in (once.report, per_use.report))
         assert most - before == 2 * BLOCK, key
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["unpacked in forward", "multiplied in eight bits"])
+def test_weights_of_eight_bits(trains: bool, unpackings: Counter[str]) -> None:
+    """Layers in evaluation multiply in eight bits, as GPUs do in training: only backward unpacks their weights."""
+    module = task("int8")
+    layers = [layer for layer in module.modules() if isinstance(layer, bnb.nn.Linear8bitLt)]
+    assert len(layers) == 4 * 7
+    for layer in layers:
+        layer.train(trains)
+    per_use = fit(module, PLAN, 1)
+    often = unpackings.pop("rows")
+    once = fit(module, ONCE, 1)
+    assert_identical(per_use, once)
+    # Backward reaches no inputs of the first block's three first weights. Of eight forwards of blocks, two of each
+    # microbatch are in forward stages, where others follow by the fused and backward stages.
+    uses = {"forward": 6 * 7, "backward": 4 * 7 - 3}
+    kept = {"forward": 3 * 2 * 7} if trains else {"backward": 2 * 2 * 7 - 3}
+    counts = (uses["forward"] if trains else 0) + uses["backward"]
+    assert often - unpackings["rows"] == 4 * counts - 2 * sum(kept.values())
+    assert_same(run("auto", module, DATA), once)
+    check_counted(per_use, once)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +118,9 @@ SLOW_EXPERTS = [
 def test_experts(name: str, implementation: str, unpackings: Counter[str]) -> None:
     module = with_experts(name, implementation)
     per_use = fit(module, PLAN)
-    often = unpackings.pop("quantize_experts")
+    often = unpackings.pop("experts")
     assert_identical(per_use, fit(module, ONCE, emulation={"poison": True}))
-    assert 0 < unpackings["quantize_experts"] < often
+    assert 0 < unpackings["experts"] < often
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.slow)])
@@ -101,7 +136,7 @@ def test_a_copy_without_room_is_made_for_each_use(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(first_batch, "copies_bytes", lambda *_: BLOCK)
     assert_identical(per_use, fit(module, ONCE))
     # Of a stage with two blocks, only the first has room.
-    assert unpackings["unpacked"] > 2 * 6 * 7
+    assert unpackings["dense"] > 2 * 6 * 7
 
 
 def test_the_planner_unpacks_once_where_a_budget_has_room_for_it() -> None:

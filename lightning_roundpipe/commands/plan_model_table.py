@@ -113,7 +113,7 @@ def _packed(parameters: Parameters, plan: Plan) -> list[str]:
         f"{copied}{others if parameters.compute_bytes < 4 else ''}"
     ]
     if parameters.packed_as == "int8":
-        lines.append("GPUs multiply int8 in forward; that is counted as if they made copies there as well.")
+        lines.append("GPUs multiply int8 in forward; that is counted as if each product made a copy there as well.")
     if parameters.packed_experts:
         lines.append("Experts are computed together (experts_implementation=grouped_mm), from a copy of them all.")
     return lines

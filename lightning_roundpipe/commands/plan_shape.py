@@ -135,6 +135,8 @@ class ModelShape:
             self.longest = max_positions
         self.hardware = hardware
         self._like_paper = like_paper
+        self.experts_in_turn = like_paper
+        """Whether the interpreter issues the operations of each expert by themselves (transformers' ``eager``)."""
         self._module = make_model(config, model, lora, precision, lora_settings)
         self._packed = {} if self.quantization is None else packed_weights(self._module, self.quantization)
         root = nn.Module()
@@ -233,7 +235,7 @@ class ModelShape:
 
     def _estimate(self, device: Hardware, **batch: Tensor) -> Costs:
         return estimate_costs(
-            self._module, self._layers, batch, device, packed=self._packed, experts_in_turn=self._like_paper
+            self._module, self._layers, batch, device, packed=self._packed, experts_in_turn=self.experts_in_turn
         )
 
     def rules(self, staleness: Staleness, network: float | None = None) -> Rules:

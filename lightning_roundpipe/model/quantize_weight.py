@@ -84,8 +84,8 @@ def pack_4bit(weight: Tensor, kind: str, double: bool, module: nn.Module | None 
 def shape_to_unpack(shape: Sequence[int], block: int) -> Sequence[int]:
     """Return the shape in which bitsandbytes unpacks a weight of ``shape`` correctly, on every device.
 
-    On a CPU it begins each row with a scale of its own, also where blocks run on from row to row (bitsandbytes 0.50:
-    rows of 96 in blocks of 64 get scales of other weights).
+    On CPUs with AVX-512 it begins each row with a scale of its own, also where blocks run on from row to row
+    (bitsandbytes 0.50: rows of 96 in blocks of 64 get scales of other weights).
     """
     return shape if shape[-1] % block == 0 else (math.prod(shape),)
 

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.quantize_experts import ExpertWeights
+from lightning_roundpipe.model.unpacked import unpack
 
 _PACKAGE = "bitsandbytes"
 _PACKED = ("Params4bit", "Int8Params")
@@ -288,9 +289,9 @@ def _settle(module: nn.Module) -> None:
     weight: Any = _weight(module)
     if hasattr(module, "support_avx512bf16_for_cpu"):
         if getattr(weight.quant_state, "packing_format_for_cpu", False):
-            from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse as unpack
+            from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse as undo
 
-            weight.data, weight.quant_state = unpack(weight.data, weight.quant_state)
+            weight.data, weight.quant_state = undo(weight.data, weight.quant_state)
         if weight.quant_state.absmax.dim() == 2:  # not turned back by bitsandbytes, unless it is quantised, too
             weight.quant_state.absmax = weight.quant_state.absmax.T.reshape(-1).float()
         linear.support_avx512bf16_for_cpu = False
@@ -308,11 +309,12 @@ def _unpacking_once() -> type[nn.Module]:
         kept: list[Tensor] | None = None
         """The unpacked weight, within a forward; None outside."""
 
+        @torch.no_grad()
         def forward(self, packed: Tensor) -> Tensor:
             if self.kept is None:
-                return super().forward(packed)
+                return unpack(packed, self.quant_state)
             if not self.kept:
-                self.kept.append(super().forward(packed))
+                self.kept.append(unpack(packed, self.quant_state))
             return self.kept[0]
 
     return UnpackingOnce

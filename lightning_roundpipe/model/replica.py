@@ -89,6 +89,9 @@ class Replica:
             self._fill(module, clone, own, memo)
         self.module = self.modules[0]
         self._aliases = aliases(self.module)
+        positions = {id(mine): position for position, mine in enumerate(self.parameters)}
+        for packing, weight in self._aliases:
+            keep_copies(packing, self.copies, positions[id(weight)])
         self._slots = [(inner._parameters, name, parameter) for inner, name, parameter in parameter_places(self.module)]
         self._base = [{k: v for k, v in m.__dict__.items() if k not in STRUCTURE} for m in self.modules]
         self._base_contents = [{k: frozen(base[k]) for k in _held(base)} for base in self._base]

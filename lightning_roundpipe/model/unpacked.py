@@ -5,6 +5,11 @@ plan says so, a worker keeps what the first use in a stage has unpacked, in memo
 in the stage read it there. The numbers are the same to the bit, because the copy is what the same operation gave.
 A copy that finds no room is made for each use, as without a plan.
 
+GPUs multiply weights of eight bits in eight bits, and unpack them for the gradient of the inputs only. On CPUs,
+training multiplies with a copy in forward, too.
+
+Products here also take the right scales where bitsandbytes' kernel for CPUs does not; see `shape_to_unpack`.
+
 The states of a replica's weights refer to its `UnpackedCopies`, so only replicas have any: the user's own modules, and
 other models of the process, compute as ever.
 """
@@ -24,14 +29,17 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
+from lightning_roundpipe.model.quantize_weight import shape_to_unpack
+
 _ALIGNMENT = 256
 _COPIES = "_roundpipe_copies"
 
 _MOST_ROWS_IN_REGISTERS = 1536
 """Rows up to which bitsandbytes 0.50 may multiply on a GPU without a copy of the weight, and round otherwise."""
 
-Key = tuple[int, torch.dtype, torch.dtype]
-"""Position of a weight in its replica, the format that it is unpacked to, and the format of the copy."""
+Key = tuple[int, torch.dtype, torch.dtype, bool]
+"""Position of a weight in its replica, the format that it is unpacked to, the format of the copy, and whether only
+backward reads it."""
 
 
 @dataclass
@@ -69,10 +77,14 @@ class UnpackedCopies:
         self._room, self._used = room, 0
         self._made.clear()
 
+    def want(self, key: Key, shape: Sequence[int]) -> int:
+        """Tell that the layer's code asks for a copy, and return its bytes."""
+        nbytes = self._wanted[key] = math.prod(shape) * key[2].itemsize
+        return nbytes
+
     def find(self, key: Key, shape: Sequence[int]) -> Copy | None:
         """Return the place of a copy, which the caller fills where nothing is there yet; None without room for it."""
-        nbytes = math.prod(shape) * key[2].itemsize
-        self._wanted[key] = nbytes
+        nbytes = self.want(key, shape)
         found = self._made.get(key)
         if found is not None or self._room is None:
             return found
@@ -88,13 +100,20 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def room_for(wanted: dict[Key, int]) -> int:
-    """Return the bytes of all copies that a layer asks for."""
-    return sum(map(aligned, list(wanted.values())))  # other workers may add to it meanwhile
+def room_for(wanted: dict[Key, int], *, forward: bool = False) -> int:
+    """Return the bytes of all copies that a layer asks for, or of those that its forward asks for."""
+    present = list(wanted.items())  # other workers may add to it meanwhile
+    return sum(aligned(nbytes) for (*_, in_backward), nbytes in present if not (forward and in_backward))
 
 
 def keep_copies(state: Any, copies: UnpackedCopies, position: int) -> None:
-    """Have uses of the weight at ``position``, whose ``QuantState`` this is, look for a copy in ``copies``."""
+    """Have uses of the weight at ``position`` look for a copy in ``copies``.
+
+    Args:
+        state: the ``QuantState`` or ``MatmulLtState`` that the weight is multiplied with.
+        copies: those of the weight's replica.
+        position: of the weight in the replica.
+    """
     _see_products()
     setattr(state, _COPIES, (copies, position))
 
@@ -108,33 +127,81 @@ def find_copy(state: Any, via: torch.dtype, dtype: torch.dtype) -> Copy | None:
         dtype: the format of the copy.
     """
     copies, position = vars(state).get(_COPIES) or (None, 0)
-    return None if copies is None else copies.find((position, via, dtype), state.shape)
+    return None if copies is None else copies.find((position, via, dtype, False), state.shape)
+
+
+def unpack(packed: Tensor, state: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a weight of four bits, unpacked with its own scales on every device.
+
+    Args:
+        packed: its bytes.
+        state: its ``QuantState``.
+        dtype: the format to unpack it to. Default: the weight's own.
+    """
+    from bitsandbytes.functional import dequantize_4bit
+
+    shape = shape_to_unpack(state.shape, state.blocksize)
+    if dtype not in (None, state.dtype) or shape is not state.shape:
+        whole, state = state.shape, copy.copy(state)
+        state.dtype, state.shape = dtype or state.dtype, torch.Size(shape)
+        return dequantize_4bit(packed.view(-1, 1), state).view(whole)
+    return dequantize_4bit(packed.view(-1, 1), state)
 
 
 @functools.cache
 def _see_products() -> None:
-    """Replace ``bitsandbytes.matmul_4bit``, by which its modules multiply, by one that knows of copies."""
+    """Replace the functions by which bitsandbytes' modules multiply by some that know of copies."""
     bitsandbytes: Any = sys.modules["bitsandbytes"]
-    theirs = bitsandbytes.matmul_4bit
+    of_four_bits, of_eight_bits, read = (
+        bitsandbytes.matmul_4bit,
+        bitsandbytes.matmul,
+        bitsandbytes.functional.dequantize_4bit,
+    )
     unpacks_to_inputs = hasattr(torch.ops.bitsandbytes, "gemm_4bit")  # since 0.50; before, to the weight's own format
 
-    @functools.wraps(theirs)
+    @functools.wraps(of_four_bits)
     def matmul_4bit(
         x: Tensor, packed: Tensor, quant_state: Any, out: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
         copies = None if quant_state is None else vars(quant_state).get(_COPIES)
         if copies is None or out is not None or not _multiplies_with_a_copy(x, quant_state):
-            return cast(Tensor, theirs(x, packed, quant_state, out=out, bias=bias))
+            return cast(Tensor, of_four_bits(x, packed, quant_state, out=out, bias=bias))
         via = x.dtype if unpacks_to_inputs else quant_state.dtype
-        if copies[0].is_open:
-            return _multiply(x, packed, bias, quant_state, via)
-        product: Tensor = theirs(x, packed, quant_state, bias=bias)
+        if copies[0].is_open or _are_rows_misread(x, quant_state):
+            return _multiply_4bit(x, packed, bias, quant_state, via)
+        product: Tensor = of_four_bits(x, packed, quant_state, bias=bias)
         find_copy(quant_state, via, x.dtype)
         if product.requires_grad:
             find_copy(quant_state, quant_state.dtype, product.dtype)
         return product
 
-    bitsandbytes.matmul_4bit = matmul_4bit
+    @functools.wraps(of_eight_bits)
+    def matmul(
+        x: Tensor,
+        packed: Tensor,
+        out: Tensor | None = None,
+        state: Any = None,
+        threshold: float = 0.0,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        copies, position = (None if state is None else vars(state).get(_COPIES)) or (None, 0)
+        if copies is None or out is not None or state.CB is None or not x.numel():
+            return cast(Tensor, of_eight_bits(x, packed, out=out, state=state, threshold=threshold, bias=bias))
+        in_forward = state.is_training and x.device.type == "cpu"
+        if x.requires_grad:  # known before the first backward
+            copies.want((position, x.dtype, x.dtype, not in_forward), state.CB.shape)
+        multiply = None if in_forward else functools.partial(of_eight_bits, threshold=threshold)
+        return _multiply_8bit(x, packed, bias, state, multiply)
+
+    @functools.wraps(read)
+    def dequantize_4bit(packed: Tensor, quant_state: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+        whole = quant_state is None or len(quant_state.shape) < 2 or _COPIES not in vars(quant_state)
+        if whole or args or kwargs or packed.shape[0] == 1 or not _are_rows_misread(packed, quant_state):
+            return cast(Tensor, read(packed, quant_state, *args, **kwargs))
+        return unpack(packed, quant_state)
+
+    bitsandbytes.matmul_4bit, bitsandbytes.matmul = matmul_4bit, matmul
+    bitsandbytes.functional.dequantize_4bit = dequantize_4bit  # by which DoRA reads weights
 
 
 def _multiplies_with_a_copy(x: Tensor, state: Any) -> bool:
@@ -146,7 +213,12 @@ def _multiplies_with_a_copy(x: Tensor, state: Any) -> bool:
     return x.device.type == "cpu" or x.numel() // x.shape[-1] > _MOST_ROWS_IN_REGISTERS
 
 
-class _Product(torch.autograd.Function):
+def _are_rows_misread(x: Tensor, state: Any) -> bool:
+    """Return whether bitsandbytes may take wrong scales for the weight."""
+    return x.device.type == "cpu" and shape_to_unpack(state.shape, state.blocksize) is not state.shape
+
+
+class _ProductOfFourBits(torch.autograd.Function):
     """What ``bitsandbytes.autograd.MatMul4Bit`` computes, with copies that are kept."""
 
     @staticmethod
@@ -167,14 +239,56 @@ class _Product(torch.autograd.Function):
         return of_x, None, of_bias, None, None
 
 
-_multiply: Callable[..., Tensor] = _Product.apply
+class _ProductOfEightBits(torch.autograd.Function):
+    """What ``bitsandbytes.matmul`` computes, with copies that are kept. It keeps no inputs, which theirs do.
+
+    ``multiply``: their product, which unpacks nothing; None: forward multiplies with a copy.
+    """
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, state: Any, multiply: Callable[..., Tensor] | None
+    ) -> Tensor:
+        ctx.state, ctx.shape, ctx.dtype, ctx.in_forward = state, x.shape, x.dtype, multiply is None
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        if multiply is not None:
+            return multiply(x, packed, state=state, bias=bias)
+        return functional.linear(x, _unpacked_rows(state, x.dtype, in_forward=True), bias)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        of_x = of_bias = None
+        if ctx.needs_input_grad[2]:
+            of_bias = grad.sum(0, dtype=ctx.bias_dtype)
+        if ctx.needs_input_grad[0]:
+            if grad.dim() == 3:
+                grad = grad.reshape(-1, grad.shape[-1])
+            weight = _unpacked_rows(ctx.state, ctx.dtype, in_forward=ctx.in_forward)
+            of_x = torch.matmul(grad.to(ctx.dtype), weight).view(ctx.shape)
+        return of_x, None, of_bias, None, None
+
+
+_multiply_4bit: Callable[..., Tensor] = _ProductOfFourBits.apply
+_multiply_8bit: Callable[..., Tensor] = _ProductOfEightBits.apply
 
 
 def _unpacked(packed: Tensor, state: Any, via: torch.dtype, dtype: torch.dtype) -> Tensor:
-    found = find_copy(state, via, dtype)
+    return _filled(find_copy(state, via, dtype), lambda: unpack(packed, state, via).to(dtype))
+
+
+def _unpacked_rows(state: Any, dtype: torch.dtype, *, in_forward: bool) -> Tensor:
+    copies, position = vars(state)[_COPIES]
+    found = copies.find((position, dtype, dtype, not in_forward), state.CB.shape)
+    return _filled(found, lambda: _unpack_rows(state.CB, state.SCB, dtype))
+
+
+def _filled(found: Copy | None, make: Callable[[], Tensor]) -> Tensor:
     if found is not None and found.there:
         return found.values
-    values = _unpack(packed, state, via).to(dtype)
+    values = make()
     if found is None:
         return values
     found.values.copy_(values)
@@ -182,10 +296,6 @@ def _unpacked(packed: Tensor, state: Any, via: torch.dtype, dtype: torch.dtype) 
     return found.values
 
 
-def _unpack(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    from bitsandbytes.functional import dequantize_4bit
-
-    if dtype is not state.dtype:
-        state = copy.copy(state)
-        state.dtype = dtype
-    return dequantize_4bit(packed.view(-1, 1), state)
+def _unpack_rows(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight of eight bits, unpacked: each row has a scale, which is its largest value."""
+    return packed.to(dtype, copy=True).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))

@@ -69,7 +69,7 @@ class CallCost:
         backward_issue_s: seconds of the interpreter that its backward takes: autograd issues operations without it, but
             for those that dequantise packed weights.
         unpacked_bytes: copies of its packed weights, where a stage unpacks them once.
-        unpack_s: seconds of a forward in which these are made, where each use makes its own.
+        unpack_s: seconds of a forward in which these are made, where each use makes its own. 0: only backward does.
         backward_unpack_s: the same of its backward.
     """
 
@@ -122,6 +122,12 @@ class CallCost:
         if not self.unpacked_bytes:
             return self
         later = 1 - 1 / microbatches
+        if self.only_backward_unpacks:
+            return replace(
+                self,
+                backward_s=max(0.0, self.backward_s - later * self.backward_unpack_s),
+                backward_issue_s=self.backward_issue_s * (1 - later),
+            )
         issued = self.backward_issue_s if self.backward_unpack_s else 0.0  # the forward issues as many of these
         return replace(
             self,
@@ -130,6 +136,11 @@ class CallCost:
             issue_s=max(0.0, self.issue_s - later * issued),
             backward_issue_s=self.backward_issue_s - issued,
         )
+
+    @property
+    def only_backward_unpacks(self) -> bool:
+        """Whether forward multiplies packed weights as they are."""
+        return not self.unpack_s and bool(self.backward_unpack_s)
 
     def is_loaded(self, phase: Phase) -> bool:
         """Return whether a stage of this phase needs the call's weights on the worker."""
@@ -191,8 +202,9 @@ class StageBytes:
             self._resident[call.layer] = max(before, call.weight_bytes)
             self.weights += max(call.weight_bytes - before, 0)
             copied = self._copied.get(call.layer, 0)
-            self._copied[call.layer] = max(copied, call.unpacked_bytes)
-            self.copies += max(call.unpacked_bytes - copied, 0)
+            copies = 0 if self._phase == "forward" and call.only_backward_unpacks else call.unpacked_bytes
+            self._copied[call.layer] = max(copied, copies)
+            self.copies += max(copies - copied, 0)
             if self._phase != "forward" and call.needs_backward:
                 self.gradients += call.gradient_bytes
                 self.downloads += call.gradient_bytes if call.reduced_bytes is None else call.reduced_bytes

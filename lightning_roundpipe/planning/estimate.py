@@ -233,7 +233,7 @@ class _Walk:
     def _cost(self, call: _Called, loss_backward_s: float) -> CallCost:
         found, after = call.measured, call.after
         weights, gradients = layer_bytes(call.layer, self.packed)
-        copied = (p.nbytes for p in call.layer.parameters() if p in self.packed and self.packed[p].kept)
+        copied = (p.nbytes for p in call.layer.parameters() if p in self.packed)
         return CallCost(
             layer=call.name,
             forward_s=found.forward.seconds + after.seconds - loss_backward_s,
@@ -293,7 +293,7 @@ class _Walk:
             if p.requires_grad
         ]
         work = Work()
-        backward = Work(memory=work.memory)  # which frees what the forward has kept
+        backward = Work(memory=work.memory, is_backward=True)  # which frees what the forward has kept
         repeated = _Repeated(layer, work) if self.experts_in_turn else None
         with self.meter.scope(work), repeated or nullcontext():
             args, kwargs = tree_map_with_path(cut, (args, kwargs))

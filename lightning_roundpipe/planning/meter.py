@@ -80,6 +80,7 @@ class Work:
         operations: how many there were, views included.
         unpackings: operations that dequantise packed weights, which ``operations`` leaves out.
         unpack_s: seconds of those whose copies a stage may keep.
+        is_backward: whether it is of a backward.
         memory: the storages that were made in it, and in other scopes that share it.
         tile_bytes: the most that the graph of a tile of tokens keeps, see `tiles`.
     """
@@ -90,6 +91,7 @@ class Work:
     operations: int = 0
     unpackings: int = 0
     unpack_s: float = 0.0
+    is_backward: bool = False
     memory: Memory = field(default_factory=Memory)
     tile_bytes: int = 0
 
@@ -219,7 +221,7 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
             launching = self.times * (packed.kernels - 1) * self._hardware.kernel_s
             work.seconds += launching
             work.memory.clock_s += launching
-            work.unpack_s += work.seconds - before_s if packed.kept else 0.0
+            work.unpack_s += work.seconds - before_s if packed.kept_in_forward or work.is_backward else 0.0
             work.unpackings += self.times * (packed.kernels + packed.views)
             name = None if self._census is None else self._census.name("copy of a packed weight", weight)
             copies.append((weight.nbytes + packed.buffer_bytes, name))

@@ -15,7 +15,7 @@ from lightning_roundpipe.model import quantize_experts, quantize_weight
 from lightning_roundpipe.planning import CallCost, Costs, Plan
 from lightning_roundpipe.planning.estimate import estimate_costs
 from lightning_roundpipe.planning.meter import Counter, Work
-from lightning_roundpipe.planning.packing import pack
+from lightning_roundpipe.planning.packing import PackedFormat, pack
 from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.planning.profile import Hardware
 
@@ -176,11 +176,17 @@ class Model(nn.Module):
         return type("Output", (), {"loss": self.layer(self.before(x)).float().sum()})
 
 
-def layer_cost(double: bool | None, experts: int = 0, machine: Hardware = NO_OVERHEAD, rows: int = 256) -> CallCost:
+def layer_cost(
+    double: bool | None,
+    experts: int = 0,
+    machine: Hardware = NO_OVERHEAD,
+    rows: int = 256,
+    form: PackedFormat = "nf4",
+) -> CallCost:
     """Of the layer, whose weights are plain (None) or packed."""
     model = Model(experts)
     weights = list(model.layer.parameters())
-    packed = {} if double is None else {weight: pack(weight.shape, "nf4", double, 2) for weight in weights}
+    packed = {} if double is None else {weight: pack(weight.shape, form, double, 2) for weight in weights}
     layers = {"before": model.before, "layer": model.layer}
     batch = {"x": torch.empty(rows, 64, device="meta", dtype=torch.bfloat16)}
     return estimate_costs(model, layers, batch, machine, packed=packed).calls[1]
@@ -200,6 +206,17 @@ def test_each_use_of_a_packed_weight_writes_a_copy(double: bool) -> None:
     more = own + 2 * numbers + (16 * scales if double else 0)
     assert traffic(packed.forward_s - plain.forward_s) == pytest.approx(more)
     assert traffic(packed.backward_s - plain.backward_s) == pytest.approx(more)
+
+
+def test_a_stage_may_keep_copies_of_eight_bits_for_backward_alone() -> None:
+    """GPUs multiply int8 in forward, of which no copy is kept; four bits keep one copy for both."""
+    plain, four, eight = layer_cost(None), layer_cost(False), layer_cost(False, form="int8")
+    assert plain.unpacked_bytes == 0
+    assert four.unpacked_bytes == eight.unpacked_bytes == 2 * 2 * 64 * 96
+    assert four.unpack_s == four.backward_unpack_s > 0
+    assert eight.only_backward_unpacks and not four.only_backward_unpacks
+    # Read, written, and once more read and written, as bitsandbytes applies the scales in place.
+    assert traffic(eight.backward_unpack_s) == pytest.approx(2 * 64 * 96 * (1 + 2 + 2 + 2) + 4 * (64 + 96))
 
 
 def test_packed_weights_travel_and_lie_on_a_worker_packed() -> None:

@@ -40,6 +40,17 @@ def test_a_stage_saves_all_but_the_first_unpacking(position: int, saved: float) 
     assert run_steps(PLAN, costs(), 1, 4).busy_s - run_steps(plan, costs(), 1, 4).busy_s == pytest.approx(saved)
 
 
+@pytest.mark.parametrize(("position", "saved"), [(0, 0.0), (2, 3 * 1.0), (4, 2 * 3 * 1.0)])
+def test_where_only_backward_unpacks_forward_stages_hold_nothing(position: int, saved: float) -> None:
+    """GPUs multiply in eight bits, and unpack weights for the gradient of the inputs."""
+    known = Costs(tuple(replace(call, unpack_s=0.0) for call in costs()))
+    plan = replace(PLAN, unpack_once=(position,))
+    assert run_steps(PLAN, known, 1, 4).busy_s - run_steps(plan, known, 1, 4).busy_s == pytest.approx(saved)
+    copies = device_bytes(plan, known, 1) - device_bytes(PLAN, known, 1)
+    assert copies == {0: 0, 2: 40 * MIB, 4: 80 * MIB}[position]
+    assert unpacked_within(PLAN, known, 1, 4, 2**40).unpack_once == (2, 3, 4)
+
+
 def test_the_copies_of_the_largest_stage_are_counted() -> None:
     before = device_bytes(PLAN, costs(), 1)
     assert device_bytes(replace(PLAN, unpack_once=(1, 3)), costs(), 1) - before == 40 * MIB

@@ -264,8 +264,11 @@ def _cost_of(
 ) -> CallCost:
     crossed = call.crossed or Crossed()
     gradients = GradientLayout(call.layer, dtype=reduce_dtype) if call.taped else None
-    copies = call.layer.copies_nbytes
-    unpacking = unpack_s(copies + call.layer.nbytes) if unpack_s is not None and copies else 0.0
+    copies, of_forward = call.layer.copies_nbytes, call.layer.copies_of_forward_nbytes
+
+    def unpacking_s(copies: int) -> float:
+        return unpack_s(copies + call.layer.nbytes) if unpack_s is not None and copies else 0.0
+
     return CallCost(
         layer=call.layer.name,
         forward_s=call.forward_s,
@@ -280,8 +283,8 @@ def _cost_of(
         returning_bytes=call.returning_bytes,
         reduced_bytes=gradients.travel_nbytes if gradients is not None and gradients.narrowed else None,
         unpacked_bytes=copies,
-        unpack_s=unpacking,
-        backward_unpack_s=unpacking if call.taped else 0.0,
+        unpack_s=unpacking_s(of_forward),
+        backward_unpack_s=unpacking_s(copies) if call.taped else 0.0,
         **dataclasses.asdict(crossed),
     )
 

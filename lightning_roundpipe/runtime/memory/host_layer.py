@@ -161,6 +161,11 @@ class HostLayer:
         """Bytes of all of its packed masters, unpacked as the layer's code has asked for them."""
         return room_for(self.copies_wanted)
 
+    @property
+    def copies_of_forward_nbytes(self) -> int:
+        """Bytes of those of them that its forward makes."""
+        return room_for(self.copies_wanted, forward=True)
+
     def see_values(self, values: dict[str, Any]) -> None:
         """Compare the `reachable_values` of the layer with the last step's. Called for a step's first microbatch."""
         if self._values is not None and not self.moving:
