@@ -28,7 +28,7 @@ from lightning_roundpipe.planning.memory import (
 )
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.planning.nominal import nominal, with_times_of_bytes
-from lightning_roundpipe.planning.pipeline import Rules, run_steps
+from lightning_roundpipe.planning.pipeline import Rules, period_of_ends, step_ends
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition, unpacking_plans
@@ -153,10 +153,10 @@ class Planner:
 
         def step_s(plan: Plan) -> float:
             """Seconds of a step with its copies: of one alone, or with staleness of each of several."""
-            run = run_steps(plan, costs, workers, microbatches, rules, 2 * _STEPS if stale else 1)
-            return run.period_s(_STEPS) if stale else run.makespan_s
+            ends = step_ends(plan, costs, workers, microbatches, rules, 2 * _STEPS if stale else 1)
+            return period_of_ends(ends, _STEPS) if stale else ends[0]
 
-        seconds = run_steps(plan, costs, workers, microbatches).makespan_s
+        [seconds] = step_ends(plan, costs, workers, microbatches)
         limits = Limits.usual(costs, workers, microbatches, limit)
         if size is None and stage_s is None:
             others = unpacking_plans([plan], costs, workers, microbatches, limits, ahead=fuses)
@@ -176,11 +176,11 @@ class Planner:
         else:
             hints.say(
                 "plan",
-                f"a step takes {seconds:.3g} s: searching for a faster plan, which takes up to {search_s:.0f} s.",
+                f"a step takes {seconds:.3g} s: searching for a faster plan, which takes about {search_s:.0f} s.",
             )
         turns = (2 * _STEPS if stale else 1) * microbatches * (2 * len(costs) - 1)
         found = search_partition(
-            costs, workers, microbatches, limits, 1 if stale else 0, rules.host, search_s, by_clock=not static,
+            costs, workers, microbatches, limits, 1 if stale else 0, rules.host, search_s,
             judge=step_s, judged=max(1, min(16, _MOST_TURNS // turns)),
         )  # fmt: skip
         return found if step_s(found) < step_s(plan) and not trace.torn_buffer(found) else plan
