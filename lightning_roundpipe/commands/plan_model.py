@@ -49,6 +49,8 @@ _STEPS = 8
 _TURNS_PER_SECOND = 48_000
 """Most turns to simulate, with copies and updates, for the choice among the plans that a search finds, for each second
 of it; fewer where steps repeat."""
+_LEAST_TURNS = 30_000
+"""The same for a short search."""
 
 _HIDDEN = 0.01
 
@@ -396,7 +398,7 @@ class _Try:
             turns, seconds = 2 * _STEPS * self.microbatches * (2 * len(costs) - 1), part * wish.search_seconds
             plan = search_partition(
                 costs, self.workers, self.microbatches, limits, wish.staleness, self.rules.host, seconds,
-                judge=self.judge, judged=max(1, int(_TURNS_PER_SECOND * seconds) // turns),
+                judge=self.judge, judged=max(1, max(_LEAST_TURNS, int(_TURNS_PER_SECOND * seconds)) // turns),
             )  # fmt: skip
         if not self.fits(plan):
             return None

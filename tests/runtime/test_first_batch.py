@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import harness
@@ -12,6 +13,7 @@ from harness import ours, run
 
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits
+from lightning_roundpipe.planning.nominal import nominal
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.profile import first_batch
 
@@ -88,8 +90,9 @@ def test_long_steps_are_worth_a_search(
 def test_shorter_steps_are_searched_for_less_long(
     step_s: float, longest: float | None, asked: list[Limits], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def step_ends(plan: Plan, *_: Any) -> list[float]:
-        return [step_s if str(plan) != FOUND else 0.9 * step_s]
+    def step_ends(plan: Plan, *given: Any) -> list[float]:
+        steps = given[4] if len(given) > 4 else 1
+        return [step * (step_s if str(plan) != FOUND else 0.9 * step_s) for step in range(1, steps + 1)]
 
     monkeypatch.setattr(first_batch, "step_ends", step_ends)
     assert (plan_of() == FOUND) == (longest is not None)
@@ -120,3 +123,16 @@ def test_plans_are_judged_with_their_copies(
     assert slow(plan) > 0.02 and free(plan) > 0
     assert slow(plan.with_arenas((1, 1))) > slow(plan)
     assert free(plan.with_arenas((1, 1))) == free(plan)
+
+
+def test_plans_are_judged_with_the_rules_of_the_plan_command(
+    asked: list[Limits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer's rate counts: steps that follow each other wait for it if it is slow."""
+    monkeypatch.setattr(first_batch, "WORTH_S", 0.0)
+    slow = replace(nominal("cpu"), optimizer_bandwidth=1e3)
+    plan_of()
+    monkeypatch.setattr(first_batch, "rates_of", lambda device: slow)
+    plan_of()
+    usual, late = judges
+    assert late(Plan.parse(FOUND)) > 1.0 > usual(Plan.parse(FOUND))
