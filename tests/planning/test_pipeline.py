@@ -293,6 +293,14 @@ def test_ends_of_steps_that_repeat_are_those_of_the_whole_simulation(case: Case,
     assert pipeline.step_ends(made, costs, workers, microbatches, rules, 8) == pytest.approx(whole, rel=1e-9)
 
 
+def test_steps_repeat_only_when_the_optimizer_does() -> None:
+    """It is slower than the workers here, whose first steps are alike until they wait for it."""
+    plan = Plan.parse("forward 0 1; fused 2; backward 1 0; round 8; recompute ahead")
+    rules = Rules(1, links=Links(10.0, 10.0), updates=UpdateModel(0.1))
+    whole = run_steps(plan, sized(3), 3, 8, rules, 10).ends_s
+    assert pipeline.step_ends(plan, sized(3), 3, 8, rules, 10) == pytest.approx(whole, rel=1e-9)
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("workers", [3, 4])
 def test_a_simulation_is_over_when_steps_repeat(
