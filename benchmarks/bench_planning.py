@@ -124,7 +124,7 @@ def rate(case: Case, speeds: tuple[float, ...], staleness: Staleness, search_sec
     """Microbatches a second on workers of these speeds. The clock does not end the search."""
     costs, workers = case.costs().at_speeds(speeds), len(speeds)
     host, limits = HostTime(hop_s=case.hop_ms / 1e3), Limits.usual(costs, workers, MICROBATCHES)
-    plan = search_partition(costs, workers, MICROBATCHES, limits, staleness, host, search_seconds, by_clock=False)
+    plan = search_partition(costs, workers, MICROBATCHES, limits, staleness, host, search_seconds)
     steps = STEADY * PERIOD_STEPS if staleness else 1
     run = run_steps(plan, costs, workers, MICROBATCHES, Rules(staleness, host=host), steps)
     return MICROBATCHES / (run.period_s(PERIOD_STEPS) if staleness else run.makespan_s)

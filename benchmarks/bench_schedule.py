@@ -82,7 +82,7 @@ def unequal_table(scale: float, steps: int, console: Console) -> Table:
         table.add_column(heading, justify="left" if heading == "speeds" else "right")
     for speeds in MIXED:
         workers, microbatches = len(speeds), 8 * len(speeds)
-        one = search_partition(costs, 1, microbatches, by_clock=False)
+        one = search_partition(costs, 1, microbatches)
         alone = run_steps(one, costs, 1, microbatches).makespan_s / sum(speeds)
         with console.status(f"{speeds}: {steps} steps of more than {alone:.1f} s"), unequal_devices(speeds):
             _, report = measure(case, "measured", scale, steps, workers, microbatches, LEARNING)

@@ -643,7 +643,7 @@ def test_neither_is_refused_with_the_value_and_the_remedies() -> None:
 
     module = Module(entropy)
     module.model = Coupled()
-    error = r"the loss is [\d.]+ instead of [\d.]+ \(compared on 4 samples.*loss_weight.*microbatch_scope='model'.*=1"
+    error = r"the loss is [\d.]+ instead of [\d.]+ \(compared on 8 samples.*loss_weight.*microbatch_scope='model'.*=1"
     with pytest.raises(RoundPipeError, match=error):
         trained(module, batches(), 2, 2)
 
@@ -724,12 +724,12 @@ def test_the_batch_is_as_it_was(samples: int) -> None:
     assert_same(*results)
 
 
-class FailsOnFive(Module):
+class FailsOnEleven(Module):
     """Before any layer is waited for."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        if len(batch["x"]) == 5:
-            raise ValueError("five samples")
+        if len(batch["x"]) == 11:
+            raise ValueError("eleven samples")
         return super().training_step(batch, batch_idx)
 
 
@@ -739,13 +739,13 @@ def test_what_is_accumulated_outlives_an_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         PartsCheck, "_rehearse", lambda *args: (verdict := real(*args), failed.append(verdict.why_not))[0]
     )
-    data = [*batches(1), *batches(1, samples=7), *batches(2)]
+    data = [*batches(1), *batches(1, samples=13), *batches(2)]
     options: Any = {"accumulate_grad_batches": 2, "blocking": False, "watch": False}
     slow = {"bandwidth": 3e5, "latency": 0.003}
     strategy = ours(num_microbatches=2, layers=LAYERS, emulation=slow)
-    result = run(strategy, FailsOnFive(entropy), data, devices=2, **options)
-    assert_same(run("auto", FailsOnFive(entropy), data, **options), result)
-    assert "ValueError: five samples" in failed
+    result = run(strategy, FailsOnEleven(entropy), data, devices=2, **options)
+    assert_same(run("auto", FailsOnEleven(entropy), data, **options), result)
+    assert "ValueError: eleven samples" in failed
 
 
 @SLOW

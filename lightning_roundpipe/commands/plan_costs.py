@@ -17,7 +17,7 @@ from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.memory import device_bytes, least, smallest_within
-from lightning_roundpipe.planning.pipeline import Rules, SimulatedRun, Staleness, run_steps
+from lightning_roundpipe.planning.pipeline import Rules, SimulatedRun, Staleness, period_of_ends, run_steps, step_ends
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, paper_plan, search_partition
 from lightning_roundpipe.planning.timing import PERIOD_STEPS, Timing
@@ -214,15 +214,15 @@ def does_not_fit(question: Question, text: str | None, form: Literal["table", "j
 
 
 def figures(question: Question, plan: Plan) -> Answer:
-    """Return the figures of a plan, from a simulation of its steps."""
-    makespan = run_answer(question, plan, 1).makespan_s
-    period = makespan  # with staleness 0, a step begins after the last gradient of the step before
-    if question.staleness:
-        turns = 2 * PERIOD_STEPS * question.microbatches * len(plan.stages())
-        if turns <= _MOST_TURNS:
-            period = run_answer(question, plan, 2 * PERIOD_STEPS).period_s(PERIOD_STEPS)
-        else:
-            period = float(_timing(question).settled(plan)[-1])
+    """Return the figures of a plan: how long a step takes alone, and each of many."""
+    steps = 2 * PERIOD_STEPS if question.staleness else 1
+    settles = steps * question.microbatches * len(plan.stages()) > _MOST_TURNS
+    ends = step_ends(
+        plan, question.costs, question.workers, question.microbatches, _rules(question), 1 if settles else steps
+    )
+    makespan = period = ends[0]
+    if question.staleness:  # with 0 the first call of a step waits for the last gradient of the one before
+        period = float(_timing(question).settled(plan)[-1]) if settles else period_of_ends(ends, PERIOD_STEPS)
     bound = _bound_s(question, plan)
     bubble = max(100 * (1 - bound / period), 0.0) if period else 0.0  # rounding may give -1e-13
     return Answer(plan, makespan, period, bubble, plan.side_by_side(question.workers, question.microbatches))
@@ -230,13 +230,16 @@ def figures(question: Question, plan: Plan) -> Answer:
 
 def _timing(question: Question) -> Timing:
     pace = Pace.of(question.costs, HostTime(hop_s=question.hop_s))
-    return Timing(pace, question.workers, question.microbatches, question.staleness, 0, 0)
+    return Timing(pace, question.workers, question.microbatches, question.staleness, 0)
+
+
+def _rules(question: Question) -> Rules:
+    return Rules(question.staleness, host=HostTime(hop_s=question.hop_s))
 
 
 def run_answer(question: Question, plan: Plan, steps: int) -> SimulatedRun:
     """Simulate steps under a plan, by the rules of the request."""
-    rules = Rules(question.staleness, host=HostTime(hop_s=question.hop_s))
-    return run_steps(plan, question.costs, question.workers, question.microbatches, rules, steps)
+    return run_steps(plan, question.costs, question.workers, question.microbatches, _rules(question), steps)
 
 
 def as_dict(found: Answer) -> dict[str, Any]:

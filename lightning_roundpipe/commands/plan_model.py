@@ -29,7 +29,7 @@ from lightning_roundpipe.planning.memory import (
 )
 from lightning_roundpipe.planning.network import Network, gradient_bytes
 from lightning_roundpipe.planning.nominal import EMULATED
-from lightning_roundpipe.planning.pipeline import Rules, SimulatedRun, run_steps
+from lightning_roundpipe.planning.pipeline import Rules, SimulatedRun, period_of_ends, run_steps, step_ends
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import paper_plan, search_partition
@@ -46,8 +46,11 @@ _TRIAL = 1 / 8
 _STEPS = 8
 """Number of steps whose mean counts, after as many that fill the pipeline."""
 
-_MOST_TURNS = 60_000
-"""Most turns to simulate, with copies and updates, for the choice among the plans of a search."""
+_TURNS_PER_SECOND = 48_000
+"""Most turns to simulate, with copies and updates, for the choice among the plans that a search finds, for each second
+of it; fewer where steps repeat."""
+_LEAST_TURNS = 30_000
+"""The same for a short search."""
 
 _HIDDEN = 0.01
 """Largest share of a step for which communication counts as hidden."""
@@ -414,7 +417,8 @@ class _Try:
         if not self.fits(plan):
             return math.inf
         if plan not in self.judged:
-            self.judged[plan] = self.run(plan).period_s(_STEPS)
+            ends = step_ends(plan, self.costs, self.workers, self.microbatches, self.rules, 2 * _STEPS)
+            self.judged[plan] = period_of_ends(ends, _STEPS)
         return self.judged[plan]
 
     def seconds_a_token(self, plan: Plan) -> float:
@@ -432,10 +436,10 @@ class _Try:
         elif wish.stage_seconds is not None or not wish.search:
             plan = paper_plan(costs, self.workers, self.microbatches, limits, wish.stage_seconds)
         else:
-            turns = 2 * _STEPS * self.microbatches * (2 * len(costs) - 1)
+            turns, seconds = 2 * _STEPS * self.microbatches * (2 * len(costs) - 1), part * wish.search_seconds
             plan = search_partition(
-                costs, self.workers, self.microbatches, limits, wish.staleness, self.rules.host,
-                part * wish.search_seconds, judge=self.judge, judged=max(1, _MOST_TURNS // turns),
+                costs, self.workers, self.microbatches, limits, wish.staleness, self.rules.host, seconds,
+                judge=self.judge, judged=max(1, max(_LEAST_TURNS, int(_TURNS_PER_SECOND * seconds)) // turns),
             )  # fmt: skip
         if not self.fits(plan):
             return None

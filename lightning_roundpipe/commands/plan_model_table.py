@@ -191,7 +191,7 @@ def _remedies(found: Outlook, remedies: Remedies) -> list[RenderableType]:
         tried = f" (tried: {'; '.join(remedies.hopeless)})" if remedies.hopeless else ""
         parts.append(Text(f"Nothing that was tried fits{tried}. Take {where}, or a smaller model."))
     if remedies.untried:
-        parts.append(Text(f"Not tried, for lack of time: {'; '.join(remedies.untried)}."))
+        parts.append(Text(f"Not tried: {'; '.join(remedies.untried)}."))
     return parts
 
 

@@ -22,23 +22,18 @@ from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fi
 from lightning_roundpipe.planning.census import CallMemory
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.estimate import GRADIENT_BYTES, estimate_costs, estimate_memory, layer_bytes
-from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.memory import ARENAS, MASTER_BYTES, Parameters
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.profile import Hardware, Precision
 from lightning_roundpipe.planning.search import SEARCH_SECONDS
 from lightning_roundpipe.planning.tiles import probe_batch, tiled, token_wise
-from lightning_roundpipe.planning.updates import ADAMW_BYTES, UpdateModel
 
 USUAL_LENGTH = 2048
 """Tokens of a sequence without ``sequence_length``, if the model has that many positions."""
 
 _MOST_LENGTH = 2**20
 """Positions of a model whose configuration has no limit."""
-
-PART_BYTES = 2**24
-"""Bytes of gradients that the engine updates while the next ones arrive (`runtime.memory.grad_buffers.PART`)."""
 
 
 @dataclass(frozen=True)
@@ -246,20 +241,14 @@ class ModelShape:
             network: bytes a second between machines; None: there is one machine.
         """
         machine = self.hardware
-        traffic = ADAMW_BYTES + (0 if self.parameters.compute_bytes == 4 else self.parameters.compute_bytes)
-        if self._reduced_bytes is not None:  # reads gradients in reduce_dtype, and writes their fp32 sums
-            traffic += self._reduced_bytes + GRADIENT_BYTES
-        blocking = self._like_paper and not staleness
-        updates = UpdateModel(machine.optimizer_rate(traffic), blocking=blocking, piece_bytes=PART_BYTES)
-        host = HostTime(machine.call_s, machine.turn_s, machine.hop_s, shared=True)
         between = None
         if network is not None:
             share = MASTER_BYTES / GRADIENT_BYTES  # fp32 weights are sent to all machines
             between = Network(self.parameters.machines, network * machine.network_efficiency, share)
-        return Rules(
-            staleness=staleness, host=host, links=machine.links(), updates=updates, sums_per_s=machine.sum_rate,
-            network=between,
-        )  # fmt: skip
+        copy_bytes = 0 if self.parameters.compute_bytes == 4 else self.parameters.compute_bytes
+        return machine.rules(
+            staleness, copy_bytes, self._reduced_bytes, blocking=self._like_paper and not staleness, network=between
+        )
 
 
 def _offer(config: PretrainedConfig, max_positions: int, model: str, configured: int) -> None:

@@ -3,15 +3,14 @@
 The order is from the least change to the largest: settings that do not change the step, that change how it is computed,
 what is trained, and what the model sees; then the machine: the least host memory that is enough, or more GPUs if their
 host has more memory. If no setting alone is enough, several are tried together, and then with more host memory. The
-answer names only what fits. All tries together take at most `SECONDS` of the processor; the answer names what there was
-no time for, too.
+answer names only what fits. There are at most `TRIES`, which are counted, so that no busy machine changes the answer;
+the answer names what was not tried, too.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -32,8 +31,8 @@ from lightning_roundpipe.config import AUTO_TILE, parse_bytes
 from lightning_roundpipe.planning.memory import least
 from lightning_roundpipe.planning.profile import Hardware, Precision
 
-SECONDS = 15.0
-"""Limit of all tries in seconds of the processor, so that other programs change no answer. A try may end later."""
+TRIES = 16
+"""Most tries. Each takes about a second."""
 
 _SEARCH_SECONDS = 1.0
 """Longest search for the plan of a try."""
@@ -99,7 +98,7 @@ class Remedies:
     Attributes:
         found: remedies that fit, the least change first.
         hopeless: settings that do not fit.
-        untried: settings for which there was no time.
+        untried: settings for which no try was left.
         device_memory: bytes of a device that would be enough, of which a worker may use the usual share. If the wish
             sets ``memory``, its value that would be enough. None if workers are large enough.
     """
@@ -120,14 +119,14 @@ def _unit(nbytes: int) -> tuple[str, int]:
     return next((pair for pair in _UNITS if nbytes >= pair[1]), _UNITS[-1])
 
 
-def find_remedies(outlook: Outlook, seconds: float = SECONDS) -> Remedies:
-    """Return remedies for an outlook that does not fit. ``seconds``: processor time of all tries."""
-    return _Tries(outlook, time.process_time() + seconds).run()
+def find_remedies(outlook: Outlook, tries: int = TRIES) -> Remedies:
+    """Return remedies for an outlook that does not fit, by at most ``tries`` tries."""
+    return _Tries(outlook, tries).run()
 
 
 class _Tries:
-    def __init__(self, outlook: Outlook, deadline: float) -> None:
-        self._outlook, self._wish, self._deadline = outlook, outlook.wish, deadline
+    def __init__(self, outlook: Outlook, tries: int) -> None:
+        self._outlook, self._wish, self._left = outlook, outlook.wish, tries
         self._shapes: dict[tuple[Any, ...], ModelShape] = {}
         self._refused: list[tuple[Changes, Outlook]] = []
         """Changes that do not fit."""
@@ -212,7 +211,7 @@ class _Tries:
     def _faster_host(self, changes: Changes, least: int) -> None:
         """Add the host memory of the fastest plan, whose rounds are larger, if it is faster than with the least."""
         slow = self._found[-1].outlook.tokens_per_s
-        if time.process_time() > self._deadline:
+        if not self._left:
             self._untried.append(f"more host_memory than {size_text(least)}, which may be faster")
             return
         if (found := self._try({**changes, "host_memory": _ENDLESS})) is None:
@@ -254,7 +253,7 @@ class _Tries:
     def _first_that_fits(self, ways: list[Changes]) -> bool:
         for changes in ways:
             text = Remedy(changes, self._outlook).settings
-            if time.process_time() > self._deadline:
+            if not self._left:
                 self._untried.append(text)
                 return False
             if (found := self._try(changes)) is not None:
@@ -264,6 +263,7 @@ class _Tries:
         return False
 
     def _try(self, changes: Changes) -> Remedy | None:
+        self._left -= 1
         wish = self._wish
         wish = replace(wish, search_seconds=min(wish.search_seconds, _SEARCH_SECONDS)).changed(changes)
         try:
@@ -280,8 +280,9 @@ class _Tries:
         wish, found = self._wish.changed(changes), self._outlook
         longest = found.longest
         if changes or longest is None:
-            if time.process_time() > self._deadline:
+            if not self._left:
                 return None
+            self._left -= 1
             try:
                 shape = self._shape(wish)
             except ValueError:

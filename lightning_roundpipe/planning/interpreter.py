@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+_ROUNDING_S = 1e-12
+"""By so much, seconds may be longer than a gap that they fill. Rounding decided otherwise where the next gap is."""
+
 
 class Interpreter:
     """Busy time as disjoint intervals in ascending order."""
@@ -26,7 +29,7 @@ class Interpreter:
             start, clock = self._starts[at], self._ends[at]
             at += 1
         left = seconds
-        while at < len(self._starts) and left > self._starts[at] - clock:
+        while at < len(self._starts) and left > self._starts[at] - clock + _ROUNDING_S:
             left -= self._starts[at] - clock
             clock = self._ends[at]
             at += 1
@@ -39,3 +42,8 @@ class Interpreter:
         self._starts[first:at] = [start]
         self._ends[first:at] = [end_of_all]
         return end
+
+    def after(self, time: float) -> list[float]:
+        """Return starts and ends of the intervals that end after ``time``."""
+        at = bisect_right(self._ends, time)
+        return [*self._starts[at:], *self._ends[at:]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import get_args
 
@@ -21,6 +22,10 @@ from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, StageByte
 from lightning_roundpipe.planning.memory import BOTH, Memory, arenas_within, least
 from lightning_roundpipe.planning.schedule import Arenas, Plan
 from lightning_roundpipe.planning.shapes import PlanShape
+
+_AT_ONCE = 6144
+"""Stages whose memory is looked up at once. Larger arrays come from the system each time, which takes three times as
+long."""
 
 
 @dataclass(frozen=True)
@@ -94,28 +99,40 @@ class MemoryTable:
         )
         self._waiting = np.array([*(call.waiting_bytes for call in costs), 0])
         self._returning = np.array(list(accumulate(costs, _returning, initial=0)))
-        self._needs = {phase: _needs(costs, phase, ahead) for phase in get_args(Phase)}
+        self._calls = len(costs)
+        self._needs = {phase: _needs(costs, phase, ahead and phase == "backward") for phase in get_args(Phase)}
 
     def fits(self, shape: PlanShape, sizes: Sizes) -> NDArray[np.bool_]:
         """Return which of the plans fit, (plans,), by the sum of `memory.device_bytes`. Rows of ``sizes`` are plans."""
+        rows = max(1, _AT_ONCE // sizes.shape[1])
+        return np.concatenate([self._fits(shape, sizes[at : at + rows]) for at in range(0, len(sizes) or 1, rows)])
+
+    def _fits(self, shape: PlanShape, sizes: Sizes) -> NDArray[np.bool_]:
         forward = shape.forward
         starts, ends = _stage_ends(forward, sizes)
+        stages = starts * self._calls + ends - 1
         phases: Sequence[tuple[Phase, slice]] = (
             ("forward", slice(0, forward)),
             ("fused", slice(forward, forward + 1)),
             ("backward", slice(forward + 1, None)),
         )
-        needs = [self._needs[phase][:, starts[:, part], ends[:, part] - 1] for phase, part in phases]
-        weights, gradients, activations = np.concatenate(needs, axis=2)
-        left = np.concatenate([self._waiting[ends[:, :forward]], self._returning[starts[:, forward:]]], axis=1)
-        waiting = (shape.round_microbatches - 1) * np.maximum(left, np.roll(left, self._workers, axis=1))
+        needs = np.empty((3, *sizes.shape), dtype=np.int64)
+        for phase, part in phases:
+            for own, table in zip(needs, self._needs[phase], strict=True):
+                table.take(stages[:, part], out=own[:, part], mode="clip")  # "raise" would copy
+        weights, gradients, activations = needs
+        left = np.empty_like(stages)
+        self._waiting.take(ends[:, :forward], out=left[:, :forward], mode="clip")
+        self._returning.take(starts[:, forward:], out=left[:, forward:], mode="clip")
+        left = np.maximum(left, np.roll(left, self._workers, axis=1))
+        activations += (shape.round_microbatches - 1) * left
         of_weights, of_gradients = self._arenas
         of_weight, of_gradient = self._layer
         fitting = np.ones(len(sizes), dtype=np.bool_)
         for part, memory in self._parts(sizes.shape[1]):
             arenas = of_weights * np.maximum(weights[:, part].max(axis=1), of_weight)
             arenas += of_gradients * np.maximum(gradients[:, part].max(axis=1), of_gradient)
-            fitting &= arenas + (activations + waiting)[:, part].max(axis=1) <= memory
+            fitting &= arenas + activations[:, part].max(axis=1) <= memory
         return fitting
 
     def _parts(self, stages: int) -> list[tuple[slice, int]]:
@@ -140,8 +157,9 @@ def _returning(before: int, call: CallCost) -> int:
     return call.returning_bytes if call.needs_backward else before
 
 
+@lru_cache(maxsize=8)  # a search asks for the same several times
 def _needs(costs: Costs, phase: Phase, ahead: bool) -> NDArray[np.int64]:
-    """Return bytes of weights, gradients and activations, (3, first call, last call)."""
+    """Return bytes of weights, gradients and activations, (3, first call * calls + last call)."""
     calls = len(costs)
     table = np.zeros((3, calls, calls), dtype=np.int64)
     for first in range(calls):
@@ -149,4 +167,4 @@ def _needs(costs: Costs, phase: Phase, ahead: bool) -> NDArray[np.int64]:
         for last in range(first, calls):
             need.add(costs.calls[last])
             table[:, first, last] = need.weights, need.gradients, need.activations
-    return table
+    return table.reshape(3, calls * calls)

@@ -11,6 +11,9 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 
+_ROUNDING_S = 1e-12
+"""By so much, a copy may be longer than a gap that it fills. Rounding decided otherwise where the next gap is."""
+
 
 @dataclass(frozen=True)
 class Links:
@@ -58,7 +61,7 @@ class Lane:
         at = bisect_right(self._ends, clock)
         while left > 0:
             window = self._starts[at] if at < len(self._starts) else math.inf
-            if clock + left <= window:
+            if clock + left <= window + _ROUNDING_S:
                 clock += left
                 break
             if window > clock:
@@ -67,3 +70,8 @@ class Lane:
             at += 1
         self._behind = clock
         return start, clock
+
+    def after(self, time: float) -> list[float]:
+        """Return what copies that are ready at ``time`` or later may wait for: ends of copies, and starts of gaps."""
+        at = bisect_right(self._ends, time)
+        return [self._behind, *self._starts[at:], *self._ends[at:]]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Literal
 
 import numpy as np
 
 from lightning_roundpipe.planning.batch import Sizes
 from lightning_roundpipe.planning.shapes import PlanShape
+
+_CHANGES: tuple[Literal[-1, 1], ...] = (-1, 1)
 
 
 class Neighbours:
@@ -71,43 +74,79 @@ def _pairs(stages: int) -> tuple[Sizes, Sizes]:
     return source[source != target], target[source != target]
 
 
-def recuts(shape: PlanShape, sizes: Sizes) -> Iterator[tuple[PlanShape, Sizes]]:
-    """Yield all plans in which a stage of a pass merges into another, or a part of one becomes a new stage."""
-    ahead, behind = slice(0, shape.forward), slice(shape.forward + 1, len(sizes))
-    for is_forward, part in ((True, ahead), (False, behind)):
-        before, stages, after = sizes[: part.start], sizes[part], sizes[part.stop :]
-        for change, rows in ((-1, _fewer(stages)), (1, _more(stages))):
-            if len(rows):
-                forward, backward = (change, 0) if is_forward else (0, change)
-                near = PlanShape(shape.forward + forward, shape.backward + backward, shape.round_microbatches)
-                ends = (np.repeat(end[None], len(rows), axis=0) for end in (before, after))
-                yield near, np.concatenate([next(ends), rows, next(ends)], axis=1)
+class Recuts:
+    """All plans in which a stage of one pass merges into another, or a part of one becomes a new stage.
+
+    As of `Neighbours`, `plans` makes only those that are wanted.
+
+    Args:
+        shape: shape of the plan.
+        sizes: calls in each stage of the plan.
+        is_forward: the pass.
+        change: -1: a stage fewer; 1: a stage more.
+
+    Attributes:
+        shape: shape of the plans.
+    """
+
+    def __init__(self, shape: PlanShape, sizes: Sizes, *, is_forward: bool, change: Literal[-1, 1]) -> None:
+        forward, backward = (change, 0) if is_forward else (0, change)
+        self.shape = PlanShape(shape.forward + forward, shape.backward + backward, shape.round_microbatches)
+        part = slice(0, shape.forward) if is_forward else slice(shape.forward + 1, len(sizes))
+        self._before, self._stages, self._after = sizes[: part.start], sizes[part], sizes[part.stop :]
+        self._change = change
+        stages = len(self._stages)
+        if change < 0:
+            self._source, self._other = _pairs(stages)  # which stage merges, and into which
+        else:
+            gives = np.repeat(np.arange(stages), self._stages - 1)
+            parts = [np.arange(1, size) for size in self._stages]
+            self._source, self._other = gives, np.concatenate(parts, dtype=np.int64) if parts else gives
+            # which stage gives calls, and how many
+
+    def __len__(self) -> int:
+        return len(self._source) * (1 if self._change < 0 else len(self._stages) + 1)
+
+    def plans(self, chosen: Sizes | None = None) -> Sizes:
+        """Return the sizes of all plans, or of those with the ``chosen`` numbers, (plans, stages)."""
+        numbers = np.arange(len(self)) if chosen is None else chosen
+        rows = self._fewer(numbers) if self._change < 0 else self._more(numbers)
+        before, after = (np.repeat(end[None], len(numbers), axis=0) for end in (self._before, self._after))
+        return np.concatenate([before, rows, after], axis=1)
+
+    def _fewer(self, numbers: Sizes) -> Sizes:
+        source, target = self._source[numbers], self._other[numbers]
+        rows = np.repeat(self._stages[None], len(numbers), axis=0)
+        rows[np.arange(len(numbers)), target] += self._stages[source]
+        columns = np.arange(len(self._stages) - 1)
+        return np.take_along_axis(rows, columns + (columns >= source[:, None]), axis=1)
+
+    def _more(self, numbers: Sizes) -> Sizes:
+        at, chosen = np.divmod(numbers, len(self._source))
+        each, calls, stages = np.arange(len(numbers)), self._other[chosen], len(self._stages)
+        rows = np.repeat(self._stages[None], len(numbers), axis=0)
+        rows[each, self._source[chosen]] -= calls
+        columns = np.arange(stages + 1)
+        rows = np.take_along_axis(rows, np.minimum(columns - (columns > at[:, None]), stages - 1), axis=1)
+        rows[each, at] = calls
+        return rows
 
 
-def _fewer(stages: Sizes) -> Sizes:
-    source, target = _pairs(len(stages))
-    rows = np.repeat(stages[None], len(source), axis=0)
-    rows[np.arange(len(rows)), target] += stages[source]
-    kept = np.ones(rows.shape, dtype=bool)
-    kept[np.arange(len(rows)), source] = False
-    return rows[kept].reshape(len(rows), max(len(stages) - 1, 0))
-
-
-def _more(stages: Sizes) -> Sizes:
-    gives = np.repeat(np.arange(len(stages)), stages - 1)
-    calls = np.concatenate([np.arange(1, size) for size in stages], dtype=np.int64) if len(stages) else gives
-    rows = np.repeat(stages[None], len(gives), axis=0)
-    rows[np.arange(len(rows)), gives] -= calls
-    return np.concatenate([np.insert(rows, at, calls, axis=1) for at in range(len(stages) + 1)])
+def recuts(shape: PlanShape, sizes: Sizes) -> Iterator[Recuts]:
+    """Yield the plans with a forward stage fewer, with one more, and likewise backward, where there are any."""
+    for is_forward in (True, False):
+        for change in _CHANGES:
+            if len(near := Recuts(shape, sizes, is_forward=is_forward, change=change)):
+                yield near
 
 
 def kicked(shape: PlanShape, sizes: Sizes, random: np.random.Generator) -> tuple[PlanShape, Sizes]:
     """Return a random plan nearby: at most one stage more or fewer, and up to three calls moved."""
-    choices = [(shape, sizes[None]), *recuts(shape, sizes)]
-    shape, rows = choices[int(random.integers(len(choices)))]
-    sizes = rows[int(random.integers(len(rows)))]
+    choices = [None, *recuts(shape, sizes)]
+    if (near := choices[int(random.integers(len(choices)))]) is not None:
+        shape, sizes = near.shape, near.plans(random.integers(len(near), size=1))[0]
     for _ in range(int(random.integers(1, 4))):
-        near = Neighbours(shape.forward, sizes)
-        if len(near):
-            sizes = near.plans(random.integers(len(near), size=1))[0]
+        neighbours = Neighbours(shape.forward, sizes)
+        if len(neighbours):
+            sizes = neighbours.plans(random.integers(len(neighbours), size=1))[0]
     return shape, sizes

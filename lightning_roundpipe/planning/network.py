@@ -109,6 +109,11 @@ class Exchange:
         self._updated = [0.0] * network.machines
         self.busy_s = 0.0
 
+    @property
+    def busy_until(self) -> list[float]:
+        """Ends of the last exchange, and of each machine's last update."""
+        return [self._network_free, *self._updated]
+
     def step(self, arrived: Mapping[str, float]) -> dict[str, float]:
         """Return when each layer's new weights are on all machines, for a step.
 

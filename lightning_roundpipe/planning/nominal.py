@@ -43,6 +43,8 @@ GPU = Hardware(
     memory_efficiency=0.85,
     kernel_s=5e-6,
     hop_s=1e-3,
+    call_s=0.5e-3,
+    turn_s=0.5e-3,
 )
 
 

@@ -82,6 +82,9 @@ class Wait(NamedTuple):
     transfer_s: float
 
 
+_ALIKE = 1e-12
+"""Differences of seconds, relative to those since the start, that are of rounding only."""
+
 _Updated = tuple[float, float]
 """Start of a stage without the time of updates, and with it."""
 
@@ -141,7 +144,12 @@ class SimulatedRun:
 
     def period_s(self, steps: int) -> float:
         """Return the mean seconds of the last ``steps`` steps. The simulation must have at least one more."""
-        return (self.ends_s[-1] - self.ends_s[-1 - steps]) / steps
+        return period_of_ends(self.ends_s, steps)
+
+
+def period_of_ends(ends: Sequence[float], steps: int) -> float:
+    """Return the mean seconds of the last ``steps`` of steps with these ends. There must be at least one more."""
+    return (ends[-1] - ends[-1 - steps]) / steps
 
 
 def run_steps(
@@ -160,17 +168,68 @@ def run_steps(
     Raises:
         ValueError: the plan does not fit the calls of ``costs``, or a number is too small.
     """
-    for name, value in (("workers", workers), ("microbatches", microbatches), ("steps", steps)):
-        if value < 1:
-            raise ValueError(f"{name}={value!r} must be at least 1 to simulate steps.")
-    plan.validate(costs.layers)
-    costs.check_workers(workers)
-    pipeline = _Pipeline(plan, costs, workers, microbatches, rules or Rules())
+    pipeline = _pipeline(plan, costs, workers, microbatches, rules, steps, records=True)
     for _ in range(steps):
         pipeline.step()
     return SimulatedRun(
         plan, workers, tuple(pipeline.events), tuple(pipeline.waits), tuple(pipeline.losses), tuple(pipeline.ends)
     )
+
+
+def step_ends(
+    plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules | None = None, steps: int = 1
+) -> list[float]:
+    """Return the ends of steps as `run_steps` finds them, for comparing many plans.
+
+    Steps follow each other alike after a few of them. Once everything that a step leaves to the next ones is as after
+    an earlier step, but for the time, their ends repeat, too, and the simulation is over.
+
+    Raises:
+        ValueError: as `run_steps`.
+    """
+    pipeline = _pipeline(plan, costs, workers, microbatches, rules, steps, records=False)
+    ends, states = pipeline.ends, list[_State]()
+    while len(ends) < steps:
+        pipeline.step()
+        state = pipeline.state()
+        if (before := next((one for one in reversed(states) if one.is_like(state)), None)) is not None:
+            cycle, seconds = state.step - before.step, state.time_s - before.time_s
+            while len(ends) < steps:
+                ends.append(ends[-cycle] + seconds)
+        states.append(state)
+    return ends
+
+
+def _pipeline(
+    plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules | None, steps: int, *, records: bool
+) -> _Pipeline:
+    for name, value in (("workers", workers), ("microbatches", microbatches), ("steps", steps)):
+        if value < 1:
+            raise ValueError(f"{name}={value!r} must be at least 1 to simulate steps.")
+    plan.validate(costs.layers)
+    costs.check_workers(workers)
+    return _Pipeline(plan, costs, workers, microbatches, rules or Rules(), records=records)
+
+
+class _State(NamedTuple):
+    """What a step leaves to the next ones.
+
+    Attributes:
+        step: number of steps so far.
+        time_s: start of the next step.
+        seconds: from there, when all that the next steps may wait for is over; 0 for what is over before they begin.
+    """
+
+    step: int
+    time_s: float
+    seconds: list[float]
+
+    def is_like(self, other: _State) -> bool:
+        """Return whether what follows is the same but for the time."""
+        most = _ALIKE * other.time_s
+        return len(self.seconds) == len(other.seconds) and all(
+            abs(one - another) <= most for one, another in zip(self.seconds, other.seconds, strict=True)
+        )
 
 
 class _SimulatedStage:
@@ -279,7 +338,11 @@ def _fastest(links: Sequence[Links] | None) -> Links | None:
 
 
 class _Pipeline:
-    def __init__(self, plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules) -> None:
+    def __init__(
+        self, plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules, *, records: bool
+    ) -> None:
+        self._records = records
+        """Whether intervals are kept."""
         self._costs, self._workers, self._microbatches, self._rules = costs, workers, microbatches, rules
         self._round = plan.round_microbatches
         self._side_by_side = plan.side_by_side(workers, microbatches)
@@ -342,12 +405,37 @@ class _Pipeline:
             updates = self._updating.step(self._arrived)
             published = self._updating.published(updates)
         self._published.append({layer: (self._arrived[layer], end) for layer, end in published.items()})
+        if not self._records:
+            return
         step = len(self.ends) - 1
         self.events.extend(
             SimulatedEvent("update", -1, step, self._slot - 1, self._last_backward[layer], -1, start, end)
             for layer, start, end in updates
             if end > start
         )
+
+    def state(self) -> _State:
+        """Return the state between two steps, in an order that does not depend on which of equal workers is next."""
+        begin, workers = self.losses[-1], range(self._workers)
+        alike = not self._costs.unequal and not isinstance(self._rules.links, tuple)
+        first = self._slot % self._workers
+        seconds = [] if alike else [float(first)]
+        in_turn = [(first + worker) % self._workers for worker in workers] if alike else workers
+        times: list[float] = [self._adding, *self._added.values(), *(left for left, _ in self._left.values())]
+        for worker in in_turn:
+            times += [self._free[worker], *self._arena[worker], *self._gradient_arena[worker]]
+            for lanes in (self._up, self._down):
+                if lanes is not None:
+                    times += lanes[worker].after(begin)
+        times += self._interpreter.after(begin)
+        for published in self._published[-1 - self._rules.staleness :]:
+            times += [time for pair in published.values() for time in pair]
+        if self._exchange is not None:
+            times += self._exchange.busy_until
+        if self._rules.updates is not None:
+            seconds.append(self._updating.free - begin)  # an update may begin before its layer's last gradients come
+        seconds += [max(0.0, time - begin) for time in times]
+        return _State(len(self.ends), begin, seconds)
 
     def _rounds(self) -> Iterator[range]:
         for begin in range(0, self._microbatches, self._round):
@@ -434,7 +522,7 @@ class _Pipeline:
             recomputed = self._computed(stage, begin, stage.recompute_s)
             start = max(recomputed, given)
             self._wait(worker, free, max(saved, behind), updated, ready)
-            if start > recomputed:
+            if self._records and start > recomputed:
                 self.waits.append(Wait(worker, recomputed, start, start, start))
             self._note("recompute", worker, stage, microbatch, recomputed - stage.recompute_s, recomputed)
             self._note("host", worker, stage, microbatch, start, start + hosted)
@@ -503,12 +591,12 @@ class _Pipeline:
         return self._rules.host.hop_s if source != target else 0.0
 
     def _wait(self, worker: int, free: float, given: float, updated: _Updated, ready: float) -> None:
-        if (begin := max(free, given, *updated, ready)) > free:
+        if self._records and (begin := max(free, given, *updated, ready)) > free:
             given = max(free, given, updated[0])
             self.waits.append(Wait(worker, free, given, max(given, updated[1]), begin))
 
     def _note(self, kind: Kind, worker: int, stage: _SimulatedStage, microbatch: int, start: float, end: float) -> None:
-        if end > start:
+        if self._records and end > start:
             self.events.append(
                 SimulatedEvent(kind, worker, len(self.ends), self._slot, stage.position, microbatch, start, end)
             )

@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_roundpipe.config import parse_bytes
+from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.links import Links
+from lightning_roundpipe.planning.network import Network
+from lightning_roundpipe.planning.pipeline import Rules, Staleness
+from lightning_roundpipe.planning.updates import ADAMW_BYTES, PIECE_BYTES, UpdateModel
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 
@@ -118,6 +122,36 @@ class Hardware:
         """Bytes of fp32 gradients a second that the optimizer takes; ``traffic``: bytes of memory for each weight."""
         bandwidth = self.host_memory_bandwidth * self.memory_efficiency
         return min(bandwidth, self.optimizer_bandwidth or bandwidth) * 4 / traffic
+
+    def rules(
+        self,
+        staleness: Staleness,
+        copy_bytes: int = 0,
+        reduced_bytes: int | None = None,
+        *,
+        blocking: bool = False,
+        network: Network | None = None,
+    ) -> Rules:
+        """What takes time beside computing: copies, AdamW on the host, and the interpreter.
+
+        `roundpipe-plan` and the engine judge plans by these.
+
+        Args:
+            staleness: 0 or 1.
+            copy_bytes: bytes of a trained weight's working copy, which the optimizer writes; 0: there is none.
+            reduced_bytes: bytes of a gradient as it travels, if it is added up on the host; None: it travels as it is.
+            blocking: whether the optimizer begins when backward is over.
+            network: to other machines; None: there is one machine.
+        """
+        traffic = ADAMW_BYTES + copy_bytes
+        if reduced_bytes is not None:  # read where they have landed, and written as the sum
+            traffic += reduced_bytes + 4
+        updates = UpdateModel(self.optimizer_rate(traffic), blocking=blocking, piece_bytes=PIECE_BYTES)
+        host = HostTime(self.call_s, self.turn_s, self.hop_s, shared=True)
+        return Rules(
+            staleness=staleness, host=host, links=self.links(), updates=updates, sums_per_s=self.sum_rate,
+            network=network,
+        )  # fmt: skip
 
     @property
     def sum_rate(self) -> float:

@@ -12,15 +12,13 @@ can be moved freely), and a search that only climbs would stop on the first such
 then wanders (`anneal`); with staleness 1, where a plan is timed by many steps, that would take too long. What work is
 left goes to plans of other shapes near the best ones.
 
-Where the search stops is counted in work, not in seconds, so that the same question has the same answer; the clock only
-ends what takes far longer than expected. The paper's plan is among the candidates, so the result is never worse by the
+Where the search stops is counted in work, not in seconds, so that the same question has the same answer on any machine,
+however busy it is. The paper's plan is among the candidates, so the result is never worse by the
 figure that they are compared by, which is the caller's (``judge``) where it gives one.
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -52,10 +50,11 @@ from lightning_roundpipe.planning.span import Span
 from lightning_roundpipe.planning.timing import Timing
 
 SEARCH_SECONDS = 10.0
-"""The default limit. The work that goes with x, so a slow machine does it all as well."""
+"""The default length of a search. It is a measure of work: no clock ends a search."""
 
 _WORK_PER_SECOND = 0.25
-"""Work in estimated seconds of an ordinary core, for each second allowed."""
+"""Work in estimated seconds of an ordinary core, for each second. A search where memory decides takes several times so
+much, and the judge some."""
 _SEEDING = 0.4
 """Share of the work for finding starts."""
 _OTHERS = 0.5
@@ -66,6 +65,8 @@ _CLEARLY = 1e-4
 """Candidates come in the order of their searched times. A later one must be better by more than this fraction."""
 _NEAR = 512
 """Most neighbours that a move times; of more, a random choice."""
+_CHECK_S, _CHECKED_S, _KICK_S = 100e-6, 30e-9, 300e-6
+"""Estimated seconds of a check of plans' memory, of each stage in it, and of making a random plan nearby."""
 
 
 @dataclass(order=True)
@@ -85,7 +86,6 @@ def search_partition(
     host: HostTime | None = None,
     search_seconds: float = SEARCH_SECONDS,
     recompute_ahead: bool = True,
-    by_clock: bool = True,
     judge: Callable[[Plan], float] | None = None,
     judged: int = 16,
 ) -> Plan:
@@ -102,11 +102,9 @@ def search_partition(
         limits: what the plan has to keep to; by default `Limits.usual`.
         staleness: 0: a step ends before the next begins; 1: steps overlap.
         host: what the engine itself takes; by default nothing.
-        search_seconds: all searches take at most so long, and what ``judge`` takes; 0: nothing is searched, and the
-            paper's plan is taken, or that of rounds side by side.
+        search_seconds: how much work the search may be, in seconds of an ordinary core that also pay for a usual
+            ``judge``; 0: nothing is searched, and the paper's plan is taken, or that of rounds side by side.
         recompute_ahead: whether the plan may say so.
-        by_clock: whether the search ends after ``search_seconds`` by the clock, too. Without it, only counted work ends
-            the search, and the same question has the same answer on a machine that is busy with other things.
         judge: what the plan is to be best by, such as the step's time with copies and updates, which the search itself
             leaves out; the lower the better, and infinite for what cannot be taken. By default the time that the search
             goes by.
@@ -118,7 +116,6 @@ def search_partition(
     if not search_seconds >= 0:
         raise ValueError(f"search_seconds={search_seconds!r} must be 0 or more.")
     limits = limits or Limits.usual(costs, workers, microbatches)
-    ends = time.monotonic() + search_seconds if by_clock else math.inf
     beside = [] if judge is None else limits.beside(costs, workers, microbatches)
     try:
         baseline = baseline_within(costs, workers, microbatches, limits)
@@ -128,7 +125,7 @@ def search_partition(
         return min(beside, key=judge)
     work = search_seconds * _WORK_PER_SECOND
     pace = Pace.of(costs, host or HostTime(), recompute_ahead)
-    best = paper_plan(costs, workers, microbatches, limits) if recompute_ahead else baseline
+    best = ahead_within(baseline, costs, workers, limits.memory) if recompute_ahead else baseline
     if judge is not None:
         best = min(unpacking_plans([best, *beside], costs, workers, microbatches, limits), key=judge)
     if not search_seconds:
@@ -142,8 +139,7 @@ def search_partition(
         costs: Costs = costs,
     ) -> list[Plan]:
         ahead_pace, most = Pace.of(costs, host or HostTime(), recompute_ahead).going_ahead(ahead), share * work
-        left = max(0.0, ends - time.monotonic())
-        timing = Timing(ahead_pace, workers, microbatches, staleness, left, most)
+        timing = Timing(ahead_pace, workers, microbatches, staleness, most)
         found = _PlanSearch(timing, costs, limits, most, arenas).run(baseline)
         return [replace(plan, recompute_ahead=ahead and bool(plan.backward)) for plan in found]
 
@@ -168,7 +164,7 @@ def search_partition(
                     plans += [plan.with_arenas(arenas) for plan in found]
         return min([best, *unpacking_plans(plans, costs, workers, microbatches, limits)], key=judge)
     plans = [plan.with_arenas(baseline.arenas) for plan in search(baseline.arenas)]
-    timing = Timing(pace, workers, microbatches, staleness, math.inf, 0.0)
+    timing = Timing(pace, workers, microbatches, staleness, 0.0)
     best_s = timing.settled(best)
     for plan in plans:
         plan_s = timing.settled(plan)
@@ -266,7 +262,7 @@ class _PlanSearch:
         return found
 
     def _improved(self, starts: list[_Found]) -> list[_Found]:
-        """Search shortly from many starts, longer from the best of them, then from plans nearby until time is up."""
+        """Search shortly from many starts, longer from the best of them, then from plans nearby until work is over."""
         ends = _distinct(starts)
         anneals = not self._timing.staleness
         for patience, most in ((3, 40), (12, 8)) if anneals else ((3, 40), (12, 8), (30, 4)):
@@ -317,14 +313,11 @@ class _PlanSearch:
     def _around(self, start: _Found) -> Iterable[tuple[PlanShape, Sizes]]:
         """Return plans of other shapes nearby: all of them the first time, later a random one."""
         if start.order in self._recut:
+            self._timing.work_left -= _KICK_S  # so that a search ends where no plan nearby is allowed
             shape, sizes = kicked(start.shape, start.sizes, self._random)
             return [(shape, sizes[None])]
         self._recut.add(start.order)
-        return ((shape, self._some(sizes)) for shape, sizes in recuts(start.shape, start.sizes))
-
-    def _some(self, sizes: Sizes) -> Sizes:
-        """Return at most `_NEAR` of the plans, chosen at random."""
-        return sizes if len(sizes) <= _NEAR else sizes[self._chosen(len(sizes))]
+        return ((near.shape, near.plans(self._chosen(len(near)))) for near in recuts(start.shape, start.sizes))
 
     def _chosen(self, count: int) -> Sizes:
         """Return the numbers of the plans to look at, ascending: all, or `_NEAR` of them, chosen at random."""
@@ -352,14 +345,23 @@ class _PlanSearch:
     def _near(self, shape: PlanShape, sizes: Sizes) -> Sizes:
         """Return at most `_NEAR` of the plan's neighbours that keep to the limits, chosen at random."""
         near = Neighbours(shape.forward, sizes, self._limits.max_fused + 1)
-        if self._table is not None:
-            return self._some(self._allowed(shape, near.plans()))
-        return near.plans(self._chosen(len(near)))
+        if self._table is None or len(near) <= _NEAR:
+            return self._allowed(shape, near.plans(self._chosen(len(near))))
+        numbers, found, count = self._random.permutation(len(near)), [], 0
+        for at in range(0, len(near), _NEAR):
+            if count >= _NEAR or self._timing.is_over():
+                break
+            found.append(self._allowed(shape, near.plans(numbers[at : at + _NEAR])))
+            count += len(found[-1])
+        return np.concatenate(found)[:_NEAR]
 
     def _allowed(self, shape: PlanShape, sizes: Sizes) -> Sizes:
         """Return the plans within the limits."""
         sizes = sizes[sizes[:, shape.forward] <= self._limits.max_fused + 1]
-        return sizes if self._table is None else sizes[self._table.fits(shape, sizes)]
+        if self._table is None or not len(sizes):
+            return sizes
+        self._timing.work_left -= _CHECK_S + _CHECKED_S * sizes.size
+        return sizes[self._table.fits(shape, sizes)]
 
     def _best(self, shape: PlanShape, sizes: Sizes, most: int) -> list[_Found]:
         sizes = self._allowed(shape, sizes)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
 from lightning_roundpipe.planning.batch import Floats, Pace, Sizes, step_ends, worker_times
@@ -14,7 +12,7 @@ PERIOD_STEPS = 16
 """Number of steps whose mean is the period, after as many that fill the pipeline."""
 
 _BATCH = 1024
-"""Most plans timed together: many for numpy's overhead, few for the deadline."""
+"""Most plans timed together, which is many for numpy's overhead."""
 _CALL_S, _SLOT_S, _PLAN_S = 400e-6, 8e-6, 50e-9
 """Estimated seconds of a batch, of each of its slots, and of each slot of each plan."""
 _SEARCH_SLOTS = 160
@@ -31,21 +29,17 @@ class Timing:
         workers: number of workers (N).
         microbatches: microbatches of a step (M).
         staleness: 0: the time of a plan is that of one step; 1: the mean of many steps.
-        seconds: limit of the search by the clock.
         work: limit of the search in estimated seconds.
     """
 
-    def __init__(
-        self, pace: Pace, workers: int, microbatches: int, staleness: int, seconds: float, work: float
-    ) -> None:
+    def __init__(self, pace: Pace, workers: int, microbatches: int, staleness: int, work: float) -> None:
         self.pace = pace
         self.workers, self.microbatches, self.staleness = workers, microbatches, staleness
         self.work_left = work
-        self._deadline = time.monotonic() + seconds
 
     def is_over(self) -> bool:
-        """Return whether time or work is used up."""
-        return self.work_left <= 0 or time.monotonic() > self._deadline
+        """Return whether the work is used up."""
+        return self.work_left <= 0
 
     def least_s(self, shape: PlanShape, sizes: Sizes) -> Floats:
         """Return a lower bound of the plans' seconds, (plans,): their work divided by the number of workers."""
@@ -67,7 +61,7 @@ class Timing:
         return (ends[PERIOD_STEPS:] - ends[:-PERIOD_STEPS]) / PERIOD_STEPS if self.staleness else ends
 
     def times(self, shape: PlanShape, sizes: Sizes) -> Floats:
-        """Return the seconds by which the search compares plans, (plans,); infinite when time is up."""
+        """Return the seconds by which the search compares plans, (plans,); infinite when the work is used up."""
         rounds = shape.rounds(self.microbatches)
         slots = sizes.shape[1] * len(rounds)
         steps = 1

@@ -12,6 +12,9 @@ from lightning_roundpipe.planning.links import Links
 ADAMW_BYTES = 28
 """Memory traffic of AdamW for a weight: weight, gradient and moments are read, all but the gradient are written."""
 
+PIECE_BYTES = 2**24
+"""Of gradients, that the engine updates while the next ones arrive (`runtime.memory.grad_buffers.PART`)."""
+
 
 @dataclass(frozen=True)
 class UpdateModel:
@@ -47,12 +50,15 @@ class Updating:
         updates: rate and rules; None: updates take no time.
         costs: costs of the calls.
         links: links of gradients and weights; None: copies take no time.
+
+    Attributes:
+        free: end of the last update.
     """
 
     def __init__(self, updates: UpdateModel | None, costs: Costs, links: Links | None = None) -> None:
         self._updates = updates
         self._links = links
-        self._free = 0.0
+        self.free = 0.0
         self._sizes: dict[str, int] = {}
         self._travels: dict[str, int] = {}
         self._weights = {call.layer: call.weight_bytes for call in costs}
@@ -80,15 +86,15 @@ class Updating:
         rows = []
         while coming or there:
             if not there:
-                self._free = max(self._free, comes[coming[-1]])
-            while coming and comes[coming[-1]] <= self._free:
+                self.free = max(self.free, comes[coming[-1]])
+            while coming and comes[coming[-1]] <= self.free:
                 layer = coming.pop()
                 heapq.heappush(there, (self._turns[layer], layer))
             _, layer = heapq.heappop(there)
-            start, rate = self._free, self._updates.bytes_per_s
+            start, rate = self.free, self._updates.bytes_per_s
             last_piece = min(self._sizes[layer], self._updates.piece_bytes or self._sizes[layer]) / rate
-            self._free = max(start + self._sizes[layer] / rate, arrived[layer] + last_piece)
-            rows.append((layer, start, self._free))
+            self.free = max(start + self._sizes[layer] / rate, arrived[layer] + last_piece)
+            rows.append((layer, start, self.free))
         return rows
 
     def _lead_s(self, layer: str) -> float:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -9,13 +10,14 @@ from hypothesis import strategies as st
 from planning.judge import Times, step_ends
 from planning.making import call, even, speeds_of, timed
 
-from lightning_roundpipe.planning import Costs, Plan
+from lightning_roundpipe.planning import Costs, Plan, pipeline
 from lightning_roundpipe.planning import batch as batched
 from lightning_roundpipe.planning.anneal import PlanTimer
 from lightning_roundpipe.planning.costs import CallCost
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.links import Lane, Links
 from lightning_roundpipe.planning.memory import BOTH, SINGLE
+from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.partition import pipeline_length
 from lightning_roundpipe.planning.pipeline import COMPUTE, Rules, SimulatedRun, run_steps
 from lightning_roundpipe.planning.schedule import Arenas
@@ -252,6 +254,70 @@ def test_batches_of_plans_take_what_plans_take(case: Case) -> None:
             [*speeds_of(costs), 1.0]
         ):  # no recomputation can come too early
             assert ends[:, 0] == pytest.approx(run.ends_s, abs=1e-9)
+
+
+# -- steps that repeat -----------------------------------------------------------------------------------------------
+
+
+@st.composite
+def machines(draw: st.DrawFn, workers: int) -> Rules:
+    """Rules with anything that may take time."""
+    rate, stale = st.sampled_from([2.0, 7.0, 40.0, 1e3]), draw(st.sampled_from([0, 1]))
+    times = st.sampled_from([0.0, 0.1, 1.5])
+    host = HostTime(draw(times), draw(times), draw(times), draw(st.booleans()))
+    link = st.builds(Links, rate, rate)
+    links = draw(st.one_of(st.none(), link, st.tuples(*[link] * workers)))
+    updates = draw(
+        st.one_of(
+            st.none(),
+            st.builds(UpdateModel, rate, st.booleans(), st.booleans(), st.sampled_from([None, 1.0, 30.0])),
+        )
+    )
+    network = draw(st.one_of(st.none(), st.builds(Network, st.integers(2, 3), rate, st.sampled_from([0.5, 1.0]))))
+    sums_per_s = draw(st.one_of(st.none(), rate))
+    return Rules(1 if stale else 0, None, host, links, updates, sums_per_s, network)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(plans(), st.data())
+def test_ends_of_steps_that_repeat_are_those_of_the_whole_simulation(case: Case, data: st.DataObject) -> None:
+    times, plan, workers, microbatches, speeds = case
+    made, costs = ours(times, plan, speeds)
+    arenas = data.draw(st.sampled_from([BOTH, SINGLE]))
+    beside = data.draw(st.sampled_from([made.round_microbatches, 1]))
+    made = replace(made.with_arenas(arenas), round_microbatches=beside, recompute_ahead=data.draw(st.booleans()))
+    issue = data.draw(st.sampled_from([0.0, 0.2, 2.0]))
+    costs = replace(costs, calls=tuple(replace(one, issue_s=issue, backward_issue_s=issue / 2) for one in costs))
+    rules = data.draw(machines(workers))
+    whole = run_steps(made, costs, workers, microbatches, rules, 8).ends_s
+    assert pipeline.step_ends(made, costs, workers, microbatches, rules, 8) == pytest.approx(whole, rel=1e-9)
+
+
+def test_steps_repeat_only_when_the_optimizer_does() -> None:
+    """It is slower than the workers here, whose first steps are alike until they wait for it."""
+    plan = Plan.parse("forward 0 1; fused 2; backward 1 0; round 8; recompute ahead")
+    rules = Rules(1, links=Links(10.0, 10.0), updates=UpdateModel(0.1))
+    whole = run_steps(plan, sized(3), 3, 8, rules, 10).ends_s
+    assert pipeline.step_ends(plan, sized(3), 3, 8, rules, 10) == pytest.approx(whole, rel=1e-9)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("workers", [3, 4])
+def test_a_simulation_is_over_when_steps_repeat(
+    staleness: Literal[0, 1], workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the slots of a step begin on another one of equal workers each time. Without that it took 16 steps."""
+    steps, step = [0], pipeline._Pipeline.step
+
+    def counted(self: pipeline._Pipeline) -> None:
+        steps[0] += 1
+        step(self)
+
+    monkeypatch.setattr(pipeline._Pipeline, "step", counted)
+    plan = Plan.parse("forward 0 1; fused 2; backward 1 0; round 8; recompute ahead")
+    rules = Rules(staleness, links=Links(10.0, 10.0), updates=UpdateModel(2.0))
+    pipeline.step_ends(plan, sized(3), workers, 8, rules, 16)
+    assert steps[0] <= 5
 
 
 # -- copies and updates ----------------------------------------------------------------------------------------------

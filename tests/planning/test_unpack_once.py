@@ -80,7 +80,7 @@ def test_stages_are_cut_for_their_copies_where_that_is_faster() -> None:
     limits = Limits.usual(known, 2, 8, memory)
     per_use = search_partition(costs(0, 12), 2, 8, limits, search_seconds=0, judge=seconds)
     for search_s in (0, 0.5):
-        found = search_partition(known, 2, 8, limits, search_seconds=search_s, by_clock=False, judge=seconds)
+        found = search_partition(known, 2, 8, limits, search_seconds=search_s, judge=seconds)
         assert found.unpack_once and fits(found, known, 2, memory)
         assert seconds(found) < 0.95 * seconds(per_use)
     assert unpacking_plans([per_use], costs(0, 12), 2, 8, limits) == [per_use]

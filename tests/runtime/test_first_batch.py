@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import harness
@@ -13,11 +13,9 @@ from harness import ours, run
 
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits
+from lightning_roundpipe.planning.nominal import nominal
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.profile import first_batch
-
-clocks: list[bool] = []
-"""Whether each of the searches could be ended by the clock."""
 
 judges: list[Callable[[Plan], float]] = []
 """What each of the searches judged plans by."""
@@ -42,17 +40,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Limits]:
 
     def search(
         costs: Any, workers: int, microbatches: int, limits: Limits, staleness: int, host: HostTime,
-        search_seconds: float, *, by_clock: bool = True, judge: Callable[[Plan], float], judged: int,
+        search_seconds: float, *, judge: Callable[[Plan], float], judged: int,
     ) -> Plan:  # fmt: skip
         made.append(limits)
-        clocks.append(by_clock)
         seconds.append(search_seconds)
         judges.append(judge)
         assert 1 <= judged <= 16
         return Plan.parse(FOUND)
 
     monkeypatch.setattr(first_batch, "search_partition", search)
-    clocks.clear()
     seconds.clear()
     judges.clear()
     return made
@@ -63,11 +59,11 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """What plans are simulated to take, `FOUND` less than others."""
     seconds = {FOUND: 0.9}
 
-    def run_steps(plan: Plan, *_: Any) -> SimpleNamespace:
-        taken = seconds.get(str(plan), 1.0)
-        return SimpleNamespace(makespan_s=taken, period_s=lambda steps: taken)
+    def step_ends(plan: Plan, *given: Any) -> list[float]:
+        steps = given[4] if len(given) > 4 else 1
+        return [step * seconds.get(str(plan), 1.0) for step in range(1, steps + 1)]
 
-    monkeypatch.setattr(first_batch, "run_steps", run_steps)
+    monkeypatch.setattr(first_batch, "step_ends", step_ends)
     return seconds
 
 
@@ -88,25 +84,17 @@ def test_long_steps_are_worth_a_search(
     of_two = plan_of(round_microbatches=2)  # whether it says "recompute ahead" depends on measured times
     assert "round 2" in of_two and of_two != FOUND
     assert len(asked) == 2, "who sets the round has decided"
-    assert clocks == [True, True]
-
-
-def test_the_clock_does_not_end_the_search_for_a_static_plan(
-    asked: list[Limits], faster: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(first_batch, "WORTH_S", 0.0)
-    assert plan_of(staleness=1, plan="static") == FOUND
-    assert clocks == [False]
 
 
 @pytest.mark.parametrize(("step_s", "longest"), [(0.4, None), (0.6, 2.0), (3.0, 6.0), (20.0, 10.0)])
 def test_shorter_steps_are_searched_for_less_long(
     step_s: float, longest: float | None, asked: list[Limits], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_steps(plan: Plan, *_: Any) -> SimpleNamespace:
-        return SimpleNamespace(makespan_s=step_s if str(plan) != FOUND else 0.9 * step_s)
+    def step_ends(plan: Plan, *given: Any) -> list[float]:
+        steps = given[4] if len(given) > 4 else 1
+        return [step * (step_s if str(plan) != FOUND else 0.9 * step_s) for step in range(1, steps + 1)]
 
-    monkeypatch.setattr(first_batch, "run_steps", run_steps)
+    monkeypatch.setattr(first_batch, "step_ends", step_ends)
     assert (plan_of() == FOUND) == (longest is not None)
     assert seconds == ([] if longest is None else [pytest.approx(longest)])
 
@@ -135,3 +123,16 @@ def test_plans_are_judged_with_their_copies(
     assert slow(plan) > 0.02 and free(plan) > 0
     assert slow(plan.with_arenas((1, 1))) > slow(plan)
     assert free(plan.with_arenas((1, 1))) == free(plan)
+
+
+def test_plans_are_judged_with_the_rules_of_the_plan_command(
+    asked: list[Limits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer's rate counts: steps that follow each other wait for it if it is slow."""
+    monkeypatch.setattr(first_batch, "WORTH_S", 0.0)
+    slow = replace(nominal("cpu"), optimizer_bandwidth=1e3)
+    plan_of()
+    monkeypatch.setattr(first_batch, "rates_of", lambda device: slow)
+    plan_of()
+    usual, late = judges
+    assert late(Plan.parse(FOUND)) > 1.0 > usual(Plan.parse(FOUND))

@@ -28,7 +28,7 @@ from lightning_roundpipe.planning.memory import (
 )
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.planning.nominal import nominal, with_times_of_bytes
-from lightning_roundpipe.planning.pipeline import Rules, run_steps
+from lightning_roundpipe.planning.pipeline import Rules, period_of_ends, step_ends
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition, unpacking_plans
@@ -55,9 +55,9 @@ _SHORTEST_SEARCH_S = 2.0
 _SEARCH_STEPS = 2.0
 """A search may take as long as so many steps, where that is longer."""
 _STEPS = 4
-"""With staleness 1, plans are compared by the mean of so many steps, after as many that fill the pipeline."""
+"""Plans are compared by the mean of so many steps, after as many that fill the pipeline."""
 _MOST_TURNS = 60_000
-"""Turns that are simulated, with copies, to choose among the plans that the search has found."""
+"""Most turns that are simulated, to choose among the plans that the search has found, if no steps repeat."""
 
 
 class Planner:
@@ -148,15 +148,14 @@ class Planner:
         if fuses:  # else no gradient comes before all outputs are there, and recomputing ahead gains nothing
             plan = ahead_within(plan, costs, workers, limit)
         stale = bool(options.staleness)
-        sums_per_s = rates_of(self._devices[0]).sum_rate
-        rules = Rules(1 if stale else 0, host=HostTime(hop_s=self._hop_s()), links=self._links(), sums_per_s=sums_per_s)
+        rules = self._rules(costs)
 
         def step_s(plan: Plan) -> float:
-            """Seconds of a step with its copies: of one alone, or with staleness of each of several."""
-            run = run_steps(plan, costs, workers, microbatches, rules, 2 * _STEPS if stale else 1)
-            return run.period_s(_STEPS) if stale else run.makespan_s
+            """Seconds of each of several steps, with their copies and updates, as `roundpipe-plan` counts them."""
+            ends = step_ends(plan, costs, workers, microbatches, rules, 2 * _STEPS)
+            return period_of_ends(ends, _STEPS)
 
-        seconds = run_steps(plan, costs, workers, microbatches).makespan_s
+        [seconds] = step_ends(plan, costs, workers, microbatches)
         limits = Limits.usual(costs, workers, microbatches, limit)
         if size is None and stage_s is None:
             others = unpacking_plans([plan], costs, workers, microbatches, limits, ahead=fuses)
@@ -176,26 +175,35 @@ class Planner:
         else:
             hints.say(
                 "plan",
-                f"a step takes {seconds:.3g} s: searching for a faster plan, which takes up to {search_s:.0f} s.",
+                f"a step takes {seconds:.3g} s: searching for a faster plan, which takes about {search_s:.0f} s.",
             )
-        turns = (2 * _STEPS if stale else 1) * microbatches * (2 * len(costs) - 1)
+        turns = 2 * _STEPS * microbatches * (2 * len(costs) - 1)
         found = search_partition(
-            costs, workers, microbatches, limits, 1 if stale else 0, rules.host, search_s, by_clock=not static,
+            costs, workers, microbatches, limits, 1 if stale else 0, rules.host, search_s,
             judge=step_s, judged=max(1, min(16, _MOST_TURNS // turns)),
         )  # fmt: skip
         return found if step_s(found) < step_s(plan) and not trace.torn_buffer(found) else plan
 
-    def _links(self) -> Links | tuple[Links, ...] | None:
-        """Return the links that plans are made for: a GPU's are not measured, and take their nominal rates."""
-        if self._devices[0].torch_device.type != "cpu":
-            return rates_of(self._devices[0]).links()
-        rate = self._options.emulation.bandwidth
-        return None if rate is None else Links(float(rate), float(rate))
+    def _rules(self, costs: Costs) -> Rules:
+        """Return what takes time beside computing. It is not measured, and has its nominal rates.
 
-    def _hop_s(self) -> float:
+        Emulated devices have the links of the options. Whether gradients are clipped shows only later.
+        """
+        options = self._options
+        trained = [parameter for parameter in self._engine.model.masters if parameter.requires_grad]
+        copied = [master for master in trained if self._engine.model.formats.differ(master)]
+        copy_bytes = max((self._engine.model.formats.of(master).itemsize for master in copied), default=0)
+        reduced = any(call.reduced_bytes is not None for call in costs)
+        dtype = self._engine.gradients.reduction.dtype
+        rules = rates_of(self._devices[0]).rules(
+            1 if options.staleness else 0, copy_bytes, dtype.itemsize if reduced and dtype is not None else None
+        )
         if self._devices[0].torch_device.type != "cpu":
-            return rates_of(self._devices[0]).hop_s
-        return 2 * self._options.emulation.latency  # from the device to the host, and to the next device
+            return rules
+        rate = options.emulation.bandwidth
+        links = None if rate is None else Links(float(rate), float(rate))
+        host = HostTime(hop_s=2 * options.emulation.latency)  # from the device to the host, and to the next device
+        return replace(rules, host=host, links=links)
 
     def run_in_order(self, why: str, remedy: str) -> None:
         """From now on, run microbatches one after another without a plan.

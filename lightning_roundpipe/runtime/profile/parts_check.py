@@ -219,18 +219,20 @@ class PartsCheck:
         Parts of unequal sizes come first. Full parts follow the first few samples, which may be too few for user code
         or hold no targets.
 
-        The first few samples of a part of more than two are in it twice. A loss that selects, counts or pairs samples
-        (the hardest ones, a weight for each class) may have the same value on parts as on the whole as long as no two
-        samples are alike, and few of them seldom are.
+        A first part of more than a few samples has them twice, as far as it has room. A loss that selects, counts or
+        pairs samples (the hardest ones, a weight for each class) may have the same value on parts as on the whole as
+        long as no two samples are alike, and few of them seldom are.
         """
         sizes, ends = self._sizes, [*itertools.accumulate(self._sizes)]
         pairs = sorted(range(len(sizes) - 1), key=lambda i: sizes[i] == sizes[i + 1])
         for number, i in enumerate(pairs[:PAIRS]):
             uneven = sizes[i] != sizes[i + 1]
-            one, two = min(sizes[i], FEW + uneven), min(sizes[i + 1], FEW)
-            first, full = [*range(ends[i] - one, ends[i])], (one, two) == (sizes[i], sizes[i + 1])
-            again = first[: sizes[i] - one]
-            yield [*first, *again, *range(ends[i], ends[i] + two)], one + len(again), full
+            few = min(sizes[i], FEW + uneven)
+            one = min(sizes[i], 2 * few)
+            two = min(sizes[i + 1], one - uneven)
+            first = [*range(ends[i] - few, ends[i])]
+            full = few == sizes[i] and two == sizes[i + 1]
+            yield [*first, *first[: one - few], *range(ends[i], ends[i] + two)], one, full
             if number == 0 and not full:
                 yield [*range(ends[i] - sizes[i], ends[i + 1])], sizes[i], True
 
