@@ -55,7 +55,7 @@ def _shares(count: int, sizes: tuple[int, ...]) -> list[range]:
 
 def _filled(ends: list[int], room: int) -> list[range]:
     """Return ranges of microbatches that have ``room`` samples at most, or are one microbatch."""
-    found = [range(0, 1)]
+    found = [range(1)]
     for last in range(1, len(ends) - 1):
         if ends[last + 1] - ends[found[-1].start] <= room:
             found[-1] = range(found[-1].start, last + 1)
