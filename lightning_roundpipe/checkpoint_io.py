@@ -47,7 +47,9 @@ class WholeCheckpointIO(TorchCheckpointIO):
             TypeError: ``storage_options`` is given.
         """
         if storage_options is not None or "://" in str(path):
-            super().save_checkpoint(checkpoint, path, storage_options)  # refuses, or writes to a remote file system
+            super().save_checkpoint(
+                checkpoint, path, storage_options=storage_options
+            )  # refuses, or writes to a remote file system
             return
         final = Path(path)
         final.parent.mkdir(parents=True, exist_ok=True)

@@ -297,6 +297,30 @@ def _chain(listener: Any) -> Iterable[Any]:
 # -- waiting -----------------------------------------------------------------------------------------------------------
 
 
+class Settle:
+    """Calls ``settle`` with no arguments, whatever it is called with. What is copied while a run lasts may hold it.
+
+    A copy is this object, so a copied list of callbacks waits for the same updates. Where it is unpickled, no update is
+    pending.
+    """
+
+    def __init__(self, settle: Callable[[], None] | None = None) -> None:
+        self._settle = settle
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        if self._settle is not None:
+            self._settle()
+
+    def __copy__(self) -> Settle:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Settle:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Settle, ()
+
+
 class FlushOptimizer(Callback):
     """Finishes pending updates before the hooks of other callbacks and of modules.
 
@@ -314,15 +338,12 @@ class FlushOptimizer(Callback):
     """
 
     def __init__(self, settle: Callable[[], None], hooks: Collection[str] = ()) -> None:
-        self._settle = settle
+        self._settle = Settle(settle)
         points = {_WAITS_AT.get(hook, hook) for hook in hooks} - {_SCHEDULER}
         unknown = points - _OF_CALLBACKS
         assert not unknown, f"no callback has {unknown}"
         for hook in _ALWAYS | (points - {"on_exception"}):
-            setattr(self, hook, self._act)
-
-    def _act(self, *_: Any, **__: Any) -> None:
-        self._settle()
+            setattr(self, hook, self._settle)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -42,7 +42,7 @@ def tell_of_all_workers(trainer: Trainer, precision: str, workers: Sequence[Devi
     """
     _rate(trainer, precision, workers)
     accelerator = trainer.accelerator
-    vars(accelerator)["get_device_stats"] = _stats_of(workers, accelerator.get_device_stats)
+    vars(accelerator)["get_device_stats"] = _Stats(workers, accelerator.get_device_stats)
     return lambda: vars(accelerator).pop("get_device_stats", None)
 
 
@@ -64,24 +64,33 @@ def _distinct(workers: Sequence[Device]) -> list[torch.device]:
     return [*dict.fromkeys(worker.torch_device for worker in workers)]
 
 
-def _stats_of(workers: Sequence[Device], ask: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Return a replacement for ``get_device_stats``, which ``DeviceStatsMonitor`` logs.
+def _itself(value: Any) -> Any:
+    return value
+
+
+class _Stats:
+    """A replacement for ``get_device_stats``, which ``DeviceStatsMonitor`` logs.
 
     The statistics of the device that is asked for keep their names. Those of other GPUs come under ``cuda:1/...``. The
     engine's own counts, on emulated devices too, come under ``worker 0/resident_bytes`` and ``worker 0/peak_bytes``.
+    A copy of a Trainer that is made while a run lasts has ``ask``, which is replaced here.
     """
 
-    def stats(device: Any) -> dict[str, Any]:
-        found = dict(ask(device))
-        for other in _distinct(workers):
+    def __init__(self, workers: Sequence[Device], ask: Callable[[Any], dict[str, Any]]) -> None:
+        self._workers, self._ask = workers, ask
+
+    def __call__(self, device: Any) -> dict[str, Any]:
+        found = dict(self._ask(device))
+        for other in _distinct(self._workers):
             if other.type != "cpu" and other != torch.device(device):
-                found |= {f"{other}/{name}": value for name, value in ask(other).items()}
-        for worker in workers:
+                found |= {f"{other}/{name}": value for name, value in self._ask(other).items()}
+        for worker in self._workers:
             found[f"worker {worker.index}/resident_bytes"] = worker.resident_bytes()
             found[f"worker {worker.index}/peak_bytes"] = worker.peak_bytes()
         return found
 
-    return stats
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self._ask,)
 
 
 def profile_all_threads(module: LightningModule) -> None:

@@ -210,7 +210,9 @@ def unreadable_checkpoint(path: Any, error: Exception) -> Exception:
     """Return the exception to raise when reading ``path`` failed with ``error``."""
     file = Path(str(path))
     if isinstance(error, FileNotFoundError):
-        return FileNotFoundError(f"ckpt_path={str(path)!r} is not there: name a file that ModelCheckpoint wrote.")
+        return FileNotFoundError(  # the words in parentheses are Lightning's
+            f"ckpt_path={str(path)!r} is not there (Checkpoint file not found): name a file that ModelCheckpoint wrote."
+        )
     if file.is_dir():
         return ValueError(
             f"ckpt_path={str(path)!r} is a folder, as strategies with sharded checkpoints write it; the roundpipe "

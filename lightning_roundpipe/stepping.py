@@ -21,7 +21,14 @@ from torch.optim import Optimizer
 
 from lightning_roundpipe.accumulation_checkpoint import ACCUMULATED, restore, save
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.hook_audit import FlushOptimizer, listening, looks_at_weights, needs_gradients, slowed_by
+from lightning_roundpipe.hook_audit import (
+    FlushOptimizer,
+    Settle,
+    listening,
+    looks_at_weights,
+    needs_gradients,
+    slowed_by,
+)
 from lightning_roundpipe.optim.clipping import Clip
 from lightning_roundpipe.optim.independence import goes_by_default_format
 from lightning_roundpipe.optim.partial_optimizer import stepped_by_parameter
@@ -63,10 +70,9 @@ class Stepping:
     def _watch(self) -> None:
         """Finish updates before anything looks at weights or optimizer state [4]."""
         self._settle.install(self._trainer)
-        settle = self._engine.settle
-        # Functions, not bound methods: a copy of the module must not copy the engine.
-        hooks: list[Any] = [self._module.register_state_dict_pre_hook(lambda *_: settle())]  # type: ignore[no-untyped-call]
-        hooks += [optimizer.register_state_dict_pre_hook(lambda *_: settle()) for optimizer in self._optimizers]
+        settle = Settle(self._engine.settle)  # a copy of the module must not copy the engine
+        hooks: list[Any] = [self._module.register_state_dict_pre_hook(settle)]  # type: ignore[no-untyped-call]
+        hooks += [optimizer.register_state_dict_pre_hook(settle) for optimizer in self._optimizers]
         for hook in hooks:
             self._hooks.callback(hook.remove)
 

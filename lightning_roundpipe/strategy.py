@@ -520,6 +520,7 @@ class RoundPipeStrategy(SeveralMachines):
             "_former": {},
             "_peers": None,
             "_agreeing": (),
+            "_lightning_optimizers": [],  # of classes that cannot be pickled; the base class makes them again
         }
 
     def __repr__(self) -> str:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import faulty
 import harness
@@ -161,6 +162,13 @@ def test_what_a_killed_process_left(path: Path) -> None:
     assert number_of(path) == 1
     WholeCheckpointIO().save_checkpoint(numbered(2), path)
     assert number_of(path) == 2 and files(path) == ["some.ckpt"]
+
+
+def test_options_of_a_store_come_by_name() -> None:
+    """As from Lightning: a plugin's own ``save_checkpoint`` below may take them by keyword alone."""
+    with mock.patch.object(TorchCheckpointIO, "save_checkpoint") as saved:
+        WholeCheckpointIO().save_checkpoint({}, "memory://a", storage_options="options")
+    saved.assert_called_once_with({}, "memory://a", storage_options="options")
 
 
 def test_other_places_are_lightnings() -> None:

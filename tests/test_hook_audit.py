@@ -816,7 +816,7 @@ def test_it_does_not_listen_itself() -> None:
 
 
 def hooks_of(settle: FlushOptimizer) -> Iterator[str]:
-    return (hook for hook in HOOKS if getattr(settle, hook).__func__ is not getattr(Callback, hook))
+    return (hook for hook in HOOKS if getattr(getattr(settle, hook), "__func__", None) is not getattr(Callback, hook))
 
 
 def test_only_what_was_asked_for_is_implemented() -> None:

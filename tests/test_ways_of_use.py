@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,8 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe import RoundPipeMonitor, RoundPipeStrategy
+from lightning_roundpipe.hook_audit import FlushOptimizer
 
 # -- copies of a Trainer -----------------------------------------------------------------------------------------------
 
@@ -44,6 +46,53 @@ def test_a_strategy_can_be_pickled_while_it_runs() -> None:
 
     run(ours(num_microbatches=2), zoo.make_module("mlp"), zoo.make_batches("mlp", count=1), callbacks=[Copying()])
     assert copies[0].report() == {}
+
+
+class Copied(pl.Callback):
+    """Copies and pickles whatever belongs to a run, wherever a callback might."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def copy_all(self, where: str, trainer: Any, module: pl.LightningModule) -> None:
+        self.seen.append(where)
+        things = (trainer, trainer.callbacks, trainer.strategy, trainer.optimizers, trainer.precision_plugin, module)
+        for thing in things:
+            copy.deepcopy(thing)
+            pickle.loads(pickle.dumps(thing))
+        torch.save(trainer, io.BytesIO())
+        again = pickle.loads(pickle.dumps(module))
+        assert all(map(torch.equal, again.state_dict().values(), module.state_dict().values()))
+
+    def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        self.copy_all("fit", trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: pl.LightningModule, *_: Any) -> None:
+        self.copy_all("batch", trainer, pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        self.copy_all("end", trainer, pl_module)
+
+
+def test_everything_of_a_run_can_be_copied_and_pickled_in_it() -> None:
+    """The engine's hooks hung on callbacks, module and accelerator, and held its threads and locks."""
+    copied = Copied()
+    trainer = trainer_of(ours(num_microbatches=2), callbacks=[copied, RoundPipeMonitor(every_n_steps=1)], max_steps=2)
+    module: Any = BoringModel()
+    trainer.fit(module)
+    copied.copy_all("after", trainer, module)
+    assert copied.seen == ["fit", "batch", "batch", "end", "after"]
+
+
+def test_copied_callbacks_wait_for_the_same_updates() -> None:
+    """Callbacks that were exchanged for copies would read weights before their update."""
+    waited: list[str] = []
+    first = FlushOptimizer(lambda: waited.append("here"))
+    for copied in (copy.copy(first), copy.deepcopy([first])[0]):
+        copied.on_save_checkpoint(None, None, {})  # type: ignore[arg-type]
+    assert waited == ["here", "here"]
+    pickle.loads(pickle.dumps(first)).on_save_checkpoint(None, None, {})
+    assert waited == ["here", "here"]
 
 
 # -- clusters ----------------------------------------------------------------------------------------------------------

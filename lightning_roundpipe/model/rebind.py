@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-_SHARED = (type, types.ModuleType, types.BuiltinFunctionType)
+_SHARED = (str, int, float, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 
 
 class Rebinder:
@@ -30,12 +30,12 @@ class Rebinder:
 
     def __call__(self, value: Any) -> Any:
         """Return ``value`` with the layer's modules and parameters replaced, also inside methods and containers."""
-        if isinstance(value, (nn.Module, nn.Parameter)):
+        if isinstance(value, _SHARED) or id(value) in self._open:
+            return value
+        if isinstance(value, nn.Module) or (isinstance(value, Tensor) and isinstance(value, nn.Parameter)):
             return self._memo.get(id(value), value)
         if isinstance(value, types.FunctionType):
             return self._function(value)
-        if isinstance(value, (str, int, float, type(None), *_SHARED)) or id(value) in self._open:
-            return value
         self._open.add(id(value))
         try:
             return self._inside(value)

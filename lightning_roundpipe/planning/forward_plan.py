@@ -8,9 +8,10 @@ microbatches. Where all are spread, no worker waits for another one, but each re
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.span import Span
@@ -39,9 +40,28 @@ class ForwardPlan:
         Args:
             sizes: number of samples of each microbatch.
         """
-        count, ends = min(self.spread, len(sizes)), [0, *accumulate(sizes)]
-        cuts = [min(range(len(ends)), key=lambda i: abs(ends[i] * count - ends[-1] * k)) for k in range(1, count + 1)]
-        return [range(first, last) for first, last in pairwise([0, *cuts]) if first < last]
+        return _shares(min(self.spread, len(sizes)), tuple(sizes))
+
+
+@functools.lru_cache  # the plans that `plan_forward` compares have a few different ones
+def _shares(count: int, sizes: tuple[int, ...]) -> list[range]:
+    """Return shares whose largest one is as small as possible. The first ones are filled, as theirs arrive first."""
+    ends = list(accumulate(sizes, initial=0))
+    room = -(-ends[-1] // count)
+    while len(found := _filled(ends, room)) > count:
+        room += 1
+    return found
+
+
+def _filled(ends: list[int], room: int) -> list[range]:
+    """Return ranges of microbatches that have ``room`` samples at most, or are one microbatch."""
+    found = [range(1)]
+    for last in range(1, len(ends) - 1):
+        if ends[last + 1] - ends[found[-1].start] <= room:
+            found[-1] = range(found[-1].start, last + 1)
+        else:
+            found.append(range(last, last + 1))
+    return found
 
 
 def plan_forward(

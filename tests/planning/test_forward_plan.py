@@ -78,10 +78,11 @@ def test_none_is_where_copies_take_longer() -> None:
 
 
 def test_shares() -> None:
-    assert ForwardPlan((Span(0, 0),), 4).shares([1] * 7) == [range(2), range(2, 3), range(3, 5), range(5, 7)]
+    """The largest is as small as possible, and the first ones, whose microbatches arrive first, are filled."""
+    assert ForwardPlan((Span(0, 0),), 4).shares([1] * 7) == [range(2), range(2, 4), range(4, 6), range(6, 7)]
     assert [len(share) for share in ForwardPlan((Span(0, 0),), 4).shares([1] * 2)] == [1, 1]
     assert ForwardPlan((Span(0, 0),)).shares([1] * 3) == [range(3)]
-    assert ForwardPlan((Span(0, 0),), 4).shares([1] * 8 + [2]) == [range(2), range(2, 5), range(5, 7), range(7, 9)]
+    assert ForwardPlan((Span(0, 0),), 4).shares([1] * 8 + [2]) == [range(3), range(3, 6), range(6, 8), range(8, 9)]
     assert ForwardPlan((Span(0, 0),), 2).shares([8, 1, 1]) == [range(1), range(1, 3)]
     assert ForwardPlan((Span(0, 0),), 2).shares([1, 8]) == [range(1), range(1, 2)]
 

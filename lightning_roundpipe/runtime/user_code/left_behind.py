@@ -230,7 +230,8 @@ def walk(roots: Iterable[tuple[str, Any]], *, hooks: bool = True) -> Iterator[tu
         if isinstance(value, _IMMUTABLE):
             yield path, value, "leaf"
             continue
-        if isinstance(value, nn.Parameter) or id(value) in seen:
+        # A check for nn.Parameter runs Python, so it comes after that for tensors.
+        if id(value) in seen or (isinstance(value, Tensor) and isinstance(value, nn.Parameter)):
             continue
         seen[id(value)] = value
         kind = _kind(value)
@@ -452,7 +453,7 @@ def _class_back(value: type, now: Callable[[Any], Any]) -> Callable[[], None]:
 
 
 def _container_back(value: Any, now: Callable[[Any], Any]) -> Callable[[], None]:
-    held = copy.copy(list(value.items()) if isinstance(value, dict) else list(value))
+    held = list(value.items()) if isinstance(value, dict) else list(value)
 
     def put() -> None:
         current = list(value.items()) if isinstance(value, dict) else list(value)
