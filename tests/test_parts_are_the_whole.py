@@ -459,7 +459,7 @@ def leaves_the_odd_one_out(module: Any, logits: Tensor, batch: Batch) -> Tensor:
 
 def test_batches_that_are_cut_unevenly_are_another_kind(said: list[str]) -> None:
     """Even parts are the whole, and uneven ones are not: such batches stay whole."""
-    data = [*batches(), *batches(2, samples=7)]
+    data = [*batches(), *batches(2, samples=9)]
     result = trained(Module(leaves_the_odd_one_out), data, 2, 2)
     assert_same(run("auto", Module(leaves_the_odd_one_out), data), result)
     assert result.report["microbatches"] == 1
