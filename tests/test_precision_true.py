@@ -218,7 +218,7 @@ def test_losses_are_near_those_of_lightnings_own() -> None:
 
 
 def test_evaluation_equals_lightnings() -> None:
-    """Where no master is updated the numbers are the same, those of `generate` too."""
+    """Where no master is updated the numbers are the same, those of `generate` too; a mean of parts rounds."""
 
     class Generates(zoo.CausalLM):
         def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -235,7 +235,7 @@ def test_evaluation_equals_lightnings() -> None:
                 trainer.predict(module, harness.loader(batches)),
             ]
         )
-    harness.assert_tensors_same(*found, rtol=0.0, atol=1e-30)
+    harness.assert_tensors_same(*found, rtol=1e-6, atol=1e-30)
 
 
 def test_half_the_bytes_go_up() -> None:
