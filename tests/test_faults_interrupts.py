@@ -123,6 +123,12 @@ def at_random_times(wanted: int, seed: int) -> None:
             trainer = run.run(functools.partial(after, draw.uniform(0.02, 0.9 * whole)) if whole else undisturbed)
         except KeyboardInterrupt:
             continue  # before fit, or behind it
+        except RuntimeError as error:
+            if "iter(combined_loader)" not in str(error) or not isinstance(error.__context__, KeyboardInterrupt):
+                raise
+            continue  # while Lightning begins to iterate: its own teardown raises then, whatever the strategy
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         if not run.ended:
             whole = time.monotonic() - start
         ended += run.ended
