@@ -47,9 +47,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
             TypeError: ``storage_options`` is given.
         """
         if storage_options is not None or "://" in str(path):
-            super().save_checkpoint(
-                checkpoint, path, storage_options=storage_options
-            )  # refuses, or writes to a remote file system
+            # Refuses, or writes to a remote file system.
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         final = Path(path)
         final.parent.mkdir(parents=True, exist_ok=True)

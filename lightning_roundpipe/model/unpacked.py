@@ -218,6 +218,10 @@ def _are_rows_misread(x: Tensor, state: Any) -> bool:
     return x.device.type == "cpu" and shape_to_unpack(state.shape, state.blocksize) is not state.shape
 
 
+def _gradient_of_bias(ctx: Any, grad: Tensor) -> Tensor | None:
+    return grad.sum(0, dtype=ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+
+
 class _ProductOfFourBits(torch.autograd.Function):
     """What ``bitsandbytes.autograd.MatMul4Bit`` computes, with copies that are kept."""
 
@@ -231,9 +235,7 @@ class _ProductOfFourBits(torch.autograd.Function):
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        of_x = of_bias = None
-        if ctx.needs_input_grad[2]:
-            of_bias = grad.sum(0, dtype=ctx.bias_dtype)
+        of_x, of_bias = None, _gradient_of_bias(ctx, grad)
         if ctx.needs_input_grad[0]:
             of_x = torch.matmul(grad, _unpacked(ctx.packed, ctx.state, ctx.state.dtype, grad.dtype))
         return of_x, None, of_bias, None, None
@@ -260,9 +262,7 @@ class _ProductOfEightBits(torch.autograd.Function):
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        of_x = of_bias = None
-        if ctx.needs_input_grad[2]:
-            of_bias = grad.sum(0, dtype=ctx.bias_dtype)
+        of_x, of_bias = None, _gradient_of_bias(ctx, grad)
         if ctx.needs_input_grad[0]:
             if grad.dim() == 3:
                 grad = grad.reshape(-1, grad.shape[-1])

@@ -132,7 +132,7 @@ class Hardware:
         blocking: bool = False,
         network: Network | None = None,
     ) -> Rules:
-        """What takes time beside computing: copies, AdamW on the host, and the interpreter.
+        """Return the rules of a simulation: the times of copies, of AdamW on the host, and of the interpreter.
 
         `roundpipe-plan` and the engine judge plans by these.
 

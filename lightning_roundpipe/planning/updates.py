@@ -13,7 +13,7 @@ ADAMW_BYTES = 28
 """Memory traffic of AdamW for a weight: weight, gradient and moments are read, all but the gradient are written."""
 
 PIECE_BYTES = 2**24
-"""Of gradients, that the engine updates while the next ones arrive (`runtime.memory.grad_buffers.PART`)."""
+"""Bytes of gradients that the engine updates while the next ones arrive (`runtime.memory.grad_buffers.PART`)."""
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ class PartsCheck:
             uneven = sizes[i] != sizes[i + 1]
             few = min(sizes[i], FEW + uneven)
             one = min(sizes[i], 2 * few)
-            two = min(sizes[i + 1], one - uneven)
+            two = min(sizes[i + 1], max(one - uneven, 1))
             first = [*range(ends[i] - few, ends[i])]
             full = few == sizes[i] and two == sizes[i + 1]
             yield [*first, *first[: one - few], *range(ends[i], ends[i] + two)], one, full
@@ -237,11 +237,10 @@ class PartsCheck:
                 yield [*range(ends[i] - sizes[i], ends[i + 1])], sizes[i], True
 
     def _rehearse(self, rows: list[int], one: int, models: Sequence[ModelInterceptor]) -> Verdict:
-        two = len(rows) - one
-        sizes = [one, two]
-        verdict = Verdict(one + two)
+        samples, sizes = len(rows), [one, len(rows) - one]
+        verdict = Verdict(samples)
         state = GlobalRandomState(self._engine.worker_pool.devices)
-        draws = SameDraws(self._engine.worker_pool.devices, one + two, self._seed)
+        draws = SameDraws(self._engine.worker_pool.devices, samples, self._seed)
         try:
 
             def whole_batch() -> list[Any]:
@@ -254,7 +253,7 @@ class PartsCheck:
                 if self._asked:
                     verdict.parts, verdict.raised = self._in_calls(whole_batch, sizes, models, draws, steady=True)
                     return verdict
-                whole = self._side(whole_batch(), [one + two], draws, CustomBackwards(one + two, lambda: draws.rows))
+                whole = self._side(whole_batch(), [samples], draws, CustomBackwards(samples, lambda: draws.rows))
                 try:
                     verdict.parts = self._in_parts(whole, parts(), sizes, draws, verdict)
                 except CannotRehearse:
@@ -263,8 +262,8 @@ class PartsCheck:
                     verdict.parts, verdict.raised = Difference("training_step", None, _named(error)), True
                 gathers = verdict.parts is not None and self._layers_gather(whole)
                 if gathers:
-                    backwards = CustomBackwards(one + two, lambda: draws.rows)
-                    whole = self._side(whole_batch(), [one + two], draws, backwards, steady=True)
+                    backwards = CustomBackwards(samples, lambda: draws.rows)
+                    whole = self._side(whole_batch(), [samples], draws, backwards, steady=True)
                     found = self._in_parts(whole, parts(), sizes, draws, verdict, steady=True)
                     verdict.parts, verdict.announced = found or verdict.parts, found is None
                 if not verdict.raised:
