@@ -114,7 +114,13 @@ class Planner:
         limit = memory_of_workers(options, self._devices)
         if (text := options.plan_text) is not None:
             plan = Plan.parse(text)
-            plan.validate(trace.names)
+            try:
+                plan.validate(trace.names)
+            except ValueError as error:
+                if cuts := self._engine.hints.cuts:
+                    finer = f" A plan made with more memory does not know that layers are cut here: {cuts}."
+                    raise ValueError(f"{error}{finer}") from None
+                raise
             check_plan_fits(plan, costs, options, self._devices)
         else:
             try:

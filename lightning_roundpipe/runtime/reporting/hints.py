@@ -33,12 +33,16 @@ class Hints:
     Args:
         module: the user's LightningModule.
         inform: called with the text of each hint. Warnings go through `warn`.
+
+    Attributes:
+        cuts: which layers were cut because a worker's memory is too small for them; empty if none were.
     """
 
     def __init__(self, module: nn.Module, inform: Callable[[str], None]) -> None:
         self._module = module
         self._inform = inform
         self._said: set[str] = set()
+        self.cuts = ""
 
     def after_step(self, layers: Sequence[HostLayer], switched_off: Sequence[str], microbatches: int) -> None:
         """Issue the hints that a finished step gives rise to.
@@ -83,8 +87,8 @@ class Hints:
     def of_cuts(self, refined: Refined) -> None:
         """Hint: layers that were too large for a worker were cut."""
         if refined.cuts:
-            cuts = "; ".join(refined.summary())
-            self.say("cuts", f"cut {cuts}: two of them with their gradients do not fit on a device.")
+            self.cuts = "; ".join(refined.summary())
+            self.say("cuts", f"cut {self.cuts}: two of them with their gradients do not fit on a device.")
 
     def of_moving_state(self, layer: str, said: str) -> None:
         """Hint: steps do not overlap, as a layer reads state that changes from step to step."""
