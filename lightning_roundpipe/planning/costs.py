@@ -36,8 +36,8 @@ Phase = Literal["forward", "fused", "backward"]
 
 _NUMBERS = (
     "forward_s", "backward_s", "weight_bytes", "gradient_bytes", "boundary_bytes", "activation_bytes", "kept_bytes",
-    "input_bytes", "forward_bytes", "waiting_bytes", "returning_bytes", "reduced_bytes", "issue_s", "backward_issue_s",
-    "unpacked_bytes", "unpack_s", "backward_unpack_s",
+    "input_bytes", "forward_bytes", "waiting_bytes", "leaving_bytes", "returning_bytes", "reduced_bytes", "issue_s",
+    "backward_issue_s", "unpacked_bytes", "unpack_s", "backward_unpack_s",
 )  # fmt: skip
 
 
@@ -59,6 +59,8 @@ class CallCost:
         input_bytes: the part of ``activation_bytes`` that its inputs take.
         forward_bytes: peak of a forward that keeps no graph; None: ``activation_bytes``.
         waiting_bytes: outputs of earlier calls that a microbatch holds while it waits for this one.
+        leaving_bytes: the part of ``waiting_bytes`` that leaves for the host if this call is on another worker: outputs
+            that it takes.
         returning_bytes: gradients of its outputs, which it holds while it waits for this one's backward.
         shared: inputs that are also inputs of an earlier call: (how many calls before, bytes) for each such call.
         passed: inputs that are outputs of an earlier call, likewise.
@@ -85,6 +87,7 @@ class CallCost:
     input_bytes: int = 0
     forward_bytes: int | None = None
     waiting_bytes: int = 0
+    leaving_bytes: int = 0
     returning_bytes: int = 0
     shared: tuple[tuple[int, int], ...] = ()
     passed: tuple[tuple[int, int], ...] = ()

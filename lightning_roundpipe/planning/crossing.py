@@ -22,6 +22,7 @@ class Crossed:
 
     input_bytes: int = 0
     waiting_bytes: int = 0
+    leaving_bytes: int = 0
     shared: tuple[tuple[int, int], ...] = ()
     passed: tuple[tuple[int, int], ...] = ()
 
@@ -36,9 +37,20 @@ class Crossing:
         self._given: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         """The call that returned the storage."""
 
-    def see(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> Crossed:
-        """Record the next call, after it returns and before user code continues."""
+    def see(
+        self, inputs: Iterable[Tensor], outputs: Iterable[Tensor], leaving: Iterable[Tensor] | None = None
+    ) -> Crossed:
+        """Record the next call, after it returns and before user code continues.
+
+        Args:
+            inputs: its inputs.
+            outputs: what it returned.
+            leaving: the inputs that leave the worker with the microbatch; None: all that earlier calls returned.
+        """
+        inputs = list(inputs)
         waiting = sum(storage.nbytes() for storage in self._given)
+        away = {tensor.untyped_storage() for tensor in (inputs if leaving is None else leaving)}
+        leaves = sum(storage.nbytes() for storage in away if storage in self._given)
         taken = {tensor.untyped_storage(): tensor_bytes(tensor) for tensor in inputs}
         shared, passed = Counter[int](), Counter[int]()
         for storage, size in taken.items():
@@ -50,7 +62,7 @@ class Crossing:
         for tensor in outputs:
             self._given.setdefault(tensor.untyped_storage(), self._calls)
         self._calls += 1
-        return Crossed(sum(taken.values()), waiting, tuple(shared.items()), tuple(passed.items()))
+        return Crossed(sum(taken.values()), waiting, leaves, tuple(shared.items()), tuple(passed.items()))
 
 
 def tensor_bytes(tensor: Tensor) -> int:

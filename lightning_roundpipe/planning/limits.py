@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lightning_roundpipe.planning.batch import Sizes
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, StageBytes
-from lightning_roundpipe.planning.memory import BOTH, Memory, arenas_within, least
+from lightning_roundpipe.planning.memory import BOTH, Memory, arenas_within, least, most_waiting
 from lightning_roundpipe.planning.schedule import Arenas, Plan
 from lightning_roundpipe.planning.shapes import PlanShape
 
@@ -98,6 +98,7 @@ class MemoryTable:
             max((call.gradient_bytes for call in costs if call.needs_backward), default=0),
         )
         self._waiting = np.array([*(call.waiting_bytes for call in costs), 0])
+        self._staying = np.array([*(call.waiting_bytes - call.leaving_bytes for call in costs), 0])
         self._returning = np.array(list(accumulate(costs, _returning, initial=0)))
         self._calls = len(costs)
         self._needs = {phase: _needs(costs, phase, ahead and phase == "backward") for phase in get_args(Phase)}
@@ -121,11 +122,13 @@ class MemoryTable:
             for own, table in zip(needs, self._needs[phase], strict=True):
                 table.take(stages[:, part], out=own[:, part], mode="clip")  # "raise" would copy
         weights, gradients, activations = needs
-        left = np.empty_like(stages)
-        self._waiting.take(ends[:, :forward], out=left[:, :forward], mode="clip")
-        self._returning.take(starts[:, forward:], out=left[:, forward:], mode="clip")
-        left = np.maximum(left, np.roll(left, self._workers, axis=1))
-        activations += (shape.round_microbatches - 1) * left
+        waits, stays = np.zeros((2, *stages.shape), dtype=np.int64)  # gradients leave whole
+        self._waiting.take(ends[:, :forward], out=waits[:, :forward], mode="clip")
+        self._returning.take(starts[:, forward:], out=waits[:, forward:], mode="clip")
+        self._staying.take(ends[:, :forward], out=stays[:, :forward], mode="clip")
+        few = most_waiting(shape.round_microbatches, self._workers)
+        for left, count in ((waits, few), (stays, shape.round_microbatches - 1 - few)):
+            activations += count * np.maximum(left, np.roll(left, self._workers, axis=1))
         of_weights, of_gradients = self._arenas
         of_weight, of_gradient = self._layer
         fitting = np.ones(len(sizes), dtype=np.bool_)

@@ -7,14 +7,7 @@ of microbatches which wait for their next stage, and those that were brought for
 Workers that have equal memory reserve the same, whatever stages come to them. Where each has a budget of its own, it
 reserves what its own stages need, and what a layer at a time takes (`of_worker`).
 
-- two arenas for weights (of the running slot and of the next one) and two for gradients (of the running slot and of the
-  one that is downloaded), or one of a kind if the plan says so, each as large as the largest stage needs;
-- the activations of the running stage;
-- tensors between stages: those that user code holds of microbatches which wait for their next stage, and those uploaded
-  for the microbatch whose turn is next.
-
-Workers with equal memory reserve the same. Workers with budgets of their own reserve what their own stages need, and at
-least what a single layer takes (`of_worker`).
+With several workers, what the next stage takes leaves for the host, so that few microbatches hold it (`LEAVING`).
 
 The host holds what outlives a stage: weights, gradients, the optimizer's state, and inputs for recomputation.
 """
@@ -32,6 +25,9 @@ from lightning_roundpipe.planning.span import Span
 
 ARENAS = 2
 """Most arenas of a kind: one is in use while the other is filled or emptied."""
+
+LEAVING = 2
+"""Most microbatches that have left a worker while what the next stage takes of them has not."""
 
 Memory = int | tuple[int, ...]
 """Bytes of every worker, or of each if workers are unequal."""
@@ -193,19 +189,34 @@ def waiting_bytes(plan: Plan, costs: Costs, workers: int) -> list[int]:
     """Return, for each stage, the bytes that other microbatches of the round may hold on its worker meanwhile.
 
     Each of them has left this stage and waits for the next one, or has left the worker's stage before and waits for the
-    stage after that. With one worker, all of them wait. With several, this is an upper bound.
+    stage after that. With one worker, all of them wait. With several, this is an upper bound: at most `LEAVING` hold
+    what the next stage takes, and all of them the rest.
     """
     left = [_left_behind(stage, costs) for stage in plan.stages()]
     before = [left[(position - workers) % len(left)] for position in range(len(left))]
-    return [(plan.round_microbatches - 1) * max(pair) for pair in zip(left, before, strict=True)]
+    others = plan.round_microbatches - 1
+    few = most_waiting(plan.round_microbatches, workers)
+    return [
+        few * max(here[0], there[0]) + (others - few) * max(here[1], there[1])
+        for here, there in zip(left, before, strict=True)
+    ]
 
 
-def _left_behind(stage: Stage, costs: Costs) -> int:
-    """Return the bytes of outputs or gradients on the stage's worker of a microbatch that waits for the next stage."""
+def most_waiting(round_microbatches: int, workers: int) -> int:
+    """Return how many other microbatches of a round may hold all that they have left behind on a worker."""
+    return round_microbatches - 1 if workers == 1 else min(round_microbatches - 1, LEAVING)
+
+
+def _left_behind(stage: Stage, costs: Costs) -> tuple[int, int]:
+    """Return the bytes on the stage's worker of a microbatch that waits for the next stage.
+
+    They are outputs in forward, and gradients in backward: in all, and those that do not leave for the host.
+    """
     if stage.phase == "forward":
-        return costs.calls[stage.last + 1].waiting_bytes
+        after = costs.calls[stage.last + 1]
+        return after.waiting_bytes, after.waiting_bytes - after.leaving_bytes
     deeper = (call.returning_bytes for call in reversed(costs.calls[: stage.first]) if call.needs_backward)
-    return next(deeper, 0)
+    return next(deeper, 0), 0
 
 
 def ahead_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:
@@ -288,13 +299,18 @@ def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None, wor
     if not last or size > last:
         items.append(Item(f"activations{' of the other calls' if last else ''}, stage {position}", size - last))
     if waiting[position]:
-        others = plan.round_microbatches - 1
-        wait = f"{plural(others, 'microbatch')} that {'waits' if others == 1 else 'wait'} for the next stage"
-        items.append(Item(f"boundary tensors of {wait}", waiting[position]))
+        items.append(Item(f"boundary tensors of {_who_waits(plan, costs, workers)}", waiting[position]))
     ahead = planned_bytes(plan, costs, workers, budget, worker=worker) - device_bytes(plan, costs, workers, worker)
     if ahead:
         items.append(Item("boundary tensors that are brought ahead", ahead))
     return items
+
+
+def _who_waits(plan: Plan, costs: Costs, workers: int) -> str:
+    others, few = plan.round_microbatches - 1, most_waiting(plan.round_microbatches, workers)
+    if few < others and not any(stays for _, stays in (_left_behind(stage, costs) for stage in plan.stages())):
+        return f"{plural(few, 'microbatch')} that leave for the host"
+    return f"{plural(others, 'microbatch')} that {'waits' if others == 1 else 'wait'} for the next stage"
 
 
 def worst_stage(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:

@@ -12,11 +12,12 @@ tensors take only the memory that the budget leaves beside the plan's needs; the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call
+from lightning_roundpipe.runtime.core.offloading import Departure
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.turns import Slot, Slots
 from lightning_roundpipe.runtime.core.worker import Worker
@@ -40,8 +41,10 @@ class ActivationPrefetcher:
         self._slots = slots
         self._activations = activations
         self._slot: Slot | None = None
+        self._departure: Departure | None = None
+        """From the slot that the microbatch has left, until it is known which tensors it needs in the next one."""
 
-    def inputs(self, call: Call, homes: Mapping[int, Device | None]) -> None:
+    def inputs(self, call: Call, homes: Mapping[int, Device | None], written: Collection[int] = ()) -> None:
         """Prefetch the inputs of a forward call.
 
         If anything has to be uploaded, this blocks until the microbatch runs, or is next in line, in the call's slot.
@@ -49,16 +52,19 @@ class ActivationPrefetcher:
         Args:
             call: the call, before it asks for its turn.
             homes: the device that holds each tensor among its leaves, by position; None for the host.
+            written: positions of those that the layer or user code will write to, which stay where they are.
         """
         slot = self._slots.upcoming(self._microbatch, call.index, backward=False)
         if slot is None:
             return
         device = self._workers[slot.worker].device
-        copies = [
-            call.saved.get(i) or self._activations.save(call.leaves[i], home)  # [1]
-            for i, home in homes.items()
-            if home is not device
-        ]
+        copies = []
+        for i, home in homes.items():
+            if home is not device:
+                copies.append(call.saved.get(i) or self._activations.save(call.leaves[i], home))  # [1]
+                if home is not None and i not in written:
+                    self._activations.offload(call.leaves[i], copies[-1], home)
+        self._depart(copies)
         with noted(lambda: FaultPlace(call.layer.title, "forward", self._microbatch, slot, device)):
             self._bring(slot, copies)
 
@@ -72,7 +78,10 @@ class ActivationPrefetcher:
         if slot is None:
             return []
         device = self._workers[slot.worker].device
+        if slot is not self._slot and self._slot is not None and self._slot.phase == "fused":
+            self._pass_on(self._slot)  # which has no `after`
         sent = self._send(recorded, device)
+        self._depart(sent)
         with noted(lambda: FaultPlace(recorded.layer.title, "backward", self._microbatch, slot, device)):
             self._bring(slot, [*_starts_from(recorded), *sent])
         return sent
@@ -118,12 +127,38 @@ class ActivationPrefetcher:
             # that must stay. The device is named because after a recomputation ahead there may have been nothing left
             # to upload, so that the store never moved to this device.
             self._activations.leave(self._workers[slot.worker].device)
+        if self._slots.is_over(slot, call) and self._slots.upcoming(self._microbatch, call, backward=False) is not None:
+            self._pass_on(slot)
         self._slots.after(self._microbatch, slot, call)
 
+    def end(self) -> None:
+        """Note that the microbatch makes no more calls."""
+        self._depart(())
+
+    def _pass_on(self, slot: Slot) -> None:
+        """Begin the microbatch's departure from the worker of ``slot``, before its turn passes."""
+        self._depart(())
+        if len(self._workers) > 1:  # else the next stage is on the same worker, and nothing leaves
+            self._departure = self._workers[slot.worker].departures.begin()
+
+    def _depart(self, copies: Sequence[HostTensor]) -> None:
+        """Let the departure be over when ``copies`` of what the next call needs are done."""
+        if self._departure is not None:
+            departure, self._departure = self._departure, None
+            departure.leave(copy.ready for copy in copies if copy.ready is not None)
+
     def _send(self, recorded: RecordedCall, device: Device) -> list[HostTensor]:
-        """Start downloading the output gradients that are not on ``device`` [1], and return their host copies."""
-        parts = [(part, home) for grads in recorded.grads for part, home in grads if home is not device]
-        return [self._activations.send(part, home) for part, home in parts]
+        """Start downloading the output gradients that are not on ``device`` [1], and return their host copies.
+
+        From here on, the gradients are on the host only.
+        """
+        sent = []
+        for grads in recorded.grads:
+            for n, (part, home) in enumerate(grads):
+                if home is not device:
+                    sent.append(self._activations.send(part, home))
+                    grads[n] = sent[-1].tensor, None
+        return sent
 
     def _bring(self, slot: Slot, copies: Sequence[HostTensor]) -> None:
         if slot is not self._slot:

@@ -8,6 +8,7 @@ already on the worker of the next stage is not copied.
     bring ── start the upload before the call's turn (see `activation_prefetch`), blocking no thread ── [2]
     on, transfer ── the call itself: the compute stream waits for copies that are not finished ── [3]
     drop ── free the copy when no call on this worker needs it any more ── [4]
+    offload ── leave a saved tensor to the host, for a microbatch that goes on to another worker ── [5]
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from torch import Tensor
 from lightning_roundpipe.devices import Device, Event, TrackedTensors
 from lightning_roundpipe.devices.base import stage
 from lightning_roundpipe.planning.crossing import tensor_bytes
+from lightning_roundpipe.runtime.core.offloading import OffloadedTensors, may_leave
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.user_code.inference_writes import version_of
+
+RESTORED = "tensors between layers"
+"""Purpose under which a device counts them."""
 
 
 class PrefetchBudget:
@@ -91,7 +96,10 @@ class ActivationStore:
         self._staging = staging
         self._recorder = recorder
         self._saved: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], HostTensor]] = {}
-        self._sent: dict[int, tuple[Tensor, HostTensor]] = {}
+        self._sent: dict[int, HostTensor] = {}
+        """By the id of the host copy's tensor."""
+        self.offloaded = OffloadedTensors()
+        """Tensors that user code holds and that are on the host only."""
         self._here: dict[Device, dict[int, _Here]] = {}
         self._device: Device | None = None
         self._ahead: set[Device] = set()
@@ -108,6 +116,8 @@ class ActivationStore:
             tensor: the tensor to save.
             device: the device that holds it; None for the host.
         """
+        if (there := self.offloaded.get(tensor)) is not None:
+            return there.copy
         known = self._saved.get(id(tensor))
         version = version_of(tensor)
         if known is not None and known[0]() is tensor and known[1] == version:
@@ -118,15 +128,40 @@ class ActivationStore:
         self._saved[id(tensor)] = (weakref.ref(tensor), version, copy)
         return copy
 
-    def send(self, tensor: Tensor, device: Device | None) -> HostTensor:
-        """Start the download that a later `transfer` of ``tensor`` will need [1], and keep ``tensor`` until then.
+    def offload(self, tensor: Tensor, copy: HostTensor, device: Device) -> None:
+        """Leave ``tensor``, which `save` has copied from ``device``, to the host if user code cannot tell [5]."""
+        if may_leave(tensor):
+            self.offloaded.add(tensor, copy, device)
 
-        ``tensor`` must not be written to in between: unlike `save`, this does not look at its version.
+    def restore(self, tensor: Tensor) -> None:
+        """Undo `offload` of ``tensor``, if it was offloaded, because user code touches it."""
+        known = self.offloaded.pop(tensor)
+        if known is None:
+            return
+        there = known.there()  # what shares its memory may have been written to since
+        if there is None:
+            there = self.fresh(known.device, known.copy)
+            known.device.track_until_freed([there], RESTORED)
+        tensor.data = there
+        self._saved[id(tensor)] = (weakref.ref(tensor), version_of(tensor), known.copy)
+
+    def restore_all(self) -> None:
+        """Undo `offload` of all tensors that user code still holds."""
+        for tensor in self.offloaded.alive():
+            self.restore(tensor)
+
+    def send(self, tensor: Tensor, device: Device | None) -> HostTensor:
+        """Start the download that a later `transfer` will need [1].
+
+        Returns:
+            The host copy. Pass its tensor to `transfer` in place of ``tensor``, which may be dropped. ``tensor`` may be
+            such a tensor already.
         """
         known = self._sent.get(id(tensor))
         if known is None:
-            known = self._sent[id(tensor)] = (tensor, self._download(tensor.detach(), device))
-        return known[1]
+            known = self._download(tensor.detach(), device)
+            self._sent[id(known.tensor)] = known
+        return known
 
     def _download(self, tensor: Tensor, device: Device | None) -> HostTensor:
         if device is None:
@@ -180,7 +215,7 @@ class ActivationStore:
         if source is target:
             return tensor
         sent = self._sent.pop(id(tensor), None)
-        copy = sent[1] if sent is not None else self._download(tensor.detach(), source)
+        copy = sent or self._download(tensor.detach(), source)
         if target is None:
             if copy.ready is not None:
                 copy.ready.wait()

@@ -100,10 +100,12 @@ class MicrobatchTask:
         self.segments = UserCodeSections(engine, step.spec, index, learning=self.learning)
         self.kept = self.segments.kept
         self._step, self.engine, self._cancel_scope = step, engine, step.spec.cancel_scope
+        self.activations = ActivationStore(index, step.spec.recorder, engine.worker_pool.staging)
         self.mode = UserCodeMode(
             engine.model.bucket_of, self.segments.read_master, engine.model.formats, train=True,
             accelerator=engine.worker_pool.accelerator, kept=self.kept, devices=engine.worker_pool.devices,
-            aside=self.segments.paused, buffers=engine.model.buffers,
+            aside=self.segments.paused, buffers=engine.model.buffers, offloaded=self.activations.offloaded,
+            restore=self.activations.restore,
         )  # fmt: skip
         self.logs = LogRecorder(engine.worker_pool.devices, self.mode.counts.behind)
         self.started = Waiter()
@@ -115,7 +117,6 @@ class MicrobatchTask:
         self.trace = trace or Trace()
         self._predictor = NextCallPredictor(slots, step.sums_of, recent)
         self._slots = slots
-        self.activations = ActivationStore(index, step.spec.recorder, engine.worker_pool.staging)
         self._prefetcher = ActivationPrefetcher(index, engine.worker_pool.workers, slots, self.activations)
         self.tape: list[RecordedCall] = []
         self.reached = 0
@@ -154,6 +155,7 @@ class MicrobatchTask:
                 finally:
                     self.segments.close()
                     self.activations.move_to(None)
+                    self._prefetcher.end()
             self._slots.finish(self.index)
         except BaseException as error:
             self._cancel_scope.fail(error)  # the main thread raises it
@@ -180,6 +182,8 @@ class MicrobatchTask:
                     self.trace.calls[-1].then(self._gauge.read())
             self.output = detached(output)
             del output, loss
+            with torch._C.DisableTorchFunction():
+                self.activations.restore_all()  # what user code has kept for later, where nothing restores it
             if self.kept is not None:
                 self.kept.module_state.finished()
             self.computed = self._device.compute.record() if self._device is not None else None
@@ -399,13 +403,14 @@ class MicrobatchTask:
             self._prefetcher.saved(recorded)
         if self.learning or traced.mutates:
             self.activations.settle()
-        self._prefetcher.inputs(call, homes)
+        self._prefetcher.inputs(call, homes, traced.mutates | traced.overwritten)
         if held:
             slot = self._slots.fused(self.index, call.index, call.layer, self._step.sums_of(traced))
         else:
             slot = self._slots.forward(self.index, call.index, call.layer)
         self._predictor.after_forward(self.index, call.index, self.tape, self.trace)
         worker = self.engine.worker_pool.workers[slot.worker]
+        worker.departures.wait(self._cancel_scope)
         for i, home in homes.items():
             if home is not worker.device:
                 call.leaves[i] = saved.get(i) or save(tensors[i], home)
@@ -436,6 +441,8 @@ class MicrobatchTask:
                 recorded.given.append((i, witness(tensor), tensor._version))
 
     def _locate(self, tensor: Tensor) -> Device | None:
+        if self.activations.offloaded.get(tensor) is not None:
+            return None
         return self.engine.worker_pool.locate(tensor, self._device)
 
     # -- backward -----------------------------------------------------------------------------------------------------
@@ -501,6 +508,7 @@ class MicrobatchTask:
         self._predictor.backward(self.index, self.tape, self.trace)
         worker, executor = engine.worker_pool.workers[slot.worker], engine.executors[slot.worker]
         factor = self.mode.proxies.factor
+        worker.departures.wait(self._cancel_scope)
         with noted(lambda: FaultPlace(recorded.layer.title, "backward", self.index, slot, worker.device)):
             self._prefetcher.following(slot, self.tape)
             run = worker.run_here if recorded.is_plain and not recorded.hooks else worker.run

@@ -15,6 +15,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.crossing import Crossing
 from lightning_roundpipe.runtime.core.call import Call, Forward
+from lightning_roundpipe.runtime.core.offloading import mark_output, may_leave
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.trace import TracedCall
 from lightning_roundpipe.runtime.layer_calls.output_collectors import hand_over
@@ -45,7 +46,10 @@ def learn(call: Call, traced: TracedCall, forward: Forward, crossing: Crossing, 
     if call.measure:
         traced.kept_bytes, traced.forward_bytes = forward.activation_bytes, call.forward_bytes
         given = [*forward.tensors(), *(t for flat in forward.side_outputs.values() for t in flat.tensors())]
-        traced.crossed = crossing.see(_strided(call.originals), _strided(given))
+        written = traced.mutates | traced.overwritten
+        tensors = [t for i, t in enumerate(call.originals) if isinstance(t, Tensor) and i not in written]
+        leaving = [t for t in tensors if may_leave(t)]
+        traced.crossed = crossing.see(_strided(call.originals), _strided(given), leaving)
         traced.boundary_bytes = traced.crossed.input_bytes - sum(size for _, size in traced.crossed.shared)
         traced.boundary_bytes += forward.chosen.nbytes if forward.chosen is not None else 0
     traced.precedent = foretold
@@ -104,6 +108,9 @@ def hand_back(
         recorded.side_outputs = {key: len(side) for key, side in through.items()}
         recorded.buffers, recorded.choices, recorded.fingerprint = forward.buffers, forward.choices, forward.fingerprint
         aliases = boundary(recorded, outputs, flags)
+    for alias in aliases:
+        if not alias.requires_grad:
+            mark_output(alias)
     rest = iter(aliases)
     returned = [next(rest) for _ in forward.output.tensors()]
     if forward.mutated:

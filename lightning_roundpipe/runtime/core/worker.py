@@ -32,6 +32,7 @@ from lightning_roundpipe.planning.schedule import Arenas
 from lightning_roundpipe.runtime.core.activation_store import PrefetchBudget
 from lightning_roundpipe.runtime.core.arenas import Arena, address_of
 from lightning_roundpipe.runtime.core.in_flight import IN_FLIGHT, InFlight
+from lightning_roundpipe.runtime.core.offloading import Departures
 from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.core.weight_uploads import WeightUploads
 from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums
@@ -73,6 +74,7 @@ class Worker:
         """For the open slot, where its stage keeps what it has unpacked."""
         self.room = PrefetchBudget()
         """Budget for prefetched tensors."""
+        self.departures = Departures()
         self._arenas: Arenas = BOTH
         """How many arenas of each kind are used."""
         self._gradient_turn = 0
@@ -456,6 +458,7 @@ class Worker:
         self._segments.clear()
         self._is_open = False
         self._in_flight = InFlight()
+        self.departures.clear()
 
     def abandon(self) -> None:
         """Reset the worker after a failure, when the device is at rest and has dropped the work enqueued on arenas."""

@@ -110,6 +110,7 @@ class PartRun(MicrobatchTask):
                 output = function(*args, **kwargs)
                 self._watched.assert_unmodified()
                 with torch._C.DisableTorchFunction():
+                    self.activations.restore_all()  # the batch's code holds what the model returns
                     self._give(output)
             del output
             if self.kept is not None:
@@ -117,6 +118,7 @@ class PartRun(MicrobatchTask):
             self._leave_user_code()
         self.activations.leave()
         self.activations.end_forward()
+        self._prefetcher.end()
 
     def _give(self, output: Any) -> None:
         """Store the outputs detached, and remember where their gradients go."""
@@ -162,6 +164,7 @@ class PartRun(MicrobatchTask):
                 finally:
                     self.segments.close()
                     self.activations.move_to(None)
+                    self._prefetcher.end()
             self._slots.finish(self.index)
         except BaseException as error:
             self._cancel_scope.fail(error)

@@ -115,6 +115,12 @@ _OF_THE_SHAPE = frozenset({"size", "dim", "numel", "stride", "is_contiguous", "_
 _NO_VALUES = _OF_THE_SHAPE | {"__get__"}
 
 
+class Offloaded(Protocol):
+    """The tensors that are on the host only; see `offloading`."""
+
+    def __bool__(self) -> bool: ...
+
+
 class UserCodeMode(TorchFunctionMode):
     """The torch function mode of one microbatch's user code.
 
@@ -128,6 +134,8 @@ class UserCodeMode(TorchFunctionMode):
         devices: devices that host tensors move to.
         aside: runs a wait for a device while other microbatches may run user code.
         buffers: the layers' buffers; pending values are settled before user code reads a buffer.
+        offloaded: tensors of user code that are on the host only.
+        restore: brings such a tensor back, before user code touches it; does nothing for others.
 
     Attributes:
         returning: whether a backward runs; what it computes is not a loss.
@@ -145,6 +153,8 @@ class UserCodeMode(TorchFunctionMode):
         devices: Sequence[Device] = (),
         aside: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
         buffers: HostBuffers | None = None,
+        offloaded: Offloaded | None = None,
+        restore: Callable[[Tensor], None] = lambda tensor: None,
     ) -> None:
         super().__init__()
         self.proxies = Proxies(read)
@@ -162,6 +172,8 @@ class UserCodeMode(TorchFunctionMode):
         self._kept = kept
         self._aside = aside
         self._buffers = HostBuffers() if buffers is None else buffers
+        self._offloaded: Offloaded | tuple[()] = () if offloaded is None else offloaded
+        self._restore = restore
         self._known = KnownValues(accelerator)
         self._bringer = HostToDeviceCopier(accelerator, devices, self._known)
 
@@ -170,6 +182,8 @@ class UserCodeMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if self._offloaded:
+            self._restore_all((args, kwargs))
         if self._buffers and (func in _VALUES or name not in _NO_VALUES):
             self._settle_buffers((args, kwargs))
         if name in ACCESSORS:
@@ -215,6 +229,12 @@ class UserCodeMode(TorchFunctionMode):
         self._data = [(master, seen, seen._version) for master, seen, _ in self._data]
         return written
 
+    def _restore_all(self, given: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            for leaf in tree_iter(given):
+                if isinstance(leaf, Tensor):
+                    self._restore(leaf)
+
     def _settle_buffers(self, given: Any) -> None:
         if any(isinstance(leaf, Tensor) and self._buffers.awaits(leaf) for leaf in tree_iter(given)):
             self._aside(self._buffers.settle)
@@ -235,6 +255,8 @@ class UserCodeMode(TorchFunctionMode):
 
     def given_to_function(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments for a `torch.autograd.Function`, whose ``apply`` is not a torch function."""
+        if self._offloaded:
+            self._restore_all(args)
         self._notice(args)
         if self._replaces:
             args, _ = self._with_proxies(args, {})
