@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 from typing import Any
 
+import harness
 import lightning.pytorch as pl
+import pytest
 import torch
 import torchmetrics
 import torchmetrics.classification as classification
@@ -164,26 +167,67 @@ def test_means_of_targets_are_weighed_as_the_loss() -> None:
 class ReadsBack(zoo.PlainClassifier):
     """Looks for what it has logged within the step, and after it."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.within: list[bool] = []
-
     def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
         loss, _ = self.loss_and_logits(batch)
         self.log("loss", loss)
-        self.within.append("loss" in self.trainer.callback_metrics)
+        print("val_loss" in self.trainer.callback_metrics)
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert torch.equal(self.trainer.callback_metrics["loss"], outputs["loss"])
 
 
-def test_callback_metrics_have_a_steps_values_after_it() -> None:
-    """Within the step they do not yet: its microbatches' values are merged when all of them are known."""
-    module = ReadsBack(MLP.model)
+def test_callback_metrics_have_a_steps_values_after_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Within the step they do not yet, which is said: values of microbatches are merged when all of them are known."""
     trainer = trainer_of(ours(num_microbatches=2), devices=2)
-    trainer.fit(module, loader(zoo.make_batches("mlp", 1)))
-    assert module.within and not any(module.within)
+    with caplog.at_level(logging.INFO):
+        trainer.fit(ReadsBack(MLP.model), loader(zoo.make_batches("mlp", 2)))
+    assert caplog.text.count("training_step reads logged values") == 1
+
+
+class ReadsAllBack(zoo.PlainClassifier):
+    """Uses what it has logged, by each way there is, in its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.read: list[Any] = []
+
+    def log_again(self, name: str, value: Tensor) -> None:
+        self.log(name, value, on_step=True, on_epoch=True, prog_bar=True)
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        loss, _ = self.loss_and_logits(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        of_callbacks = self.trainer.callback_metrics["loss_step"]
+        self.log_again("twice", 2 * of_callbacks)
+        self.log_dict({"a": loss.detach() + 1, "b": 2.5})
+        self.read += [of_callbacks, self.trainer.progress_bar_metrics["twice_step"], self.trainer.logged_metrics["a"]]
+        results = self.trainer._results
+        assert results is not None and "training_step.a" in results and results.get("training_step.c") is None
+        self.read += [results["training_step.b"].value, len(results), sorted(results), len(results.items())]
+        return loss * (1 + float(of_callbacks))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_microbatches": 1},
+        {"num_microbatches": 1, "staleness": 1},
+        {"num_microbatches": 2},
+        {"num_microbatches": 3, "microbatch_scope": "model"},
+    ],
+)
+def test_a_training_step_that_runs_once_reads_back_what_it_logs(options: dict[str, Any]) -> None:
+    """So it does where parts would need each other's values, as the first batch shows."""
+    read = []
+    for strategy in ("auto", ours(**options)):
+        module = ReadsAllBack(zoo.make_module("mlp").model)
+        trainer = trainer_of(strategy, devices=1 if strategy == "auto" else 2)
+        trainer.fit(module, loader(zoo.make_batches("mlp", 3)))
+        read.append([module.read, dict(trainer.callback_metrics)])
+    if "staleness" in options:  # weights differ from the second batch on
+        read = [values[0][:7] for values in read]
+    harness.assert_tensors_same(*read)
 
 
 def test_logging_in_hooks() -> None:

@@ -81,10 +81,10 @@ def test_only_a_new_process_helps(validates: bool, gpus: list[CudaDevice], monke
 
 
 def test_what_comes_of_it_under_another_name(gpus: list[CudaDevice], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Libraries raise errors of their own. Afterwards, the GPU says which it was."""
+    """Libraries raise errors of their own. Afterwards, the GPU says which it was, perhaps to another thread first."""
     shown = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`")
     error = fit(Fails(719, dies=True, shown=shown), monkeypatch)
-    assert error is shown
+    assert error is shown or isinstance(error, torch.AcceleratorError)
     assert len(remedies(error)) == 1
 
 

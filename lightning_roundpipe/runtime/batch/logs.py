@@ -6,6 +6,9 @@ once, on the main thread. Scalars are merged by the weights of the loss, because
 another mean over the same targets.
 
 Metric objects accumulate over an epoch and see each microbatch once. For their value of the batch see `BatchValue`.
+
+User code may read back what it has just logged, in ``trainer.callback_metrics`` and its like. If `training_step` runs
+once, nothing has to be merged, and its values are issued at that moment.
 """
 
 from __future__ import annotations
@@ -42,6 +45,17 @@ class LogRecorder:
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
         self.calls.append((name, self._kept(value), kwargs))
         self.weights.append(self._weigh(value))
+
+    def take(self) -> LogRecorder:
+        """Return a recorder with what was logged so far, and forget it here."""
+        taken = self.another()
+        taken.calls, self.calls = self.calls, taken.calls
+        taken.weights, self.weights = self.weights, taken.weights
+        return taken
+
+    def put_back(self, taken: LogRecorder) -> None:
+        """Undo a `take`; the last one first."""
+        self.calls, self.weights = [*taken.calls, *self.calls], [*taken.weights, *self.weights]
 
     def another(self) -> LogRecorder:
         """Return an empty recorder for the same devices."""
@@ -94,9 +108,45 @@ def log_as(module: nn.Module, stand_in: Callable[..., None]) -> Iterator[None]:
         own.update(before)
 
 
+def _reading(name: str) -> Any:
+    """Return a method that calls ``before_read`` and then the next ``name`` in the order of the classes."""
+
+    def method(self: Any, *args: Any) -> Any:
+        self.before_read()
+        return getattr(super(_Watched, self), name)(*args)
+
+    return method
+
+
+class _Watched:
+    """Mixin of Lightning's collection of logged values during a step.
+
+    Attributes:
+        before_read: called before user code reads the collection.
+    """
+
+    before_read: Callable[[], None]
+    __len__, __iter__, __contains__ = _reading("__len__"), _reading("__iter__"), _reading("__contains__")
+    __getitem__, get = _reading("__getitem__"), _reading("get")
+    keys, values, items = _reading("keys"), _reading("values"), _reading("items")
+
+
+_watched_classes: dict[type, type] = {}
+
+
+def _watched_class(kind: type) -> type:
+    if kind not in _watched_classes:
+        _watched_classes[kind] = type(kind.__name__, (_Watched, kind), {})
+    return _watched_classes[kind]
+
+
 @contextlib.contextmanager
-def _refusing_others(module: Any) -> Iterator[None]:
-    """Refuse calls of a ``log`` that was bound before `log_as`: they would log values of single microbatches."""
+def _watched(results: Any, before_read: Callable[[], None]) -> Iterator[None]:
+    """Watch Lightning's collection of logged values, which user code may use although `log_as` replaces ``log``.
+
+    Calls of a ``log`` that was bound before are refused, because they would log values of single microbatches. Before
+    the collection is read, ``before_read`` is called; meanwhile the collection is as usual.
+    """
 
     def refuse(*_: Any, **__: Any) -> None:
         raise RoundPipeError(
@@ -105,26 +155,78 @@ def _refusing_others(module: Any) -> Iterator[None]:
             "in training_step itself."
         )
 
-    trainer = getattr(module, "_trainer", None)
-    results = None if trainer is None else trainer._results
-    if results is not None:
-        results.log = refuse
+    def as_usual() -> None:
+        results.__class__ = kind
+        del results.log, results.before_read
+
+    def watch() -> None:
+        results.log, results.before_read, results.__class__ = refuse, read, _watched_class(kind)
+
+    def read() -> None:
+        as_usual()
+        try:
+            before_read()
+        finally:
+            watch()
+
+    kind = type(results)
+    watch()
     try:
         yield
     finally:
-        if results is not None:
-            del results.log
+        as_usual()
+
+
+def _results_of(module: Any) -> Any:
+    """Return Lightning's collection of logged values; None outside its loops."""
+    trainer = getattr(module, "_trainer", None)
+    return None if trainer is None else trainer._results
 
 
 @contextlib.contextmanager
-def shadowed_log(module: Any, current: Any, *, several: bool) -> Iterator[None]:
+def undone_logs(module: Any) -> Iterator[None]:
+    """For a rehearsal: let Lightning forget afterwards what was logged meanwhile."""
+    results = _results_of(module)
+    if results is None:
+        yield
+        return
+    connector = module._trainer._logger_connector
+    shown = [connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics]
+    shown_before = [dict(values) for values in shown]
+    fx, own = connector._current_fx, dict(vars(results))
+    entries = {key: (entry, _copied(vars(entry))) for key, entry in results.items()}
+    try:
+        yield
+    finally:
+        for values, before in zip(shown, shown_before, strict=True):
+            values.clear()
+            values.update(before)
+        results.clear()
+        vars(results).update(own)
+        connector._current_fx = fx
+        for key, (entry, state) in entries.items():
+            vars(entry).update(state)
+            results[key] = entry
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+@contextlib.contextmanager
+def shadowed_log(
+    module: Any, current: Any, *, several: bool, to_read: Callable[[], tuple[LogRecorder, int] | None] = lambda: None
+) -> Iterator[None]:
     """Send ``module.log`` to ``current().log``, the recorder of the calling microbatch.
 
     Args:
         module: the user's LightningModule.
         current: returns the calling microbatch's recorder.
         several: whether the batch has several microbatches; metrics then get their `BatchValue`.
+        to_read: called before what Lightning knows of logged values is read. It returns what is to be issued now, taken
+            from the recorder of a whole batch, with the batch's samples; None if there is nothing.
     """
+    plain_log = module.log
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if len(args) > len(_POSITIONAL):
@@ -132,9 +234,16 @@ def shadowed_log(module: Any, current: Any, *, several: bool) -> Iterator[None]:
         kwargs.update(zip(_POSITIONAL, args, strict=False))
         current().log(name, value, **kwargs)
 
+    def before_read() -> None:
+        if (found := to_read()) is not None:
+            logs, size = found
+            with log_as(module, plain_log), torch._C.DisableTorchFunction():
+                issue(module, gathered([logs]), [size], [1.0])
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(log_as(module, log))
-        stack.enter_context(_refusing_others(module))
+        if (results := _results_of(module)) is not None:
+            stack.enter_context(_watched(results, before_read))
         for metric in module.modules() if several else ():
             if isinstance(metric, Metric):
                 stack.enter_context(BatchValue(metric))

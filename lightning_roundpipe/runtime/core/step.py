@@ -26,7 +26,7 @@ from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.runtime.batch.joining import join
-from lightning_roundpipe.runtime.batch.logs import lost, shadowed_log, undecided
+from lightning_roundpipe.runtime.batch.logs import LogRecorder, lost, shadowed_log, undecided
 from lightning_roundpipe.runtime.batch.loss_weights import Weighing, Weights
 from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
@@ -198,7 +198,8 @@ class Step:
     def _join(self, function: Callable[..., Any], args: list[tuple[Any, ...]], *, together: bool) -> None:
         worker_pool, given_up = self.engine.worker_pool, False
         contexts = [contextvars.copy_context() for _ in args]
-        with shadowed_log(self.engine.model.module, self._current_log, several=self.spec.cut):
+        module, cut = self.engine.model.module, self.spec.cut
+        with shadowed_log(module, self._current_log, several=cut, to_read=self._logs_to_read):
             if self.spec.module_state is not None:
                 self.spec.module_state.begin()
             try:
@@ -343,6 +344,16 @@ class Step:
             )
         context.engine.learned.logs_in_backward |= context.walking
         return context.logs
+
+    def _logs_to_read(self) -> tuple[LogRecorder, int] | None:
+        """Take what user code has logged and is about to read back, if no other microbatch has a part of it."""
+        context = current()
+        if not isinstance(context, MicrobatchTask) or not context.logs.calls:
+            return None
+        if len(self.runs) == 1 and context is self.runs[0]:
+            return context.logs.take(), sum(self.sizes)
+        self.engine.hints.of_logs_read()
+        return None
 
     # -- slots --------------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,17 @@ from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.cutting import Cutter
 from lightning_roundpipe.runtime.batch.joining import join
-from lightning_roundpipe.runtime.batch.logs import RULES, USUAL, Key, Said, gathered, ruled, shadowed_log
+from lightning_roundpipe.runtime.batch.logs import (
+    RULES,
+    USUAL,
+    Key,
+    LogRecorder,
+    Said,
+    gathered,
+    ruled,
+    shadowed_log,
+    undone_logs,
+)
 from lightning_roundpipe.runtime.batch.loss_weights import Weighing
 from lightning_roundpipe.runtime.batch.losses import are_spread
 from lightning_roundpipe.runtime.batch.microbatches import detached, loss_of
@@ -381,6 +391,7 @@ class PartsCheck:
         losses: list[Tensor | None] = []
         weighing = Weighing(sizes, self._cutter.given_weights_of(batches) if len(batches) > 1 else None)
         current: list[Rehearsal] = []
+        early: list[LogRecorder] = []
         before = {id(m): m._update_count for m in self._modules.values() if isinstance(m, Metric)}
         buffers = [(b, b.clone()) for m in self._layers_modules() for b in m.buffers(recurse=False)] if steady else []
         for module in self._batch_norms() if steady else ():
@@ -395,9 +406,17 @@ class PartsCheck:
             [(x, x.borrows, x.reaches_out) for x in engine.model.layers],
         )
         try:
+
+            def to_read() -> tuple[LogRecorder, int] | None:
+                if len(batches) > 1:
+                    return None  # as in a step: user code that needs the values shows a difference
+                early.append(current[-1].logs.take())
+                return early[-1], sizes[0]
+
             with (
+                undone_logs(self._root),
                 intercepted([*self._interceptors, *models]),
-                shadowed_log(self._root, lambda: current[-1].logs, several=len(batches) > 1),
+                shadowed_log(self._root, lambda: current[-1].logs, several=len(batches) > 1, to_read=to_read),
             ):
                 for index, (batch, rows) in enumerate(zip(batches, microbatches.rows_of(sizes), strict=True)):
                     run = Rehearsal(
@@ -422,6 +441,8 @@ class PartsCheck:
                     engine.model.buffers.settle()
                     runs.append(run)
                     losses.append(loss)
+            for taken in reversed(early):
+                runs[0].logs.put_back(taken)
             joined = join(shown, runs, sizes, weighing, mixes=True)
             for run, loss, rows, weight in zip(runs, losses, microbatches.rows_of(sizes), joined.weights, strict=False):
                 if loss is not None:

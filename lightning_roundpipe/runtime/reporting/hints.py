@@ -90,6 +90,14 @@ class Hints:
             self.cuts = "; ".join(refined.summary())
             self.say("cuts", f"cut {self.cuts}: two of them with their gradients do not fit on a device.")
 
+    def of_logs_read(self) -> None:
+        """Hint: `training_step` looks for what it has logged, which other microbatches have not logged yet."""
+        self.say(
+            "logs read",
+            "training_step reads logged values (trainer.callback_metrics or its like) after self.log: those of this "
+            "batch are there when training_step has ended for all microbatches. num_microbatches=1 has them at once.",
+        )
+
     def of_moving_state(self, layer: str, said: str) -> None:
         """Hint: steps do not overlap, as a layer reads state that changes from step to step."""
         self.say(
