@@ -12,11 +12,15 @@ import torch
 from harness import Result, assert_identical, ours, per_call, run
 from stress import all_reports
 from torch import Tensor, nn
+from without import take_out
 
+from lightning_roundpipe.devices import emulated
+from lightning_roundpipe.devices.emulated_link import Delays
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.memory import LEAVING, device_bytes, waiting_bytes
 from lightning_roundpipe.runtime.core import offloading
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
+from lightning_roundpipe.runtime.core.layer_executor import LayerExecutor
 from lightning_roundpipe.runtime.core.offloading import Departures
 from lightning_roundpipe.runtime.threads.sync import CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import TaskThread
@@ -88,6 +92,43 @@ def test_microbatches_that_wait_hold_nothing_on_workers_whoever_is_late() -> Non
         assert_identical(free, tight)
         assert made[-1]()["planned_device_bytes"] == need
     assert_identical(free, train(devices=1))
+
+
+class DownloadsLate(Delays):
+    """Copies of activations to the host take much longer than all others."""
+
+    def __init__(self, seed: int, name: str) -> None:
+        super().__init__(seed, name)
+        self.late = name.endswith("/activations_down")
+
+    def next(self) -> float:
+        return 0.02 if self.late else super().next() / 10
+
+
+@pytest.mark.parametrize("missing", [None, "forward", "backward"])
+def test_no_call_begins_while_more_tensors_are_leaving_than_planned(
+    missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = {"forward": 0, "backward": 0}
+
+    def watched(name: str) -> Callable[..., Any]:
+        real = getattr(LayerExecutor, name)
+
+        def call(self: LayerExecutor, *args: Any) -> Any:
+            leaving = [*self._worker.departures._pending]
+            most[name] = max(most[name], sum(not departure.is_over() for departure in leaving))
+            return real(self, *args)
+
+        return call
+
+    for name in most:
+        monkeypatch.setattr(LayerExecutor, name, watched(name))
+    if missing is not None:
+        where = f"runtime.core.microbatch:MicrobatchTask._run_{missing}"
+        take_out(monkeypatch, where, "worker.departures.wait(self._cancel_scope)")
+    monkeypatch.setattr(emulated, "Delays", DownloadsLate)
+    train(emulation={"delay_seed": 0, "poison": True})
+    assert all((most[name] > LEAVING) is (name == missing) for name in most), most
 
 
 def overwrite(seen: list[Tensor], extra: list[Tensor], batch_idx: int) -> None:

@@ -311,6 +311,13 @@ ELSEWHERE = {
     ("runtime.batch.logs:_Download.wait", "self._end.wait()"),
     ("runtime.batch.logs:_arrived", "return value.wait() if isinstance(value, _Download) else value"),
     ("runtime.core.worker:Worker.keep_until_computed", "flying.oldest.wait()"),  # test_the_host_does_not_run_far_ahead
+    # test_offloading.py: test_no_call_begins_while_more_tensors_are_leaving_than_planned
+    ("runtime.core.microbatch:MicrobatchTask._run_forward", "worker.departures.wait(self._cancel_scope)"),
+    ("runtime.core.microbatch:MicrobatchTask._run_backward", "worker.departures.wait(self._cancel_scope)"),
+    # Without these, a thread that has to wait looks again at once.
+    ("runtime.core.offloading:Departures.wait", "oldest.wait(cancel_scope)"),
+    ("runtime.core.offloading:Departure.wait", "cancel_scope.wait(self._known)"),
+    ("runtime.core.offloading:Departure.wait", "copy.wait()"),
     # Keys and values that are joined on another thread's stream; on a GPU only.
     ("runtime.modes.evaluation_parts:Parting._settle", "device.compute.synchronize()"),
     (
