@@ -56,6 +56,7 @@ class ActivationPrefetcher:
         """
         slot = self._slots.upcoming(self._microbatch, call.index, backward=False)
         if slot is None:
+            self.end()
             return
         device = self._workers[slot.worker].device
         copies = []
@@ -76,6 +77,7 @@ class ActivationPrefetcher:
         """
         slot = self._slots.upcoming(self._microbatch, recorded.call, backward=True)
         if slot is None:
+            self.end()
             return []
         device = self._workers[slot.worker].device
         if slot is not self._slot and self._slot is not None and self._slot.phase == "fused":
@@ -132,7 +134,7 @@ class ActivationPrefetcher:
         self._slots.after(self._microbatch, slot, call)
 
     def end(self) -> None:
-        """Note that the microbatch makes no more calls."""
+        """Note that no call of the microbatch is foreseen, or that it makes no more: others need not wait for one."""
         self._depart(())
 
     def _pass_on(self, slot: Slot) -> None:

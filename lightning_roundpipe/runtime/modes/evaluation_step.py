@@ -184,6 +184,7 @@ class _EvaluationPart(PartRun):
         except BaseException:  # an error of the model's own is raised again by the whole call
             self._evaluation_step.unsplittable = True
         finally:
+            self._prefetcher.end()  # other parts go on where this one was given up
             self._announce()
             self._slots.finish(self.index)
 
