@@ -115,6 +115,21 @@ def test_every_attention_keeps_documents_apart(name: str, implementation: str) -
         torch.testing.assert_close(packed, torch.stack(parts).sum(0), rtol=1e-4, atol=1e-5)
 
 
+def test_flex_attention_is_tried_with_eager_attention() -> None:
+    """For which the same functions make the masks: a CPU does not run it as it should."""
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**USUAL, num_hidden_layers=2))
+    model.config._attn_implementation = "flex_attention"
+    assert not masks_needed(model)
+    assert model.config._attn_implementation == "flex_attention"
+
+
+def test_flash_attention_is_refused_where_rows_are_packed() -> None:
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**USUAL, num_hidden_layers=1))
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match=r"flash_attention_2 keeps .* Set attn_implementation=roundpipe"):
+        masks_needed(model)
+
+
 def test_long_rows_need_no_masks() -> None:
     """Attention is that of each document, and nothing is as large as the square of a row."""
     task, sizes = module("qwen3"), []

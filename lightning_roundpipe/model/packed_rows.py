@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from transformers import masking_utils
 
-LENGTH = 8
+LENGTH = 16
 """Tokens of each of the two documents that a model is tried with."""
 
 
 def masks_needed(model: nn.Module) -> bool:
     """Return whether ``model`` keeps documents of a packed row apart only if it is given masks (`document_masks`).
 
-    The model runs on one row of 16 tokens and on the half of it, with the first layer of each kind only.
+    The model runs on one row of 32 tokens and on the half of it, with the first layer of each kind only.
 
     Args:
         model: a causal language model, or adapters around one, on the host.
@@ -32,6 +32,13 @@ def masks_needed(model: nn.Module) -> bool:
         ValueError: the model does not keep them apart in either way.
     """
     name = type(base_model(model)).__name__
+    implementation = str(getattr(base_model(model).config, "_attn_implementation", ""))
+    if implementation.startswith("flash_attention"):
+        raise ValueError(
+            f"attn_implementation={implementation} keeps documents of packed rows apart only where a microbatch is a "
+            "single row: several rows would see what stands before them, without a word. Set "
+            "attn_implementation=roundpipe, which needs no masks either, or sdpa; or data.rows=padded."
+        )
     try:
         if not _mixes(model, masked=False):
             return False
@@ -98,7 +105,7 @@ def _mixes(model: nn.Module, *, masked: bool) -> bool:
         for batch in (both, alone):
             yield model(**batch, use_cache=False).logits[0, -LENGTH:].float()
 
-    with evaluating(model), torch.no_grad():
+    with evaluating(model), _written_out(model), torch.no_grad():
         try:
             with few_layers(base_model(model)):
                 beside, by_itself = second()
@@ -107,6 +114,23 @@ def _mixes(model: nn.Module, *, masked: bool) -> bool:
     lowest = base_model(model).get_input_embeddings().weight.dtype
     rounding = max(1e-4, 8 * torch.finfo(lowest).eps) * float(by_itself.abs().max())
     return bool((beside - by_itself).abs().max() > rounding)
+
+
+@contextlib.contextmanager
+def _written_out(model: nn.Module) -> Iterator[None]:
+    """With eager attention in place of `flex_attention`, for which the same functions make the masks.
+
+    On a CPU, torch 2.13 compiles `flex_attention` with errors, or for some lengths to garbage.
+    """
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    flexible = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == "flex_attention"]
+    for config in flexible:
+        config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        for config in flexible:
+            config._attn_implementation = "flex_attention"
 
 
 @contextlib.contextmanager
