@@ -28,6 +28,8 @@ from lightning_roundpipe.runtime.threads.sync import CancelScope
 from lightning_roundpipe.runtime.user_code.graph_cuts import source_of
 
 _ON_HOST = torch.empty(0)
+_HELD_BY_PYTHON = _ON_HOST._use_count()  # type: ignore[attr-defined]
+"""References to a tensor that only Python holds: one or two, by the version of torch."""
 
 
 def mark_output(tensor: Tensor) -> None:
@@ -46,7 +48,7 @@ def may_leave(tensor: Tensor) -> bool:
         and type(tensor) is Tensor
         and tensor.layout is torch.strided
         and not tensor.is_inference()
-        and tensor._use_count() == 1  # type: ignore[attr-defined]
+        and tensor._use_count() == _HELD_BY_PYTHON  # type: ignore[attr-defined]
         and torch._has_compatible_shallow_copy_type(tensor, _ON_HOST)
     )
 
