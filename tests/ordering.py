@@ -121,7 +121,7 @@ class Ordering:
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """The calling thread has asked for a torch operation."""
         stream, name = getattr(_local, "stream", HOST), func._schema.name
-        if stream is None or func.is_view or name.startswith(("aten::empty", "aten::new_empty")):
+        if stream is None or func.is_view or name.startswith(("aten::empty", "aten::new_empty", "aten::set_")):
             return
         reads, writes = _touched(func._schema, args, kwargs, result)
         if not any(map(self.was_computed, [*reads, *writes])):

@@ -38,7 +38,7 @@ def frozen(value: Any) -> Any:
     if not isinstance(value, Container):
         return value
     fresh: Any = value.copy() if type(value) in _OF_PYTHON else copy.copy(value)
-    if any(isinstance(inner, Container) for inner in (fresh.values() if isinstance(fresh, dict) else fresh)):
+    if fresh and any(isinstance(inner, Container) for inner in (fresh.values() if isinstance(fresh, dict) else fresh)):
         refill(fresh, value, nested=False)
     return fresh
 
@@ -82,6 +82,14 @@ def same_objects(attributes: list[dict[str, Any]], values: list[Any]) -> bool:
     if sum(map(len, attributes)) != len(values):
         return False
     return all(map(operator.is_, chain.from_iterable(map(dict.values, attributes)), values))
+
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+def holds_nothing(value: Any) -> bool:
+    """Return whether ``value`` is a plain number or text, or an empty dict as each module has for its hooks."""
+    return type(value) in _PLAIN or (isinstance(value, dict) and not value)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -24,6 +24,7 @@ from lightning_roundpipe.model.attributes import (
     ModuleState,
     StateDiff,
     frozen,
+    holds_nothing,
     same,
     same_objects,
 )
@@ -116,7 +117,7 @@ class Replica:
 
     def localized(self, value: Any) -> Any:
         """Return ``value`` as the copy should hold it: referring to the copy's parts, in containers of its own."""
-        return frozen(self._rebound(value))
+        return frozen(value if holds_nothing(value) else self._rebound(value))
 
     def bind(
         self, views: list[Tensor], requires_grad: list[bool], whole: Callable[[int], Tensor] | None = None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.model.attributes import bits, tensors_in
+from lightning_roundpipe.model.attributes import bits, holds_nothing, tensors_in
 
 
 class UnregisteredTensors:
@@ -28,6 +28,7 @@ class UnregisteredTensors:
             (name, tensor)
             for own in attributes
             for name, value in own.items()
+            if not holds_nothing(value)
             for tensor in tensors_in(value)
             if type(tensor) is Tensor and tensor.layout is torch.strided and id(tensor) not in buffers
             if not (tensor.is_meta or tensor.is_quantized)

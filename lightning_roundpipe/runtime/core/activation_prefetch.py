@@ -44,7 +44,7 @@ class ActivationPrefetcher:
         self._departure: Departure | None = None
         """From the slot that the microbatch has left, until it is known which tensors it needs in the next one."""
 
-    def inputs(self, call: Call, homes: Mapping[int, Device | None], written: Collection[int] = ()) -> None:
+    def inputs(self, call: Call, homes: Mapping[int, Device | None], stay: Collection[int] = ()) -> None:
         """Prefetch the inputs of a forward call.
 
         If anything has to be uploaded, this blocks until the microbatch runs, or is next in line, in the call's slot.
@@ -52,7 +52,7 @@ class ActivationPrefetcher:
         Args:
             call: the call, before it asks for its turn.
             homes: the device that holds each tensor among its leaves, by position; None for the host.
-            written: positions of those that the layer or user code will write to, which stay where they are.
+            stay: positions of those that stay where they are; see `Call.staying`.
         """
         slot = self._slots.upcoming(self._microbatch, call.index, backward=False)
         if slot is None:
@@ -63,7 +63,7 @@ class ActivationPrefetcher:
         for i, home in homes.items():
             if home is not device:
                 copies.append(call.saved.get(i) or self._activations.save(call.leaves[i], home))  # [1]
-                if home is not None and i not in written:
+                if home is not None and i not in stay:
                     self._activations.offload(call.leaves[i], copies[-1], home)
         self._depart(copies)
         with noted(lambda: FaultPlace(call.layer.title, "forward", self._microbatch, slot, device)):

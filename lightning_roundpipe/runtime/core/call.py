@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +122,13 @@ class Call:
     def manner(self) -> Manner | None:
         """How the layer is called: a precedent applies only if its manner is equal."""
         return Manner.of(self.spec, self.originals, self.requires_grad, self.trainable, self.thread_state, self.state)
+
+    def staying(self, written: Set[int]) -> Set[int]:
+        """Return the positions of leaves that stay on their worker when the microbatch goes on to another one.
+
+        They are those that are ``written`` to, and the layer's attributes, which are every microbatch's.
+        """
+        return written if self.spec.carried is None else written | set(range(self.spec.count, len(self.originals)))
 
 
 @dataclass

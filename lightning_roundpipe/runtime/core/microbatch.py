@@ -403,7 +403,7 @@ class MicrobatchTask:
             self._prefetcher.saved(recorded)
         if self.learning or traced.mutates:
             self.activations.settle()
-        self._prefetcher.inputs(call, homes, traced.mutates | traced.overwritten)
+        self._prefetcher.inputs(call, homes, call.staying(traced.mutates | traced.overwritten))
         if held:
             slot = self._slots.fused(self.index, call.index, call.layer, self._step.sums_of(traced))
         else:

@@ -46,9 +46,8 @@ def learn(call: Call, traced: TracedCall, forward: Forward, crossing: Crossing, 
     if call.measure:
         traced.kept_bytes, traced.forward_bytes = forward.activation_bytes, call.forward_bytes
         given = [*forward.tensors(), *(t for flat in forward.side_outputs.values() for t in flat.tensors())]
-        written = traced.mutates | traced.overwritten
-        tensors = [t for i, t in enumerate(call.originals) if isinstance(t, Tensor) and i not in written]
-        leaving = [t for t in tensors if may_leave(t)]
+        stay = call.staying(traced.mutates | traced.overwritten)
+        leaving = [t for i, t in enumerate(call.originals) if isinstance(t, Tensor) and i not in stay and may_leave(t)]
         traced.crossed = crossing.see(_strided(call.originals), _strided(given), leaving)
         traced.boundary_bytes = traced.crossed.input_bytes - sum(size for _, size in traced.crossed.shared)
         traced.boundary_bytes += forward.chosen.nbytes if forward.chosen is not None else 0
