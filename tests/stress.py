@@ -32,6 +32,7 @@ from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime import engine
+from lightning_roundpipe.runtime.profile import first_batch
 from lightning_roundpipe.runtime.report import report_of
 
 CALLS = 6
@@ -159,6 +160,7 @@ class Case:
         accumulate: batches per optimizer step.
         blocking: whether somebody looks at gradients, so that they are handed to ``.grad``.
         drops: whether layers draw random numbers. If not, a step's backward goes on when the next one begins.
+        offloads: whether outputs leave a worker with their microbatch, as where the plan needs the memory.
         emulation: options of the emulated devices, but for the memory.
     """
 
@@ -172,6 +174,7 @@ class Case:
     drops: bool = True
     blocking: bool = False
     prefetch: int = 1
+    offloads: bool = False
     emulation: dict[str, Any] = field(default_factory=lambda: {"poison": True, "delay_seed": 0})
 
 
@@ -227,7 +230,9 @@ def train(case: Case, callbacks: Sequence[pl.Callback] = (), **options: Any) -> 
         }
         | options
     )
-    with _highest() as peaks, all_reports() as reports:
+    with _highest() as peaks, all_reports() as reports, pytest.MonkeyPatch.context() as patch:
+        if case.offloads:
+            patch.setattr(first_batch, "needs_offloading", lambda *_: True)
         result = run(
             strategy,
             module,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +16,7 @@ from stress import all_reports
 from torch import Tensor, nn
 from without import take_out
 
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import emulated
 from lightning_roundpipe.devices.emulated_link import Delays
 from lightning_roundpipe.planning import Costs, Plan
@@ -22,8 +25,18 @@ from lightning_roundpipe.runtime.core import offloading
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.layer_executor import LayerExecutor
 from lightning_roundpipe.runtime.core.offloading import Departures
+from lightning_roundpipe.runtime.profile import first_batch
 from lightning_roundpipe.runtime.threads.sync import CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import TaskThread
+
+NEEDED = first_batch.needs_offloading
+
+
+@pytest.fixture(autouse=True)
+def _offloading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs leave although the plan fits without that."""
+    monkeypatch.setattr(first_batch, "needs_offloading", lambda *_: True)
+
 
 WIDTH = 2048
 MICROBATCHES = 10
@@ -181,10 +194,202 @@ def hook(seen: list[Tensor], extra: list[Tensor], batch_idx: int) -> None:
         seen[-2].register_hook(lambda grad: 2 * grad)
 
 
-@pytest.mark.parametrize("between", [overwrite, overwrite_a_view, skip, save_for_backward, own_function, hook])
+def in_other_hands(seen: list[Tensor], extra: list[Tensor], batch_idx: int) -> None:
+    """`torch.func`, operators by name, TorchScript and DLPack."""
+    if len(seen) > 2:
+        left = seen[-2]
+        extra.append(torch.func.vmap(lambda row: (row * row).mean())(left)[:, None])
+        extra.append(torch.ops.aten.mean.dim(left, [1], True) + _scripted_mean(left))
+        extra.append(torch.from_dlpack(left.detach()).mean(1, keepdim=True))
+
+
+@torch.jit.script
+def _scripted_mean(h: Tensor) -> Tensor:
+    return h.sin().mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        overwrite, overwrite_a_view, skip, save_for_backward, own_function, hook, in_other_hands,
+    ],
+)  # fmt: skip
 def test_user_code_sees_a_tensor_as_if_it_had_stayed(between: Between) -> None:
     """One worker, from which nothing leaves, computes the same bits."""
     assert_identical(train(between, devices=1), train(between, emulation={"poison": True}))
+
+
+class Kept(pl.LightningModule):
+    """All microbatches of later batches use what the first one has computed without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Scale(trained=False)
+        self.blocks = nn.ModuleList(Scale() for _ in range(4))
+        self.null: Tensor | None = None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.null is None:
+            with torch.no_grad():
+                self.null = self.encoder(torch.ones(1, WIDTH))
+        h = batch
+        for block in self.blocks:
+            h = block(h + self.null) + 0.1 * self.null
+        return h.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.blocks.parameters(), lr=0.1)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH,), 0.5), requires_grad=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        h.add_(self.weight)
+        return h * 2
+
+
+class WithoutGradients(pl.LightningModule):
+    """A frozen layer writes to its argument, which has left before and has an alias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.ModuleList(Scale(trained=False) for _ in range(4))
+        self.writes, self.last = InPlace(), Scale()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            h = self.frozen[0](batch)
+            alias = h.detach()
+            first = self.frozen[1](h) + alias
+            second = self.writes(h)
+            third = self.frozen[2](h)
+            fourth = self.frozen[3](first + second + third)
+        return self.last(fourth + h).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.last.parameters(), lr=0.1)
+
+
+class Aliased(pl.LightningModule):
+    """An output has left when a tensor that shares its memory is written to, and goes on to a layer thereafter."""
+
+    plan = per_call(6, 6)  # all calls are recomputed: from a kept graph, the write would be refused
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scale() for _ in range(5))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        h = self.blocks[0](batch)
+        alias = h.detach()
+        first = self.blocks[1](h)
+        if batch_idx:
+            alias.mul_(2.0)
+        second = self.blocks[2](h)
+        third = self.blocks[3](first + second)
+        return self.blocks[4](third + self.blocks[2](h)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Turned(nn.Module):
+    """Returns a view with the conjugate bit, which is not in its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.1, 0.2, WIDTH))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.complex(h * self.weight, h + self.weight).conj()
+
+
+class Conjugates(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = Turned()
+        self.blocks = nn.ModuleList(Scale() for _ in range(3))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        z = self.turned(batch)
+        alias = z.detach()
+        h = self.blocks[0](z)
+        h = self.blocks[1](h + z)
+        h = self.blocks[2](h + z)
+        return (h.abs() + (h + alias).imag).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("kind", [Kept, Aliased, WithoutGradients, Conjugates])
+def test_numbers_are_those_of_one_device(kind: type[pl.LightningModule]) -> None:
+    batches = [torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+
+    def trained(devices: int, **options: Any) -> Result:
+        module = kind()
+        layers = [name for name in ("Scale", "InPlace", "Turned") if name in str(module)]
+        plan = getattr(module, "plan", None)
+        used = ours(num_microbatches=6, layers=layers, plan=plan, microbatch_scope="step", **options)
+        return run(used, module, batches, devices=devices)
+
+    alone = trained(1)
+    for seed in range(2):
+        assert_identical(alone, trained(2, emulation={"delay_seed": seed, "poison": True}))
+
+
+@torch.jit.script
+def _scripted_double(h: Tensor) -> Tensor:
+    h.mul_(2.0)
+    return h.sum()
+
+
+def test_a_write_that_nothing_sees_is_refused() -> None:
+    """TorchScript writes to the host's copy, from which the next calls start."""
+
+    def between(seen: list[Tensor], extra: list[Tensor], batch_idx: int) -> None:
+        if batch_idx and len(seen) == 3:
+            with torch.no_grad():
+                _scripted_double(seen[-2])
+
+    with pytest.raises(RoundPipeError, match=r"wrote to what a layer returned"):
+        train(between)
+
+
+def test_another_thread_reads_the_same_values_at_any_time() -> None:
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+
+    def sums(h: Tensor) -> set[float]:
+        return {float(h.detach().sum()) for _ in range(20) if time.sleep(0.001) is None}
+
+    def between(seen: list[Tensor], extra: list[Tensor], batch_idx: int) -> None:
+        if len(seen) == 2:
+            seen[0].read = pool.submit(sums, seen[-1])  # type: ignore[attr-defined]
+        elif len(seen) == 4:
+            assert len(seen[0].read.result()) == 1  # type: ignore[attr-defined]
+
+    with pool:
+        train(between, emulation={"delay_seed": 0, "poison": True})
+
+
+def test_outputs_leave_only_where_the_plan_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(first_batch, "needs_offloading", NEEDED)
+    add = offloading.OffloadedTensors.add
+    monkeypatch.setattr(offloading.OffloadedTensors, "add", lambda *args: (left.append(1), add(*args))[1])
+    with all_reports() as made:
+        free = train()
+    report = made[-1]()
+    stay, plan = Costs.from_dict(report["costs"]), Plan.parse(PLAN)
+    assert max(waiting_bytes(plan, stay, 3)) == (MICROBATCHES - 1) * 4 * WIDTH
+    enough = device_bytes(plan, stay, 3)
+    assert_identical(free, train(emulation={"memory": enough}, memory_budget=1.0))
+    assert not left
+    assert_identical(free, train(emulation={"memory": enough - 4 * WIDTH}, memory_budget=1.0))
+    assert left
 
 
 def test_a_call_waits_for_the_oldest_departure_if_there_are_too_many() -> None:

@@ -60,6 +60,7 @@ def cases(draw: st.DrawFn) -> Case:
         accumulate=accumulate,
         drops=draw(st.booleans()),
         prefetch=draw(st.sampled_from([1, 1, 0])),
+        offloads=draw(st.booleans()),
         emulation={
             "poison": True,
             "delay_seed": draw(st.integers(0, 2**16)),

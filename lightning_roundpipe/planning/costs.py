@@ -327,6 +327,10 @@ class Costs:
             )
         )
 
+    def without_offloading(self) -> Costs:
+        """Return the costs where outputs stay on their worker while a microbatch waits for another one."""
+        return replace(self, calls=tuple(replace(call, leaving_bytes=0) for call in self.calls))
+
     @cached_property
     def _each(self) -> list[Costs]:
         known = {times: self._with_seconds(times) for times in set(self.times)}

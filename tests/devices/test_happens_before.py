@@ -20,6 +20,7 @@ from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_streams import CudaEvent, CudaStream
 from lightning_roundpipe.runtime.memory import grad_buffers
 from lightning_roundpipe.runtime.optimizer import async_optimizer
+from lightning_roundpipe.runtime.profile import first_batch
 
 PLAN = "forward 0 1-3; fused 4-5; backward 2-3 0-1; round 2"
 PLANS = {"llama": (6, PLAN), "vit": (6, PLAN), "gpt2": (7, PLAN.replace("4-5", "4-6"))}
@@ -51,6 +52,26 @@ def test_a_model_of_hugging_face(name: str, lora: bool, options: dict[str, Any])
     module, batches = zoo.make_module(name, lora), zoo.make_batches(name, 4)
     with races() as found:
         run(ours(num_microbatches=4, **options), module, batches, devices=2)
+    assert_no_races(found)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gpt2", "t5", "recurrent_gemma", "old_spectral_norm")
+        ),
+    ],
+)
+def test_outputs_that_leave_their_worker(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the plan needs the memory."""
+    monkeypatch.setattr(first_batch, "needs_offloading", lambda *_: True)
+    module, batches = zoo.make_module(name), zoo.make_batches(name, 4)
+    calls = len(run(ours(num_microbatches=3), module, batches[:1], devices=2, watch=False).report["costs"]["calls"])
+    with races(shared=True) as found:
+        run(ours(num_microbatches=3, plan=harness.per_call(calls, 3)), module, batches, devices=2, watch=False)
     assert_no_races(found)
 
 

@@ -14,6 +14,7 @@ once, nothing has to be merged, and its values are issued at that moment.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -118,6 +119,10 @@ def _reading(name: str) -> Any:
     return method
 
 
+def _made(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
 class _Watched:
     """Mixin of Lightning's collection of logged values during a step.
 
@@ -130,6 +135,11 @@ class _Watched:
     __getitem__, get = _reading("__getitem__"), _reading("get")
     keys, values, items = _reading("keys"), _reading("values"), _reading("items")
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle it as the collection that it is outside of a step."""
+        own = {name: value for name, value in vars(self).items() if name not in ("log", "before_read")}
+        return _made, (type(self).__mro__[2],), own, None, iter(list(self.items()))
+
 
 _watched_classes: dict[type, type] = {}
 
@@ -141,11 +151,12 @@ def _watched_class(kind: type) -> type:
 
 
 @contextlib.contextmanager
-def _watched(results: Any, before_read: Callable[[], None]) -> Iterator[None]:
+def _watched(results: Any, to_issue: Callable[[], Callable[[], None] | None]) -> Iterator[None]:
     """Watch Lightning's collection of logged values, which user code may use although `log_as` replaces ``log``.
 
     Calls of a ``log`` that was bound before are refused, because they would log values of single microbatches. Before
-    the collection is read, ``before_read`` is called; meanwhile the collection is as usual.
+    the collection is read, ``to_issue`` is called. If it returns something to call, the collection is as usual
+    meanwhile. Other threads may read, too: for them it returns None.
     """
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -163,9 +174,11 @@ def _watched(results: Any, before_read: Callable[[], None]) -> Iterator[None]:
         results.log, results.before_read, results.__class__ = refuse, read, _watched_class(kind)
 
     def read() -> None:
+        if (issue_now := to_issue()) is None:
+            return
         as_usual()
         try:
-            before_read()
+            issue_now()
         finally:
             watch()
 
@@ -234,16 +247,18 @@ def shadowed_log(
         kwargs.update(zip(_POSITIONAL, args, strict=False))
         current().log(name, value, **kwargs)
 
-    def before_read() -> None:
-        if (found := to_read()) is not None:
-            logs, size = found
-            with log_as(module, plain_log), torch._C.DisableTorchFunction():
-                issue(module, gathered([logs]), [size], [1.0])
+    def to_issue() -> Callable[[], None] | None:
+        found = to_read()
+        return None if found is None else functools.partial(issue_now, *found)
+
+    def issue_now(logs: LogRecorder, size: int) -> None:
+        with log_as(module, plain_log), torch._C.DisableTorchFunction():
+            issue(module, gathered([logs]), [size], [1.0])
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(log_as(module, log))
         if (results := _results_of(module)) is not None:
-            stack.enter_context(_watched(results, before_read))
+            stack.enter_context(_watched(results, to_issue))
         for metric in module.modules() if several else ():
             if isinstance(metric, Metric):
                 stack.enter_context(BatchValue(metric))

@@ -33,13 +33,21 @@ class ActivationPrefetcher:
         workers: all workers.
         slots: tells in which slot a call will run.
         activations: the microbatch's host tensors and their copies on workers.
+        offloads: whether inputs of calls leave the worker that the microbatch leaves; see `offloading`.
+
+    Attributes:
+        offloads: see above.
+        departs: whether calls of other microbatches wait until this one's tensors have left; not in evaluation.
     """
 
-    def __init__(self, microbatch: int, workers: Sequence[Worker], slots: Slots, activations: ActivationStore) -> None:
+    def __init__(
+        self, microbatch: int, workers: Sequence[Worker], slots: Slots, activations: ActivationStore, *, offloads: bool
+    ) -> None:
         self._microbatch = microbatch
         self._workers = workers
         self._slots = slots
         self._activations = activations
+        self.offloads, self.departs = offloads, True
         self._slot: Slot | None = None
         self._departure: Departure | None = None
         """From the slot that the microbatch has left, until it is known which tensors it needs in the next one."""
@@ -59,15 +67,17 @@ class ActivationPrefetcher:
             self.end()
             return
         device = self._workers[slot.worker].device
-        copies = []
-        for i, home in homes.items():
-            if home is not device:
-                copies.append(call.saved.get(i) or self._activations.save(call.leaves[i], home))  # [1]
-                if home is not None and i not in stay:
-                    self._activations.offload(call.leaves[i], copies[-1], home)
-        self._depart(copies)
+        save = self._activations.save
+        copies = {  # [1]
+            i: call.saved.get(i) or save(call.leaves[i], at) for i, at in homes.items() if at is not device
+        }
+        if self.offloads:
+            for i, copy in copies.items():
+                if (home := homes[i]) is not None and i not in stay:
+                    self._activations.offload(call.leaves[i], copy, home)
+        self.end()
         with noted(lambda: FaultPlace(call.layer.title, "forward", self._microbatch, slot, device)):
-            self._bring(slot, copies)
+            self._bring(slot, [*copies.values()])
 
     def gradients(self, recorded: RecordedCall) -> list[HostTensor]:
         """Prefetch what a backward call needs: its saved inputs and the gradients of its outputs. Blocks as `inputs`.
@@ -129,7 +139,8 @@ class ActivationPrefetcher:
             # that must stay. The device is named because after a recomputation ahead there may have been nothing left
             # to upload, so that the store never moved to this device.
             self._activations.leave(self._workers[slot.worker].device)
-        if self._slots.is_over(slot, call) and self._slots.upcoming(self._microbatch, call, backward=False) is not None:
+        leaves = (tape or self.offloads) and self._slots.is_over(slot, call)
+        if leaves and self._slots.upcoming(self._microbatch, call, backward=False) is not None:
             self._pass_on(slot)
         self._slots.after(self._microbatch, slot, call)
 
@@ -140,7 +151,7 @@ class ActivationPrefetcher:
     def _pass_on(self, slot: Slot) -> None:
         """Begin the microbatch's departure from the worker of ``slot``, before its turn passes."""
         self._depart(())
-        if len(self._workers) > 1:  # else the next stage is on the same worker, and nothing leaves
+        if self.departs and len(self._workers) > 1:  # else the next stage is on the same worker, and nothing leaves
             self._departure = self._workers[slot.worker].departures.begin()
 
     def _depart(self, copies: Sequence[HostTensor]) -> None:

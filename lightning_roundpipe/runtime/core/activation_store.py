@@ -13,6 +13,7 @@ already on the worker of the next stage is not copied.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Iterable
@@ -24,10 +25,12 @@ from torch import Tensor
 from lightning_roundpipe.devices import Device, Event, TrackedTensors
 from lightning_roundpipe.devices.base import stage
 from lightning_roundpipe.planning.crossing import tensor_bytes
-from lightning_roundpipe.runtime.core.offloading import OffloadedTensors, may_leave
+from lightning_roundpipe.runtime.core.offloading import OffloadedTensors, may_leave, written_unseen
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.user_code.inference_writes import version_of
+
+_NUMBERS = itertools.count(1)
 
 RESTORED = "tensors between layers"
 """Purpose under which a device counts them."""
@@ -93,6 +96,8 @@ class ActivationStore:
 
     def __init__(self, microbatch: int, recorder: Recorder, staging: Device | None = None) -> None:
         self._microbatch = microbatch
+        self.number = next(_NUMBERS)
+        """Tells it from the stores of all other microbatches of all steps."""
         self._staging = staging
         self._recorder = recorder
         self._saved: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], HostTensor]] = {}
@@ -116,8 +121,8 @@ class ActivationStore:
             tensor: the tensor to save.
             device: the device that holds it; None for the host.
         """
-        if (there := self.offloaded.get(tensor)) is not None:
-            return there.copy
+        if (there := self.unwritten(tensor)) is not None:
+            return there
         known = self._saved.get(id(tensor))
         version = version_of(tensor)
         if known is not None and known[0]() is tensor and known[1] == version:
@@ -129,26 +134,43 @@ class ActivationStore:
         return copy
 
     def offload(self, tensor: Tensor, copy: HostTensor, device: Device) -> None:
-        """Leave ``tensor``, which `save` has copied from ``device``, to the host if user code cannot tell [5]."""
-        if may_leave(tensor):
+        """Leave ``tensor``, which `save` copies from ``device``, to the host if user code cannot tell [5].
+
+        The calling thread waits for the copy.
+        """
+        if may_leave(tensor, self.number):
+            if copy.ready is not None:
+                copy.ready.wait()
             self.offloaded.add(tensor, copy, device)
+
+    def unwritten(self, tensor: Tensor) -> HostTensor | None:
+        """Return the copy of an offloaded ``tensor``; None for others. One that was written to is restored first."""
+        known = self.offloaded.get(tensor)
+        if known is not None and known.is_written():
+            self.restore(tensor)
+            return None
+        return known.copy if known is not None else None
 
     def restore(self, tensor: Tensor) -> None:
         """Undo `offload` of ``tensor``, if it was offloaded, because user code touches it."""
         known = self.offloaded.pop(tensor)
         if known is None:
             return
-        there = known.there()  # what shares its memory may have been written to since
+        there, written = known.there(), known.is_written()
+        if there is None and written:
+            raise written_unseen()
         if there is None:
             there = self.fresh(known.device, known.copy)
             known.device.track_until_freed([there], RESTORED)
         tensor.data = there
-        self._saved[id(tensor)] = (weakref.ref(tensor), version_of(tensor), known.copy)
+        if not written:
+            self._saved[id(tensor)] = (weakref.ref(tensor), version_of(tensor), known.copy)
 
     def restore_all(self) -> None:
         """Undo `offload` of all tensors that user code still holds."""
         for tensor in self.offloaded.alive():
             self.restore(tensor)
+        self.offloaded.end()
 
     def send(self, tensor: Tensor, device: Device | None) -> HostTensor:
         """Start the download that a later `transfer` will need [1].

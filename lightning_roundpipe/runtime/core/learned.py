@@ -24,6 +24,7 @@ class Learned:
         recent: the calls of the last batch that was one microbatch, used to predict those of the next one.
         plan: the plan that steps run under; None while there is none.
         costs: the costs from which the plan was made.
+        offloads: whether the plan fits only if outputs leave their worker while a microbatch waits for another one.
         plans: whether a plan is to be made from the running step.
         shares: whether user code computes with state that microbatches share.
         in_order: whether microbatches run one after another in every step.
@@ -52,6 +53,7 @@ class Learned:
         self.recent: Trace | None = None
         self.plan: Plan | None = None
         self.costs: Costs | None = None
+        self.offloads = False
         self.in_order = self.shares
         self.module_state = ModuleStateIsolation(self._model.module, self._model.layers)
         self.randomness = Randomness()

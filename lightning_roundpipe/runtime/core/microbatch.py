@@ -117,7 +117,9 @@ class MicrobatchTask:
         self.trace = trace or Trace()
         self._predictor = NextCallPredictor(slots, step.sums_of, recent)
         self._slots = slots
-        self._prefetcher = ActivationPrefetcher(index, engine.worker_pool.workers, slots, self.activations)
+        self._prefetcher = ActivationPrefetcher(
+            index, engine.worker_pool.workers, slots, self.activations, offloads=engine.learned.offloads
+        )
         self.tape: list[RecordedCall] = []
         self.reached = 0
         self._off_trace = self.trace.has_skipped_calls
@@ -232,13 +234,14 @@ class MicrobatchTask:
             self._prefetcher.after(slot, call.index)
             self._enter_user_code()
             if self.learning:
-                learn(call, traced, forward, self.trace.crossing, taped=recorded is not None)
+                learn(call, traced, forward, self.trace.crossing, self.activations.number, taped=recorded is not None)
                 if call.tentative and layer.reaches_out:
                     traced.can_tape = traced.needs_grad_mode = True
             traced.profile = forward.profile
             if recorded is not None:
                 recorded.is_plain = call.profile is not None and forward.profile is not None
-            output, taped = hand_back(call, recorded, traced, forward, args, kwargs, self._watched)
+            owner = self.activations.number
+            output, taped = hand_back(call, recorded, traced, forward, args, kwargs, self._watched, owner)
             if call.measure:
                 self._gauge = PeakMemoryMeter(self._device, ())
             if recorded is not None and taped:
@@ -395,6 +398,8 @@ class MicrobatchTask:
         if traced.profile is not None and traced.profile.fits(call):
             call.profile = traced.profile
         tensors = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)}
+        for i in (traced.mutates | traced.overwritten) & tensors.keys():
+            self.activations.restore(tensors[i])  # what is written must not be the copy that other calls start from
         homes = {i: self._locate(t) for i, t in tensors.items()}
         save = self.activations.save
         saved = call.saved = {i: save(t, homes[i]) for i, t in tensors.items()} if call.recomputed else {}
@@ -441,7 +446,7 @@ class MicrobatchTask:
                 recorded.given.append((i, witness(tensor), tensor._version))
 
     def _locate(self, tensor: Tensor) -> Device | None:
-        if self.activations.offloaded.get(tensor) is not None:
+        if self.activations.unwritten(tensor) is not None:
             return None
         return self.engine.worker_pool.locate(tensor, self._device)
 

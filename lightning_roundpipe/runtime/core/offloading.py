@@ -2,9 +2,12 @@
 
 Outputs of a stage are in the hands of user code, and the next stage runs on another worker, from their host copies:
 
-    next call: inputs are on their way to the host ── `OffloadedTensors` makes the tensor one of the host ── [1]
-    the copy is done ── no one holds the memory on the worker any more ── [2]
+    next call: inputs are copied to the host ── `OffloadedTensors` makes the tensor one of the host ── [1]
+    no one holds the memory on the worker any more ── [2]
     user code touches the tensor after all ── it is restored on its worker first ── [3]
+
+It is done only where the plan needs the memory, and after the copy is complete: whoever else reads the tensor, such as
+a thread of the user's own, finds the same values at any time.
 
 Gradients leave in the same way, but are in no one's hands. `Departures` bounds how many microbatches are between the
 end of their stage and [2], which is what the plan counts.
@@ -20,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.planning.memory import LEAVING
@@ -32,22 +36,25 @@ _HELD_BY_PYTHON = _ON_HOST._use_count()  # type: ignore[attr-defined]
 """References to a tensor that only Python holds: one or two, by the version of torch."""
 
 
-def mark_output(tensor: Tensor) -> None:
-    """Mark ``tensor`` as the output of a call. Outputs that require grad are known by their graph."""
-    tensor.roundpipe_output = True  # type: ignore[attr-defined]
+def mark_output(tensor: Tensor, owner: int) -> None:
+    """Mark ``tensor`` as the output of a call of ``owner``, a microbatch of one step (`ActivationStore.number`)."""
+    tensor.roundpipe_output = owner  # type: ignore[attr-defined]
 
 
-def may_leave(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a call's output whose memory user code sees through this object alone.
+def may_leave(tensor: Tensor, owner: int) -> bool:
+    """Return whether ``tensor`` is an output of ``owner`` whose memory user code sees through this object alone.
 
-    Autograd keeps a tensor itself as what a function of user code saved, and would read it on the host.
+    What an earlier step or another microbatch has left (a cache) may be in the hands of several microbatches, of which
+    each restores only what it has offloaded itself. Autograd keeps a tensor itself as what a function of user code
+    saved, and would read it on the host.
     """
-    is_output = source_of(tensor) is not None if tensor.requires_grad else hasattr(tensor, "roundpipe_output")
     return (
-        is_output
+        getattr(tensor, "roundpipe_output", None) == owner
+        and (not tensor.requires_grad or source_of(tensor) is not None)
         and type(tensor) is Tensor
         and tensor.layout is torch.strided
         and not tensor.is_inference()
+        and not (tensor.is_conj() or tensor.is_neg())  # which the memory alone does not tell
         and tensor._use_count() == _HELD_BY_PYTHON  # type: ignore[attr-defined]
         and torch._has_compatible_shallow_copy_type(tensor, _ON_HOST)
     )
@@ -63,6 +70,8 @@ class _Offloaded:
         device: the worker that held it.
         storage: its memory there, by a weak reference: other tensors may share it.
         place: its storage offset, shape and strides there.
+        witness: shares its version.
+        version: the version when it left.
     """
 
     tensor: weakref.ref[Tensor]
@@ -70,6 +79,12 @@ class _Offloaded:
     device: Device
     storage: weakref.ref[torch.UntypedStorage]
     place: tuple[int, torch.Size, tuple[int, ...]]
+    witness: Tensor
+    version: int
+
+    def is_written(self) -> bool:
+        """Return whether the tensor, or one that shares its memory, was written to since it left."""
+        return self.witness._version != self.version
 
     def there(self) -> Tensor | None:
         """Return the tensor's old memory; None if it is freed."""
@@ -85,6 +100,8 @@ class OffloadedTensors:
 
     def __init__(self) -> None:
         self._known: dict[int, _Offloaded] = {}
+        self._dropped: list[_Offloaded] = []
+        """Those that user code has dropped; layers are recomputed from their copies."""
 
     def __bool__(self) -> bool:
         if self._known:
@@ -92,15 +109,16 @@ class OffloadedTensors:
         return bool(self._known)
 
     def add(self, tensor: Tensor, copy: HostTensor, device: Device) -> None:
-        """Let ``tensor`` have the memory of its host ``copy`` instead of that on ``device`` [1].
+        """Let ``tensor`` have the memory of its complete host ``copy`` instead of that on ``device`` [1].
 
         Its object, its graph and its version stay the same.
         """
         self._forget_dead()
         place = int(tensor.storage_offset()), tensor.shape, tensor.stride()
-        storage = weakref.ref(tensor.untyped_storage())
-        self._known[id(tensor)] = _Offloaded(weakref.ref(tensor), copy, device, storage, place)
+        storage, version = weakref.ref(tensor.untyped_storage()), tensor._version
         tensor.data = copy.tensor
+        witness = tensor.detach()
+        self._known[id(tensor)] = _Offloaded(weakref.ref(tensor), copy, device, storage, place, witness, version)
 
     def get(self, tensor: Tensor) -> _Offloaded | None:
         """Return where the values of ``tensor`` are; None if it was not offloaded."""
@@ -115,11 +133,33 @@ class OffloadedTensors:
         return known
 
     def _forget_dead(self) -> None:
-        self._known = {key: known for key, known in self._known.items() if known.tensor() is not None}
+        for key, known in list(self._known.items()):
+            if known.tensor() is None:
+                self._dropped.append(self._known.pop(key))
 
     def alive(self) -> list[Tensor]:
         """Return the tensors that user code still holds."""
         return [tensor for known in self._known.values() if (tensor := known.tensor()) is not None]
+
+    def end(self) -> None:
+        """Forget all tensors at the end of the microbatch's forward.
+
+        Raises:
+            RoundPipeError: one that user code has dropped was written to without being restored.
+        """
+        self._forget_dead()
+        dropped, self._dropped = self._dropped, []
+        if any(known.is_written() and known.storage() is None for known in dropped):
+            raise written_unseen()
+
+
+def written_unseen() -> RoundPipeError:
+    """Return the error for a write that only the tensor's version shows."""
+    return RoundPipeError(
+        "code between layers wrote to what a layer returned in a way that cannot be followed: by another tensor of the "
+        "same memory (detach(), a view), or in TorchScript or an extension. Write to the output itself, in a function "
+        "of torch. Outputs stay where they are, and such code works, if memory_budget or the devices' memory is larger."
+    )
 
 
 class Departure:

@@ -26,7 +26,7 @@ from lightning_roundpipe.runtime.user_code.graph_cuts import boundary
 from lightning_roundpipe.runtime.user_code.inference_writes import touched
 
 
-def learn(call: Call, traced: TracedCall, forward: Forward, crossing: Crossing, *, taped: bool) -> None:
+def learn(call: Call, traced: TracedCall, forward: Forward, crossing: Crossing, owner: int, *, taped: bool) -> None:
     """Write what the first batch shows about a call to ``traced``.
 
     Args:
@@ -34,6 +34,7 @@ def learn(call: Call, traced: TracedCall, forward: Forward, crossing: Crossing, 
         traced: its entry in the trace.
         forward: its results.
         crossing: tracks which tensors the microbatch's calls share.
+        owner: number of the microbatch's `ActivationStore`.
         taped: whether the call has an entry for the tape.
     """
     foretold = call.precedent if forward.foretold else None
@@ -47,7 +48,9 @@ def learn(call: Call, traced: TracedCall, forward: Forward, crossing: Crossing, 
         traced.kept_bytes, traced.forward_bytes = forward.activation_bytes, call.forward_bytes
         given = [*forward.tensors(), *(t for flat in forward.side_outputs.values() for t in flat.tensors())]
         stay = call.staying(traced.mutates | traced.overwritten)
-        leaving = [t for i, t in enumerate(call.originals) if isinstance(t, Tensor) and i not in stay and may_leave(t)]
+        leaving = [
+            t for i, t in enumerate(call.originals) if isinstance(t, Tensor) and i not in stay and may_leave(t, owner)
+        ]
         traced.crossed = crossing.see(_strided(call.originals), _strided(given), leaving)
         traced.boundary_bytes = traced.crossed.input_bytes - sum(size for _, size in traced.crossed.shared)
         traced.boundary_bytes += forward.chosen.nbytes if forward.chosen is not None else 0
@@ -71,6 +74,7 @@ def hand_back(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     watched: SharedOutputs,
+    owner: int = 0,
 ) -> tuple[Any, bool]:
     """Deliver a forward's results to user code.
 
@@ -82,6 +86,7 @@ def hand_back(
         args: positional arguments as user code passed them; lists and dicts among them are updated in place.
         kwargs: keyword arguments, likewise.
         watched: takes the outputs that share memory, to which user code must not write.
+        owner: number of the microbatch's `ActivationStore`; 0: the outputs stay on their device.
 
     Returns:
         The layer's output as user code sees it, and whether ``recorded`` belongs on the tape.
@@ -108,8 +113,7 @@ def hand_back(
         recorded.buffers, recorded.choices, recorded.fingerprint = forward.buffers, forward.choices, forward.fingerprint
         aliases = boundary(recorded, outputs, flags)
     for alias in aliases:
-        if not alias.requires_grad:
-            mark_output(alias)
+        mark_output(alias, owner)
     rest = iter(aliases)
     returned = [next(rest) for _ in forward.output.tensors()]
     if forward.mutated:

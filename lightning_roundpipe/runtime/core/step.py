@@ -470,7 +470,10 @@ class Step:
             backward delivers the step's gradients.
         """
         module, rules, mixes = self.engine.model.module, self.engine.learned.log_rules, self.engine.learned.mixes
-        joined = join(module, self.runs, self.sizes, self.weighing, rules, mixes=mixes)
+        sizes = (
+            self.sizes if len(self.sizes) == len(self.runs) else [sum(self.sizes)]
+        )  # only calls of the model are cut
+        joined = join(module, self.runs, sizes, self.weighing, rules, mixes=mixes)
         if joined.losses and len(self.runs) > 1:
             self.engine.hints.of_logs(undecided(joined.said, rules), lost(joined.said, joined.weights))
         if len(joined.losses) < len(self.runs):

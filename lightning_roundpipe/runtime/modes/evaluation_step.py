@@ -160,6 +160,7 @@ class _EvaluationPart(PartRun):
 
     def __init__(self, step: EvaluationStep, *args: Any) -> None:
         super().__init__(step.engine, step, *args)
+        self._prefetcher.departs = self._prefetcher.offloads = False
         self._evaluation_step = step
         self.segments = _EvaluationSections(step.engine, step.spec, self.index, learning=False)
         self.made: list[int] = []
@@ -184,7 +185,6 @@ class _EvaluationPart(PartRun):
         except BaseException:  # an error of the model's own is raised again by the whole call
             self._evaluation_step.unsplittable = True
         finally:
-            self._prefetcher.end()  # other parts go on where this one was given up
             self._announce()
             self._slots.finish(self.index)
 

@@ -21,6 +21,7 @@ from lightning_roundpipe.planning.memory import (
     boundary_bytes,
     copies_bytes,
     device_bytes,
+    fits,
     lead_within,
     of_worker,
     partition_within,
@@ -58,6 +59,11 @@ _STEPS = 4
 """Plans are compared by the mean of so many steps, after as many that fill the pipeline."""
 _MOST_TURNS = 60_000
 """Most turns that are simulated, to choose among the plans that the search has found, if no steps repeat."""
+
+
+def needs_offloading(plan: Plan, costs: Costs, workers: int, limit: Memory | None) -> bool:
+    """Return whether ``plan`` does not fit into workers if the outputs of waiting microbatches stay there."""
+    return limit is not None and not fits(plan, costs.without_offloading(), workers, limit)
 
 
 class Planner:
@@ -132,6 +138,9 @@ class Planner:
             why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
             self.run_in_order(why, "plan must have these calls in one forward stage, or be left out.")
             return
+        learned.offloads = needs_offloading(plan, costs, len(self._workers), limit)
+        if not learned.offloads:
+            learned.costs = costs = costs.without_offloading()
         self._reserve_for(plan, costs, trace, limit)
         learned.plan = plan
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -392,6 +393,7 @@ class PartsCheck:
         weighing = Weighing(sizes, self._cutter.given_weights_of(batches) if len(batches) > 1 else None)
         current: list[Rehearsal] = []
         early: list[LogRecorder] = []
+        thread = threading.get_ident()
         before = {id(m): m._update_count for m in self._modules.values() if isinstance(m, Metric)}
         buffers = [(b, b.clone()) for m in self._layers_modules() for b in m.buffers(recurse=False)] if steady else []
         for module in self._batch_norms() if steady else ():
@@ -408,7 +410,7 @@ class PartsCheck:
         try:
 
             def to_read() -> tuple[LogRecorder, int] | None:
-                if len(batches) > 1:
+                if len(batches) > 1 or threading.get_ident() != thread or not current[-1].logs.calls:
                     return None  # as in a step: user code that needs the values shows a difference
                 early.append(current[-1].logs.take())
                 return early[-1], sizes[0]
