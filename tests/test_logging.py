@@ -5,9 +5,12 @@ Batches are of uneven sizes and cut unevenly; plain training logs each of them w
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import itertools
 import logging
+import threading
 from typing import Any
 
 import harness
@@ -228,6 +231,46 @@ def test_a_training_step_that_runs_once_reads_back_what_it_logs(options: dict[st
     if "staleness" in options:  # weights differ from the second batch on
         read = [values[0][:7] for values in read]
     harness.assert_tensors_same(*read)
+
+
+class ReadsSometimes(zoo.PlainClassifier):
+    """Reads back the mean over the epoch after every other batch; meanwhile, a thread reads as well, and copies."""
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        loss, _ = self.loss_and_logits(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        if batch_idx % 2:
+            assert self.trainer.callback_metrics["loss_step"] == loss
+            copied = copy.deepcopy(self.trainer._results)
+            assert type(copied).__module__.startswith("lightning.") and copied is not None
+            self.trainer.copied = copied  # type: ignore[attr-defined]
+        return loss
+
+
+@pytest.mark.parametrize("options", [{"microbatch_scope": "model"}, {"num_microbatches": 1}])
+def test_means_over_an_epoch_whenever_they_are_read(options: dict[str, Any]) -> None:
+    """Batches are of unequal sizes; where calls of the model are cut, the parts' sizes do not count."""
+    found = []
+    for strategy in ("auto", ours(**{"num_microbatches": 3, **options})):
+        module = ReadsSometimes(zoo.make_module("mlp").model)
+        trainer = trainer_of(strategy, devices=1 if strategy == "auto" else 2)
+        over = threading.Event()
+
+        def poll(trainer: Any = trainer, over: threading.Event = over) -> None:
+            while not over.wait(0.001):
+                with contextlib.suppress(RuntimeError, AssertionError):  # of a dict that changes; outside of loops
+                    len(trainer._results or ())
+
+        reader = threading.Thread(target=poll)
+        reader.start()
+        try:
+            trainer.fit(module, loader(UNEVEN))
+        finally:
+            over.set()
+            reader.join()
+        assert len(trainer.copied) == 1  # type: ignore[attr-defined]
+        found.append(dict(trainer.callback_metrics))
+    harness.assert_tensors_same(*found)
 
 
 def test_logging_in_hooks() -> None:

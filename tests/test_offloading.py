@@ -52,8 +52,8 @@ class Scale(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH), requires_grad=trained)
 
-    def forward(self, h: Tensor) -> Tensor:
-        return torch.tanh(self.weight * h)
+    def forward(self, h: Tensor, added: Tensor | None = None) -> Tensor:
+        return torch.tanh(self.weight * (h if added is None else h + added))
 
 
 class Scales(pl.LightningModule):
@@ -234,7 +234,7 @@ class Kept(pl.LightningModule):
                 self.null = self.encoder(torch.ones(1, WIDTH))
         h = batch
         for block in self.blocks:
-            h = block(h + self.null) + 0.1 * self.null
+            h = block(h, self.null) + 0.1 * self.null
         return h.square().mean()
 
     def configure_optimizers(self) -> Any:
