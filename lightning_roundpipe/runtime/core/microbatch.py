@@ -240,7 +240,7 @@ class MicrobatchTask:
             traced.profile = forward.profile
             if recorded is not None:
                 recorded.is_plain = call.profile is not None and forward.profile is not None
-            owner = self.activations.number
+            owner = self.activations.number if self.learning or self._prefetcher.offloads else 0
             output, taped = hand_back(call, recorded, traced, forward, args, kwargs, self._watched, owner)
             if call.measure:
                 self._gauge = PeakMemoryMeter(self._device, ())

@@ -112,7 +112,7 @@ def hand_back(
         recorded.side_outputs = {key: len(side) for key, side in through.items()}
         recorded.buffers, recorded.choices, recorded.fingerprint = forward.buffers, forward.choices, forward.fingerprint
         aliases = boundary(recorded, outputs, flags)
-    for alias in aliases:
+    for alias in aliases if owner else ():
         mark_output(alias, owner)
     rest = iter(aliases)
     returned = [next(rest) for _ in forward.output.tensors()]
