@@ -314,6 +314,8 @@ ELSEWHERE = {
     # test_offloading.py: test_no_call_begins_while_more_tensors_are_leaving_than_planned
     ("runtime.core.microbatch:MicrobatchTask._run_forward", "worker.departures.wait(self._cancel_scope)"),
     ("runtime.core.microbatch:MicrobatchTask._run_backward", "worker.departures.wait(self._cancel_scope)"),
+    # test_offloading.py: test_another_thread_reads_the_same_values_at_any_time
+    ("runtime.core.activation_store:ActivationStore.offload", "copy.ready.wait()"),
     # Without these, a thread that has to wait looks again at once.
     ("runtime.core.offloading:Departures.wait", "oldest.wait(cancel_scope)"),
     ("runtime.core.offloading:Departure.wait", "cancel_scope.wait(self._known)"),

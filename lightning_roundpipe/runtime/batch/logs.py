@@ -150,44 +150,41 @@ def _watched_class(kind: type) -> type:
     return _watched_classes[kind]
 
 
-@contextlib.contextmanager
-def _watched(results: Any, to_issue: Callable[[], Callable[[], None] | None]) -> Iterator[None]:
-    """Watch Lightning's collection of logged values, which user code may use although `log_as` replaces ``log``.
+class _Watch:
+    """Context in which Lightning's collection of logged values is watched. `log_as` replaces ``log`` meanwhile.
 
     Calls of a ``log`` that was bound before are refused, because they would log values of single microbatches. Before
     the collection is read, ``to_issue`` is called. If it returns something to call, the collection is as usual
     meanwhile. Other threads may read, too: for them it returns None.
     """
 
-    def refuse(*_: Any, **__: Any) -> None:
-        raise RoundPipeError(
-            "self.log was called through a reference that was taken before training_step, such as one that was handed "
-            "to another module; its values would be those of single microbatches. Call self.log of the LightningModule "
-            "in training_step itself."
-        )
+    def __init__(self, results: Any, to_issue: Callable[[], Callable[[], None] | None]) -> None:
+        self._results, self._kind, self._to_issue = results, type(results), to_issue
 
-    def as_usual() -> None:
-        results.__class__ = kind
-        del results.log, results.before_read
+    def __enter__(self) -> None:
+        results = self._results
+        results.log, results.before_read, results.__class__ = _refuse, self._read, _watched_class(self._kind)
 
-    def watch() -> None:
-        results.log, results.before_read, results.__class__ = refuse, read, _watched_class(kind)
+    def __exit__(self, *_: object) -> None:
+        self._results.__class__ = self._kind
+        del self._results.log, self._results.before_read
 
-    def read() -> None:
-        if (issue_now := to_issue()) is None:
+    def _read(self) -> None:
+        if (issue_now := self._to_issue()) is None:
             return
-        as_usual()
+        self.__exit__()
         try:
             issue_now()
         finally:
-            watch()
+            self.__enter__()
 
-    kind = type(results)
-    watch()
-    try:
-        yield
-    finally:
-        as_usual()
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise RoundPipeError(
+        "self.log was called through a reference that was taken before training_step, such as one that was handed "
+        "to another module; its values would be those of single microbatches. Call self.log of the LightningModule "
+        "in training_step itself."
+    )
 
 
 def _results_of(module: Any) -> Any:
@@ -258,7 +255,7 @@ def shadowed_log(
     with contextlib.ExitStack() as stack:
         stack.enter_context(log_as(module, log))
         if (results := _results_of(module)) is not None:
-            stack.enter_context(_watched(results, to_issue))
+            stack.enter_context(_Watch(results, to_issue))
         for metric in module.modules() if several else ():
             if isinstance(metric, Metric):
                 stack.enter_context(BatchValue(metric))
