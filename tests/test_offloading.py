@@ -407,6 +407,29 @@ def test_a_call_waits_for_the_oldest_departure_if_there_are_too_many() -> None:
     task.join(None)
 
 
+class Twice(Scales):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        h = self.blocks[0](batch)
+        for block in list(self.blocks)[1:]:
+            h = block(h, h)
+        return h.square().mean()
+
+
+def test_a_tensor_that_is_passed_twice_leaves_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the host's memory would be taken for that on the worker."""
+    known: list[bool] = []
+    add = offloading.OffloadedTensors.add
+
+    def note(self: Any, tensor: Tensor, *given: Any) -> None:
+        known.append(self.get(tensor) is not None)
+        add(self, tensor, *given)
+
+    monkeypatch.setattr(offloading.OffloadedTensors, "add", note)
+    batches = [torch.randn(MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    run(ours(num_microbatches=MICROBATCHES, plan=PLAN, layers=["Scale"]), Twice(), batches, devices=3)
+    assert known and not any(known)
+
+
 def test_only_what_user_code_touches_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
     restored: list[int] = []

@@ -138,7 +138,7 @@ class ActivationStore:
 
         The calling thread waits for the copy.
         """
-        if may_leave(tensor, self.number):
+        if self.offloaded.get(tensor) is None and may_leave(tensor, self.number):  # it may be passed twice
             if copy.ready is not None:
                 copy.ready.wait()
             self.offloaded.add(tensor, copy, device)
