@@ -9,9 +9,9 @@ import random
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -29,8 +29,6 @@ settings.load_profile("unhurried")
 
 THREAD_GRACE_SECONDS = 60.0
 GOLDEN_RATIO = (1 + 5**0.5) / 2
-SMALLEST_GRID = 6
-"""Points of a grid below which all are run."""
 
 
 def pytest_report_header() -> str:
@@ -43,8 +41,9 @@ def pytest_report_header() -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every", type=int, default=1, metavar="N", help="of the slow tests of a file, run one in N")
     parser.addoption(
-        "--every", type=int, default=1, metavar="N", help="of slow tests on a grid, run one in N of the grid's points"
+        "--turn", type=int, default=0, metavar="K", help="with --every N: which ones, 0 to N-1; all turns are all tests"
     )
 
 
@@ -54,22 +53,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects all but a share of the slow tests that cross two or more lists of parameters, if they are many.
+    """Deselects all but a share of the slow tests of each file.
 
-    The multiples of the golden ratio spread evenly and meet no row of a grid more often than another. The same ones are
-    chosen in each process and each run.
+    The multiples of the golden ratio spread evenly and meet no row of a grid more often than another. Each file begins
+    at a place of its own. The same ones are chosen in each process and each run.
     """
-    every = config.getoption("--every")
-    passed: Counter[str] = Counter()
-    left_out = set()
+    every, turn = config.getoption("--every"), config.getoption("--turn")
+    files: dict[str, list[pytest.Item]] = {}
     for item in items:
-        function = item.nodeid.partition("[")[0]
-        if item.get_closest_marker("slow") and len(list(item.iter_markers("parametrize"))) >= 2:
-            number = passed[function]
-            passed[function] += 1
-            if number * GOLDEN_RATIO % 1 >= 1 / every:
-                left_out.add(item)
-    left_out = {item for item in left_out if passed[item.nodeid.partition("[")[0]] >= SMALLEST_GRID}
+        if item.get_closest_marker("slow"):
+            files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    left_out = {
+        item
+        for name, slow in files.items()
+        for number, item in enumerate(slow, start=crc32(name.encode()) % 100)
+        if int(number * GOLDEN_RATIO % 1 * every) != turn % every
+    }
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forks
+
 TESTS = Path(__file__).parent
+Process = subprocess.Popen[str] | forks.Forked
 
 
 @dataclass
@@ -65,17 +68,27 @@ def start(
     arguments: dict[str, Any],
     slurm: str | None = None,
     network: Any = None,
-) -> list[subprocess.Popen[str]]:
+) -> Sequence[Process]:
     """Start the processes, on this machine or on a `SlowNetwork`. Their output goes to files in ``folder``."""
     port, code = free_port(), "import sys, several_jobs; several_jobs.main(*sys.argv[1:])"
     folder.mkdir(parents=True, exist_ok=True)
+    given = [job, str(folder), json.dumps(arguments)]
+    if network is None:
+        server = forks.server("harness", "zoo", "torch.distributed.optim")
+        return [
+            forks.Forked(
+                server,
+                "several_jobs.main",
+                given,
+                environment(rank, machines, port, slurm),
+                folder / f"output-{rank}.txt",
+            )
+            for rank in range(machines)
+        ]
     return [
         subprocess.Popen(
-            [
-                *([] if network is None else network.inside(rank)),
-                *(sys.executable, "-c", code, job, str(folder), json.dumps(arguments)),
-            ],
-            env=environment(rank, machines, port, slurm) | ({} if network is None else network.variables),
+            [*network.inside(rank), sys.executable, "-c", code, *given],
+            env=environment(rank, machines, port, slurm) | network.variables,
             stdout=open(folder / f"output-{rank}.txt", "w"),
             stderr=subprocess.STDOUT,
             text=True,
@@ -107,9 +120,7 @@ LEFT = 1000
 """Exit status of a process that had to be killed."""
 
 
-def collect(
-    processes: Sequence[subprocess.Popen[str]], folder: Path, limit: float, *, until: int | None = None
-) -> list[Machine]:
+def collect(processes: Sequence[Process], folder: Path, limit: float, *, until: int | None = None) -> list[Machine]:
     """Wait for the processes, or ``until`` one of them has ended, and kill what is left at last."""
     deadline, ended = time.monotonic() + limit, dict[int, float]()
     while len(ended) < len(processes) and time.monotonic() < deadline and (until is None or until not in ended):

@@ -97,6 +97,7 @@ class TestTimedCuda:
         assert gpus.starved_s == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_each_row_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[tuple[float, type, int]] = []

@@ -214,6 +214,7 @@ def save_again_and_again(path: Path) -> None:
         WholeCheckpointIO().save_checkpoint(numbered(number), path)
 
 
+@pytest.mark.slow
 def test_killed_while_it_is_written(path: Path) -> None:
     """What is there is a whole checkpoint, each time; half a one was on its way at least once."""
     draw = random.Random(0)

@@ -29,6 +29,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int | None:
     return main()
 
 
+@pytest.mark.slow
 def test_a_run(
     run: tuple[Path, torch.Tensor],
     tmp_path: Path,

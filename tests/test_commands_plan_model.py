@@ -136,6 +136,7 @@ def _events(trace: Path) -> dict[int, list[Any]]:
     return processes
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_has_no_picture(command: Any, tmp_path: Path) -> None:
     code, out, err = command(*TINY_4090, "memory=300KB", "microbatch_size=2", f"picture={tmp_path / 'plan.png'}")
     assert code == 1 and out.startswith("Does not fit: ")
@@ -221,6 +222,7 @@ def test_stages_of_a_given_length(command: Any) -> None:
     assert "search_seconds= is about finding a plan, and stage_seconds=" in command(*TINY_4090, "stage_seconds=1")[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("memory", "first"),
     [
@@ -263,6 +265,7 @@ def test_what_helps_only_together_is_tried_together(command: Any) -> None:
     assert set(remedy["changes"]) == {"lora", "sequence_length", "microbatch_size"}
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_that_is_said(command: Any) -> None:
     code, out, _ = command(*TINY_4090, "memory=30KB", "microbatch_size=2")
     text = " ".join(out.split())
@@ -273,6 +276,7 @@ def test_where_nothing_fits_that_is_said(command: Any) -> None:
     assert command(*TINY_4090, enough[1], "microbatch_size=2")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_host_that_is_too_small_is_told_how_much_is_enough(command: Any) -> None:
     """It is enough, 1 KiB less is not, and the figure beside a larger amount is reached with it."""
     options = ("model=tiny_llama", "gpu=rtx4090", "gpus=2", "sequence_length=256", "search_seconds=0", "microbatches=8")
@@ -291,6 +295,7 @@ def test_a_host_that_is_too_small_is_told_how_much_is_enough(command: Any) -> No
     assert re.search(r"\n +[\d,]+ tokens/s  host_memory=\d+MiB\n +[\d,]+ tokens/s  host_memory=\d+MiB\n", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
@@ -327,6 +332,7 @@ def test_a_plan_that_does_not_fit_is_left_out_first(command: Any) -> None:
     assert "without plan=" in command(*options, text, memory)[1]
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_said_beside_what_is_set(command: Any) -> None:
     """A host that is large enough without the plan of one's own is too small for that plan."""
     options = ("model=tiny_llama", "gpu=rtx4090", "microbatches=8", "microbatch_size=1", "lora=attention")
@@ -355,6 +361,7 @@ def test_a_host_with_less_memory_has_smaller_rounds(command: Any, given: tuple[s
     assert less["host_memory"]["needed_bytes"] <= room == less["host_memory"]["limit_bytes"]
 
 
+@pytest.mark.slow
 def test_rounds_run_side_by_side_where_worker_and_host_have_the_memory(command: Any, tmp_path: Path) -> None:
     options = (*TINY_4090, "microbatches=8", "workers=4", "microbatch_size=1")
     code, out, _ = command(*options, "format=json", f"trace={tmp_path / 'steps.json'}")
@@ -670,6 +677,7 @@ def test_a_stretched_rotary_embedding_has_its_positions(command: Any) -> None:
     assert "model.rope='yarn' must be a mapping" in err
 
 
+@pytest.mark.slow
 def test_tiles_of_tokens_are_planned_where_they_are_needed(command: Any) -> None:
     """As the strategy's ``token_tiles``, whose ``auto`` is for what does not fit otherwise."""
     given = ("model=tiny_llama", "hardware=rtx4090x2", "microbatches=2", "microbatch_size=1", "search_seconds=0")

@@ -65,6 +65,7 @@ def test_the_host_holds_frozen_weights_packed(command: Any, settings: tuple[str,
     assert items[f"frozen weights, {name}"]["page_locked"]
 
 
+@pytest.mark.slow
 def test_packed_weights_travel_in_less_time_and_take_more_to_compute(command: Any) -> None:
     """A quarter of the bytes, and the copies on top of each product."""
     plan = "plan=forward 0-2 3-5; fused 6-8; backward 4-5 2-3 0-1; round 16"
@@ -77,6 +78,7 @@ def test_packed_weights_travel_in_less_time_and_take_more_to_compute(command: An
     assert answer(command, *wide, "model.quantization=null") == plain
 
 
+@pytest.mark.slow
 def test_the_answer_says_how_they_are_counted(command: Any) -> None:
     text = " ".join(command(*TINY, "model.quantization=nf4")[1].split())
     assert re.search(r"frozen weights are in nf4 with scales in 8 bits \(model.quantization=\), [\d.]+ bits each", text)
@@ -129,6 +131,7 @@ def test_a_checkpoint_that_bitsandbytes_packed_is_planned_for_as_it_is(command: 
     assert read_quantization("", {"quantization_config": {"quant_method": "gptq"}}) is None
 
 
+@pytest.mark.slow
 def test_four_bits_are_what_helps_where_frozen_weights_are_too_large(command: Any) -> None:
     """With adapters alone, and together with them; each with the figures of the same command."""
     options = ("model=tiny_llama", "gpu=rtx4090", "sequence_length=64", "search_seconds=0", "microbatches=4")

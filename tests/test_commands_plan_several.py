@@ -41,6 +41,7 @@ def test_the_last_list_changes_fastest_and_texts_with_commas_of_their_own_stay_w
     assert {one.options.lora_settings for one in found} == {(("target_modules", "[q_proj,v_proj]"),)}
 
 
+@pytest.mark.slow
 def test_a_row_has_the_figures_of_the_same_command_alone(command: Any) -> None:
     given = (*TINY[1:], "gpu=rtx4090", "format=json")
     code, out, err = command(TINY[0], *given, "lora=none,attention", "gpus=1,2")
@@ -55,6 +56,7 @@ def test_a_row_has_the_figures_of_the_same_command_alone(command: Any) -> None:
         assert row == own | alone
 
 
+@pytest.mark.slow
 def test_settings_of_adapters_are_for_the_rows_that_have_some(command: Any) -> None:
     """The command that is named for one row alone is right, too."""
     given = ("model=tiny_llama", "hardware=cpu", *TINY[1:], "lora.r=2")
@@ -92,6 +94,7 @@ def test_what_is_too_small_is_said_and_the_exit_code_says_whether_all_fit(
         assert (float(row["host_gib"]) > float(row["host_limit_gib"])) == ("host" in row["too_small"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table(command: Any, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
@@ -115,6 +118,7 @@ def test_the_table(command: Any, monkeypatch: pytest.MonkeyPatch, width: int) ->
     assert command(*arguments)[0] == 1, "the one of which it says so"
 
 
+@pytest.mark.slow
 def test_the_picture_has_a_field_for_each(command: Any, tmp_path: Path) -> None:
     picture = tmp_path / "table.png"
     options = (*TINY, "hardware=rtx4090x1,rtx4090x2", "memory=1GiB,30KB", "format=json", f"picture={picture}")
@@ -151,6 +155,7 @@ def test_what_is_wrong_with_one_is_an_error_of_its_row(command: Any) -> None:
     assert list(csv.DictReader(io.StringIO(command(*options, "format=csv")[1])))[1]["error"] == rows[1]["error"]
 
 
+@pytest.mark.slow
 def test_where_all_are_wrong_every_reason_is_said_and_columns_are_the_same(command: Any) -> None:
     options = ("model=tiny_llama,tiny_smollm2_135m", "hardware=cpu", "search_seconds=0", "microbatches=2")
     wrong = ("lora=attention", "lora.target_modules=[x]", "sequence_length=300,301")
@@ -214,6 +219,7 @@ def test_the_table_says_what_it_is_about(command: Any, case: tuple[tuple[str, ..
     assert ("Each was searched for 0 s" in text) == searched
 
 
+@pytest.mark.slow
 def test_which_library_is_predicted_is_in_each_format(command: Any) -> None:
     options = ("model=tiny_llama", "hardware=cpu", "partitioner=paper", "microbatches=2", "sequence_length=64")
     assert "Predicted is the paper's library" in command(*options)[1]

@@ -100,6 +100,7 @@ def compiled(backend: Any, **options: Any) -> Any:
     return ours(compile_layers={"backend": backend}, layers=LAYERS, num_microbatches=2, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_layers_that_are_alike_are_compiled_once(devices: int) -> None:
     """Weights lie in another arena at each stage, and each worker has copies of its own."""
@@ -113,6 +114,7 @@ def test_layers_that_are_alike_are_compiled_once(devices: int) -> None:
     assert not counting.lazy, "a backward was compiled when it first ran, when other threads may do the same"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [halves, pytest.param(per_call, marks=pytest.mark.slow)])
 def test_recomputation_drops_what_was_dropped(plan: Callable[[int, int], str]) -> None:
     """And the same in every plan: a stage that recomputes runs the code of one that keeps its graph."""
@@ -249,6 +251,7 @@ class Rounding(Counting):
         return rounded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [(16, 13), (64, 61)], ids=["others", "as many as features"])
 def test_sizes_that_came_before_do_not_matter(samples: tuple[int, int]) -> None:
     """A microbatch of 4 after those of 3 would be recomputed by another code than its forward; so would one of 16."""

@@ -322,6 +322,7 @@ def test_own_files_are_trained_on(
 TINY_SWEEP = ("experiment=random_tokens", "prompt=null")
 
 
+@pytest.mark.slow
 def test_a_sweep_leaves_a_table(
     working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -361,6 +362,7 @@ def test_plans_of_a_sweep_follow_from_shapes(
     assert json.loads((folder / "0" / "summary.json").read_text())["plan_policy"] == "measured"
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_has_its_row(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         run(monkeypatch, "-m", *TINY_SWEEP, "strategy.emulation.memory=2KB,1GB", "trainer.max_steps=1")
@@ -424,6 +426,7 @@ def test_a_sweep_over_several_settings(monkeypatch: pytest.MonkeyPatch, capfd: p
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [(), ("hydra.run.dir='runs of mine/first, (again)'",)])
 def test_folders_with_spaces(
     setting: tuple[str, ...], working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -27,6 +27,7 @@ WORKSPACE = 4 * 1024
 """cuBLAS's for a microbatch's thread, see `fake_cuda`: planned, and not played here."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lora", "plan", "options"),
     [
@@ -73,6 +74,7 @@ def test_calls_in_flight_keep_memory_and_no_graphs() -> None:
     assert made() is None and len(flying) == flying.nbytes == 0
 
 
+@pytest.mark.slow
 def test_calls_in_flight_are_part_of_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU is as late as the host lets it be, so that all that may be in flight is."""
     most, planned, real = 0, {}, Worker.keep_until_computed
@@ -101,6 +103,7 @@ def test_calls_in_flight_are_part_of_what_was_planned(monkeypatch: pytest.Monkey
     assert peaks[60_000] > peaks[0], "calls in flight take memory"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_arenas_that_grow_are_given_back_before(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """When larger ones are made, nobody holds the old ones: what runs a layer, what has copied, or what was copied."""

@@ -42,6 +42,7 @@ def plain(steps: int) -> Result:
     return run("auto", module("llama", False), zoo.make_batches("llama", steps))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lora"),
     [*MODELS[::4], *(pytest.param(*model, marks=pytest.mark.slow) for model in MODELS[1:4])],
@@ -60,6 +61,7 @@ def test_unkind_devices_change_nothing(name: str, lora: bool, emulation: dict[st
     assert_identical(easy(name, lora), result, rng=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "cut"), [(1, True), (4, True), (3, False)])
 def test_unkind_devices_with_a_cut_at_every_call(devices: int, cut: bool) -> None:
     expected = easy("llama", False)
@@ -70,12 +72,14 @@ def test_unkind_devices_with_a_cut_at_every_call(devices: int, cut: bool) -> Non
     assert_identical(expected, train("llama", False, devices, plan=plan, emulation=emulation), rng=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_uploading_ahead_changes_nothing(prefetch: int) -> None:
     emulation = {"poison": True, "delay_seed": 5}
     assert_identical(easy("llama", False), train("llama", False, prefetch=prefetch, emulation=emulation), rng=True)
 
 
+@pytest.mark.slow
 def test_unkind_devices_equal_plain_training() -> None:
     assert_same(plain(4), train("llama", False, 4, emulation={"poison": True, "delay_seed": 2}))
 
@@ -193,6 +197,7 @@ def test_a_plan_that_lacks_calls_because_layers_are_cut_says_so() -> None:
         train("llama", False, plan="forward 0-2; fused 3-5; backward 0-2; round 2", emulation={"memory": "160KB"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lora"),
     [
@@ -237,6 +242,7 @@ def test_a_slow_link_takes_its_time() -> None:
     assert took > 2 * uploaded / (2 * bandwidth)  # the last step's bytes, twice; the first step's are more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mlp", pytest.param("t5", marks=pytest.mark.slow)])
 def test_calls_that_are_counted_as_a_whole_have_the_peaks_of_those_counted_tensor_by_tensor(name: str) -> None:
     """Without a limit, a device counts calls that are alike as a whole; with one, it counts each tensor."""

@@ -200,6 +200,7 @@ class Continues(Validates):
         return first.logits, second.logits, keys
 
 
+@pytest.mark.slow
 def test_a_cache_is_joined_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
     real = parted_caches._become
@@ -291,6 +292,7 @@ def test_generate_runs_in_parts(name: str, options: Any, ran: Ran) -> None:
     assert all(not unsplittable and workers >= {0, 1} for unsplittable, workers in ran)  # T5 has two encoder layers
 
 
+@pytest.mark.slow
 def test_caches_of_generate_stay_on_their_workers_and_are_never_joined(
     ran: Ran, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,6 +147,7 @@ def cut(**options: Any) -> Any:
     return ours(**({"layers": ["Block", "Linear"], "num_microbatches": 3} | options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inference_mode", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_loops(inference_mode: bool, ran: Ran) -> None:
     """Two data loaders, a smaller last batch, a batch of one; validation between training steps."""

@@ -77,6 +77,7 @@ def trains_again(trainer: pl.Trainer) -> None:
     harness.assert_tensors_same(faulty.plainly().state, dict(module.state_dict()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_device_that_is_too_small(batch: int) -> None:
     """Whatever the room is, it is enough or there is an error; and with more and more of it, that comes later."""
@@ -120,6 +121,7 @@ def test_as_torch_reports_it(batch: int, where: str, sample: int, time: int, pha
     assert REMEDY in room
 
 
+@pytest.mark.slow
 def test_no_room_for_what_is_uploaded() -> None:
     """A boundary tensor's copy on its device, at every copy of a step."""
     phases = set()

@@ -32,6 +32,7 @@ def header(out: str) -> dict[str, str]:
     return dict(re.findall(r"^(\w+) +(.*)$", out.partition("Validation")[0], re.MULTILINE))
 
 
+@pytest.mark.slow
 def test_the_first_lines_say_what_will_happen(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

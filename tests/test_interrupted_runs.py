@@ -245,6 +245,7 @@ def test_a_disk_that_is_full_does_not_hide_the_error(
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "left"),
     [
@@ -270,6 +271,7 @@ def test_settings_need_no_plus(
         assert found == sorted(name if isinstance(name, str) else f"step-{name}" for name in left)
 
 
+@pytest.mark.slow
 def test_without_the_callback_nothing_is_saved(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning would add one of its own."""
     run(monkeypatch, *QUICK, "trainer.max_steps=1", "callbacks.checkpoint=null")

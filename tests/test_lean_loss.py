@@ -58,6 +58,7 @@ def test_equals_plain_training(name: str, lora: bool) -> None:
     assert_same(expected(name, lora, 3), lean(name, lora))
 
 
+@pytest.mark.slow
 def test_the_plan_changes_nothing() -> None:
     one = lean("llama", False, 1)
     assert one.report is not None

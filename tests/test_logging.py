@@ -84,6 +84,7 @@ class Displayed(pl.Callback):
         self.found.append([{name: torch.as_tensor(v).clone() for name, v in source.items()} for source in sources])
 
 
+@pytest.mark.slow
 def test_every_combination() -> None:
     found = []
     results = []

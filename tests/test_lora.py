@@ -88,6 +88,7 @@ def test_saved_adapters_load_in_plain_peft(name: str, tmp_path: Path) -> None:
     harness.assert_tensors_same(expected, logits(loaded.merge_and_unload(), name), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_saved_here_equal_those_of_plain_training(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -104,6 +105,7 @@ def test_adapters_saved_here_equal_those_of_plain_training(tmp_path: Path) -> No
     assert names[0] == names[1]
 
 
+@pytest.mark.slow
 def test_an_optimizer_on_the_adapters_only() -> None:
     class Filtered(zoo.CausalLM):
         def configure_optimizers(self) -> Any:
@@ -113,6 +115,7 @@ def test_an_optimizer_on_the_adapters_only() -> None:
     assert_same(run("auto", module, zoo.make_batches("llama")), trained("llama", module))
 
 
+@pytest.mark.slow
 def test_usual_initialisation() -> None:
     """B starts as zero: A has a gradient of zeros then, not none."""
     module = adapted("llama", init_lora_weights=True)
@@ -128,6 +131,7 @@ def test_adapters_in_some_blocks_only(layers: list[int]) -> None:
     assert_same(run("auto", module, zoo.make_batches("llama")), trained("llama", module))
 
 
+@pytest.mark.slow
 def test_modules_that_are_trained_as_a_whole() -> None:
     """PEFT keeps the original of such a module, frozen, beside the copy that is trained."""
     module = adapted("bert", target_modules=["query", "value"], modules_to_save=["classifier"], task_type="SEQ_CLS")
@@ -141,6 +145,7 @@ def test_adapted_embedding_and_head() -> None:
     assert_same(run("auto", module, zoo.make_batches("llama")), trained("llama", module))
 
 
+@pytest.mark.slow
 def test_inputs_that_require_gradients() -> None:
     """What trainers switch on for PEFT together with a model's own checkpointing: a hook on the embedding."""
     module = zoo.make_module("llama", lora=True)
@@ -151,6 +156,7 @@ def test_inputs_that_require_gradients() -> None:
     assert_same(plain, trained("llama", module))
 
 
+@pytest.mark.slow
 def test_adapter_dropout_does_not_depend_on_workers() -> None:
     module = adapted("qwen3", lora_dropout=0.3)
     batches = zoo.make_batches("qwen3")
@@ -158,6 +164,7 @@ def test_adapter_dropout_does_not_depend_on_workers() -> None:
     assert_identical(one, four, rng=True)
 
 
+@pytest.mark.slow
 def test_frozen_weights_travel_up_and_only_adapters_come_down() -> None:
     """Gradients of frozen weights would be ten times what is expected here."""
     full, lora = trained("llama", zoo.make_module("llama")), trained("llama")
@@ -170,6 +177,7 @@ def test_frozen_weights_travel_up_and_only_adapters_come_down() -> None:
     assert downloaded(full) - downloaded(lora) > 0.5 * weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -186,6 +194,7 @@ def test_kinds_of_adapters(name: str, options: dict[str, Any]) -> None:
     assert_same(run("auto", module, zoo.make_batches(name)), trained(name, module))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_frozen_weights_are_in_host_memory_once(staleness: int) -> None:
     """The user's parameters are what uploads read: not even with an update on its way is there a copy of them."""

@@ -89,6 +89,7 @@ def test_one_worker_holds_what_was_planned(name: str, lora: bool, n: int, kind: 
     assert 1 - WITHIN <= share <= (1 + WITHIN if name == "qwen3_moe" else 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lora", "n", "kind"),
     [
@@ -108,6 +109,7 @@ def test_two_workers_hold_no_more_than_planned_and_what_is_certain(name: str, lo
     assert min(shares) * report["planned_device_bytes"] >= (1 - WITHIN) * alone
 
 
+@pytest.mark.slow
 def test_a_budget_leaves_so_much_room_for_what_is_brought_ahead() -> None:
     """Down to none: then everything comes in its turn, and the peak is what the plan itself needs."""
     module, batch = zoo.make_module("llama"), zoo.make_batches("llama", 1, 8)[0]

@@ -216,6 +216,7 @@ def test_each_call_draws_numbers_of_its_own() -> None:
         assert bool((one != two).any(1).all()), "the same masks"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "devices", "microbatches", "options"),
     [

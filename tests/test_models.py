@@ -161,6 +161,7 @@ def check(summary: dict[str, Any]) -> None:
     assert 4 < summary["val_loss_after"] < 7  # log 256 = 5.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in PAPER])
 def test_the_papers_rows_train_their_tiny_twins(
     name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -86,6 +86,7 @@ def train(between: Any = None, *, devices: int = 3, steps: int = 3, **options: A
     return run(strategy, Scales(between), batches, devices=devices)
 
 
+@pytest.mark.slow
 def test_microbatches_that_wait_hold_nothing_on_workers_whoever_is_late() -> None:
     """At no moment does a worker hold more than planned: its memory ends there, and any delay may come."""
     with all_reports() as made:
@@ -118,6 +119,7 @@ class DownloadsLate(Delays):
         return 0.02 if self.late else super().next() / 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [None, "forward", "backward"])
 def test_no_call_begins_while_more_tensors_are_leaving_than_planned(
     missing: str | None, monkeypatch: pytest.MonkeyPatch
@@ -325,6 +327,7 @@ class Conjugates(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Kept, Aliased, WithoutGradients, Conjugates])
 def test_numbers_are_those_of_one_device(kind: type[pl.LightningModule]) -> None:
     batches = [torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(4)]

@@ -287,6 +287,7 @@ class UserCodeWeights(Trained):
         return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_weights_that_user_code_reads(staleness: int) -> None:
     module = UserCodeWeights(OPTIMIZERS["adamw"])

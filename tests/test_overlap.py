@@ -388,6 +388,7 @@ class Watched:
             self.broken.append(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_ordering_rules(staleness: int, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:

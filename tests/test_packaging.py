@@ -157,6 +157,7 @@ assert not GONE & {name.split(".")[0] for name in sys.modules}
 """
 
 
+@pytest.mark.slow
 def test_a_plain_script_needs_neither_hugging_face_nor_hydra_nor_matplotlib(tmp_path: Path) -> None:
     """Imports of Lightning's own aside, which imports what it finds, none of them is loaded: they are not there."""
     done = subprocess.run([sys.executable, "-c", PLAIN, str(tmp_path)], capture_output=True, text=True, cwd=tmp_path)

@@ -147,6 +147,7 @@ def test_an_optimizer_without_a_kernel_of_parts_steps_whole_layers(optimizer: An
     assert not stepped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [harness.per_call(CALLS, 2), harness.single(CALLS, 4), harness.halves(CALLS, 1)])
 @pytest.mark.parametrize("drops", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_delays_and_poison_change_no_bit(plan: str, drops: bool, stepped: list[int]) -> None:

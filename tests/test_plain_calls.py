@@ -306,6 +306,7 @@ def test_no_hand_off_for_each_call(microbatches: int, monkeypatch: pytest.Monkey
     assert all(tasks[step] < 12 for step in range(3, STEPS)), (tasks, calls)
 
 
+@pytest.mark.slow
 def test_more_microbatches_and_devices_take_no_more_switches_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread gives up the interpreter's lease where it waits: for its turn, for user code, in backward. Each time
     another thread takes over. It used to be each torch operation, on several devices."""

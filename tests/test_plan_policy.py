@@ -71,6 +71,7 @@ SEVERAL: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), SEVERAL, ids=lambda case: case if isinstance(case, str) else "")
 def test_two_runs_have_one_plan_whatever_the_machine_does(name: str, options: dict[str, Any], busy: None) -> None:
     """Their times and bytes are equal, too: all that a plan is made from."""
@@ -88,6 +89,7 @@ def test_the_numbers_are_those_of_plain_training(name: str, lora: bool) -> None:
     assert_identical(static, trained(name, lora, plan="measured"))
 
 
+@pytest.mark.slow
 def test_counting_changes_nothing_that_is_compiled() -> None:
     """The layer that runs as it is written, to be counted, leaves its running statistics and dropout as they were."""
     options = {"compile_layers": {"backend": "aot_eager"}}

@@ -138,6 +138,7 @@ def with_experts(name: str, implementation: str) -> Task:
     return Task(get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))).train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["grouped_mm", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_packed_experts_are_trained_beside_as_in_plain_training(
@@ -161,6 +162,7 @@ def test_packed_experts_are_trained_beside_as_in_plain_training(
     assert_identical(first, trained(module, 2, plan=PLAN + "; single weights gradients"))
 
 
+@pytest.mark.slow
 def test_adapters_that_read_the_base_weights() -> None:
     """DoRA unpacks the base's weight by itself, and on the CPU puts another parameter in its place."""
     module = task(use_dora=True)
@@ -177,6 +179,7 @@ def test_tiles_of_tokens_unpack_the_same_weights(monkeypatch: pytest.MonkeyPatch
     assert "mlp" in {name for names in ran[-1].values() for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize(
     "name", ["nf4", pytest.param("nf4 in fp32", marks=pytest.mark.slow), pytest.param("int8", marks=pytest.mark.slow)]
@@ -197,6 +200,7 @@ def test_low_precision_leaves_packed_weights_and_scales_alone(name: str, precisi
             assert abs(one - other) < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "grouped_mm", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("16-mixed", marks=pytest.mark.slow)])
 def test_mixed_precision_computes_as_in_plain_microbatches(kind: str, precision: str) -> None:
@@ -473,6 +477,7 @@ def test_resumes_from_a_checkpoint(name: str, tmp_path: Path) -> None:
             assert torch.equal(value, whole.state[key]), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nf4", "int8", "experts", "packed experts"])
 def test_copies_of_a_trained_module_train(name: str) -> None:
     """A copy had no companions: Parameter.__deepcopy__ drops attributes. torch.save and torch.load lose classes."""
@@ -626,6 +631,7 @@ def test_refused_by_name_with_a_remedy(kind: str, words: str) -> None:
         trained(spoiled(kind), data=rows())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_quantisation_is_refused(tmp_path: Path) -> None:
     trainer = trainer_of(ours(num_microbatches=2), devices=2)
     trainer.fit(task("nf4"), loader(batches(1)))

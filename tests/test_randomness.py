@@ -128,6 +128,7 @@ VARIANTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "count"), [(8, 3), pytest.param(20, 7, marks=pytest.mark.slow)])
 def test_many_steps_do_not_depend_on_workers_rounds_or_plan(steps: int, count: int) -> None:
     """Trained, so that one bit of one mask in any step would be in all that follow."""
@@ -234,6 +235,7 @@ def test_one_draws_at_a_time_or_it_shows(times: float) -> None:
     assert draws_differ(missing=True, times=times)
 
 
+@pytest.mark.slow
 def test_dropout_of_a_real_model() -> None:
     """GPT-2 with its three kinds of dropout, and attention's own in the kernel."""
     module = zoo.make_module("gpt2")

@@ -165,6 +165,7 @@ def test_what_is_frozen_has_no_gradients_to_send() -> None:
     assert _same(_weights(result)[:6], _weights(_ours(module=Small(trained=1)))[:6])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize(
     "plan",

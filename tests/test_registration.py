@@ -61,6 +61,7 @@ def copy_of_the_package(place: Path) -> Path:
 # --- the real thing, each in an interpreter of its own ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_trainer_knows_the_name_without_an_import_of_ours(tmp_path: Path) -> None:
     run(
         """

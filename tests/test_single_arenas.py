@@ -78,6 +78,7 @@ def test_weights_wait_for_the_end_of_the_slot_before(arenas: Arenas, monkeypatch
     assert (early > 0) == (arenas == BOTH)
 
 
+@pytest.mark.slow
 def test_a_budget_with_room_for_single_arenas_only_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where two of each kind do not fit, training goes on with one, and the plan says so."""
     report = fit(PLAN).report

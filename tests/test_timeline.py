@@ -181,6 +181,7 @@ def busy(workers: int) -> dict[str, Any]:
     return synthetic(workers, 1, str(Plan.parse(text)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 8, 40, 200])
 def test_no_picture_is_too_large(workers: int, tmp_path: Path) -> None:
     draw_timeline(busy(workers), tmp_path / "step.png")

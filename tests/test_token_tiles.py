@@ -103,6 +103,7 @@ def test_validation_and_tiles(made: list[TokenTiles]) -> None:
     assert_same(plain, run(ours(num_microbatches=3, token_tiles=4), module, batches, val_batches=batches[:1]))
 
 
+@pytest.mark.slow
 def test_a_recomputation_leaves_out_a_forward_that_nobody_reads(made: list[TokenTiles]) -> None:
     """After the checked steps, an MLP's tiles run in the forward and in the backward; a norm's three times."""
     batches = [zoo.make_batches("llama", 1)[0]] * 4

@@ -69,6 +69,7 @@ def test_gradient_accumulation_that_changes() -> None:
     assert_same(plain, result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "value", "accumulate"),
     [("norm", 0.05, 1), ("norm", 0.05, 2), ("value", 0.002, 2), ("norm", 1e6, 1)],
@@ -216,6 +217,7 @@ def test_validation_between_training_steps() -> None:
     assert_same(plain, result)
 
 
+@pytest.mark.slow
 def test_everything_with_one_trainer() -> None:
     """fit, validate, test, predict, and fit once more, each with a setup and a teardown of its own."""
     found = []

@@ -249,6 +249,7 @@ def variants(name: str, lora: bool) -> list[tuple[int, dict[str, Any]]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lora", "count"),
     [
@@ -269,6 +270,7 @@ def test_workers_rounds_and_plans_do_not_change_a_bit(name: str, lora: bool, cou
             raise AssertionError(f"devices={devices}, {options}: {error}") from None
 
 
+@pytest.mark.slow
 def test_attention_whose_bias_begins_at_zero() -> None:
     """Torch chooses another attention kernel without grad, and in the first batch both return the same bits."""
     fused, alone = (harness.single(calls("swin", False), 4), harness.per_call(calls("swin", False)))

@@ -83,6 +83,7 @@ def test_bf16_mixed_really_computes_in_bf16() -> None:
         assert_same(plain("llama", False), result, rtol=20 * harness.RTOL, atol=20 * harness.ATOL)
 
 
+@pytest.mark.slow
 def test_bf16_mixed_does_not_depend_on_workers_or_plan() -> None:
     reference = train("llama", False, 1, precision="bf16-mixed", num_microbatches=3)
     for devices, plan in ((2, None), (4, None), (2, harness.per_call(calls("llama", False)))):

@@ -236,6 +236,7 @@ def test_sums_go_on_over_microbatches_and_stashes_end_as_they_would() -> None:
     assert torch.equal(module.last, batches[-1]["y"][4:])
 
 
+@pytest.mark.slow
 def test_adapters_switched_off_around_a_reference_pass() -> None:
     """What preference optimisation does; PEFT flips flags and requires_grad deep inside the layers."""
 

@@ -98,6 +98,7 @@ def reports_of(module: pl.LightningModule, batches: list[Any], devices: int, **o
     return [report for make in made if not (report := make())["profiled"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "speeds",
     [(1.0, 0.5), *(pytest.param(speeds, marks=pytest.mark.slow) for speeds in ((1.0, 0.5, 1.0, 0.5), (0.4, 1.0, 1.0)))],
@@ -135,6 +136,7 @@ def test_the_numbers_are_those_of_plain_training(kinds: Any, name: str, monkeypa
     assert unequal.report is not None and Costs.from_dict(unequal.report["costs"]).unequal
 
 
+@pytest.mark.slow
 def test_each_worker_has_stages_for_its_memory(kinds: Any) -> None:
     """The small one could not hold what the large one has, and neither exceeds what it has."""
     small, large = 7_000, 60_000

@@ -51,6 +51,7 @@ def unpackings(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fp4", "nf4 once", "nf4 in bf16")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nf4", *SLOW])
 def test_no_bit_depends_on_how_often_weights_are_unpacked(name: str, unpackings: Counter[str]) -> None:
     module = task(name)
@@ -73,6 +74,7 @@ def check_counted(per_use: Result, once: Result) -> None:
         assert most - before == 2 * BLOCK, key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trains", [True, False], ids=["unpacked in forward", "multiplied in eight bits"])
 def test_weights_of_eight_bits(trains: bool, unpackings: Counter[str]) -> None:
     """Layers in evaluation multiply in eight bits, as GPUs do in training: only backward unpacks their weights."""
@@ -114,6 +116,7 @@ SLOW_EXPERTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "implementation"), [("qwen3_moe", "grouped_mm"), ("gpt_oss", "eager"), *SLOW_EXPERTS])
 def test_experts(name: str, implementation: str, unpackings: Counter[str]) -> None:
     module = with_experts(name, implementation)
@@ -123,6 +126,7 @@ def test_experts(name: str, implementation: str, unpackings: Counter[str]) -> No
     assert 0 < unpackings["experts"] < often
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.slow)])
 def test_precisions(precision: str) -> None:
     """In mixed precision, forward and backward read copies of different formats."""
@@ -130,6 +134,7 @@ def test_precisions(precision: str) -> None:
     assert_identical(*(trained(module, 2, DATA, precision, plan=plan, num_microbatches=4) for plan in (PLAN, ONCE)))
 
 
+@pytest.mark.slow
 def test_a_copy_without_room_is_made_for_each_use(monkeypatch: pytest.MonkeyPatch, unpackings: Counter[str]) -> None:
     module = task()
     per_use = fit(module, PLAN)
@@ -139,6 +144,7 @@ def test_a_copy_without_room_is_made_for_each_use(monkeypatch: pytest.MonkeyPatc
     assert unpackings["dense"] > 2 * 6 * 7
 
 
+@pytest.mark.slow
 def test_the_planner_unpacks_once_where_a_budget_has_room_for_it() -> None:
     module = task()
     found = {}
@@ -150,6 +156,7 @@ def test_the_planner_unpacks_once_where_a_budget_has_room_for_it() -> None:
     assert found["64MiB"] and not found[None] and not found["250KiB"], found
 
 
+@pytest.mark.slow
 def test_a_plan_by_hand_whose_copies_do_not_fit_is_refused() -> None:
     small = fit(task(), PLAN).report
     assert small is not None

@@ -31,6 +31,7 @@ def assert_no_races(found: HappensBefore) -> None:
     assert found.faults == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lora", "options"),
     [
@@ -55,6 +56,7 @@ def test_a_model_of_hugging_face(name: str, lora: bool, options: dict[str, Any])
     assert_no_races(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -142,6 +144,7 @@ def test_gradients_that_are_narrowed_or_in_parts(options: dict[str, Any], monkey
     assert_no_races(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_with_evaluation(staleness: int) -> None:
     """Whole, and in parts, between steps."""

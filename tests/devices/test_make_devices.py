@@ -55,6 +55,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         make_devices("cuda", [torch.device("cuda", 1), torch.device("cuda", 2)], Emulation())
 
 
+@pytest.mark.slow
 def test_importing_the_cuda_half_starts_no_cuda() -> None:
     code = "import torch, lightning_roundpipe.devices.cuda; assert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -94,6 +94,7 @@ def in_a_process(devices: int, threads: int | None = None, openmp: str | None = 
     return found
 
 
+@pytest.mark.slow
 @linux
 def test_every_thread_has_the_team_that_torch_was_told() -> None:
     """A new thread takes OpenMP's default, 3 here, for its first product, unless it asks torch before."""
@@ -113,6 +114,7 @@ def test_by_default_emulated_devices_share_the_cores() -> None:
     assert found["after"] == found["before"] >= found["layer"][0]
 
 
+@pytest.mark.slow
 @linux
 def test_the_number_of_devices_does_not_matter() -> None:
     """The team's size, as torch was told it, is the same for any, and so are the numbers."""

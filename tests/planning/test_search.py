@@ -485,6 +485,7 @@ def test_unequal_workers_reach_most_of_what_each_reaches_alone(
     assert 0.9 * alone <= together <= 1.001 * alone
 
 
+@pytest.mark.slow
 def test_a_small_worker_gets_what_it_has_memory_for() -> None:
     """Plans where all workers had the least are among those that are looked at."""
     costs = Costs(tuple(call(f"layers.{n}", weights=100, gradients=200, activations=50) for n in range(12)))

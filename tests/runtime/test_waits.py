@@ -456,6 +456,7 @@ def test_a_wait_that_is_missing_is_noticed(wait: Wait) -> None:
     assert any(noticed(wait, seed) for seed in range(TRIES)), f"nothing shows without {wait.line!r}"
 
 
+@pytest.mark.slow
 def test_a_user_code_lock_that_is_missing_is_noticed() -> None:
     def wrong(seed: int) -> str:
         case = replace(BUSY, emulation={"poison": True, "delay_seed": seed})
@@ -528,6 +529,7 @@ class Careless(StressModule):
             (loss.detach().requires_grad_() * 1).backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [False, True])
 def test_a_sum_that_nobody_took(missing: bool) -> None:
     """It is on its way to the buffer that the next step's sum is sent to, by another worker."""
