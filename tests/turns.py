@@ -229,7 +229,7 @@ def _side_by_side(compute: Sequence[Row], copies: Sequence[Row], plan: Plan) -> 
         begins.setdefault(key, row["start_s"])
         ends[key] = row["end_s"]
     for (microbatch, at), start in begins.items():
-        if start < max((end for (m, p), end in ends.items() if m == microbatch - 1 and p <= at), default=0.0):
+        if any(start < end for (m, p), end in ends.items() if m == microbatch - 1 and p <= at):
             yield f"microbatch {microbatch} overtook the one before at place {at}"
     if any(r["kind"] == "upload_gradients" for r in copies):
         yield "gradients went up, though rounds run side by side"
