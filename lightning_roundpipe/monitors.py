@@ -9,6 +9,7 @@ the thread that started it, where no layer runs.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -122,3 +123,12 @@ def rehearsing(trainer: Trainer) -> Iterator[list[tuple[str, Any]]]:
         yield others
     finally:
         trainer.loggers = loggers
+
+
+def batches_left(trainer: Trainer) -> float:
+    """Return on how many batches the trainer will still train; infinite if no setting says so. Its loops are set up."""
+    steps, of_all = trainer.max_steps, trainer.num_training_batches
+    by_steps = math.inf if steps == -1 else (steps - trainer.global_step) * trainer.accumulate_grad_batches
+    epochs = trainer.max_epochs
+    by_epochs = math.inf if epochs in (None, -1) else (epochs - trainer.current_epoch) * of_all
+    return max(0.0, min(by_steps, by_epochs))

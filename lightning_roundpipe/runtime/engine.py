@@ -112,6 +112,8 @@ class Engine:
         )
         """Context manager around a rehearsal. It yields (name, object) pairs of what user code may change outside the
         module, such as learning rate schedulers."""
+        self.batches_left: Callable[[], float] = lambda: 0.0
+        """Function that returns how many batches will be trained on, as far as it is known: a search has to pay."""
         self._trainable = model.trainable()
         self.structure = Structure(module, [x.module for x in model.layers])
         self.hints = Hints(module, inform)
@@ -147,7 +149,7 @@ class Engine:
         layers, models = [Interceptor(x) for x in model.layers], models_in(module, [x.module for x in model.layers])
         self._parting = Parting(self.context)
         self._evaluating = [*layers, *(models if self._parting.possible else ())]
-        self._planner = Planner(self.context)
+        self._planner = Planner(self.context, lambda: self.batches_left())
         self._scope = Scope(self.context, self.cutter, self._planner, layers, models, self._rehearsal)
         self._metrics = HostMetrics(module if self.worker_pool.accelerator is not None else nn.Module())
         try:

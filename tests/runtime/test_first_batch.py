@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import harness
+import lightning.pytorch as pl
 import pytest
 import zoo
 from harness import ours, run
@@ -26,9 +27,9 @@ seconds: list[float] = []
 FOUND = harness.per_call(6, 4)
 
 
-def plan_of(**options: Any) -> str:
-    strategy = ours(num_microbatches=4, **options)
-    result = run(strategy, zoo.PlainClassifier(zoo.MLP()), zoo.make_batches("mlp"), devices=2, watch=False)
+def plan_of(trainer: Mapping[str, Any] | None = None, **options: Any) -> str:
+    strategy, batches = ours(num_microbatches=4, **options), zoo.make_batches("mlp")
+    result = run(strategy, zoo.PlainClassifier(zoo.MLP()), batches, devices=2, watch=False, **trainer or {})
     assert result.report is not None
     return str(result.report["plan"])
 
@@ -67,7 +68,7 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return seconds
 
 
-def test_short_steps_are_cut_by_the_papers_algorithm(asked: list[Limits]) -> None:
+def test_short_trainings_are_cut_by_the_papers_algorithm(asked: list[Limits]) -> None:
     assert plan_of() != FOUND
     assert not asked
 
@@ -86,16 +87,47 @@ def test_long_steps_are_worth_a_search(
     assert len(asked) == 2, "who sets the round has decided"
 
 
-@pytest.mark.parametrize(("step_s", "longest"), [(0.4, None), (0.6, 2.0), (3.0, 6.0), (20.0, 10.0)])
+class Until(pl.Callback):
+    """Ends a training of many steps after the first ones."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step >= 2
+
+
+ONCE = {"max_epochs": 1}  # three batches
+SOME, MANY = {"max_epochs": 30}, {"max_epochs": -1, "max_steps": 900}
+ENDLESS = {"max_epochs": -1, "max_time": {"hours": 1}}
+IN_WINDOWS = {"max_epochs": -1, "max_steps": 45, "accumulate_grad_batches": 2}
+
+
+@pytest.mark.parametrize(
+    ("step_s", "trainer", "longest"),
+    [
+        (0.04, ONCE, None),
+        (0.04, SOME, 0.1 * 90 * 0.04),
+        (0.04, IN_WINDOWS, 0.1 * 90 * 0.04),
+        (0.04, MANY, 2.0),
+        (0.0001, ENDLESS, 2.0),
+        (0.6, ONCE, 2.0),
+        (3.0, ONCE, 6.0),
+        (20.0, ONCE, 10.0),
+    ],
+)
 def test_shorter_steps_are_searched_for_less_long(
-    step_s: float, longest: float | None, asked: list[Limits], monkeypatch: pytest.MonkeyPatch
+    step_s: float,
+    trainer: Mapping[str, Any],
+    longest: float | None,
+    asked: list[Limits],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The search may take a tenth of the training where a step is short, and two steps' time where it is long."""
+
     def step_ends(plan: Plan, *given: Any) -> list[float]:
         steps = given[4] if len(given) > 4 else 1
         return [step * (step_s if str(plan) != FOUND else 0.9 * step_s) for step in range(1, steps + 1)]
 
     monkeypatch.setattr(first_batch, "step_ends", step_ends)
-    assert (plan_of() == FOUND) == (longest is not None)
+    assert (plan_of({**trainer, "callbacks": [Until()]}) == FOUND) == (longest is not None)
     assert seconds == ([] if longest is None else [pytest.approx(longest)])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightning_roundpipe.config import Options, RoundPipeError
@@ -50,11 +50,15 @@ from lightning_roundpipe.runtime.profile.speeds import worker_speeds
 from lightning_roundpipe.runtime.reporting.events import Recorder
 
 WORTH_S = 0.5
-"""A step that takes at least this many seconds is worth a search for a better plan."""
+"""A step that takes at least this many seconds is worth a search for a better plan, however few steps follow."""
 _SHORTEST_SEARCH_S = 2.0
 """Its search may take so long, which is what it needs to come within 3 % of what a longer one finds."""
 _SEARCH_STEPS = 2.0
 """A search may take as long as so many steps, where that is longer."""
+_SEARCH_SHARE = 0.1
+"""For shorter steps it may take this share of the training that follows, as far as that is known."""
+_LEAST_SEARCH_S = 0.1
+"""A shorter one finds too little."""
 _STEPS = 4
 """Plans are compared by the mean of so many steps, after as many that fill the pipeline."""
 _MOST_TURNS = 60_000
@@ -73,10 +77,12 @@ class Planner:
 
     Args:
         engine: the context of the engine.
+        batches_left: returns how many batches will be trained on; infinite if nothing says when training ends.
     """
 
-    def __init__(self, engine: EngineContext) -> None:
+    def __init__(self, engine: EngineContext, batches_left: Callable[[], float]) -> None:
         self._engine, self._options, self._learned = engine, engine.options, engine.learned
+        self._batches_left = batches_left
         self._devices, self._workers = engine.worker_pool.devices, engine.worker_pool.workers
 
     def plan_from(self, recorder: Recorder, traces: Sequence[Trace], microbatches: int, *, fuses: bool) -> None:
@@ -156,7 +162,7 @@ class Planner:
         return unpacked_within(plan, costs, len(self._workers), microbatches, limit)
 
     def _cut_stages(self, costs: Costs, trace: Trace, microbatches: int, limit: Memory | None, *, fuses: bool) -> Plan:
-        """Return the plan of the paper's algorithm, or a better one where a step is long enough to pay for a search."""
+        """Return the plan of the paper's algorithm, or a better one where the training is long enough for a search."""
         options, workers, size = self._options, len(self._workers), self._options.round_microbatches
         stage_s = options.stage_seconds
         plan = partition_within(costs, workers, microbatches, size, limit, stage_s=stage_s)
@@ -181,23 +187,30 @@ class Planner:
             limits = replace(limits, side_by_side=False)
         if beside := limits.beside(costs, workers, microbatches):
             plan = min([plan, *beside], key=step_s)
-        if seconds < WORTH_S and not costs.unequal and not isinstance(limit, tuple):
-            return plan  # the paper's algorithm knows no unequal workers
         search_s = min(SEARCH_SECONDS, max(_SHORTEST_SEARCH_S, _SEARCH_STEPS * seconds))
-        static, hints = options.plan == "static", self._engine.hints
-        if static:
-            hints.say("plan", "searching for a faster plan by the shapes of the calls, which takes some seconds.")
+        # The paper's algorithm knows no unequal workers.
+        if seconds >= WORTH_S or costs.unequal or isinstance(limit, tuple):
+            self._say_search(seconds, search_s)
         else:
-            hints.say(
-                "plan",
-                f"a step takes {seconds:.3g} s: searching for a faster plan, which takes about {search_s:.0f} s.",
-            )
+            search_s = min(search_s, _SEARCH_SHARE * seconds * self._batches_left())
+            if search_s < _LEAST_SEARCH_S:
+                return plan
         turns = 2 * _STEPS * microbatches * (2 * len(costs) - 1)
         found = search_partition(
             costs, workers, microbatches, limits, 1 if stale else 0, rules.host, search_s,
             judge=step_s, judged=max(1, min(16, _MOST_TURNS // turns)),
         )  # fmt: skip
         return found if step_s(found) < step_s(plan) and not trace.torn_buffer(found) else plan
+
+    def _say_search(self, seconds: float, search_s: float) -> None:
+        hints = self._engine.hints
+        if self._options.plan == "static":
+            hints.say("plan", "searching for a faster plan by the shapes of the calls, which takes some seconds.")
+        else:
+            hints.say(
+                "plan",
+                f"a step takes {seconds:.3g} s: searching for a faster plan, which takes about {search_s:.0f} s.",
+            )
 
     def _rules(self, costs: Costs) -> Rules:
         """Return what takes time beside computing. It is not measured, and has its nominal rates.
