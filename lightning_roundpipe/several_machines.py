@@ -158,7 +158,8 @@ class SeveralMachines(OneProcess):
         """Let ``should_stop``, wherever code of one machine sets it, stop all of them after the same batch.
 
         Lightning looks at it at the end of a batch, a validation and an epoch, after all hooks of users. At two of
-        these places it calls no hook of the strategy.
+        these places it calls no hook of the strategy. Where ``val_check_interval`` is a time, each machine asks its own
+        clock: all validate when it is time for the first of them.
         """
         if self._peers is None:
             return
@@ -172,6 +173,11 @@ class SeveralMachines(OneProcess):
             type(epochs).on_advance_end(epochs)
             self._stop_together(trainer)
 
+        def time_to_validate(data_fetcher: Any) -> bool:
+            return self.reduce_boolean_decision(type(batches)._should_check_val_fx(batches, data_fetcher), all=False)
+
+        if getattr(trainer, "_val_check_time_interval", None) is not None:
+            batches._should_check_val_fx = time_to_validate  # type: ignore[method-assign]
         self._agreeing = batches, epochs
         batches.on_advance_end, epochs.on_advance_end = batch_ended, epoch_ended  # type: ignore[method-assign]
 
@@ -186,7 +192,8 @@ class SeveralMachines(OneProcess):
 
     def _stop_agreeing(self) -> None:
         for loop in self._agreeing:
-            vars(loop).pop("on_advance_end", None)
+            for name in ("on_advance_end", "_should_check_val_fx"):
+                vars(loop).pop(name, None)
         self._agreeing = ()
 
     @override

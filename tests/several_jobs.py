@@ -434,6 +434,36 @@ def stops(folder: Path, hooks: list[str]) -> list[tuple[int, int, int]]:
     return found
 
 
+class Timed(Counting):
+    """The clocks of its machines reach the time of a validation after different batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: list[int] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == (1, 3)[RANK]:
+            self.trainer._last_val_time = -1e9
+
+    def on_validation_start(self) -> None:
+        self.at.append(self.trainer.global_step)
+
+    def on_train_start(self) -> None:
+        pass
+
+
+def validates_by_time(folder: Path) -> list[int]:
+    """The steps after which this machine validated."""
+    data, module = torch.arange(48.0).repeat(4, 1).T.contiguous(), Timed()
+    trainer = trainer_of(
+        ours(num_microbatches=2), devices=2, num_nodes=MACHINES, max_epochs=1, val_check_interval="00:01:00:00"
+    )
+    with quiet():
+        trainer.fit(module, DataLoader(data, 4), DataLoader(data[:4], 2))
+    assert not [name for name in vars(trainer.fit_loop.epoch_loop) if name == "_should_check_val_fx"]
+    return module.at
+
+
 class Faulty(Counting):
     """What one machine does in its fourth batch."""
 

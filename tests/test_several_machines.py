@@ -193,6 +193,11 @@ def test_a_machine_that_stops_stops_all(tmp_path: Path) -> None:
     assert [steps for steps, _, _ in first] == [3, 2, 4, 6]
 
 
+def test_a_time_of_validation_is_that_of_the_first_machine_whose_clock_says_so(tmp_path: Path) -> None:
+    """Each asked its own clock, and one would have validated while the other trained on."""
+    assert several_machines.results("validates_by_time", tmp_path) == [[2, 4], [2, 4]]
+
+
 # ----------------------------------------------------------------------------------------------------------- failures
 
 REFUSED = {
