@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 from planning.judge import Times, step_ends
 from planning.making import keeps
 
@@ -358,3 +360,13 @@ def test_a_file_may_say_how_fast_each_worker_is(call: Any) -> None:
         code, out, err = call(speeds=speeds)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert message in err
+
+
+def test_only_adapters_import_peft() -> None:
+    """It imports bitsandbytes and more, which takes longer than many an answer."""
+    code = (
+        "import sys; from lightning_roundpipe.commands.plan import main\n"
+        "sys.argv = ['roundpipe-plan', 'model=tiny_qwen3_1_7b', 'gpu=rtx4090', 'search_seconds=0']\n"
+        "assert main() == 0 and not {'peft', 'bitsandbytes', 'lightning.pytorch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=PATIENCE_S)

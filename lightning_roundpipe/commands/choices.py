@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -128,8 +127,11 @@ def read_adapters(lora: str, changed: Settings = ()) -> dict[str, Any]:
         raise ValueError(
             f"lora.{changed[0][0]}= is about adapters, and lora={lora} has none: choose some, as lora=all_linear."
         )
-    known = [item.name for item in fields(LoraConfig)]
-    return _changed(settings, "lora", changed, known)
+    if not changed:
+        return settings
+    from peft import LoraConfig  # takes some seconds, with the libraries that it imports
+
+    return _changed(settings, "lora", changed, [item.name for item in fields(LoraConfig)])
 
 
 def _changed(settings: dict[str, Any], group: str, changed: Settings, known: Iterable[str]) -> dict[str, Any]:
@@ -161,6 +163,8 @@ def _make_model(
     except Exception as error:
         raise ValueError(f"model={name} makes no causal language model: {first_line(error)}.") from error
     if adapters:
+        from peft import LoraConfig, get_peft_model  # takes some seconds, with the libraries that it imports
+
         try:
             # As under autocast, adapters compute in the format of the weights beside them.
             model = get_peft_model(model, LoraConfig(**adapters), autocast_adapter_dtype=False)

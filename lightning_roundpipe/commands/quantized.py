@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from lightning_roundpipe.commands.options import Settings, did_you_mean
@@ -89,6 +88,8 @@ def packed_weights(model: nn.Module, quantization: Quantization) -> dict[nn.Para
     Raises:
         ValueError: the model has experts that cannot be quantised, or adapters of quantised experts' weights.
     """
+    from peft.tuners.lora.layer import ParamWrapper  # takes some seconds, with the libraries that it imports
+
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     kept = {id(getattr(head, "weight", None))}
     found = {}
