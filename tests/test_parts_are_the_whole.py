@@ -432,7 +432,7 @@ def test_a_part_without_what_a_logged_value_is_a_mean_of(by_hand: bool) -> None:
     """By what the engine counts, it weighs nothing; else its NaN is said."""
     data = batches(2)
     for batch in data:
-        batch["y"][:] = torch.tensor([4, 1, 2, 4, 4, 0, 1, 4])
+        batch["y"][:] = torch.tensor([4, 1, 2, 4, 4, 4, 1, 1])
     data[1]["y"][4:] = 1
     module = Module(logs_a_rare_target, by_hand=by_hand)
     if not by_hand:
@@ -440,6 +440,33 @@ def test_a_part_without_what_a_logged_value_is_a_mean_of(by_hand: bool) -> None:
         return
     with pytest.warns(RoundPipeWarning, match="^roundpipe: the logged 'by hand' is NaN in some microbatches"):
         trained(module, data, 2, 2)
+
+
+def keeps_a_prototype_of_each_class(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    loss = entropy(module, logits, batch) + 0.1 * (logits - module.prototypes[batch["y"]]).square().mean()
+    for number in batch["y"].unique().tolist():
+        mean = logits.detach()[batch["y"] == number].mean(0)
+        module.prototypes[number] = 0.9 * module.prototypes[number] + 0.1 * mean
+    return loss
+
+
+def counts_users(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    for number in set(batch["y"].tolist()):
+        module.seen[number] = module.seen.get(number, 0) + 1
+    return entropy(module, logits, batch)
+
+
+@pytest.mark.parametrize("samples", [8, 16])
+@pytest.mark.parametrize("step", [keeps_a_prototype_of_each_class, counts_users])
+def test_what_is_kept_for_a_class_that_comes_in_several_parts(step: Any, samples: int, said: list[str]) -> None:
+    """No class of the samples that are compared need come in both parts; one of them does."""
+    data = batches(4, samples)
+    for batch in data:
+        batch["y"][:] = torch.arange(samples) % 4 if samples > 8 else torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
+    module = Module(step, prototypes=torch.zeros(5, 5), seen={})
+    ours_ = trained(module, data, 4, 2)
+    assert_same(run("auto", module, data), ours_)
+    assert cut_by(ours_) == "model" and "microbatch_scope" in "".join(said)
 
 
 # ---------------------------------------------------------------------------------------------------- later batches

@@ -232,7 +232,8 @@ class PartsCheck:
 
         A first part of more than a few samples has them twice, as far as it has room. A loss that selects, counts or
         pairs samples (the hardest ones, a weight for each class) may have the same value on parts as on the whole as
-        long as no two samples are alike, and few of them seldom are.
+        long as no two samples are alike, and few of them seldom are. The second part ends with the first sample again:
+        user code may keep something for each class or user, which parts differ in only where one comes in both.
         """
         sizes, ends = self._sizes, [*itertools.accumulate(self._sizes)]
         pairs = sorted(range(len(sizes) - 1), key=lambda i: sizes[i] == sizes[i + 1])
@@ -243,7 +244,10 @@ class PartsCheck:
             two = min(sizes[i + 1], max(one - uneven, 1))
             first = [*range(ends[i] - few, ends[i])]
             full = few == sizes[i] and two == sizes[i + 1]
-            yield [*first, *first[: one - few], *range(ends[i], ends[i] + two)], one, full
+            second = [*range(ends[i], ends[i] + two)]
+            if two > 1:
+                second[-1] = first[0]
+            yield [*first, *first[: one - few], *second], one, full
             if number == 0 and not full:
                 yield [*range(ends[i] - sizes[i], ends[i + 1])], sizes[i], True
 
