@@ -295,3 +295,74 @@ def test_what_hooks_kept_is_the_microbatchs(told: list[str]) -> None:
     assert len(told) == 1 and "inside layer 'blocks.0'" in told[0]
     for name, value in expected.state.items():
         torch.testing.assert_close(trained.state[name], value)
+
+
+# ------------------------------------------------------------------------------------- rows that hooks find afterwards
+
+
+def _sets(module: Any, h: Tensor, batch: Tensor) -> None:
+    module.kept = h
+
+
+def _sets_a_tuple(module: Any, h: Tensor, batch: Tensor) -> None:
+    module.kept = (h, len(module.blocks), {"batch": batch})
+
+
+def _fills_a_dict(module: Any, h: Tensor, batch: Tensor) -> None:
+    module.shelf["h"] = h.detach()
+
+
+def _sets_on_another_module(module: Any, h: Tensor, batch: Tensor) -> None:
+    module.holder.kept = [h.detach(), batch]
+
+
+class KeepsRows(Module):
+    """Its hooks compute with the rows that training_step has kept, whichever microbatch had them."""
+
+    def __init__(self, keep: Callable[[Any, Tensor, Tensor], None], reads: Callable[[Any], Tensor]) -> None:
+        super().__init__("attribute")
+        self.keep, self.reads, self.shelf = keep, reads, dict[str, Tensor]()
+        self.register_buffer("center", torch.zeros(6, dtype=torch.float64))
+        self.rows: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        h = batch
+        for block in self.blocks:
+            h = block(h)
+        self.keep(self, h, batch)
+        return (h - self.center).square().mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        kept = self.reads(self)
+        self.rows.append(len(kept))
+        self.center.lerp_(kept.detach().mean(0), 0.1)
+
+
+KEEPS_ROWS: dict[str, tuple[Callable[[Any, Tensor, Tensor], None], Callable[[Any], Tensor]]] = {
+    "attribute": (_sets, lambda m: m.kept),
+    "tuple": (_sets_a_tuple, lambda m: m.kept[0] + m.kept[2]["batch"] * m.kept[1]),
+    "dict": (_fills_a_dict, lambda m: m.shelf["h"]),
+    "another module": (_sets_on_another_module, lambda m: m.holder.kept[0] + m.holder.kept[1]),
+}
+
+
+@pytest.mark.parametrize("samples", [8, 7])
+@pytest.mark.parametrize("kind", KEEPS_ROWS)
+def test_hooks_find_the_rows_of_all_microbatches(kind: str, samples: int) -> None:
+    """They found the last one's, and computed with these alone."""
+    data = [batch[:samples] for batch in batches(4)]
+    expected = run("auto", KeepsRows(*KEEPS_ROWS[kind]), data)
+    trained = run(ours(num_microbatches=4), KeepsRows(*KEEPS_ROWS[kind]), data, devices=2)
+    assert_same(expected, trained)
+    assert trained.module.rows == expected.module.rows == [samples] * 4
+
+
+def test_rows_are_no_sums() -> None:
+    """A sum with as many numbers as a microbatch has samples is left as the last microbatch has left it."""
+
+    def keep(module: Any, h: Tensor, batch: Tensor) -> None:
+        module.kept = h.detach()[:1].sign().flatten()[:2]
+
+    expected = run("auto", KeepsRows(keep, lambda m: m.kept[:, None]), batches())
+    trained = run(ours(num_microbatches=4), KeepsRows(keep, lambda m: m.kept[:, None]), batches(), devices=2)
+    assert trained.module.rows == expected.module.rows == [2] * 3

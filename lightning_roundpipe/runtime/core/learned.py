@@ -35,6 +35,8 @@ class Learned:
             lock.
         logs_in_backward: whether user code logs in backward.
         log_rules: how logged values of microbatches are merged, where that is not a mean; see `logs.RULES`.
+        kept_rows: paths of the attributes that keep something of each sample; a step leaves there what all microbatches
+            have left.
         mixes: whether a loss may add something else to a cross entropy although targets are spread over microbatches
             unlike the samples: a comparison showed no difference, or the user is warned of it anyway.
     """
@@ -45,6 +47,7 @@ class Learned:
         self.order = CallOrder()
         self.read_by_user_code: frozenset[ParamBucket] = frozenset()
         self.log_rules: dict[Key, str] = {}
+        self.kept_rows: set[str] = set()
         self.forget()
 
     def forget(self) -> None:

@@ -224,8 +224,9 @@ class Step:
                 return  # `drain` waits for the rest
             self._rest(given_up)
         self.cancel_scope.raise_error()
-        if self.spec.module_state is not None and (last := self.runs[-1].kept) is not None:
-            self.spec.module_state.end(last, self.sizes[-1])
+        kept = [run.kept for run in self.runs if run.kept is not None]
+        if self.spec.module_state is not None and kept:
+            self.spec.module_state.end(kept, self.sizes, self.engine.learned.kept_rows)
 
     def _run_task(
         self, run: MicrobatchTask, function: Callable[..., Any], args: tuple[Any, ...], predecessor: Waiter | None

@@ -145,7 +145,7 @@ class ModelStep(Step):
             ]
         )
         if self.spec.module_state is not None and (last := call.runs[-1].kept) is not None:
-            self.spec.module_state.end(last, call.sizes[-1])
+            self.spec.module_state.end([last], call.sizes[-1:])
 
     def _part(
         self, index: int, slots: Slots, call: ModelCall[PartRun], portion: ModelCallStages | None, device: Device | None

@@ -103,6 +103,7 @@ class Verdict:
         losses_inside: layers that compute a mean cross entropy themselves, whose targets are not counted.
         shared: path of shared state that microbatches would disturb, by the code that changes it; see `OutsideWrites`.
         rules: per logged value, the ways to merge it that give the whole batch's: `USUAL`, or keys of `logs.RULES`.
+        kept_rows: paths of attributes that keep something of each sample, of which parts leave their own.
     """
 
     samples: int
@@ -117,6 +118,7 @@ class Verdict:
     losses_inside: list[str] = field(default_factory=list)
     shared: dict[str, str] = field(default_factory=dict)
     rules: dict[Key, list[str]] = field(default_factory=dict)
+    kept_rows: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -213,6 +215,7 @@ class PartsCheck:
                 raise self._lost
             if found is not None and not verdict.why_not:
                 verdict.rules = in_both(found.rules, verdict.rules)
+                verdict.kept_rows |= found.kept_rows
             differs = verdict.parts is not None and (full or not verdict.raised)
             if differs or not (verdict.why_not or verdict.raised or verdict.lopsided):
                 return verdict
@@ -504,7 +507,7 @@ class PartsCheck:
             if self._counts(path):
                 comparison.see_left(path, whole.left.get(path, ABSENT), parts.left.get(path, ABSENT))
         if verdict is not None:
-            verdict.rules = comparison.rules
+            verdict.rules, verdict.kept_rows = comparison.rules, comparison.kept_rows
         return comparison.found
 
     def _tolerance(self) -> float:
@@ -537,13 +540,14 @@ class _Comparison:
 
     Attributes:
         found: the first difference; None so far.
-        rules: see `Verdict`.
+        rules, kept_rows: see `Verdict`.
     """
 
     def __init__(self, tolerance: float, sizes: list[int]) -> None:
         self._tolerance, self._sizes = tolerance, sizes
         self.found: Difference | None = None
         self.rules: dict[Key, list[str]] = {}
+        self.kept_rows: set[str] = set()
 
     def see(self, what: str, whole: Any, parts: Any) -> None:
         """Compare a value, described by ``what``."""
@@ -607,6 +611,7 @@ class _Comparison:
             last = self._sizes[-1]
             if (len(whole), len(parts)) == (sum(self._sizes), last) and whole.shape[1:] == parts.shape[1:]:
                 whole = whole[-last:]
+                self.kept_rows.add(path)
         name = f"the length of {path[4:-1]!r}" if path.startswith("len(") else f"attribute or buffer {path!r}"
         self.see(name, whole, parts)
 

@@ -107,6 +107,7 @@ class Scope:
             parts = check(engine, self._layers, self._cutter, function, batch, rest, sizes, seed, others)
             verdict = parts.find_out(self._models if auto and (first or again) else ())
         learned = engine.learned
+        learned.kept_rows |= verdict.kept_rows
         learned.mixes |= engine.hints.couples or (verdict.spread and verdict.parts is None and not verdict.why_not)
         self._fitting = in_both(self._fitting, verdict.rules)
         learned.log_rules = {key: _chosen(rules) for key, rules in self._fitting.items()}

@@ -9,8 +9,9 @@ after which call. From then on they are restored whenever a microbatch goes on:
     afterwards                      the microbatch's own value
     changed in one place only       what the microbatch before left there: counters and sums go on counting
 
-The next batch finds the last microbatch's values. If user code computes with such a value and replaces it, as with a
-recurrent network's hidden state, each sample needs its own, and the step is refused.
+The next batch, and hooks in between, find the last microbatch's values. Of an attribute that keeps something of each
+sample, such as ``self.predictions = logits``, they find the rows of all microbatches. If user code computes with such a
+value and replaces it, as with a recurrent network's hidden state, each sample needs its own, and the step is refused.
 
 Metrics are left alone: they see one microbatch after another.
 """
@@ -18,9 +19,10 @@ Metrics are left alone: they see one microbatch after another.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -41,11 +43,13 @@ class StatePlace:
         segment_keys: the sections of user code that change it.
         start: value at the beginning of the step.
         latest: value left by the last microbatch that has run the section, if only one section changes it.
+        samples: how many samples' rows the last step has left in it, if it has rows.
     """
 
     def __init__(self, owner: nn.Module | nn.Parameter, name: str) -> None:
         self._owner = owner
         self._name = name
+        self.samples = -1
         self.segment_keys: set[SegmentKey] = set()
         self.start: Any = _ABSENT
         self.latest: Any = _ABSENT
@@ -70,17 +74,16 @@ class StatePlace:
         else:
             self._owner.__dict__[self._name] = value
 
-    def inherited(self, samples: int) -> list[Tensor]:
+    def inherited(self) -> list[Tensor]:
         """Return tensors from the previous batch that may hold something of each of its samples.
 
-        Args:
-            samples: size of the microbatch that left them. If only one section changes the attribute, tensors without a
-                dimension of that size are left out: they may be sums that continue over batches.
+        If only one section changes the attribute, tensors without a dimension of ``samples`` are left out: they may be
+        sums that continue over batches.
         """
         value = self.start[0] if isinstance(self.start, tuple) else None
         held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
         tensors = [t for t in held if isinstance(t, Tensor) and t.dim()]
-        return [t for t in tensors if len(self.segment_keys) > 1 or samples in t.shape]
+        return [t for t in tensors if len(self.segment_keys) > 1 or self.samples in t.shape]
 
     def refuse_inheritance(self) -> None:
         owner = type(self._owner).__name__
@@ -120,10 +123,10 @@ class ModuleStateIsolation:
         inside = {id(m) for layer in layers for m in layer.state.modules}
         self._user_code = [m for m in modules if id(m) not in inside]
         self._layers = layers
+        self._names = {id(module): f"{name}." if name else "" for name, module in root.named_modules()}
         self.places: dict[tuple[int, str], StatePlace] = {}
         self.inherited: dict[int, StatePlace] = {}
         """By the ids of tensors that the previous step has left; see `StatePlace.inherited`."""
-        self._samples = -1
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -133,16 +136,27 @@ class ModuleStateIsolation:
             place.start = place.latest = place.read()
         self.inherited.clear()
         for place in self.places.values():
-            self.inherited.update((id(tensor), place) for tensor in place.inherited(self._samples))
+            self.inherited.update((id(tensor), place) for tensor in place.inherited())
         self._seen = [list(m.__dict__.values()) for m in self._user_code]
         self._states = [layer.state.current() for layer in self._layers]
         self._trainable = [layer.trainable() for layer in self._layers]
 
-    def end(self, last: MicrobatchModuleState, samples: int) -> None:
-        """Leave on the modules what the ``last`` microbatch, of ``samples`` samples, would have left."""
-        self._samples = samples
-        for place in self.places.values():
-            place.write(place.latest if len(place.segment_keys) == 1 else last.values.get(place, place.start))
+    def end(self, kept: Sequence[MicrobatchModuleState], sizes: Sequence[int], rows: Collection[str] = ()) -> None:
+        """Leave on the modules what the last microbatch would have left.
+
+        Args:
+            kept: the values of each microbatch.
+            sizes: their numbers of samples.
+            rows: paths of attributes with rows of all microbatches.
+        """
+        for (owner, name), place in self.places.items():
+            last = place.latest if len(place.segment_keys) == 1 else kept[-1].values.get(place, place.start)
+            place.samples = sizes[-1]
+            path = f"{self._names.get(owner, '')}{name}"
+            if len(kept) > 1 and any(row == path or row.startswith((f"{path}[", f"{path}.")) for row in rows):
+                values = [state.values.get(place, place.start) for state in kept]
+                last, place.samples = _all_rows(values, sizes), sum(sizes)
+            place.write(last)
 
     # -- the first batch ----------------------------------------------------------------------------------------------
 
@@ -299,6 +313,33 @@ class StateWatch:
         containers = [(v, self._attributes[index][k]) for k, v in own.items() if isinstance(v, Container)]
         self._empty[index] = [v for v, _ in containers if not v]
         self._filled[index] = [(v, contents) for v, contents in containers if v]
+
+
+def _all_rows(values: Sequence[tuple[Any, Any]], sizes: Sequence[int]) -> tuple[Any, Any]:
+    """Join what each microbatch has left in an attribute, as `StatePlace.read` returns it."""
+    value, contents = values[-1]
+    if not isinstance(value, Container):
+        return _joined([own for own, _ in values], sizes), contents
+    joined = _joined([contents for _, contents in values], sizes)
+    return (value if all(own is value for own, _ in values) else joined), joined
+
+
+def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Concatenate tensors with a row for each sample, in containers too. Of other values, return the last one."""
+    last = values[-1]
+    if any(type(value) is not type(last) for value in values):
+        return last
+    if isinstance(last, Tensor):
+        rows = zip(values, sizes, strict=True)
+        if last.dim() and all(t.shape == (size, *last.shape[1:]) and t.dtype is last.dtype for t, size in rows):
+            return torch.cat([value.detach().cpu() for value in values])
+        return last
+    if type(last) is dict and all(value.keys() == last.keys() for value in values):
+        return {key: _joined([value[key] for value in values], sizes) for key in last}
+    if isinstance(last, (list, tuple)) and all(len(value) == len(last) for value in values):
+        parts = [_joined(column, sizes) for column in zip(*values, strict=True)]
+        return type(last)(*parts) if hasattr(last, "_fields") else type(last)(parts)
+    return last
 
 
 def _unchanged(now: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
