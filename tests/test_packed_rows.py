@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import harness
+import lightning.pytorch as pl
 import pytest
 import torch
 from harness import ours, run
@@ -28,6 +30,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from lightning_roundpipe.messages import RoundPipeWarning
 from lightning_roundpipe.model.fused_attention import NAME, register
 from lightning_roundpipe.model.packed_rows import masks_needed
 from lightning_roundpipe.tasks.causal_lm import LONG_ROW, CausalLM
@@ -210,3 +213,39 @@ def test_training_equals_plain_training(name: str, devices: int) -> None:
     harness.assert_same(plain, run(ours(num_microbatches=2), task, given, devices=devices))
     task.document_masks = False  # and the masks are what makes these numbers
     assert float(run("auto", task, given).losses[0]) != pytest.approx(float(plain.losses[0]), rel=1e-4)
+
+
+class OwnStep(pl.LightningModule):
+    """Calls the model as a user does who has packed the rows."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = AutoModelForCausalLM.from_config(Qwen3Config(**USUAL, num_hidden_layers=3))
+        self.settings = settings
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.model(
+            input_ids=batch["tokens"], position_ids=batch["positions"], labels=batch["tokens"], **self.settings
+        ).loss
+
+    def configure_optimizers(self) -> SGD:
+        return SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_cache_that_is_off_keeps_documents_apart_and_that_is_said(microbatches: int) -> None:
+    """transformers looks for documents only where a model has no cache, and a configuration asks for one."""
+    tokens = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(1))
+    packed = {"tokens": tokens, "positions": torch.arange(6).repeat(2).expand(4, 12)}
+    usual = packed | {"positions": torch.arange(12).expand(4, 12)}
+    apart = OwnStep(use_cache=False)
+    strategy = {"num_microbatches": microbatches, "microbatch_scope": "auto"}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="roundpipe: position_ids begin anew")
+        harness.assert_same(run("auto", apart, packed), run(ours(**strategy), apart, packed, devices=2))
+        harness.assert_same(run("auto", OwnStep(), usual), run(ours(**strategy), OwnStep(), usual, devices=2))
+    with pytest.warns(RoundPipeWarning, match="position_ids begin anew within rows.*use_cache=False"):
+        trained = run(ours(**strategy), OwnStep(), packed, devices=2)
+    harness.assert_same(run("auto", apart, packed), trained)
+    assert float(run("auto", OwnStep(), packed).losses[0]) != pytest.approx(float(trained.losses[0]), rel=1e-4)

@@ -25,6 +25,13 @@ _MOST_REASONS = 6
 """How many modules a warning says the reasons of."""
 
 _WHOLE_LOGS = "microbatch_scope='model' or num_microbatches=1 computes it from the whole batch."
+PACKED_ROWS = "packed rows"
+"""What is switched off with a cache on which the attention of a model depends."""
+_PACKED = (
+    "position_ids begin anew within rows. Each document attends to itself alone here, as use_cache is off. In plain "
+    "training with use_cache=True, as in the model's configuration, transformers lets the documents of a row see each "
+    "other: call the model with use_cache=False to keep them apart there too."
+)
 
 
 class Hints:
@@ -53,7 +60,10 @@ class Hints:
             microbatches: number of microbatches of the step.
         """
         for name in switched_off:
-            self.say(name, f"training runs with {name}=False, as the strategy recomputes layers itself.")
+            if name == PACKED_ROWS:
+                self.warn(name, _PACKED)
+            else:
+                self.say(name, f"training runs with {name}=False, as the strategy recomputes layers itself.")
         if microbatches > 1 and "coupled" not in self._said:
             self._said.add("coupled")  # walk over all modules in the first such step only: it takes time
             for key, text in self._coupled(layers).items():
