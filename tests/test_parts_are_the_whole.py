@@ -469,6 +469,45 @@ def test_what_is_kept_for_a_class_that_comes_in_several_parts(step: Any, samples
     assert cut_by(ours_) == "model" and "microbatch_scope" in "".join(said)
 
 
+def seeds_in_a_fork(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        noise = torch.randn_like(logits)
+    return F.mse_loss(logits, noise)
+
+
+def seeds_for_good(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    torch.manual_seed(int(module.global_step))
+    return F.mse_loss(logits, torch.rand(len(logits), 5).log())
+
+
+def seeds_everything(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    with pl.utilities.seed.isolate_rng():
+        pl.seed_everything(3, verbose=False)
+        kept = torch.empty_like(logits).bernoulli_(0.5)
+    return entropy(module, logits * kept, batch)
+
+
+@pytest.mark.parametrize("step", [seeds_in_a_fork, seeds_for_good, seeds_everything])
+def test_noise_that_is_seeded_in_the_step(step: Any) -> None:
+    """Each part had the same noise as the others, as each seeds anew."""
+    ours_ = trained(Module(step), batches(), 4, 2)
+    assert_same(run("auto", Module(step), batches()), ours_)
+    assert cut_by(ours_) == "model"
+
+
+def test_a_seed_for_what_is_no_samples(said: list[str]) -> None:
+    def draws_weights(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            weights = torch.rand(5)
+        return F.cross_entropy(logits * weights, batch["y"])
+
+    ours_ = trained(Module(draws_weights), batches(), 4, 2)
+    assert_same(run("auto", Module(draws_weights), batches()), ours_)
+    assert cut_by(ours_) == "step" and "compared" not in "".join(said)
+
+
 # ---------------------------------------------------------------------------------------------------- later batches
 
 

@@ -47,7 +47,14 @@ from lightning_roundpipe.runtime.core.prediction import CallOrder
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards
 from lightning_roundpipe.runtime.profile.outside_writes import OutsideWrites
-from lightning_roundpipe.runtime.profile.rehearsal import CannotRehearse, Rehearsal, SameDraws, Written, without_dropout
+from lightning_roundpipe.runtime.profile.rehearsal import (
+    CannotRehearse,
+    Rehearsal,
+    SameDraws,
+    Written,
+    seeding_noted,
+    without_dropout,
+)
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, ModelInterceptor, intercepted
 from lightning_roundpipe.runtime.user_code.left_behind import ABSENT, LeftBehind, SavedAttributes, code_of
 from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, derive
@@ -267,7 +274,7 @@ class PartsCheck:
             def parts() -> list[Any]:
                 return [self._take(rows[:one]), self._take(rows[one:])]
 
-            with without_dropout():
+            with without_dropout(), seeding_noted(draws):
                 if self._asked:
                     verdict.parts, verdict.raised = self._in_calls(whole_batch, sizes, models, draws, steady=True)
                     return verdict

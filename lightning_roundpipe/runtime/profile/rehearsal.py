@@ -348,6 +348,25 @@ def without_dropout() -> Iterator[None]:
             setattr(F, name, function)
 
 
+@contextlib.contextmanager
+def seeding_noted(draws: SameDraws) -> Iterator[None]:
+    """Let ``draws`` know when user code calls ``torch.manual_seed``."""
+    seed = torch.manual_seed
+
+    @functools.wraps(seed)
+    def seeding(*args: Any, **kwargs: Any) -> torch.Generator:
+        before = draws.now()
+        generator = seed(*args, **kwargs)
+        draws.seeded(before)
+        return generator
+
+    torch.manual_seed = torch.random.manual_seed = seeding
+    try:
+        yield
+    finally:
+        torch.manual_seed = torch.random.manual_seed = seed
+
+
 _RATES = {1: "p", 4: "dropout_p"}
 
 _SHAPED = {torch.rand, torch.randn, torch.randint}
@@ -359,6 +378,7 @@ class SameDraws(TorchFunctionMode):
     """Gives the samples of a part the random numbers that they get in the whole batch [4].
 
     A draw with a row for each sample of the part is made for the whole batch, and the part's rows are taken from it.
+    What user code draws after it has seeded torch itself (`seeding_noted`) is what it would draw in the part.
 
     Args:
         devices: the devices whose generators code may draw from.
@@ -372,6 +392,8 @@ class SameDraws(TorchFunctionMode):
         self._generators = list({id(g): g for g in (torch.default_generator, *(d.generator for d in devices))}.values())
         self._rows = self._narrowed = slice(0, samples)
         self._states: list[Any] = []
+        self._before_seeding: list[Any] | None = None
+        """States of the generators when user code has seeded them, until it puts these back."""
         self._others: Any = None
         self._alike = True
         self.hooked = False
@@ -387,7 +409,8 @@ class SameDraws(TorchFunctionMode):
             generator.manual_seed(self._seed)
         random.seed(self._seed)
         np.random.seed(self._seed & 0xFFFFFFFF)
-        self._states, self._others = self._now(), _others()
+        self._states, self._others = self.now(), _others()
+        self._before_seeding = None
 
     @property
     def rows(self) -> slice:
@@ -413,11 +436,22 @@ class SameDraws(TorchFunctionMode):
         """End the last part of a call of a model."""
         self._narrowed = self._rows
 
-    def _now(self) -> list[Tensor]:
+    def now(self) -> list[Tensor]:
+        """Return the states of all generators."""
         return [generator.get_state() for generator in self._generators]
 
+    def seeded(self, before: Sequence[Tensor]) -> None:
+        """Note that user code has seeded torch, whose generators had the states ``before``."""
+        self._alike &= all(map(torch.equal, self._states, before))
+        if self._before_seeding is None:
+            self._before_seeding = [*before]
+        self._states = self.now()
+
     def _look(self) -> None:
-        self._alike &= all(map(torch.equal, self._states, self._now()))
+        now = self.now()
+        if self._before_seeding is not None and all(map(torch.equal, self._before_seeding, now)):
+            self._states, self._before_seeding = now, None  # as at the end of torch.random.fork_rng
+        self._alike &= all(map(torch.equal, self._states, now))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -430,8 +464,8 @@ class SameDraws(TorchFunctionMode):
         if draw is None:
             return func(*args, **kwargs)
         self._look()
-        drawn = draw()
-        self._states = self._now()
+        drawn = draw() if self._before_seeding is None else func(*args, **kwargs)
+        self._states = self.now()
         return drawn
 
     def _draw(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Callable[[], Any] | None:
