@@ -99,6 +99,11 @@ _READ[_LRCallback] = "on_train_batch_start on_train_batch_end"  # the learning-r
 _NAMES = frozenset({*_WITHIN_THE_STEP, *_PARTS_OF_THE_STEP, *_OF_CALLBACKS, *_WAITS_AT, _SCHEDULER, "optimizer_step"})
 """The names of all functions that the audit considers."""
 
+_BEFORE_TRAINING = frozenset(
+    {"on_fit_start", "on_train_start", "on_sanity_check_start", "on_sanity_check_end", "teardown"}
+)
+_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_roundpipe")
+
 _METHODS = (FunctionType, classmethod, staticmethod, property)
 _HARMLESS = frozenset(getattr(kind, hook, None) for kind, hooks in _READ.items() for hook in hooks.split())
 
@@ -149,6 +154,19 @@ def hooked_parameter(module: nn.Module) -> str | None:
 
 def _has_hook(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def reads_attributes(trainer: Trainer, module: LightningModule) -> bool:
+    """Return whether user code runs between two calls of ``training_step``, and may read what these leave on modules.
+
+    A declaration that it looks away is about weights, and counts for nothing here.
+    """
+    mine = any(_owner(module, hook, LightningModule) is not None for hook in _NAMES - _BEFORE_TRAINING)
+    return mine or any(
+        type(callback).__module__.partition(".")[0] not in _LIBRARIES
+        and any(_owner(callback, hook, Callback) is not None for hook in _NAMES - _BEFORE_TRAINING)
+        for callback in _callbacks(trainer)
+    )
 
 
 def listening(

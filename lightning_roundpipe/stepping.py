@@ -27,6 +27,7 @@ from lightning_roundpipe.hook_audit import (
     listening,
     looks_at_weights,
     needs_gradients,
+    reads_attributes,
     slowed_by,
 )
 from lightning_roundpipe.optim.clipping import Clip
@@ -132,6 +133,7 @@ class Stepping:
         now, before = self._now(), self._listening
         if now == before:
             return
+        self._engine.learned.heard = reads_attributes(self._trainer, self._module)
         looks = looks_at_weights(self._trainer, self._module)
         reason = self._reason(looks)
         if before is not None:

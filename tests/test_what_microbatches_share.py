@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from harness import assert_same, ours, run
+from harness import assert_same, loader, ours, run, trainer_of
 from torch import Tensor, nn
 
 from lightning_roundpipe.runtime.profile.outside_writes import OutsideWrites
@@ -366,3 +366,14 @@ def test_rows_are_no_sums() -> None:
     expected = run("auto", KeepsRows(keep, lambda m: m.kept[:, None]), batches())
     trained = run(ours(num_microbatches=4), KeepsRows(keep, lambda m: m.kept[:, None]), batches(), devices=2)
     assert trained.module.rows == expected.module.rows == [2] * 3
+
+
+def test_rows_that_nobody_reads_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be large, as logits are."""
+
+    class Unread(KeepsRows):
+        on_train_batch_end = pl.LightningModule.on_train_batch_end
+
+    module = Unread(*KEEPS_ROWS["attribute"])
+    trainer_of(ours(num_microbatches=4), devices=2).fit(module, loader(batches()))
+    assert len(module.kept) == 2

@@ -226,7 +226,8 @@ class Step:
         self.cancel_scope.raise_error()
         kept = [run.kept for run in self.runs if run.kept is not None]
         if self.spec.module_state is not None and kept:
-            self.spec.module_state.end(kept, self.sizes, self.engine.learned.kept_rows)
+            learned = self.engine.learned
+            self.spec.module_state.end(kept, self.sizes, learned.kept_rows if learned.heard else ())
 
     def _run_task(
         self, run: MicrobatchTask, function: Callable[..., Any], args: tuple[Any, ...], predecessor: Waiter | None
