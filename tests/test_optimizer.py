@@ -419,6 +419,36 @@ def test_what_is_trained_may_change(looks_away: bool, monkeypatch: pytest.Monkey
     assert_losses_close(plain, result)
 
 
+class Switching(zoo.PlainClassifier):
+    """Switches what is trained before each batch; or off, and on again, around a pass within the step."""
+
+    def __init__(self, *, within: bool) -> None:
+        super().__init__(zoo.make_module("mlp").model)
+        self.within = within
+        self.model.blocks.requires_grad_(within)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if not self.within:
+            self.model.blocks.requires_grad_(batch_idx % 2 == 0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        reference = torch.zeros(())
+        if self.within:
+            self.model.blocks.requires_grad_(False)
+            reference = self.loss_and_logits(batch)[1].square().mean()
+            self.model.blocks.requires_grad_(True)
+        return self.loss_and_logits(batch)[0] + 0.1 * reference
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("within", [False, True])
+def test_what_is_trained_is_switched_by_the_module(within: bool, microbatches: int) -> None:
+    module = Switching(within=within)
+    batches = zoo.make_batches("mlp", 5)
+    plain = run("auto", module, batches)
+    harness.assert_same(plain, run(ours(num_microbatches=microbatches, layers=LAYERS), module, batches, devices=2))
+
+
 def test_an_update_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Is raised, with what it means, and leaves no thread."""
     real, calls = AsyncOptimizer._apply, itertools.count()

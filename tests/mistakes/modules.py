@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import lightning.pytorch as pl
@@ -235,6 +236,37 @@ def _registers_within(user: User) -> None:
     user.fit(_Registers(mlp()))
 
 
+class _Unfreezes(zoo.PlainClassifier):
+    """Switches ``requires_grad`` of its blocks within ``training_step``: on in every other batch."""
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Any:
+        self.model.blocks.requires_grad_(batch_idx % 2 == 0)
+        return super().training_step(batch, batch_idx)
+
+
+def _unfreezing(*, frozen: bool, batches: int, **options: Any) -> Any:
+    def way(user: User) -> None:
+        module = _Unfreezes(mlp())
+        module.model.blocks.requires_grad_(not frozen)
+        user.fit(module, zoo.make_batches("mlp", batches), **options)
+
+    return way
+
+
+class _UnfreezesItself(zoo.MLP):
+    """Its blocks switch on ``requires_grad`` of their own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks.requires_grad_(False):
+            block.forward = functools.partial(_unfrozen, block)
+
+
+def _unfrozen(block: Any, h: Tensor) -> Tensor:
+    block.requires_grad_(True)
+    return type(block).forward(block, h)
+
+
 def _draws_by_itself(user: User) -> None:
     module, draws = zoo.make_module("mlp"), torch.Generator()
     block = next(m for m in module.modules() if type(m).__name__ == "ResidualBlock")
@@ -302,6 +334,27 @@ MODULES = [
         "register_hook was called on a parameter within training_step",
         "Do it between batches, for example in on_fit_start or on_train_batch_start",
         (_registers_within,),
+    ),
+    Mistake(
+        SECTION,
+        "`requires_grad` that `training_step` switches on for a parameter of a layer",
+        "training_step switches on requires_grad of parameter '…', in layer '…'",
+        "Set requires_grad between steps, for example in on_train_batch_start",
+        (
+            _unfreezing(frozen=True, batches=1),
+            _unfreezing(frozen=True, batches=1, num_microbatches=2),
+            _unfreezing(frozen=True, batches=1, num_microbatches=2, microbatch_scope="model"),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`requires_grad` that a layer switches on for its own parameters in its forward",
+        "layer '…' switches on requires_grad of its own parameters while it runs",
+        "Set requires_grad between steps, for example in on_train_batch_start",
+        (
+            lambda user: user.fit(zoo.PlainClassifier(_UnfreezesItself())),
+            lambda user: user.fit(zoo.PlainClassifier(_UnfreezesItself()), num_microbatches=2),
+        ),
     ),
     Mistake(
         SECTION,

@@ -351,6 +351,13 @@ class LayerExecutor:
         written = [i for i, p in enumerate(replica.parameters) if p._version != versions[i]]
         if written:
             self._refuse_written(call.layer, written)
+        if call.thread_state.grad and any(
+            p.requires_grad and not trained for p, trained in zip(replica.parameters, call.trainable, strict=True)
+        ):
+            raise RoundPipeError(
+                f"layer {name!r} switches on requires_grad of its own parameters while it runs; on a worker that is "
+                "lost. Set requires_grad between steps, for example in on_train_batch_start."
+            )
         refuse_filled([leaf for leaf in leaves if not isinstance(leaf, Tensor)], name)
         ran = LayerExecution(
             detached_inputs, FlatValue.of(output, given), side_collector.collect(given, name), given, recording

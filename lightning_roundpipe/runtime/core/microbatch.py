@@ -503,6 +503,7 @@ class MicrobatchTask:
         measured = traced if self.learning and engine.learned.plans else None
         check_inputs(recorded, traced, learning=self.learning)
         refuse_hooked_module(recorded)
+        self._refuse_unplaced(recorded, sums)
         if recorded.hooks:
             with self._user_code_again(recorded.home):
                 recorded.run_hooks(self.activations.transfer, self.mode)
@@ -526,6 +527,19 @@ class MicrobatchTask:
             traced.precedent = None
         self._hand_on(recorded, grads, worker.device)
         self._prefetcher.after(slot, recorded.call, self.tape)
+
+    def _refuse_unplaced(self, recorded: RecordedCall, sums: HostGradSums | None) -> None:
+        """Raise if a parameter was trained at the call for whose gradient the step has reserved no memory."""
+        if sums is not None and recorded.trainable == sums.layout.trained:
+            return
+        placed = sums.layout.trained if sums is not None else [False] * len(recorded.trainable)
+        for master, trained, place in zip(recorded.layer.masters, recorded.trainable, placed, strict=True):
+            if trained and not place and master.numel():
+                raise RoundPipeError(
+                    f"training_step switches on requires_grad of parameter {self.engine.model.name_of(master)!r}, in "
+                    f"layer {recorded.layer.name!r}, for which the step has reserved no gradient: it was off before. "
+                    "Set requires_grad between steps, for example in on_train_batch_start."
+                )
 
     def _hand_over(self, graph_cut: GraphCut, index: int, grad: Tensor | None, device: Device | None) -> None:
         """Add ``grad`` to output ``index`` of another call, on the device that holds that gradient so far."""

@@ -71,6 +71,7 @@ class GradientLayout:
         dtype: dtype in which gradients travel if it is narrower than their own.
 
     Attributes:
+        trained: per master, whether its gradient has a place.
         segments, nbytes: slices and size of the sums, on a worker and on the host.
         travelling, travel_nbytes: slices and size of what is downloaded.
         narrowed: whether the two differ.
@@ -79,7 +80,8 @@ class GradientLayout:
     def __init__(
         self, layer: HostLayer, trainable: Sequence[bool] | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        self.positions = [i for i, trained in enumerate(trainable or layer.trainable()) if trained]
+        self.trained = list(trainable or layer.trainable())
+        self.positions = [i for i, trained in enumerate(self.trained) if trained]
         masters = [layer.masters[position] for position in self.positions]
         self.keys = list(map(id, masters))
         dtypes = [master.dtype for master in masters]
