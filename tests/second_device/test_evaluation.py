@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from harness import assert_tensors_same, ours
+from harness import assert_tensors_same, loader, ours, quiet, trainer_of
 from test_evaluation_losses import Continues, Generates, Ran, Validates, batches, generated, validated
 from test_evaluation_losses import ran as ran  # a fixture
+
+from lightning_roundpipe.config import RoundPipeError
 
 
 def _ours() -> Any:
@@ -32,3 +34,18 @@ def test_generate(options: Any, devices: list[Any], ran: Ran) -> None:
     assert all(map(torch.equal, generated(module, "auto", data, 1), generated(module, _ours(), data)))
     assert len(devices) == 2
     assert ran and not any(unsplittable for unsplittable, _ in ran)
+
+
+class Forces(zoo.PlainClassifier):
+    def validation_step(self, batch: zoo.Batch, batch_idx: int) -> None:
+        with torch.enable_grad():
+            x = batch["x"].clone().requires_grad_()
+            self.log("force", torch.autograd.grad(self.model(x).sum(), x)[0].norm())
+
+
+def test_gradients_are_refused(devices: list[Any]) -> None:
+    """The weights are on the host, and the inputs are not."""
+    module = Forces(zoo.make_module("mlp").model)
+    trainer = trainer_of(ours(layers=["Linear", "ResidualBlock"]), devices=2, inference_mode=False)
+    with quiet(), pytest.raises(RoundPipeError, match=r"called with gradients .* Compute them in a hook"):
+        trainer.validate(module, loader(zoo.make_batches("mlp", 1)), verbose=False)

@@ -8,6 +8,10 @@ come in any order (`generate`, beam search).
                ── prefetches the weights of the predicted next layer to that layer's worker ── [2]
                ── runs meanwhile ── [3]
 
+A layer that is called where user code wants gradients (forces, adaptation to a test set) runs in place, on the user's
+own weights, which are on the host: autograd then sees what it sees in plain Lightning. So does every later call of the
+batch, as user code may have stepped an optimizer. On a GPU the inputs are elsewhere, and the call is refused.
+
 A wrong prediction costs one upload. User code must not write to weights while they are being prefetched. A layer call
 raises if a version counter shows a write to its weights. Writes through ``.data`` leave the counter alone, so once user
 code reads a weight's ``.data``, the rest of the batch prefetches nothing.
@@ -17,12 +21,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call, Forward
@@ -34,7 +39,7 @@ from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.core.worker_pool import WatchedCancelScope
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
-from lightning_roundpipe.runtime.layer_calls.arguments import flatten_call
+from lightning_roundpipe.runtime.layer_calls.arguments import flatten, flatten_call
 from lightning_roundpipe.runtime.layer_calls.shared_memory import SharedOutputs
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
@@ -73,10 +78,16 @@ class Evaluation:
     Args:
         engine: the context that outlives the batch.
         parts: makes the calls of models; None runs them whole.
+        forwards: the layers' own forwards, by index; None if no call is to run in place.
     """
 
-    def __init__(self, engine: EngineContext, parts: CallsInParts | None = None) -> None:
-        self._parts = parts
+    def __init__(
+        self, engine: EngineContext, parts: CallsInParts | None = None,
+        forwards: Mapping[int, Callable[..., Any]] | None = None,
+    ) -> None:  # fmt: skip
+        self._parts, self._forwards = parts, forwards
+        self.in_place = False
+        """Whether a layer call has run in place."""
         self._engine = engine
         self._order = engine.learned.order
         self._ahead, self._written = bool(engine.options.prefetch), False
@@ -184,6 +195,11 @@ class Evaluation:
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an intercepted layer on its worker and return its output."""
+        if self.in_place or wants_gradients():
+            with torch._C.DisableTorchFunction():
+                runs_in_place = self._runs_in_place(layer, args, kwargs)
+            if runs_in_place is not None:
+                return runs_in_place(*args, **kwargs)
         with torch._C.DisableTorchFunction(), interrupts_allowed(False):
             engine = self._engine
             layer.assert_unmodified()
@@ -224,6 +240,35 @@ class Evaluation:
                 self._activations.forget_dead()
             worker.post(lambda: worker.close_slot(slot), self._cancel_scope)
             return self._hand_back(call, forward, args, kwargs)
+
+    def _runs_in_place(
+        self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[..., Any] | None:
+        """Return the layer's own forward if user code wants gradients of the call; else None.
+
+        Raises:
+            RoundPipeError: if it does, and the inputs are on a GPU.
+        """
+        if self._forwards is None:
+            return None
+        leaves = flatten((args, kwargs))[0]
+        if not self.in_place and not (
+            any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves) or any(layer.trainable())
+        ):
+            return None
+        if self._engine.worker_pool.accelerator is not None:
+            raise RoundPipeError(
+                f"layer {layer.name!r} is called with gradients (torch.enable_grad) in a validation, test or predict "
+                "step, in which devices only run forward: they would be lost. Compute them in a hook such as "
+                "on_validation_epoch_end, where the model runs on the CPU, or call the model without gradients."
+            )
+        for leaf in leaves:
+            make_ordinary(leaf)
+        if not self.in_place:
+            self.in_place = True
+            self._stay_behind()
+        self._engine.model.buffers.settle()
+        return self._forwards[layer.index]
 
     def _adapt(self, call: Call) -> None:
         """Change ``call`` before it runs; subclasses override this."""
@@ -275,3 +320,8 @@ class Evaluation:
         """Stop prefetching for the rest of the batch: user code may write to weights without raising their versions."""
         self._ahead, self._written = False, True
         self._drop_foreseen()
+
+
+def wants_gradients() -> bool:
+    """Return whether the calling code builds graphs: Lightning runs evaluation without them."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()

@@ -250,7 +250,7 @@ class Parting:
         known.looks += 1
         with torch._C.DisableTorchFunction():
             left = effects.found() or any(forward.side_outputs or forward.mutated for _, forward in layers)
-        if left or logged or not layers or not self._can_merge(output, samples, evaluation):
+        if left or logged or not layers or evaluation.in_place or not self._can_merge(output, samples, evaluation):
             known.cut = False
         elif not _ambiguous(output, samples):
             self._settle()  # what has been timed has ended

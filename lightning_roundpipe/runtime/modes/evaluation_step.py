@@ -31,7 +31,7 @@ from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.core.turns import Slot, Slots
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten, is_cache, unflatten
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.modes.evaluation import Evaluation
+from lightning_roundpipe.runtime.modes.evaluation import Evaluation, wants_gradients
 from lightning_roundpipe.runtime.modes.evaluation_user_code import EvaluationUserCode
 from lightning_roundpipe.runtime.modes.model_call_stages import CallSlots, DirectionStages, ModelCallStages
 from lightning_roundpipe.runtime.modes.model_calls import ModelCall
@@ -189,7 +189,7 @@ class _EvaluationPart(PartRun):
             self._slots.finish(self.index)
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._evaluation_step.unsplittable:
+        if self._evaluation_step.unsplittable or wants_gradients():
             raise _Unsplittable
         return super().call(layer, args, kwargs)
 

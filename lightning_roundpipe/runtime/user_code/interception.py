@@ -71,6 +71,15 @@ class Interceptor:
             )
             self._fail(error)
             raise error
+        return self.run(*args, **kwargs)
+
+    @property
+    def index(self) -> int:
+        """Index of the layer."""
+        return self._layer.index
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own ``forward`` in place."""
         if self.own is not None:
             return self.own(*args, **kwargs)
         return type(self._layer.module).forward(self._layer.module, *args, **kwargs)
