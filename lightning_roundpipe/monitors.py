@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,8 +20,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PyTorchProfiler
+from torch.utils.data import Dataset
 
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.runtime.user_code.left_behind import Namespace
 
 _COMPUTED_IN = {
     "bf16-mixed": torch.bfloat16,
@@ -111,18 +114,40 @@ def rehearsing(trainer: Trainer) -> Iterator[list[tuple[str, Any]]]:
     """Silence the trainer's loggers while ``training_step`` is rehearsed.
 
     Yields:
-        What else the rehearsal might change, by name: schedulers, and the settings of optimizers.
+        What else the rehearsal might change, by name: schedulers, the settings of optimizers, users' callbacks, the
+        data module, data sets, and the trainer's own attributes.
     """
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     others: list[tuple[str, Any]] = [(type(scheduler).__name__, scheduler) for scheduler in schedulers]
     for number, optimizer in enumerate(trainer.optimizers):
         others += [(f"optimizer {number}", group) for group in optimizer.param_groups]
+    around = {f"trainer.callbacks[{i}]": callback for i, callback in enumerate(vars(trainer)["callbacks"])}
+    around["trainer.datamodule"] = vars(trainer).get("datamodule")
+    around |= {f"data set {i}": data_set for i, data_set in enumerate(_data_sets(trainer))}
+    others += [(name, value) for name, value in around.items() if value is not None and not _has_thread(value)]
+    others.append(("trainer.", Namespace(vars(trainer), without=("callbacks", "datamodule"))))
     loggers = trainer.loggers
     trainer.loggers = [DummyLogger() for _ in loggers]
     try:
         yield others
     finally:
         trainer.loggers = loggers
+
+
+def _data_sets(trainer: Trainer) -> Iterator[Any]:
+    """Yield the users' data sets that are trained on; torch's own, such as a ``Subset``, are looked through."""
+    combined = trainer.fit_loop._combined_loader
+    for source in [] if combined is None else combined.flattened:
+        found: Any = getattr(source, "dataset", None)
+        while type(found).__module__.startswith("torch.") and hasattr(found, "dataset"):
+            found = found.dataset
+        if isinstance(found, Dataset) and not type(found).__module__.startswith("torch."):
+            yield found
+
+
+def _has_thread(value: Any) -> bool:
+    """Return whether ``value`` may change on a thread of its own, which no rehearsal is the cause of."""
+    return any(isinstance(held, threading.Thread) for held in getattr(value, "__dict__", {}).values())
 
 
 def batches_left(trainer: Trainer) -> float:

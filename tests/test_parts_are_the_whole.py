@@ -218,6 +218,141 @@ def test_asserted_parts_that_count_are_refused(kind: str) -> None:
         trained(Module(step, **attributes()), batches(), 2, 2, microbatch_scope="step")
 
 
+# ------------------------------------------------------------------------ what is kept around the module (kinds 13, 15)
+
+
+class Tally(pl.Callback):
+    """A user's callback, which training_step reaches through the trainer."""
+
+    def __init__(self) -> None:
+        self.calls, self.seen, self.total = 0, [], torch.zeros(())
+
+
+class Curriculum(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __init__(self, count: int) -> None:
+        self.data, self.level, self.table = batches(count), 0, torch.zeros(600, 600)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.data[index]
+
+
+def tally_of(module: Any) -> Tally:
+    return next(callback for callback in module.trainer.callbacks if isinstance(callback, Tally))
+
+
+def decays_the_rate(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    for group in module.optimizers().param_groups:
+        group["lr"] *= 0.9
+    return entropy(module, logits, batch)
+
+
+def steps_the_scheduler(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    module.lr_schedulers().step()
+    return entropy(module, logits, batch)
+
+
+def counts_on_a_callback(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    tally_of(module).calls += 1
+    tally_of(module).seen.append(len(logits))
+    return entropy(module, logits, batch)
+
+
+def adds_up_on_a_callback(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    loss = entropy(module, logits, batch)
+    tally_of(module).total += loss.detach()
+    return loss
+
+
+def stops(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    loss = entropy(module, logits, batch)
+    if loss > 1.9:
+        module.trainer.should_stop = True
+    return loss
+
+
+def counts_on_the_trainer(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    module.trainer.mine = getattr(module.trainer, "mine", 0) + 1
+    return entropy(module, logits, batch)
+
+
+def raises_the_level(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    module.trainer.train_dataloader.dataset.level += 1
+    return entropy(module, logits, batch)
+
+
+AROUND = [
+    decays_the_rate, steps_the_scheduler, counts_on_a_callback, adds_up_on_a_callback, counts_on_the_trainer,
+    raises_the_level,
+]  # fmt: skip
+
+
+class Around(Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+def kept_around(step: Any, strategy: Any, devices: int, count: int = 3) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    module, tally, curriculum = Around(step), Tally(), Curriculum(count)
+    trainer = trainer_of(strategy, devices=devices, callbacks=[tally], max_epochs=2)
+    trainer.fit(module, torch.utils.data.DataLoader(curriculum, batch_size=None))
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizers[0].param_groups]
+    kept = (
+        settings, trainer.lr_scheduler_configs[0].scheduler.state_dict(), tally.calls, tally.seen,
+        getattr(trainer, "mine", None), curriculum.level, trainer.should_stop, trainer.global_step,
+    )  # fmt: skip
+    return kept, [tally.total, *module.parameters()]
+
+
+@pytest.mark.parametrize(("microbatches", "devices"), [(1, 2), (2, 2), (4, 1)])
+@pytest.mark.parametrize("step", AROUND)
+def test_what_is_kept_around_the_module(step: Any, microbatches: int, devices: int) -> None:
+    """Neither the parts nor a rehearsal show on the trainer, optimizers, schedulers, callbacks and data sets."""
+    plain, weights = kept_around(step, "auto", 1)
+    kept, ours_ = kept_around(step, ours(num_microbatches=microbatches, layers=LAYERS), devices)
+    assert kept == plain
+    torch.testing.assert_close(ours_, weights)
+
+
+def test_parts_do_not_stop_training() -> None:
+    """Samples of the first batch raise the flag, and no batch does."""
+    alone = F.cross_entropy(Module(stops).model(batches()[0]["x"]), batches()[0]["y"], reduction="none")
+    assert (alone > 1.9).any()
+    plain, _ = kept_around(stops, "auto", 1, count=2)
+    assert plain[-2:] == (False, 4)
+    kept, _ = kept_around(stops, ours(num_microbatches=8, layers=LAYERS), 1, count=2)
+    assert kept == plain
+
+
+@pytest.mark.parametrize("step", [decays_the_rate, steps_the_scheduler, counts_on_the_trainer])
+def test_asserted_parts_that_change_settings_are_refused(step: Any) -> None:
+    with pytest.raises(RoundPipeError, match=r"(optimizer 0|ExponentialLR|trainer).* is .* instead of"):
+        kept_around(step, ours(num_microbatches=2, layers=LAYERS, microbatch_scope="step"), 2)
+
+
+class Large(Tally):
+    """Keeps more than is copied, and what cannot be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = [[i] for i in range(5000)]
+        self.stream = (i for i in range(3))
+        self.table = torch.zeros(1 << 20)
+
+
+def test_a_large_callback_has_its_numbers_compared(said: list[str]) -> None:
+    plain, tally = Large(), Large()
+    trainer_of(callbacks=[plain]).fit(Around(counts_on_a_callback), loader(batches()))
+    strategy = ours(num_microbatches=2, layers=LAYERS)
+    trainer_of(strategy, devices=2, callbacks=[tally]).fit(Around(counts_on_a_callback), loader(batches()))
+    assert (tally.calls, tally.seen) == (plain.calls, plain.seen) and len(tally.rows) == 5000
+    assert not [line for line in said if "put back" in line]
+
+
 # ----------------------------------------------------------------------------------------------- loss weights (kind 14)
 
 

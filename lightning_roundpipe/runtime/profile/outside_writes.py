@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_roundpipe.model.attributes import Container, own_attributes
-from lightning_roundpipe.runtime.user_code.left_behind import names_in, put_back_of, state_of, walk
+from lightning_roundpipe.runtime.user_code.left_behind import names_in, put_back_of, state_of, walk, walk_around
 
 _MOST_BYTES = 1 << 26
 """Of a larger array, only the first bytes are compared."""
@@ -73,6 +73,7 @@ class OutsideWrites:
     Args:
         modules: all modules, by name.
         others: further objects that user code may change, by name.
+        code: the modules' classes, by name.
         inside: ids of the modules inside layers.
 
     Attributes:
@@ -81,16 +82,20 @@ class OutsideWrites:
     """
 
     def __init__(
-        self, modules: Iterable[tuple[str, nn.Module]], others: Iterable[tuple[str, Any]], inside: set[int]
-    ) -> None:
+        self, modules: Iterable[tuple[str, nn.Module]], others: Iterable[tuple[str, Any]],
+        code: Iterable[tuple[str, Any]], inside: set[int],
+    ) -> None:  # fmt: skip
         modules = list(modules)
         ignored = inside | {i for _, module in modules if id(module) in inside for i in _own(module, tensors=True)}
         apart = {id(module) for _, module in modules}
         for _, module in modules:
             apart.update(_own(module, tensors=isinstance(module, Metric)))
+        seen: dict[int, Any] = {}
+        later: list[tuple[str, Any]] = []
+        around = [*walk(modules, seen=seen, later=later), *walk_around(others, seen, later)]
         self._watched = [
             _Watched(path, value, kind, id(value) in apart, _mark(value, kind))
-            for path, value, kind in walk([*modules, *others])
+            for path, value, kind in (*around, *walk([*later, *code], seen=seen))
             if kind != "leaf" and id(value) not in ignored and not isinstance(value, torch.jit.ScriptModule)
         ]
         self._narrow = False

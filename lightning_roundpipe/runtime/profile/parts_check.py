@@ -15,7 +15,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,15 @@ from lightning_roundpipe.runtime.profile.rehearsal import (
     without_dropout,
 )
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, ModelInterceptor, intercepted
-from lightning_roundpipe.runtime.user_code.left_behind import ABSENT, LeftBehind, SavedAttributes, code_of
+from lightning_roundpipe.runtime.user_code.left_behind import (
+    ABSENT,
+    ELSEWHERE,
+    MODULES,
+    SETTINGS,
+    LeftBehind,
+    SavedAttributes,
+    code_of,
+)
 from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, derive
 
 FEW = 2
@@ -80,11 +88,13 @@ class Difference:
         what: describes the value.
         whole: its value on the whole batch, as text; None if ``what`` raised ``parts``.
         parts: its value on the parts, as text, or the exception.
+        elsewhere: whether it is a number or a length that a global, a callback or the like keeps.
     """
 
     what: str
     whole: str | None
     parts: str
+    elsewhere: bool = False
 
     def __str__(self) -> str:
         if self.whole is None:
@@ -109,6 +119,7 @@ class Verdict:
         spread: whether the targets were distributed over the parts otherwise than the samples.
         losses_inside: layers that compute a mean cross entropy themselves, whose targets are not counted.
         shared: path of shared state that microbatches would disturb, by the code that changes it; see `OutsideWrites`.
+        collects: a difference of what globals, callbacks and the like keep, if batches are cut nevertheless.
         rules: per logged value, the ways to merge it that give the whole batch's: `USUAL`, or keys of `logs.RULES`.
         kept_rows: paths of attributes that keep something of each sample, of which parts leave their own.
     """
@@ -126,6 +137,21 @@ class Verdict:
     shared: dict[str, str] = field(default_factory=dict)
     rules: dict[Key, list[str]] = field(default_factory=dict)
     kept_rows: set[str] = field(default_factory=set)
+    collects: Difference | None = None
+
+    def weigh_elsewhere(self, *, tried: bool) -> None:
+        """Leave batches in parts if only what globals, callbacks and the like keep differs, and cut calls do not help.
+
+        Hooks inside layers, for instance, run for each part either way.
+
+        Args:
+            tried: whether the model's calls were cut.
+        """
+        if self.parts is not None and self.parts.elsewhere:
+            if not tried or self.model is not None:
+                self.collects, self.parts, self.model = self.parts, None, None
+        elif self.model is not None and self.model.elsewhere:
+            self.model = None
 
 
 @dataclass
@@ -140,6 +166,8 @@ class _Shown:
         spread: see `Verdict`.
         metrics: values of metrics that were updated, by description.
         left: changes to attributes, buffers and parameters, by path.
+        settings: changes to the trainer, schedulers and settings of optimizers, by path.
+        elsewhere: changes to numbers and lengths in callbacks, data sets, globals, closures and classes, by path.
         alike: whether all random numbers were the same for a sample in any part.
         backwards: what the user's own backward code gives.
     """
@@ -152,6 +180,8 @@ class _Shown:
     spread: bool = False
     metrics: dict[str, Any] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    elsewhere: dict[str, Any] = field(default_factory=dict)
     alike: bool = True
     backwards: CustomBackwards | None = None
 
@@ -197,7 +227,7 @@ class PartsCheck:
         self._modules = dict(self._root.named_modules())
         others = list(others)
         self._left = LeftBehind(self._root, others)
-        self._outside = OutsideWrites(self._modules.items(), [*others, *code_of(self._root)], self._inside)
+        self._outside = OutsideWrites(self._modules.items(), others, code_of(self._root), self._inside)
         self._order = CallOrder()
         self._lost: Exception | None = None
         """An error after which the engine cannot go on; None if there was none."""
@@ -295,9 +325,10 @@ class PartsCheck:
                     verdict.shared = self._shared(parts, sizes, draws)
                 if verdict.parts is not None and not verdict.announced:
                     kept = [path.removeprefix("len(").partition("[")[0].rstrip(")") for path in whole.left]
-                    verdict.left = [*dict.fromkeys(path for path in kept if self._counts(path))]
+                    verdict.left = [*dict.fromkeys(path for path in (*kept, *whole.settings) if self._counts(path))]
                     if models:
                         verdict.model, _ = self._in_calls(whole_batch, sizes, models, draws, steady=gathers)
+                    verdict.weigh_elsewhere(tried=bool(models))
         except CannotRehearse as error:
             verdict.why_not = str(error)
         except Exception as error:
@@ -323,13 +354,19 @@ class PartsCheck:
         shown = self._side(parts, sizes, draws, backwards, steady=steady)
         found = self._compare(whole, shown, sizes, verdict)
         verdict.lopsided, verdict.spread = 0.0 in shown.weights, shown.spread
-        if found is not None:
-            self._demand_same_draws(whole, shown)
-        return found
+        return self._with_same_draws(found, whole, shown)
 
-    def _demand_same_draws(self, *sides: _Shown) -> None:
-        if not all(side.alike for side in sides):
-            raise CannotRehearse("training_step draws random numbers, which parts cannot be given alike")
+    def _with_same_draws(self, found: Difference | None, *sides: _Shown) -> Difference | None:
+        """Return the difference, unless random numbers may be its cause.
+
+        Raises:
+            CannotRehearse: if they may, and it is not of what is only kept.
+        """
+        if found is None or all(side.alike for side in sides):
+            return found
+        if found.elsewhere:
+            return None
+        raise CannotRehearse("training_step draws random numbers, which parts cannot be given alike")
 
     def _shared(self, parts: Callable[[], list[Any]], sizes: list[int], draws: SameDraws) -> dict[str, str]:
         """Return the state that a part must not find as another part left it; see `outside_writes`."""
@@ -380,9 +417,7 @@ class PartsCheck:
         except Exception as error:
             return Difference("training_step", None, _named(error)), True
         found = self._compare(whole, cut, sizes)
-        if found is not None:
-            self._demand_same_draws(whole, cut)
-        return found, False
+        return self._with_same_draws(found, whole, cut), False
 
     def _side(
         self, batches: list[Any], sizes: list[int], draws: SameDraws, backwards: CustomBackwards,
@@ -468,7 +503,9 @@ class PartsCheck:
             shown.said, shown.weights = gathered([run.logs for run in runs]), joined.weights
             shown.output, shown.loss = joined.output, joined.loss if joined.losses else None
             shown.metrics = dict(self._values(before))
-            shown.left = self._left.changes() | self._written.changes()
+            changes = self._left.all_changes()
+            shown.left = changes[MODULES] | self._written.changes()
+            shown.settings, shown.elsewhere = changes[SETTINGS], changes[ELSEWHERE]
             self._outside.narrow()
         finally:
             for layer, borrows, reaches_out in learned:
@@ -513,6 +550,10 @@ class PartsCheck:
         for path in () if self._asked else {**whole.left, **parts.left}:
             if self._counts(path):
                 comparison.see_left(path, whole.left.get(path, ABSENT), parts.left.get(path, ABSENT))
+        for path in () if self._asked else {**whole.settings, **parts.settings}:
+            comparison.see_left(path, whole.settings.get(path, ABSENT), parts.settings.get(path, ABSENT), "")
+        for path in () if self._asked or comparison.found is not None else {**whole.elsewhere, **parts.elsewhere}:
+            comparison.see_elsewhere(path, whole.elsewhere.get(path, ABSENT), parts.elsewhere.get(path, ABSENT))
         if verdict is not None:
             verdict.rules, verdict.kept_rows = comparison.rules, comparison.kept_rows
         return comparison.found
@@ -612,14 +653,20 @@ class _Comparison:
                 f"{float(one.sums[at]):.6g}", f"{float(other.sums[at]):.6g}",
             )  # fmt: skip
 
-    def see_left(self, path: str, whole: Any, parts: Any) -> None:
+    def see_elsewhere(self, path: str, whole: Any, parts: Any) -> None:
+        """Compare what a global, a callback or the like keeps at ``path``."""
+        self.see_left(path, whole, parts, "what is kept in ")
+        if self.found is not None:
+            self.found = replace(self.found, elsewhere=True)
+
+    def see_left(self, path: str, whole: Any, parts: Any, what: str = "attribute or buffer ") -> None:
         """Compare what is left at ``path``. Of a tensor with a row per sample, parts leave only the last one's rows."""
         if isinstance(whole, Tensor) and isinstance(parts, Tensor) and whole.dim() and parts.dim():
             last = self._sizes[-1]
             if (len(whole), len(parts)) == (sum(self._sizes), last) and whole.shape[1:] == parts.shape[1:]:
                 whole = whole[-last:]
                 self.kept_rows.add(path)
-        name = f"the length of {path[4:-1]!r}" if path.startswith("len(") else f"attribute or buffer {path!r}"
+        name = f"the length of {path[4:-1]!r}" if path.startswith("len(") else f"{what}{path!r}"
         self.see(name, whole, parts)
 
     def _near(self, a: Any, b: Any) -> bool:

@@ -4,7 +4,8 @@ A rehearsal of ``training_step`` must leave no trace, so `LeftBehind` first reco
 change:
 
     the modules' attributes and buffers ── containers, tensors, arrays, generators, helper objects in them ── [1]
-    their hooks, and the functions of the modules' classes ── what closures and globals hold ── [2]
+    their hooks, and the functions of the modules' classes ── what closures, defaults and globals hold ── [2]
+    the trainer, callbacks, data modules and the like ── what is small in them ── [5]
     afterwards ── report what differs from before, by path ── [3]   and restore everything in place ── [4]
 
 Objects keep their identity, so other references to them find the old state as well. Parameters are never copied here;
@@ -22,13 +23,14 @@ import os
 import random
 import sys
 import types
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_roundpipe.model.attributes import STRUCTURE, Container, frozen, own_attributes, refill, same
 
@@ -44,8 +46,17 @@ _MANY = 100_000
 """A container with more items is taken for data: it is not walked, and restoring it only removes appended items."""
 _TENSOR_BYTES = 1 << 30
 """Limit for the copies of tensors, parameters aside, in bytes."""
+_SMALL_BYTES = 1 << 20
+"""Around the module, larger tensors and arrays are taken for data."""
+_FEW_OBJECTS = 2_000
+"""Of an object around the module that reaches more, only numbers and lengths are taken."""
 
 ABSENT = object()
+_SAME = object()
+
+MODULES, SETTINGS, ELSEWHERE = "on modules", "in settings", "elsewhere"
+"""Where something is reached first: from modules, from schedulers, the trainer and the settings of optimizers, or from
+other objects (callbacks, data sets), functions and classes."""
 
 
 class LeftBehind:
@@ -53,7 +64,7 @@ class LeftBehind:
 
     Args:
         root: the module whose submodules, buffers and hooks to record.
-        others: further objects that its code may change, by name.
+        others: further objects that its code may change, by name; see `walk_around`.
 
     Attributes:
         stuck: what cannot be restored after use, mostly paths; empty if everything can.
@@ -61,7 +72,8 @@ class LeftBehind:
 
     def __init__(self, root: nn.Module, others: Iterable[tuple[str, Any]] = ()) -> None:
         self._modules = list(root.named_modules())
-        self._others = [*others, *code_of(root)]
+        self._others = list(others)
+        self._code = list(code_of(root))
         self.stuck: list[str] = []
         self._put: list[Callable[[], object]] = []
         self._copies: dict[int, tuple[Any, Callable[[Any], Any], Any]] = {}
@@ -69,46 +81,56 @@ class LeftBehind:
         self._marks: dict[int, tuple[Any, ...]] = {}
         """By id of a tensor: the tensor (kept alive, so that the id stays its own), its address and its version."""
         self._bytes = 0
-        self._before: dict[str, Any] = {}
-        mine = {path for path, _, _ in walk(self._modules, hooks=False)}
-        for path, value, kind in walk([*self._modules, *self._others]):
-            self._take(path, value, kind)
-        self._outside = self._before.keys() - mine
-        """Paths that are restored and not compared: hooks, closures and globals."""
+        self._before: dict[str, dict[str, Any]] = {MODULES: {}, SETTINGS: {}, ELSEWHERE: {}}
+        for where, path, value, kind in self._walk():
+            self._take(self._before[where], path, value, kind)
         if self._bytes > _TENSOR_BYTES:
             self.stuck.append(f"{self._bytes / 2**30:.1f} GiB of tensors that are no parameters")
 
+    def _walk(self) -> Iterator[tuple[str, str, Any, str]]:
+        """Yield where something is reached, and what `walk` yields."""
+        seen: dict[int, Any] = {}
+        later: list[tuple[str, Any]] = []
+        yield from ((MODULES, *found) for found in walk(self._modules, seen=seen, later=later))
+        for other in self._others:
+            where = SETTINGS if isinstance(other[1], (dict, Namespace, LRScheduler)) else ELSEWHERE
+            yield from ((where, *found) for found in walk_around([other], seen, later))
+        alike: Counter[str] = Counter()
+        for path, value, kind in walk([*later, *self._code], seen=seen):
+            alike[path] += 1  # variables of several functions may have one name
+            yield ELSEWHERE, path if alike[path] == 1 else f"{path} ({alike[path]})", value, kind
+
     # -- before -------------------------------------------------------------------------------------------------------
 
-    def _take(self, path: str, value: Any, kind: str) -> None:
+    def _take(self, before: dict[str, Any], path: str, value: Any, kind: str) -> None:
         now = functools.partial(_stands_for, self._copies)  # a method would be a reference cycle with all the copies
         if kind == "leaf":
-            self._before[path] = value
+            before[path] = value
         elif kind == "tensor":
             self._marks[id(value)] = (value, value.data_ptr() if value.layout is torch.strided else 0, _version(value))
-            self._before[path] = value
+            before[path] = value
             self._bytes += value.nbytes
             if self._bytes <= _TENSOR_BYTES:
                 self._put.append(put_back_of(value, kind))
         elif kind == "iterator":
-            self._take_iterator(path, value)
+            self._take_iterator(before, path, value)
         else:
             if kind == "array":
-                self._before[path] = value.copy()
+                before[path] = value.copy()
             elif kind == "generator":
-                self._before[path] = repr(_STATES[type(value)][0](value))
+                before[path] = repr(_STATES[type(value)][0](value))
             elif kind == "many":
-                self._before[path] = len(value)
+                before[path] = len(value)
             self._put.append(put_back_of(value, kind, now))
 
-    def _take_iterator(self, path: str, value: Any) -> None:
+    def _take_iterator(self, before: dict[str, Any], path: str, value: Any) -> None:
         how = copy.copy if isinstance(value, _CURSORS) else copy.deepcopy
         try:
             self._copies[id(value)] = (value, how, how(value))
         except Exception:
             self.stuck.append(path)
             return
-        self._before[path] = _position(value)
+        before[path] = _position(value)
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
@@ -117,33 +139,49 @@ class LeftBehind:
 
         Tensors are returned as copies on the host, numeric arrays as tensors, and other state as text or a length.
         """
-        found: dict[str, Any] = {}
-        seen = set()
-        for path, value, kind in walk(self._modules, hooks=False):
-            seen.add(path)
-            before = self._before.get(path, ABSENT)
-            if kind == "leaf":
-                if before is ABSENT or type(before) is not type(value) or _differ(before, value):
-                    found[path] = value
-            elif kind == "tensor":
-                mark = self._marks.get(id(value))
-                same_memory = mark is not None and value.layout is torch.strided and mark[1] == value.data_ptr()
-                if before is not value or not same_memory or mark is None or mark[2] != _version(value):
-                    found[path] = value.detach().cpu().clone()
-            elif kind == "array":
-                if before is ABSENT or before.shape != value.shape or not np.array_equal(before, value):
-                    found[path] = torch.from_numpy(value.copy()) if value.dtype.kind in "fiub" else repr(value)
-            elif kind == "generator":
-                now = repr(_STATES[type(value)][0](value))
-                if now != before:
-                    found[path] = now
-            elif kind == "iterator":
-                if (position := _position(value)) != before:
-                    found[path] = position
-            elif kind == "many" and len(value) != before:
-                found[path] = len(value)
-        gone = (path for path in self._before if path not in seen and path not in self._outside)
-        return found | dict.fromkeys(gone, ABSENT)
+        return self._changes(((MODULES, *found) for found in walk(self._modules, later=[])), [MODULES])[MODULES]
+
+    def all_changes(self) -> dict[str, dict[str, Any]]:
+        """Return what differs from before: on `MODULES`, in `SETTINGS`, and `ELSEWHERE` of numbers and lengths."""
+        return self._changes(self._walk(), [MODULES, SETTINGS, ELSEWHERE])
+
+    def _changes(self, walked: Iterable[tuple[str, str, Any, str]], where: list[str]) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {place: {} for place in where}
+        seen: dict[str, set[str]] = {place: set() for place in where}
+        for place, path, value, kind in walked:
+            seen[place].add(path)
+            if place == ELSEWHERE and kind != "many" and not _is_number(value):
+                continue
+            before = self._before[place].get(path, ABSENT)
+            if (now := self._change(before, value, kind)) is not _SAME:
+                found[place][path] = now
+        for place in where:
+            before_here = self._before[place].items()
+            gone = {p for p, value in before_here if p not in seen[place] and (place != ELSEWHERE or _is_number(value))}
+            found[place] |= dict.fromkeys(sorted(gone), ABSENT)
+        return found
+
+    def _change(self, before: Any, value: Any, kind: str) -> Any:
+        """Return what stands for ``value`` if it differs from before; else `_SAME`."""
+        if kind == "leaf":
+            return value if before is ABSENT or type(before) is not type(value) or _differ(before, value) else _SAME
+        if kind == "tensor":
+            mark = self._marks.get(id(value))
+            same_memory = mark is not None and value.layout is torch.strided and mark[1] == value.data_ptr()
+            if before is not value or not same_memory or mark is None or mark[2] != _version(value):
+                return value.detach().cpu().clone()
+        elif kind == "array":
+            if before is ABSENT or before.shape != value.shape or not np.array_equal(before, value):
+                return torch.from_numpy(value.copy()) if value.dtype.kind in "fiub" else repr(value)
+        elif kind == "generator":
+            if (now := repr(_STATES[type(value)][0](value))) != before:
+                return now
+        elif kind == "iterator":
+            if (position := _position(value)) != before:
+                return position
+        elif kind == "many" and len(value) != before:
+            return len(value)
+        return _SAME
 
     def put_back(self) -> None:
         """Restore everything [4]."""
@@ -216,14 +254,18 @@ class SavedAttributes:
 # -- walking -----------------------------------------------------------------------------------------------------------
 
 
-def walk(roots: Iterable[tuple[str, Any]], *, hooks: bool = True) -> Iterator[tuple[str, Any, str]]:
+def walk(
+    roots: Iterable[tuple[str, Any]], *, seen: dict[int, Any] | None = None,
+    later: list[tuple[str, Any]] | None = None,
+) -> Iterator[tuple[str, Any, str]]:  # fmt: skip
     """Yield everything reachable that may change, as path, object and kind; each object once.
 
     Args:
         roots: the objects to start from, with their paths.
-        hooks: whether to follow functions, methods and classes, and so what hooks and closures keep.
+        seen: the objects to leave out, by id; what is yielded is added.
+        later: takes the functions, methods and classes, with what hooks and closures keep. None: they are followed.
     """
-    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is used twice
+    seen = {} if seen is None else seen  # keeps the objects alive, so that no id is used twice
     waiting = deque(roots)
     while waiting:
         path, value = waiting.popleft()
@@ -233,14 +275,46 @@ def walk(roots: Iterable[tuple[str, Any]], *, hooks: bool = True) -> Iterator[tu
         # A check for nn.Parameter runs Python, so it comes after that for tensors.
         if id(value) in seen or (isinstance(value, Tensor) and isinstance(value, nn.Parameter)):
             continue
-        seen[id(value)] = value
         kind = _kind(value)
-        if kind == "nothing" or (not hooks and kind in ("function", "method", "class")):
+        if later is not None and kind in ("function", "method", "class"):
+            later.append((path, value))
+            continue
+        seen[id(value)] = value
+        if kind == "nothing":
             continue
         if kind not in ("tuple", "function", "method"):
             yield path, value, kind
         # Depth first: an object's path must not depend on the size of others.
         waiting.extendleft(reversed(list(_inside(path, value, kind))))
+
+
+def walk_around(
+    roots: Iterable[tuple[str, Any]], seen: dict[int, Any], later: list[tuple[str, Any]]
+) -> Iterator[tuple[str, Any, str]]:
+    """Yield what `walk` does, of objects around the module that may hold data sets and the like: what is small [5].
+
+    The arguments are those of `walk`; only schedulers' functions are followed later.
+    """
+    for path, root in roots:
+        known, functions = dict(seen), later if isinstance(root, LRScheduler) else []
+        found = list(itertools.islice(walk([(path, root)], seen=known, later=functions), _FEW_OBJECTS))
+        if len(found) < _FEW_OBJECTS:
+            seen.update(known)
+            yield from (item for item in found if _is_small(*item[1:]))
+        elif id(root) not in seen:
+            seen[id(root)] = root
+            yield path, root, _kind(root)
+            for inner, value in _inside(path, root, _kind(root)):
+                if isinstance(value, _IMMUTABLE):
+                    yield inner, value, "leaf"
+                elif isinstance(value, (list, dict, set, deque)) and id(value) not in seen:
+                    yield inner, value, "many"
+
+
+def _is_small(value: Any, kind: str) -> bool:
+    if kind in ("tensor", "array"):
+        return bool(value.nbytes <= _SMALL_BYTES)
+    return kind != "iterator" or isinstance(value, _CURSORS)
 
 
 def _kind(value: Any) -> str:
@@ -262,7 +336,7 @@ def _kind(value: Any) -> str:
         return "function" if not _is_library(value.__module__) else "nothing"
     if isinstance(value, types.MethodType):
         return "method"
-    if isinstance(value, _Globals):
+    if isinstance(value, Namespace):
         return "globals"
     if isinstance(value, types.GeneratorType) or (isinstance(value, Iterator) and not isinstance(value, io.IOBase)):
         return "iterator"
@@ -273,7 +347,7 @@ def _kind(value: Any) -> str:
     if hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
         kind = type(value)
         known = not _is_library(kind.__module__) or kind.__name__ in _NAMESPACES
-        return "object" if known or isinstance(value, torch.optim.lr_scheduler.LRScheduler) else "nothing"
+        return "object" if known or isinstance(value, LRScheduler) else "nothing"
     return "nothing"
 
 
@@ -322,27 +396,38 @@ def _attributes(value: Any) -> dict[str, Any]:
     return found
 
 
-class _Globals:
-    """The names in a module's namespace that a function refers to."""
+class Namespace:
+    """Names in a dict that holds variables.
 
-    def __init__(self, names: list[str], space: dict[str, Any]) -> None:
-        self.names, self.space = names, space
+    Args:
+        space: the dict.
+        names: those that a function refers to; None for all.
+        without: those of all to leave out.
+    """
+
+    def __init__(self, space: dict[str, Any], names: list[str] | None = None, without: Sequence[str] = ()) -> None:
+        self.space, self.names, self.without = space, names, without
 
     def held(self) -> dict[str, Any]:
         """Return those that are bound to possible state, by name."""
-        return {name: self.space[name] for name in self.names if _is_state(self.space.get(name, os))}
+        names = [name for name in self.space if name not in self.without] if self.names is None else self.names
+        return {name: self.space[name] for name in names if _is_state(self.space.get(name, os))}
 
 
 def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield what a function keeps: closure cells, attributes and globals [2]."""
+    """Yield what a function keeps: closure cells, defaults, attributes and globals [2]."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
         if name != "__class__":
             yield name, cell
+    kept: dict[Any, Any] = {**dict(enumerate(function.__defaults__ or ())), **(function.__kwdefaults__ or {})}
+    for key, held in kept.items():
+        if not isinstance(held, _IMMUTABLE):
+            yield f"{path}.__defaults__[{key!r}]", held
     yield path, function.__dict__
     names = [n for n in code.co_names if _is_state(function.__globals__.get(n))]
     if names:
-        yield "", _Globals(names, function.__globals__)
+        yield "", Namespace(function.__globals__, names)
 
 
 def _is_state(value: Any) -> bool:
@@ -427,7 +512,7 @@ def _attributes_back(value: Any, now: Callable[[Any], Any]) -> Callable[[], None
     return put
 
 
-def _globals_back(value: _Globals, now: Callable[[Any], Any]) -> Callable[[], None]:
+def _globals_back(value: Namespace, now: Callable[[Any], Any]) -> Callable[[], None]:
     held = value.held()
 
     def put() -> None:
@@ -497,6 +582,10 @@ def _position(iterator: Any) -> str:
         return repr(iterator) if isinstance(iterator, itertools.count) else repr(copy.copy(iterator).__reduce__()[2:])
     except Exception:
         return ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def _differ(a: Any, b: Any) -> bool:
