@@ -353,6 +353,104 @@ def test_a_large_callback_has_its_numbers_compared(said: list[str]) -> None:
     assert not [line for line in said if "put back" in line]
 
 
+# ------------------------------------------------------------------------------- what code collects outside of modules
+
+COLLECTED: list[float] = []
+TOTALS: dict[str, Any] = {"calls": 0, "loss": 0.0}
+TIMES = 0
+
+
+def to_a_list(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    loss = entropy(module, logits, batch)
+    COLLECTED.append(loss.item())
+    return loss
+
+
+def to_a_dict(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    loss = entropy(module, logits, batch)
+    TOTALS["calls"] += 1
+    TOTALS["loss"] += loss.detach()
+    return loss
+
+
+def to_a_global(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    global TIMES
+    TIMES += 1
+    return entropy(module, logits, batch)
+
+
+def to_its_class(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    type(module).times += 1
+    return entropy(module, logits, batch)
+
+
+def to_a_default(module: Any, logits: Tensor, batch: Batch, kept: list[int] = COLLECTED, *, by: Any = TOTALS) -> Tensor:
+    kept.append(len(logits))
+    by["calls"] += 1
+    return entropy(module, logits, batch)
+
+
+class OfClass(Module):
+    times: ClassVar[int] = 0
+
+
+def to_two_cells() -> tuple[Any, Callable[[], Any]]:
+    """Two functions whose variables have one name."""
+
+    def counter(start: int) -> tuple[Callable[[], None], Callable[[], int]]:
+        count = start
+
+        def add() -> None:
+            nonlocal count
+            count += 1
+
+        return add, lambda: count
+
+    (one, read_one), (other, read_other) = counter(0), counter(7)
+    still, read_still = counter(100)
+
+    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        one()
+        other()
+        if module is None:
+            still()
+        return entropy(module, logits, batch)
+
+    return step, lambda: (read_one(), read_other(), read_still())
+
+
+def collected(kind: str, strategy: Any) -> Any:
+    global TIMES
+    TIMES, OfClass.times = 0, 0
+    COLLECTED.clear()
+    TOTALS.update(calls=0, loss=0.0)
+    step, read = to_two_cells() if kind == "cells" else (COLLECTING[kind], lambda: ())
+    torch.manual_seed(0)
+    trainer_of(strategy, devices=2 if strategy != "auto" else 1).fit(OfClass(step), loader(batches()))
+    return [*COLLECTED, *map(float, TOTALS.values()), TIMES, OfClass.times, *read()]
+
+
+COLLECTING: dict[str, Any] = {
+    "list": to_a_list, "dict": to_a_dict, "global": to_a_global, "class": to_its_class, "default": to_a_default,
+    "cells": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.parametrize("kind", COLLECTING)
+def test_what_code_collects_outside_of_modules(kind: str, microbatches: int) -> None:
+    """A list of losses has one for each batch, as in plain training, and none of the rehearsal."""
+    plain = collected(kind, "auto")
+    assert collected(kind, ours(num_microbatches=microbatches, layers=LAYERS)) == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", COLLECTING)
+def test_asserted_parts_collect_for_each_part(kind: str, said: list[str]) -> None:
+    collected(kind, ours(num_microbatches=2, layers=LAYERS, microbatch_scope="step"))
+    [line] = [line for line in said if "for each microbatch" in line]
+    assert "what is kept in" in line or "the length of" in line
+
+
 # ----------------------------------------------------------------------------------------------- loss weights (kind 14)
 
 
@@ -460,6 +558,18 @@ def test_given_weights_that_are_right(recwarn: pytest.WarningsRecorder) -> None:
     result = trained(Module(masks_its_own), data, 2, 2, loss_weight=lambda batch: (batch["y"] >= 0).sum())
     assert_same(run("auto", Module(masks_its_own), data), result)
     assert not [w for w in recwarn if "loss_weight" in str(w.message)]
+
+
+def test_what_a_hook_inside_a_layer_collects_keeps_the_scope() -> None:
+    """It runs for each part in either scope. A loss that needs all samples has its calls cut nevertheless."""
+    count = [0]
+    for step, scope in ((entropy, "step"), (takes_the_root, "model")):
+        module = Module(step)
+        module.model.blocks[0].inner.register_forward_hook(lambda *_: count.__setitem__(0, count[0] + 1))
+        count[0] = 0
+        result = trained(module, padded(evenly=True), 2, 1)
+        assert cut_by(result) == scope
+        assert count[0] == 2 * 3
 
 
 # ---------------------------------------------------------------------------------------------- logged values (kind 15)

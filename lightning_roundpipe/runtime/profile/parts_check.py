@@ -67,6 +67,8 @@ from lightning_roundpipe.runtime.user_code.left_behind import (
 )
 from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, derive
 
+_ATTRIBUTE = "attribute or buffer "
+"""What the places of most differences are called."""
 FEW = 2
 """Samples of a part in a rehearsal; one more in the first of two parts that are unequal."""
 PAIRS = 3
@@ -659,13 +661,14 @@ class _Comparison:
         if self.found is not None:
             self.found = replace(self.found, elsewhere=True)
 
-    def see_left(self, path: str, whole: Any, parts: Any, what: str = "attribute or buffer ") -> None:
+    def see_left(self, path: str, whole: Any, parts: Any, what: str = _ATTRIBUTE) -> None:
         """Compare what is left at ``path``. Of a tensor with a row per sample, parts leave only the last one's rows."""
         if isinstance(whole, Tensor) and isinstance(parts, Tensor) and whole.dim() and parts.dim():
             last = self._sizes[-1]
             if (len(whole), len(parts)) == (sum(self._sizes), last) and whole.shape[1:] == parts.shape[1:]:
                 whole = whole[-last:]
-                self.kept_rows.add(path)
+                if what == _ATTRIBUTE:
+                    self.kept_rows.add(path)
         name = f"the length of {path[4:-1]!r}" if path.startswith("len(") else f"{what}{path!r}"
         self.see(name, whole, parts)
 

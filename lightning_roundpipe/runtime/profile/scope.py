@@ -120,6 +120,8 @@ class Scope:
             engine.hints.of_no_comparison(verdict.why_not)
         elif verdict.parts is not None and not (verdict.announced or engine.hints.couples):
             self._part_ways(verdict, auto=auto, uneven=uneven, first=first or again)
+        elif verdict.collects is not None:
+            engine.hints.of_what_is_collected(str(verdict.collects))
 
     def _look_at_calls(
         self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...]

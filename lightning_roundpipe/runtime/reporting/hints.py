@@ -142,6 +142,10 @@ class Hints:
             "model in it are cut, which gives what the whole batch gives. microbatch_scope='model' says so beforehand.",
         )
 
+    def of_what_is_collected(self, what: str) -> None:
+        """Hint: batches are cut although ``what`` differs, which a global, a callback or the like keeps."""
+        self.say("collected", f"in parts of the batch, {what}, as its code runs once for each microbatch.")
+
     def of_a_loss_inside(self, layer: str) -> None:
         """Hint: a layer computes a cross entropy itself, whose targets are not counted."""
         self.say(
