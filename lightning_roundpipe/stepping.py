@@ -93,7 +93,15 @@ class Stepping:
             self._engine.updates.show(after_step=False)
             for parameter in self._module.parameters():
                 parameter.grad = None
-        return dict(kept[ACCUMULATED])
+        gradients: dict[str, Tensor] = dict(kept[ACCUMULATED])
+        for name, parameter in self._module.named_parameters():
+            if name in gradients and gradients[name].shape != parameter.shape:
+                raise MisconfigurationException(
+                    f"roundpipe: parameter {name!r} was given another shape by its .data while gradients accumulate, "
+                    "of which some have the former shape. Give it that between windows of accumulate_grad_batches, for "
+                    "example in on_train_epoch_start."
+                )
+        return gradients
 
     @property
     def apart(self) -> bool:

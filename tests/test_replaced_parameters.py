@@ -150,6 +150,18 @@ def fewer_rows(module: Net) -> None:
     renewed(module)
 
 
+def more_rows(module: Net) -> None:
+    inner, outer = module.blocks[1].inner, module.blocks[1].outer
+    inner.weight.data, inner.bias.data = torch.full((2 * WIDTH, WIDTH), 0.1), torch.zeros(2 * WIDTH)
+    outer.weight.data = outer.weight.data.repeat(1, 2)
+    renewed(module)
+
+
+def longer_beside_layers(module: Net) -> None:
+    module.gain.data = torch.full((1, WIDTH), 0.7)
+    renewed(module)
+
+
 def beside_layers(module: Net) -> None:
     module.gain = nn.Parameter(torch.full((WIDTH,), 0.7))
     joined(module, module.gain)
@@ -220,6 +232,21 @@ def plain(change: Change, hook: str, **options: Any) -> Result:
 @on_the_grid
 def test_between_epochs(change: Change, microbatches: int, devices: int) -> None:
     assert_same(plain(change, EPOCH), train(ours(num_microbatches=microbatches), change, EPOCH, devices))
+
+
+@pytest.mark.parametrize("hook", [EPOCH, "on_train_epoch_end", "on_train_batch_start"])
+@pytest.mark.parametrize("change", [fewer_rows, more_rows, longer_beside_layers])
+@on_the_grid
+def test_other_shapes_where_gradients_of_the_last_step_are_seen(
+    change: Change, hook: str, microbatches: int, devices: int
+) -> None:
+    """No validation has taken them away: plain Lightning drops them before the next backward."""
+    seen = []
+    for strategy, workers in (("auto", 1), (ours(num_microbatches=microbatches), devices)):
+        torch.manual_seed(3)
+        epochs = {"max_epochs": 3, "watch": False, "callbacks": [At(hook, change)]}
+        seen.append(run(strategy, Net(), batches(), devices=workers, **epochs))
+    assert_same(*seen)
 
 
 @slow

@@ -253,6 +253,13 @@ def _unfreezing(*, frozen: bool, batches: int, **options: Any) -> Any:
     return way
 
 
+class _Grows(zoo.PlainClassifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.model.head.weight.data = torch.zeros(7, self.model.head.weight.shape[1])
+            self.model.head.bias.data = torch.zeros(7)
+
+
 class _UnfreezesItself(zoo.MLP):
     """Its blocks switch on ``requires_grad`` of their own parameters."""
 
@@ -355,6 +362,17 @@ MODULES = [
             lambda user: user.fit(zoo.PlainClassifier(_UnfreezesItself())),
             lambda user: user.fit(zoo.PlainClassifier(_UnfreezesItself()), num_microbatches=2),
         ),
+    ),
+    Mistake(
+        SECTION,
+        "a parameter that gets another shape by its `.data` within a window of accumulated batches",
+        "roundpipe: parameter '…' was given another shape by its .data while gradients accumulate",
+        "Give it that between windows of accumulate_grad_batches, for example in on_train_epoch_start",
+        (
+            lambda user: user.fit(_Grows(mlp()), trainer={"accumulate_grad_batches": 2}),
+            lambda user: user.fit(_Grows(mlp()), num_microbatches=2, trainer={"accumulate_grad_batches": 2}),
+        ),
+        finished=1,
     ),
     Mistake(
         SECTION,

@@ -289,7 +289,8 @@ class AsyncOptimizer:
         for bucket in self.buckets:
             self._accumulated[bucket].shown = True
             for master in bucket.masters:
-                if (gradient := gradients.get(id(master))) is not None:
+                gradient = gradients.get(id(master))
+                if gradient is not None and gradient.shape == master.shape:  # torch takes no other, from a former .data
                     self._shown[id(master)] = master.grad = gradient.detach()
 
     def _hide(self) -> None:
