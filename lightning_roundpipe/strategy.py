@@ -433,11 +433,14 @@ class RoundPipeStrategy(SeveralMachines):
         seed = (self._seed, self._stepping.batch_number())
         batch, *rest = (*args, *kwargs.values())
         self._announcements.before(batch)
+        stopping = module.trainer.should_stop
         with self.precision_plugin.train_step_context():
             if module.automatic_optimization:
                 output = engine.train_batch(module.training_step, batch, tuple(rest), seed, zero_grad=zero_grad)
             else:
                 output = engine.train_manually(functools.partial(module.training_step, *args, **kwargs), seed)
+        if module.trainer.should_stop and not stopping and engine.parts > 1:
+            engine.hints.of_stopping()
         self._stepping.refuse_late_hooks()
         self._announcements.after()
         return output

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -751,6 +752,24 @@ def test_a_seed_for_what_is_no_samples(said: list[str]) -> None:
     ours_ = trained(Module(draws_weights), batches(), 4, 2)
     assert_same(run("auto", Module(draws_weights), batches()), ours_)
     assert cut_by(ours_) == "step" and "compared" not in "".join(said)
+
+
+def stops_at_a_high_loss(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    loss = entropy(module, logits, batch)
+    if module.global_step == 2 and loss > 0:
+        module.trainer.should_stop = True
+    return loss
+
+
+def test_a_part_that_stops_training_is_said() -> None:
+    """In the third batch, of which no samples were compared."""
+    with pytest.warns(RoundPipeWarning, match="training_step has set trainer.should_stop.*on_train_batch_end"):
+        trained(Module(stops_at_a_high_loss), batches(5), 2, 2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="roundpipe: training_step has set")
+        for alone in ({"microbatch_scope": "model"}, {"microbatches": 1}):
+            trained(Module(stops_at_a_high_loss), batches(5), **{"microbatches": 2, "devices": 2, **alone})
+        trained(Module(entropy), batches(5), 2, 2)
 
 
 # ---------------------------------------------------------------------------------------------------- later batches

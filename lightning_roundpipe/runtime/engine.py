@@ -112,6 +112,8 @@ class Engine:
         )
         """Context manager around a rehearsal. It yields (name, object) pairs of what user code may change outside the
         module, such as learning rate schedulers."""
+        self.parts = 1
+        """In how many parts of the last batch ``training_step`` ran."""
         self.batches_left: Callable[[], float] = lambda: 0.0
         """Function that returns how many batches will be trained on, as far as it is known: a search has to pay."""
         self._trainable = model.trainable()
@@ -216,7 +218,7 @@ class Engine:
                     if overlaps:
                         step.stop(error)
                     raise
-            microbatches = len(step.sizes)
+            microbatches, self.parts = len(step.sizes), len(cut.parts)
             self.hints.after_step(self.model.layers, switched_off, microbatches)
             self._say_tiles()
             measured = self.tiles is None or not self.tiles.came  # else some calls were measured without tiles

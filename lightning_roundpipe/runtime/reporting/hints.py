@@ -232,6 +232,15 @@ class Hints:
                 f"the whole batch has a value, a microbatch has nothing to average. {_WHOLE_LOGS}",
             )
 
+    def of_stopping(self) -> None:
+        """Warning: training ends because training_step, which ran on a part of the batch, has said so."""
+        self.warn(
+            "stopping",
+            "training_step has set trainer.should_stop while it ran on a part of the batch. If that part's loss "
+            "decided, the whole batch might not have stopped: decide in on_train_batch_end, whose outputs are the "
+            "whole batch's, or set microbatch_scope='model'.",
+        )
+
     def of_no_comparison(self, why: str, *, of_calls: bool = False) -> None:
         """Hint: parts, of the batch or with ``of_calls`` of the model's calls, could not be compared with the whole."""
         if of_calls:
