@@ -109,6 +109,18 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
+def sparse_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the indices and values of a sparse tensor, to count or compare; of others nothing."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
 def own_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of ``module``, without its parameters, buffers and submodules, and without ours."""
     own = {k: v for k, v in module.__dict__.items() if k not in STRUCTURE and k not in _UNUSED}

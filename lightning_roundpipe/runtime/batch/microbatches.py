@@ -166,12 +166,26 @@ class RowSlicer:
     def __call__(self, value: Any, rows: Rows | None) -> Any:
         if rows is None:
             return value
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            return _rows_of_sparse(value, rows)
         part = value[rows]
         if type(part) is not Tensor or part.layout is not torch.strided or part.requires_grad or part.is_inference():
             return part
         key = part.untyped_storage()._cdata, part.dtype
         root = self._roots.setdefault(key, part.data)
         return root.as_strided(part.shape, part.stride(), part.storage_offset())
+
+
+def _rows_of_sparse(value: Tensor, rows: Rows) -> Tensor:
+    """Return rows of a sparse tensor, in its layout, as a copy: it has no views of them."""
+    if value.layout not in (torch.sparse_coo, torch.sparse_csr):
+        return value[rows]
+    wanted = torch.arange(value.shape[0], device=value.device)[rows]
+    whole = value if value.layout is torch.sparse_coo else value.to_sparse()
+    part = whole.index_select(0, wanted)
+    if value.layout is torch.sparse_csr:
+        return part.to_sparse_csr()
+    return part.coalesce() if value.is_coalesced() else part
 
 
 def _has_an_item_each(values: Sequence[Any], samples: int, listed: bool) -> bool:

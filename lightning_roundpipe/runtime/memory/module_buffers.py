@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.base import stage
-from lightning_roundpipe.model.attributes import bits
+from lightning_roundpipe.model.attributes import bits, sparse_parts
 from lightning_roundpipe.model.replica import Replica
 
 Place = tuple[int, str]
@@ -285,9 +285,11 @@ def _alike(one: Tensor | None, other: Tensor | None) -> bool:
     """Return whether both are equal to the bit."""
     if one is None or other is None:
         return one is other
-    if one.shape != other.shape or one.dtype != other.dtype or not _is_plain(one):
+    if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return torch.equal(bits(one), bits(other))
+    if one.layout is other.layout and (parts := sparse_parts(one)):
+        return all(map(torch.equal, parts, sparse_parts(other)))
+    return _is_plain(one) and torch.equal(bits(one), bits(other))
 
 
 def _assign(module: nn.Module, name: str, value: Tensor | None) -> None:

@@ -32,7 +32,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_roundpipe.model.attributes import STRUCTURE, Container, frozen, own_attributes, refill, same
+from lightning_roundpipe.model.attributes import (
+    STRUCTURE,
+    Container,
+    frozen,
+    own_attributes,
+    refill,
+    same,
+    sparse_parts,
+)
 
 _LIBRARIES = (sys.stdlib_module_names | {"builtins", "torch", "numpy", "lightning", "pytorch_lightning"}) | {
     "lightning_fabric", "lightning_utilities", "lightning_roundpipe", "torchmetrics", "_pytest", "pytest",
@@ -107,9 +115,10 @@ class LeftBehind:
         if kind == "leaf":
             before[path] = value
         elif kind == "tensor":
-            self._marks[id(value)] = (value, value.data_ptr() if value.layout is torch.strided else 0, _version(value))
+            place = value.data_ptr() if value.layout is torch.strided else 0
+            self._marks[id(value)] = (value, place, _version(value), [part.clone() for part in sparse_parts(value)])
             before[path] = value
-            self._bytes += value.nbytes
+            self._bytes += sum(part.nbytes for part in sparse_parts(value) or [value])
             if self._bytes <= _TENSOR_BYTES:
                 self._put.append(put_back_of(value, kind))
         elif kind == "iterator":
@@ -167,7 +176,11 @@ class LeftBehind:
             return value if before is ABSENT or type(before) is not type(value) or _differ(before, value) else _SAME
         if kind == "tensor":
             mark = self._marks.get(id(value))
-            same_memory = mark is not None and value.layout is torch.strided and mark[1] == value.data_ptr()
+            same_memory = mark is not None and (
+                mark[1] == value.data_ptr()
+                if value.layout is torch.strided
+                else bool(mark[3]) and all(map(torch.equal, mark[3], sparse_parts(value)))
+            )
             if before is not value or not same_memory or mark is None or mark[2] != _version(value):
                 return value.detach().cpu().clone()
         elif kind == "array":

@@ -1,0 +1,99 @@
+"""Sparse tensors beside the model and in the batch: adjacencies and bags of words, as in plain Lightning."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from harness import assert_same, ours, run
+from torch import Tensor
+
+from lightning_roundpipe.runtime.reporting.hints import Hints
+
+MLP = zoo.make_module("mlp").model
+ROLLED = torch.eye(zoo.WIDTH).roll(1, 0)
+LAYOUTS = {"coo": Tensor.to_sparse, "csr": Tensor.to_sparse_csr}
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+
+
+class Beside(zoo.PlainClassifier):
+    """Mixes features between layers by a matrix of its own."""
+
+    def __init__(self, layout: str, *, buffer: bool) -> None:
+        super().__init__(copy.deepcopy(MLP))
+        self.layout, self.buffer = layout, buffer
+
+    def setup(self, stage: str) -> None:
+        """Later than ``__init__``, as not every layout can be copied."""
+        matrix = LAYOUTS[self.layout](ROLLED)
+        if self.buffer:
+            self.register_buffer("matrix", matrix, persistent=False)
+        else:
+            self.matrix = matrix
+
+    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
+        h = self.model.stem(batch["x"])
+        for block in self.model.blocks:
+            h = torch.sparse.mm(self.matrix, block(h).T).T
+        logits = self.model.head(h)
+        return F.cross_entropy(logits, batch["y"]), logits
+
+
+class Inside(zoo.PlainClassifier):
+    """Has the matrix as a buffer of its layers."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__(copy.deepcopy(MLP))
+        self.layout = layout
+
+    def setup(self, stage: str) -> None:
+        for block in self.model.blocks:
+            block.register_buffer("matrix", LAYOUTS[self.layout](ROLLED), persistent=False)
+            block.forward = functools.partial(_mixed, block)
+
+
+def _mixed(block: Any, h: Tensor) -> Tensor:
+    return torch.sparse.mm(block.matrix, type(block).forward(block, h).T).T
+
+
+class Bags(zoo.PlainClassifier):
+    """The batch has its features in a sparse matrix, a row for each sample."""
+
+    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
+        h = torch.sparse.mm(batch["words"], self.model.stem.weight.T) + self.model.stem.bias
+        for block in self.model.blocks:
+            h = block(h)
+        logits = self.model.head(h)
+        return F.cross_entropy(logits, batch["y"]), logits
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("buffer", [False, True], ids=["attribute", "buffer"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_beside_layers(layout: str, buffer: bool, microbatches: int) -> None:
+    module, batches = Beside(layout, buffer=buffer), zoo.make_batches("mlp", 3)
+    assert_same(run("auto", module, batches), run(ours(num_microbatches=microbatches), module, batches, devices=2))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_buffers_of_layers(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no word that they change."""
+    said: list[str] = []
+    monkeypatch.setattr(Hints, "say", lambda self, key, text: said.append(text))
+    monkeypatch.setattr(Hints, "warn", lambda self, key, text: said.append(text))
+    module, batches = Inside(layout), zoo.make_batches("mlp", 3)
+    options = {"num_microbatches": 2, "layers": ["Linear", "ResidualBlock"]}
+    assert_same(run("auto", module, batches), run(ours(**options), module, batches, devices=2))
+    assert not [text for text in said if "changes in every forward pass" in text]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_the_batch(layout: str) -> None:
+    module = Bags(copy.deepcopy(MLP))
+    batches = [batch | {"words": LAYOUTS[layout](batch["x"].relu())} for batch in zoo.make_batches("mlp", 3)]
+    assert_same(run("auto", module, batches), run(ours(num_microbatches=2), module, batches, devices=2))
