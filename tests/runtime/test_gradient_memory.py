@@ -74,9 +74,9 @@ def batches(count: int = 3) -> list[Tensor]:
     return list(torch.randn(count, 4, SIZE, generator=torch.Generator().manual_seed(1)))
 
 
-def fit(asked: Asked, module: Module) -> None:
-    microbatches = 2 if module.automatic_optimization else 1
-    run(ours(num_microbatches=microbatches, layers=["Linear"]), module, batches(), callbacks=[asked], watch=False)
+def fit(asked: Asked, module: Module, **options: Any) -> None:
+    used = ours(num_microbatches=2 if module.automatic_optimization else 1, layers=["Linear"], **options)
+    run(used, module, batches(), callbacks=[asked], watch=False)
 
 
 def test_none_is_made_within_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_what_begins_to_be_trained_has_its_memory_before_the_step(monkeypatch: p
         return step(module, batch, batch_idx)
 
     monkeypatch.setattr(Module, "training_step", training_step)
-    fit(asked, Module())
+    fit(asked, Module(), microbatch_scope="step")  # else the list would have it run once for each batch
     assert asked.when.count(1) == 4
     assert before[2:] == [len(asked.when)] * 4
 

@@ -359,6 +359,8 @@ ENDS = {
 to look at (the main thread goes on while microbatches are running), or, where nothing fails, others wait as well."""
 
 SPARE = {
+    # As at the end of the evaluation step, and early so that a layer that runs in place finds its buffers.
+    ("runtime.modes.evaluation:Evaluation._runs_in_place", "self._engine.model.buffers.settle()"),
     # In evaluation every copy is for the call that is about to run, which waits for it.
     ("runtime.modes.evaluation:Evaluation.call", "self._activations.settle()"),
 }

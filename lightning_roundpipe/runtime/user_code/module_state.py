@@ -43,13 +43,14 @@ class StatePlace:
         segment_keys: the sections of user code that change it.
         start: value at the beginning of the step.
         latest: value left by the last microbatch that has run the section, if only one section changes it.
-        samples: how many samples' rows the last step has left in it, if it has rows.
     """
 
     def __init__(self, owner: nn.Module | nn.Parameter, name: str) -> None:
         self._owner = owner
         self._name = name
-        self.samples = -1
+        self._joined: tuple[Any, Any] | None = None
+        self._last: tuple[Any, Any] = (_ABSENT, None)
+        """The last microbatch's value, in whose place hooks find the joined one."""
         self.segment_keys: set[SegmentKey] = set()
         self.start: Any = _ABSENT
         self.latest: Any = _ABSENT
@@ -74,16 +75,29 @@ class StatePlace:
         else:
             self._owner.__dict__[self._name] = value
 
-    def inherited(self) -> list[Tensor]:
+    def show(self, joined: tuple[Any, Any], last: tuple[Any, Any]) -> None:
+        """Let hooks find the ``joined`` value in place of the ``last`` microbatch's."""
+        self._joined, self._last = joined, last
+        self.write(joined)
+
+    def hide(self) -> None:
+        """Put the last microbatch's value back, whose rows the next step's code can compute with, unless it is new."""
+        joined, self._joined = self._joined, None
+        if joined is not None and _unchanged(self.read(), joined):
+            self.write(self._last)
+        self._last = (_ABSENT, None)
+
+    def inherited(self, samples: int) -> list[Tensor]:
         """Return tensors from the previous batch that may hold something of each of its samples.
 
-        If only one section changes the attribute, tensors without a dimension of ``samples`` are left out: they may be
-        sums that continue over batches.
+        Args:
+            samples: size of the microbatch that left them. If only one section changes the attribute, tensors without a
+                dimension of that size are left out: they may be sums that continue over batches.
         """
         value = self.start[0] if isinstance(self.start, tuple) else None
         held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
         tensors = [t for t in held if isinstance(t, Tensor) and t.dim()]
-        return [t for t in tensors if len(self.segment_keys) > 1 or self.samples in t.shape]
+        return [t for t in tensors if len(self.segment_keys) > 1 or samples in t.shape]
 
     def refuse_inheritance(self) -> None:
         owner = type(self._owner).__name__
@@ -127,16 +141,18 @@ class ModuleStateIsolation:
         self.places: dict[tuple[int, str], StatePlace] = {}
         self.inherited: dict[int, StatePlace] = {}
         """By the ids of tensors that the previous step has left; see `StatePlace.inherited`."""
+        self._samples = -1
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Save the state at the beginning of a step."""
         for place in self.places.values():
+            place.hide()
             place.start = place.latest = place.read()
         self.inherited.clear()
         for place in self.places.values():
-            self.inherited.update((id(tensor), place) for tensor in place.inherited())
+            self.inherited.update((id(tensor), place) for tensor in place.inherited(self._samples))
         self._seen = [list(m.__dict__.values()) for m in self._user_code]
         self._states = [layer.state.current() for layer in self._layers]
         self._trainable = [layer.trainable() for layer in self._layers]
@@ -149,14 +165,14 @@ class ModuleStateIsolation:
             sizes: their numbers of samples.
             rows: paths of attributes with rows of all microbatches.
         """
+        self._samples = sizes[-1]
         for (owner, name), place in self.places.items():
             last = place.latest if len(place.segment_keys) == 1 else kept[-1].values.get(place, place.start)
-            place.samples = sizes[-1]
             path = f"{self._names.get(owner, '')}{name}"
             if len(kept) > 1 and any(row == path or row.startswith((f"{path}[", f"{path}.")) for row in rows):
-                values = [state.values.get(place, place.start) for state in kept]
-                last, place.samples = _all_rows(values, sizes), sum(sizes)
-            place.write(last)
+                place.show(_all_rows([state.values.get(place, place.start) for state in kept], sizes), last)
+            else:
+                place.write(last)
 
     # -- the first batch ----------------------------------------------------------------------------------------------
 
@@ -317,11 +333,10 @@ class StateWatch:
 
 def _all_rows(values: Sequence[tuple[Any, Any]], sizes: Sequence[int]) -> tuple[Any, Any]:
     """Join what each microbatch has left in an attribute, as `StatePlace.read` returns it."""
-    value, contents = values[-1]
-    if not isinstance(value, Container):
-        return _joined([own for own, _ in values], sizes), contents
-    joined = _joined([contents for _, contents in values], sizes)
-    return (value if all(own is value for own, _ in values) else joined), joined
+    value, _ = values[-1]
+    filled = isinstance(value, Container)
+    joined = _joined([contents if filled else own for own, contents in values], sizes)
+    return (value if filled and all(own is value for own, _ in values) else joined), joined
 
 
 def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
