@@ -123,6 +123,7 @@ class Verdict:
         shared: path of shared state that microbatches would disturb, by the code that changes it; see `OutsideWrites`.
         collects: a difference of what globals, callbacks and the like keep, if batches are cut nevertheless.
         rules: per logged value, the ways to merge it that give the whole batch's: `USUAL`, or keys of `logs.RULES`.
+        keeps: whether training_step changes something outside of layers and metrics.
         kept_rows: paths of attributes that keep something of each sample, of which parts leave their own.
     """
 
@@ -139,6 +140,7 @@ class Verdict:
     shared: dict[str, str] = field(default_factory=dict)
     rules: dict[Key, list[str]] = field(default_factory=dict)
     kept_rows: set[str] = field(default_factory=set)
+    keeps: bool = False
     collects: Difference | None = None
 
     def weigh_elsewhere(self, *, tried: bool) -> None:
@@ -256,7 +258,10 @@ class PartsCheck:
                 verdict.rules = in_both(found.rules, verdict.rules)
                 verdict.kept_rows |= found.kept_rows
             differs = verdict.parts is not None and (full or not verdict.raised)
-            if differs or not (verdict.why_not or verdict.raised or verdict.lopsided):
+            conclusive = not (verdict.why_not or verdict.raised or verdict.lopsided)
+            if conclusive and not differs and verdict.keeps and rows[-1] != rows[0] and len(rows) - one > 1:
+                verdict = self._with_one_in_both(rows, one, models, verdict)
+            if differs or conclusive:
                 return verdict
             if found is None or found.why_not or (found.raised and not verdict.why_not):
                 found = verdict
@@ -266,6 +271,24 @@ class PartsCheck:
             found = found if verdict.why_not else verdict
         return found
 
+    def _with_one_in_both(
+        self, rows: list[int], one: int, models: Sequence[ModelInterceptor], verdict: Verdict
+    ) -> Verdict:  # fmt: skip
+        """Rehearse once more, with the first sample in place of the last one.
+
+        User code may keep something for each class or user, which parts differ in only where one comes in both. It is
+        not the only comparison, as parts may have equal numbers of targets for it.
+        """
+        other = self._rehearse([*rows[:-1], rows[0]], one, models)
+        if self._lost is not None:
+            raise self._lost
+        if other.why_not or other.raised or other.lopsided:
+            return verdict
+        other.rules = in_both(verdict.rules, other.rules)
+        other.kept_rows |= verdict.kept_rows
+        other.shared, other.spread = verdict.shared | other.shared, verdict.spread or other.spread
+        return other
+
     def _candidates(self) -> Iterator[tuple[list[int], int, bool]]:
         """Yield the samples to compare on, how many of them are in the first part, and whether the parts are full.
 
@@ -274,8 +297,7 @@ class PartsCheck:
 
         A first part of more than a few samples has them twice, as far as it has room. A loss that selects, counts or
         pairs samples (the hardest ones, a weight for each class) may have the same value on parts as on the whole as
-        long as no two samples are alike, and few of them seldom are. The second part ends with the first sample again:
-        user code may keep something for each class or user, which parts differ in only where one comes in both.
+        long as no two samples are alike, and few of them seldom are.
         """
         sizes, ends = self._sizes, [*itertools.accumulate(self._sizes)]
         pairs = sorted(range(len(sizes) - 1), key=lambda i: sizes[i] == sizes[i + 1])
@@ -286,10 +308,7 @@ class PartsCheck:
             two = min(sizes[i + 1], max(one - uneven, 1))
             first = [*range(ends[i] - few, ends[i])]
             full = few == sizes[i] and two == sizes[i + 1]
-            second = [*range(ends[i], ends[i] + two)]
-            if two > 1:
-                second[-1] = first[0]
-            yield [*first, *first[: one - few], *second], one, full
+            yield [*first, *first[: one - few], *range(ends[i], ends[i] + two)], one, full
             if number == 0 and not full:
                 yield [*range(ends[i] - sizes[i], ends[i + 1])], sizes[i], True
 
@@ -558,6 +577,7 @@ class PartsCheck:
             comparison.see_elsewhere(path, whole.elsewhere.get(path, ABSENT), parts.elsewhere.get(path, ABSENT))
         if verdict is not None:
             verdict.rules, verdict.kept_rows = comparison.rules, comparison.kept_rows
+            verdict.keeps = bool(whole.settings or whole.elsewhere or any(map(self._counts, whole.left)))
         return comparison.found
 
     def _tolerance(self) -> float:
