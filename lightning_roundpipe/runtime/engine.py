@@ -227,6 +227,8 @@ class Engine:
             elif microbatches == 1:
                 learned.recent = step.traces[0]
             self._scope.refuse()
+            if step.in_parts:
+                self._scope.look_again(function, batch, rest, seed, step.sizes)
             self._given = step.gradients
             if self.updates is not None and step.gradients is not None:
                 self.updates.offer(step.gradients)

@@ -10,6 +10,7 @@ from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.memory.host_model import HostModel
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.user_code.module_state import ModuleStateIsolation
+from lightning_roundpipe.runtime.user_code.new_code import NewCode
 from lightning_roundpipe.runtime.user_code.rng import Randomness
 
 
@@ -38,6 +39,7 @@ class Learned:
         kept_rows: paths of the attributes that keep something of each sample; a step leaves there what all microbatches
             have left, if user code runs before the next one.
         heard: whether it does.
+        new_code: what user code has done in earlier batches, and what it has done for the first time.
         mixes: whether a loss may add something else to a cross entropy although targets are spread over microbatches
             unlike the samples: a comparison showed no difference, or the user is warned of it anyway.
     """
@@ -49,6 +51,7 @@ class Learned:
         self.read_by_user_code: frozenset[ParamBucket] = frozenset()
         self.log_rules: dict[Key, str] = {}
         self.kept_rows: set[str] = set()
+        self.new_code = NewCode()
         self.forget()
 
     def forget(self) -> None:

@@ -59,10 +59,12 @@ class TaskStep(Protocol):
     Attributes:
         sizes: number of samples of each microbatch.
         weighing: how much each microbatch counts in the loss of the batch.
+        in_parts: whether ``training_step`` runs once for each of several microbatches.
     """
 
     sizes: list[int]
     weighing: Weighing
+    in_parts: bool
 
     @property
     def spec(self) -> StepSpec: ...
@@ -105,7 +107,7 @@ class MicrobatchTask:
             engine.model.bucket_of, self.segments.read_master, engine.model.formats, train=True,
             accelerator=engine.worker_pool.accelerator, kept=self.kept, devices=engine.worker_pool.devices,
             aside=self.segments.paused, buffers=engine.model.buffers, offloaded=self.activations.offloaded,
-            restore=self.activations.restore,
+            restore=self.activations.restore, observe=engine.learned.new_code.note(index) if step.in_parts else None,
         )  # fmt: skip
         self.logs = LogRecorder(engine.worker_pool.devices, self.mode.counts.behind)
         self.started = Waiter()
@@ -187,7 +189,11 @@ class MicrobatchTask:
             with torch._C.DisableTorchFunction():
                 self.activations.restore_all()  # what user code has kept for later, where nothing restores it
             if self.kept is not None:
-                self.kept.module_state.finished()
+                changed = self.kept.module_state.finished()
+                if not self.learning:
+                    self.engine.learned.new_code.note_attributes(changed, self.index)
+            if self._step.in_parts:
+                self.engine.learned.new_code.note_names((name for name, *_ in self.logs.calls), self.index)
             self.computed = self._device.compute.record() if self._device is not None else None
             self._leave_user_code()
         self.passed.wake()

@@ -74,6 +74,7 @@ class Step:
         started: start of the step on the clock of ``time.perf_counter()``, or end of the step before if that is later.
         seconds: duration from ``started``, once the step is over.
         runs: the microbatches.
+        in_parts: whether ``training_step`` runs once for each of several microbatches.
     """
 
     def __init__(
@@ -95,7 +96,8 @@ class Step:
         self.before = before
         self.seconds = 0.0
         self.readiness = GradReadiness(engine.model.buckets)
-        self.sizes, cut = sizes, len(sizes) > 1 if cut is None else cut
+        self.sizes, self.in_parts = sizes, len(sizes) > 1
+        cut = self.in_parts if cut is None else cut
         isolated = isolated and cut and not engine.learned.in_order
         peers, count = engine.exchange.peers if engine.exchange is not None else None, self._count_of(sizes)
         if cancel_scope is None:

@@ -210,6 +210,8 @@ class PartsCheck:
         sizes: number of samples of each part that the step would cut.
         seed: numbers that identify the batch.
         others: further objects that user code may change, by name.
+        near: number of a part that has done something for the first time (`NewCode`), so that the rehearsals begin with
+            it; None before the batch is trained on. Metrics have seen parts by then, so they are not compared.
         asked: whether the user has set ``microbatch_scope="model"``. Then only that is compared with the whole, with
             the result in `Verdict.parts`. Batch statistics are held fixed, and what is left on modules is not
             compared: the user knows that the model's forward runs several times.
@@ -218,9 +220,9 @@ class PartsCheck:
     def __init__(
         self, engine: EngineContext, interceptors: Sequence[Interceptor], cutter: Cutter, function: Callable[..., Any],
         batch: Any, rest: tuple[Any, ...], sizes: list[int], seed: tuple[int, ...],
-        others: Iterable[tuple[str, Any]] = (), *, asked: bool = False,
+        others: Iterable[tuple[str, Any]] = (), *, near: int | None = None, asked: bool = False,
     ) -> None:  # fmt: skip
-        self._asked = asked
+        self._near, self._asked = near, asked
         self._engine, self._interceptors, self._cutter = engine, interceptors, cutter
         self._function, self._batch, self._rest = function, batch, rest
         self._sizes, self._seed = sizes, derive(*seed)
@@ -261,12 +263,13 @@ class PartsCheck:
             conclusive = not (verdict.why_not or verdict.raised or verdict.lopsided)
             if conclusive and not differs and verdict.keeps and rows[-1] != rows[0] and len(rows) - one > 1:
                 verdict = self._with_one_in_both(rows, one, models, verdict)
-            if differs or conclusive:
+            if differs or (conclusive and not self._engine.learned.new_code.is_awaited):
                 return verdict
-            if found is None or found.why_not or (found.raised and not verdict.why_not):
+            if found is None or conclusive or found.why_not or (found.raised and not verdict.why_not):
                 found = verdict
         assert found is not None
-        if found.why_not and len(self._sizes) > 2 and not self._left.stuck:  # user code may take whole batches only
+        several = len(self._sizes) > 2 and self._near is None
+        if found.why_not and several and not self._left.stuck:  # user code may take whole batches only
             verdict = self._rehearse([*range(sum(self._sizes))], sum(self._sizes[:-1]), models)
             found = found if verdict.why_not else verdict
         return found
@@ -298,9 +301,14 @@ class PartsCheck:
         A first part of more than a few samples has them twice, as far as it has room. A loss that selects, counts or
         pairs samples (the hardest ones, a weight for each class) may have the same value on parts as on the whole as
         long as no two samples are alike, and few of them seldom are.
+
+        Near a part that has done something for the first time, it and its neighbour come first, and then all of its
+        samples, as one of them may be what has done it.
         """
-        sizes, ends = self._sizes, [*itertools.accumulate(self._sizes)]
+        sizes, ends, near = self._sizes, [*itertools.accumulate(self._sizes)], self._near
         pairs = sorted(range(len(sizes) - 1), key=lambda i: sizes[i] == sizes[i + 1])
+        if near is not None:
+            pairs = [min(near, len(sizes) - 2)]
         for number, i in enumerate(pairs[:PAIRS]):
             uneven = sizes[i] != sizes[i + 1]
             few = min(sizes[i], FEW + uneven)
@@ -309,7 +317,9 @@ class PartsCheck:
             first = [*range(ends[i] - few, ends[i])]
             full = few == sizes[i] and two == sizes[i + 1]
             yield [*first, *first[: one - few], *range(ends[i], ends[i] + two)], one, full
-            if number == 0 and not full:
+            if near is not None and sizes[near] > 1:
+                yield [*range(ends[near] - sizes[near], ends[near])], (sizes[near] + 1) // 2, True
+            elif number == 0 and not full:
                 yield [*range(ends[i] - sizes[i], ends[i + 1])], sizes[i], True
 
     def _rehearse(self, rows: list[int], one: int, models: Sequence[ModelInterceptor]) -> Verdict:
@@ -521,6 +531,7 @@ class PartsCheck:
                     draws.begin(rows)
                     run.look_back("the loss", [loss], 1.0 if joined.added else weight / sum(joined.weights))
             shown.spread = len(runs) > 1 and are_spread([run.mode for run in runs], sizes)
+            engine.learned.new_code.learn_names(name for name, _ in shown.logged)
             shown.said, shown.weights = gathered([run.logs for run in runs]), joined.weights
             shown.output, shown.loss = joined.output, joined.loss if joined.losses else None
             shown.metrics = dict(self._values(before))
@@ -563,7 +574,7 @@ class PartsCheck:
         comparison = _Comparison(self._tolerance(), sizes)
         comparison.see("the loss", whole.loss, parts.loss)
         comparison.see_logs(whole, parts)
-        for name in {**whole.metrics, **parts.metrics}:
+        for name in {**whole.metrics, **parts.metrics} if self._near is None else ():  # they have seen parts before
             comparison.see(name, whole.metrics.get(name, ABSENT), parts.metrics.get(name, ABSENT))
         if whole.backwards is not None and parts.backwards is not None:
             comparison.see_backwards(whole.backwards, parts.backwards)

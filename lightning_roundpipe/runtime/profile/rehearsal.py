@@ -291,6 +291,7 @@ class _RehearsalUserCode(UserCodeMode):
         super().__init__(
             model.bucket_of, lambda p: model.bucket_of[id(p)].read(p), model.formats, train=True,
             accelerator=engine.worker_pool.accelerator, devices=engine.worker_pool.devices, buffers=model.buffers,
+            observe=engine.learned.new_code.learn,
         )  # fmt: skip
         self._all, self._about_to_write = model.bucket_of, about_to_write
 

@@ -5,6 +5,8 @@ microbatch_scope="model" ── the first batch: do cut calls give what whole ca
                   parts do ── cut the batch               only cut calls do ── cut the calls ("auto") ── [2]
                   neither ── an error, unless the step itself raises a more specific one ── [3]
                   only later batches differ, or no parts were asked for and none work ── keep them whole ── [4]
+a later batch does something for the first time ── the same on its parts, after it was trained on ── [5]
+                  only cut calls do ── cut the calls from the next batch on; neither ── a warning
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ from lightning_roundpipe.runtime.user_code.interception import Interceptor, Mode
 
 LOOKS = 3
 """Batches of one kind (cut evenly, or unevenly) to compare at most while the rule of a logged value is `OPEN`."""
+
+
+NEWS = 16
+"""Batches to compare at most because they do something for the first time."""
 
 
 class Scope:
@@ -62,6 +68,8 @@ class Scope:
         """Number of comparisons, by whether the batch is cut unevenly; `LOOKS` once no more are needed."""
         self._whole: set[bool] = set()
         """The kinds of batches that stay whole: False for those that are cut evenly, True for others."""
+        self._news = 0
+        """Number of comparisons because a batch has done something for the first time."""
         self._refusal = ""
         """The error that `refuse` raises; empty if none."""
 
@@ -83,6 +91,24 @@ class Scope:
             cut = self._cutter.cut(batch, calls=self.cuts_calls)
         return cut if uneven not in self._whole or cut.sizes is None else Cut([batch], [sum(cut.sizes)])
 
+    def look_again(
+        self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...], sizes: list[int]
+    ) -> None:
+        """Compare ``batch``, which was trained on in parts of ``sizes``, if it did something for the first time [5]."""
+        new_code = self._engine.learned.new_code
+        if not new_code.found:
+            return
+        self._news += 1
+        what, near = next(iter(new_code.found.items()))
+        known = set(self._fitting)
+        try:
+            self._look(PartsCheck, function, batch, rest, seed, sizes, first=False, news=what, near=near)
+            for name, nth in self._fitting.keys() - known:
+                self._engine.hints.of_a_new_log(name, self._engine.learned.log_rules[name, nth])
+        finally:
+            new_code.accept()
+            new_code.watched &= self._news < NEWS and not self.cuts_calls
+
     def refuse(self) -> None:
         """Refuse parts that differ from the whole batch [3].
 
@@ -96,30 +122,43 @@ class Scope:
 
     def _look(
         self, check: type[PartsCheck], function: Callable[..., Any], batch: Any, rest: tuple[Any, ...],
-        seed: tuple[int, ...], sizes: list[int], *, first: bool,
+        seed: tuple[int, ...], sizes: list[int], *, first: bool, news: str = "", near: int | None = None,
     ) -> None:  # fmt: skip
-        """Rehearse the batch in parts, and act on the verdict [1]; ``first``: no batch has been compared before."""
+        """Rehearse the batch in parts, and act on the verdict [1].
+
+        Args:
+            check, function, batch, rest, seed, sizes: see `PartsCheck`.
+            first: whether no batch has been compared before.
+            news: what it has done for the first time, if it was trained on already; empty if not.
+            near: the part that has.
+        """
         engine, options = self._engine, self._engine.options
         uneven = len(set(sizes)) > 1
         auto = options.microbatch_scope == "auto" and options.plan_text is None and not self._cutter.weighs
         again = uneven in self._looks
         with self._rehearsal() as others:  # `Evaluation.run` lets interrupts through where user code runs
-            parts = check(engine, self._layers, self._cutter, function, batch, rest, sizes, seed, others)
-            verdict = parts.find_out(self._models if auto and (first or again) else ())
+            parts = check(engine, self._layers, self._cutter, function, batch, rest, sizes, seed, others, near=near)
+            verdict = parts.find_out(self._models if auto and (first or again or news) else ())
         learned = engine.learned
         learned.kept_rows |= verdict.kept_rows
         learned.mixes |= engine.hints.couples or (verdict.spread and verdict.parts is None and not verdict.why_not)
         self._fitting = in_both(self._fitting, verdict.rules)
         learned.log_rules = {key: _chosen(rules) for key, rules in self._fitting.items()}
-        self._looks[uneven] = self._looks.get(uneven, 0) + 1 if OPEN in learned.log_rules.values() else LOOKS
+        if not news:
+            self._looks[uneven] = self._looks.get(uneven, 0) + 1 if OPEN in learned.log_rules.values() else LOOKS
         if verdict.shared and not learned.shares:
-            self._keep_in_order(*next(iter(verdict.shared.items())))
+            place, changed = next(iter(verdict.shared.items()))
+            if news and (options.plan_text is not None or engine.exchange is not None):
+                engine.hints.of_news(news, f"{changed!r} is what another part has left there", switches=False)
+            else:
+                self._keep_in_order(place, changed)
         if verdict.losses_inside and not self._cutter.weighs:
             engine.hints.of_a_loss_inside(verdict.losses_inside[0])
         if verdict.why_not:
             engine.hints.of_no_comparison(verdict.why_not)
+            learned.new_code.watched = False  # nor could what is new be compared
         elif verdict.parts is not None and not (verdict.announced or engine.hints.couples):
-            self._part_ways(verdict, auto=auto, uneven=uneven, first=first or again)
+            self._part_ways(verdict, auto=auto, uneven=uneven, first=first or again, news=news)
         elif verdict.collects is not None:
             engine.hints.of_what_is_collected(str(verdict.collects))
 
@@ -159,9 +198,17 @@ class Scope:
             "leave plan out, or set num_microbatches=1.",
         )
 
-    def _part_ways(self, verdict: Verdict, *, auto: bool, uneven: bool, first: bool) -> None:
+    def _part_ways(self, verdict: Verdict, *, auto: bool, uneven: bool, first: bool, news: str) -> None:
         """Choose a hint, a wider scope or an error, as parts differ from the whole batch."""
         engine, what = self._engine, described(verdict)
+        if news:
+            # The plans of several machines must agree.
+            switches = auto and verdict.model is None and not verdict.raised and engine.exchange is None
+            engine.hints.of_news(news, what, switches=switches)
+            if switches:
+                self.cuts_calls = True
+                self._planner.forget()
+            return
         if engine.options.microbatch_scope == "auto" and self._cutter.weighs:
             engine.hints.of_given_weights(what)
         elif not first and verdict.parts is not None and verdict.parts.what.startswith("metric"):

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.refine import Refined
+from lightning_roundpipe.runtime.batch.logs import OPEN, USUAL
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 _OVER_MICROBATCHES = (
@@ -141,6 +142,35 @@ class Hints:
             f"in parts of the batch, {what}. So training_step runs once, on the whole batch, and the calls of the "
             "model in it are cut, which gives what the whole batch gives. microbatch_scope='model' says so beforehand.",
         )
+
+    def of_news(self, news: str, what: str, *, switches: bool) -> None:
+        """Warning: something that a batch did for the first time differs in parts.
+
+        Args:
+            news: what it did.
+            what: the difference.
+            switches: whether only the model's calls are cut from the next batch on.
+        """
+        self.warn(
+            f"news {what}",
+            f"{news}, and in parts of the batch, {what}. This batch was trained on in parts. "
+            + (
+                "From the next one on, training_step runs once, on the whole batch, and the calls of the model in it "
+                "are cut, which gives what the whole batch gives. microbatch_scope='model' does so from the first on."
+                if switches
+                else "So are later ones: microbatch_scope='model', num_microbatches=1 or a loss_weight may give what "
+                "the whole batch gives."
+            ),
+        )
+
+    def of_a_new_log(self, name: str, rule: str) -> None:
+        """Warning: a value that was logged for the first time was merged as a mean, and is merged by ``rule`` now."""
+        if rule not in (USUAL, OPEN):
+            self.warn(
+                f"log {name}",
+                f"{name!r} was logged for the first time, and its value of this batch is a mean of the microbatches. "
+                f"From the next batch on it is computed as the whole batch's ({rule}). {_WHOLE_LOGS}",
+            )
 
     def of_what_is_collected(self, what: str) -> None:
         """Hint: batches are cut although ``what`` differs, which a global, a callback or the like keeps."""

@@ -15,7 +15,9 @@ Every torch function that user code calls passes through `UserCodeMode`, which d
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -136,6 +138,7 @@ class UserCodeMode(TorchFunctionMode):
         buffers: the layers' buffers; pending values are settled before user code reads a buffer.
         offloaded: tensors of user code that are on the host only.
         restore: brings such a tensor back, before user code touches it; does nothing for others.
+        observe: called with the frame that calls a torch function, except in backward; see `new_code`.
 
     Attributes:
         returning: whether a backward runs; what it computes is not a loss.
@@ -155,8 +158,10 @@ class UserCodeMode(TorchFunctionMode):
         buffers: HostBuffers | None = None,
         offloaded: Offloaded | None = None,
         restore: Callable[[Tensor], None] = lambda tensor: None,
+        observe: Callable[[FrameType | None], None] | None = None,
     ) -> None:
         super().__init__()
+        self._observe = observe
         self.proxies = Proxies(read)
         self._read = read
         self.counts = Counts()
@@ -182,6 +187,8 @@ class UserCodeMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if self._observe is not None and not self.returning:
+            self._observe(sys._getframe(1))
         if self._offloaded:
             self._restore_all((args, kwargs))
         if self._buffers and (func in _VALUES or name not in _NO_VALUES):

@@ -235,9 +235,26 @@ class ModuleStateIsolation:
         """Accept attributes that ``layer`` itself has set as its current state."""
         self._states[layer.index] = layer.state.current()
 
-    def finished(self) -> None:
-        """Accept what a microbatch has set outside the layers, once it has run its last section of user code."""
-        self._seen = [list(m.__dict__.values()) for m in self._user_code]
+    def finished(self) -> list[str]:
+        """Accept what a microbatch has set outside the layers, once it has run its last section of user code.
+
+        Returns:
+            The paths of attributes that it has set and that are not in ``places``.
+        """
+        new = []
+        for index, module in enumerate(self._user_code):
+            held, seen = module.__dict__, self._seen[index]
+            if len(held) != len(seen) or not all(map(operator.is_, held.values(), seen)):
+                if len(held) == len(seen):
+                    pairs = zip(held.items(), seen, strict=True)
+                    changed = [name for (name, value), before in pairs if value is not before]
+                else:
+                    known = set(map(id, seen))
+                    changed = [name for name, value in held.items() if id(value) not in known]
+                prefix = self._names.get(id(module), "")
+                new += [f"{prefix}{name}" for name in changed if (id(module), name) not in self.places]
+                self._seen[index] = list(held.values())
+        return new
 
 
 class MicrobatchModuleState:

@@ -1,0 +1,137 @@
+"""Notices what user code does for the first time in a later batch.
+
+Before the first batch, parts of a few samples are compared with the whole. That says nothing of a branch that only
+later batches take, or other samples. `NewCode` finds these, so that they can be compared, too:
+
+    a rehearsal ── the places in user code that call a torch function, and the names that it logs, are known ── [1]
+    a step ── it finds a place, a name or an attribute that is set which is not known ── [2]
+    another rehearsal ── what was found is known once it has run ── [3]
+
+Code that calls no torch function, logs nothing and sets no attribute of a module is not seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable
+from types import CodeType, FrameType
+
+_SKIPPED = ("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_roundpipe")
+"""Packages whose code stands for that of its callers, as the standard library's does. What metrics do is compared by
+their values."""
+
+Key = tuple[int, int] | str
+
+
+class NewCode:
+    """What earlier batches have shown of user code, and what the last one has done for the first time.
+
+    Attributes:
+        watched: whether a rehearsal has shown anything, so that there is something to compare with.
+        found: what is new, as text for messages, and the microbatch that has done it.
+    """
+
+    def __init__(self) -> None:
+        self.watched = False
+        self.found: dict[str, int] = {}
+        self._known: set[Key] = set()
+        self._awaited: set[Key] = set()
+        """What is new and no rehearsal has done since."""
+        self._codes: dict[int, CodeType] = {}
+        """Keeps code objects alive, so that their ids stay their own."""
+
+    # -- rehearsals ---------------------------------------------------------------------------------------------------
+
+    def learn(self, frame: FrameType | None) -> None:
+        """In a rehearsal, ``frame`` has called a torch function [1] [3]."""
+        if (found := _caller(frame)) is not None:
+            self._learn((id(found.f_code), found.f_lasti))
+            self._codes[id(found.f_code)] = found.f_code
+
+    def learn_names(self, names: Iterable[str]) -> None:
+        """A rehearsal has logged values under ``names`` [1] [3]."""
+        for name in names:
+            self._learn(_logs(name))
+
+    def _learn(self, key: Key) -> None:
+        self.watched = True
+        self._known.add(key)
+        self._awaited.discard(key)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether no rehearsal has done all that was found."""
+        return bool(self._awaited)
+
+    def accept(self) -> None:
+        """Take what was found for known, whether or not a rehearsal has done it."""
+        self.found.clear()
+        self._awaited.clear()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def note(self, microbatch: int) -> Callable[[FrameType | None], None] | None:
+        """Return a function to call with the frame that calls a torch function, in ``microbatch`` [2].
+
+        None if there is nothing to compare with.
+        """
+        return functools.partial(self._note, microbatch) if self.watched else None
+
+    def _note(self, microbatch: int, frame: FrameType | None) -> None:
+        if (found := _caller(frame)) is None:
+            return
+        key = (id(found.f_code), found.f_lasti)
+        if key not in self._known:
+            self._codes[key[0]] = found.f_code
+            place = f"line {found.f_lineno} of {os.path.basename(found.f_code.co_filename)}"
+            self._find(key, f"{place} ran for the first time", microbatch)
+
+    def note_names(self, names: Iterable[str], microbatch: int) -> None:
+        """``microbatch`` has logged values under ``names`` [2]."""
+        if self.watched:
+            for name in names:
+                if (key := _logs(name)) not in self._known:
+                    self._find(key, f"{name!r} was logged for the first time", microbatch)
+
+    def note_attributes(self, paths: Iterable[str], microbatch: int) -> None:
+        """``microbatch`` has set the attributes ``paths``, which no batch before has [2].
+
+        A rehearsal does not show them one by one, so none of them is awaited.
+        """
+        if self.watched:
+            for path in paths:
+                if path not in self._known:
+                    self._known.add(path)
+                    self.found.setdefault(f"attribute {path!r} was set for the first time", microbatch)
+
+    def _find(self, key: Key, what: str, microbatch: int) -> None:
+        self._known.add(key)
+        self._awaited.add(key)
+        self.found.setdefault(what, microbatch)
+
+
+def _logs(name: str) -> str:
+    return f"self.log({name!r})"
+
+
+def _caller(frame: FrameType | None) -> FrameType | None:
+    """Return the frame of user code from which ``frame`` was called; None if there is none."""
+    while frame is not None and _is_skipped(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+@functools.cache
+def _is_skipped(path: str) -> bool:
+    library = sysconfig.get_path("stdlib") + os.sep
+    is_library = path.startswith(library) and "site-packages" not in path[len(library) :].split(os.sep)
+    return is_library or path.startswith((*_folders(), "<frozen"))
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in _SKIPPED]
+    return tuple(os.path.dirname(file) + os.sep for file in files if file)

@@ -1,0 +1,202 @@
+"""What training_step does for the first time in a later batch is compared on that batch.
+
+The batch itself was trained on in parts; a warning says so, and from the next one on training equals plain training.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+import torchmetrics
+from harness import assert_identical, assert_same, run
+from test_parts_are_the_whole import Batch, Module, batches, contrasts, cut_by, entropy, trained
+from torch import Tensor
+
+from lightning_roundpipe import RoundPipeWarning
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.profile.parts_check import PartsCheck, Verdict
+
+Step = Callable[[Any, Tensor, Batch], Any]
+LATE = 3
+"""The batch that does something new."""
+
+
+def late(step: Step, before: Step = entropy) -> Step:
+    def chosen(module: Any, logits: Tensor, batch: Batch) -> Any:
+        return (step if module.trainer.global_step >= LATE else before)(module, logits, batch)
+
+    return chosen
+
+
+def data_of(count: int = 7, samples: int = 8) -> list[Batch]:
+    data = batches(count, samples)
+    for batch in data:
+        batch["z"] = batch["x"][:, :5] * 2
+    return data
+
+
+def logs_a_sum(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    module.log("sum", logits.detach().square().sum())
+    return entropy(module, logits, batch)
+
+
+def counts(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    loss = entropy(module, logits, batch)
+    module.calls += 1
+    return loss * (1 + 0.1 * module.calls)
+
+
+def mines_the_hardest(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(logits, batch["y"], reduction="none").topk(2).values.mean()
+
+
+def logs_a_metric(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    loss = entropy(module, logits, batch)
+    module.average(loss)
+    module.log("average", module.average, on_step=False, on_epoch=True)
+    return loss
+
+
+def said_by(step: Step, data: list[Batch], microbatches: int = 2, devices: int = 2, **options: Any) -> tuple[Any, str]:
+    attributes = options.pop("attributes", {})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RoundPipeWarning)
+        result = trained(Module(step, **attributes), data, microbatches, devices, **options)
+    return result, "\n".join(str(w.message) for w in caught if issubclass(w.category, RoundPipeWarning))
+
+
+@pytest.fixture
+def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
+    seen: list[Verdict] = []
+    find_out = PartsCheck.find_out
+
+    def noted(self: PartsCheck, models: Any) -> Verdict:
+        seen.append(find_out(self, models))
+        return seen[-1]
+
+    monkeypatch.setattr(PartsCheck, "find_out", noted)
+    return seen
+
+
+@pytest.mark.parametrize("step", [contrasts, counts, mines_the_hardest])
+def test_a_later_loss_that_parts_do_not_have(step: Step) -> None:
+    """Plain training goes on from the batch that was trained on in parts as the strategy does."""
+    attributes = {"calls": 0} if step is counts else {}
+    result, said = said_by(late(step), data_of(), attributes=attributes)
+    assert "for the first time" in said
+    assert "From the next one on, training_step runs once" in said
+    assert cut_by(result) == "model"
+    # Until then, all is as in plain training:
+    plain = run("auto", Module(late(step), **attributes), data_of(LATE))
+    assert_same(plain, trained(Module(late(step), **attributes), data_of(LATE), 2, 2))
+    # From there on, each batch adds to the state what a whole batch adds:
+    if step is counts:
+        assert result.module.calls == 2 + 7 - LATE - 1
+
+
+def test_a_later_logged_value_that_is_no_mean() -> None:
+    result, said = said_by(late(logs_a_sum), data_of())
+    assert "'sum' was logged for the first time" in said
+    assert "From the next batch on it is computed as the whole batch's (sum)" in said
+    assert cut_by(result) == "step"
+    plain = run("auto", Module(late(logs_a_sum)), data_of())
+    (mean, *sums), (whole, *rest) = ([line for _, line in one.logged if "sum" in line] for one in (result, plain))
+    assert len(sums) == 7 - LATE - 1 == len(rest)
+    assert mean["sum"] == pytest.approx(whole["sum"] / 2, rel=0.5)
+    mean["sum"] = whole["sum"]
+    assert_same(plain, result)
+
+
+def test_what_other_samples_do(verdicts: list[Verdict]) -> None:
+    """Only the last microbatch of the first batch has a target of class 4."""
+
+    def finds(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        loss = entropy(module, logits, batch)
+        if bool((batch["y"] == 4).any()):
+            loss = loss + logits.std(0).mean()
+        return loss
+
+    data = data_of(3, 16)
+    for batch in data:
+        batch["y"].clamp_(max=3)
+        batch["y"][-1] = 4
+    result, said = said_by(finds, data, 4)
+    assert "std" not in said and "ran for the first time" in said
+    assert len(verdicts) == 2
+    assert cut_by(result) == "model"
+
+
+@pytest.mark.parametrize("late_name", [False, True])
+def test_nothing_new_is_compared_once(late_name: bool, verdicts: list[Verdict]) -> None:
+    def logs(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        name = f"loss {module.trainer.global_step >= LATE and late_name}"
+        loss = entropy(module, logits, batch)
+        module.log(name, loss)
+        return loss
+
+    _, said = said_by(logs, data_of())
+    assert said == ""
+    assert len(verdicts) == 1 + late_name
+
+
+def test_what_cannot_be_cut_goes_on_in_parts_with_a_warning() -> None:
+    result, said = said_by(late(counts), data_of(), attributes={"calls": 0}, microbatch_scope="step")
+    assert "So are later ones" in said
+    assert result.module.calls == 2 * (7 - LATE)
+
+
+def test_it_is_compared_sixteen_times_at_most(verdicts: list[Verdict]) -> None:
+    def logs(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        loss = entropy(module, logits, batch)
+        module.log(f"loss {module.trainer.global_step}", loss)
+        return loss
+
+    said_by(logs, data_of(24))
+    assert len(verdicts) == 17
+
+
+@pytest.mark.parametrize("options", [{"staleness": 1}, {"staleness": 0}, {"microbatch_scope": "step"}])
+def test_a_comparison_in_between_changes_no_bit(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def spells_it_out(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        return F.nll_loss(logits.log_softmax(1), batch["y"])
+
+    compared, said = said_by(late(spells_it_out), data_of(), **options)
+    assert said == ""
+    monkeypatch.setattr("lightning_roundpipe.runtime.profile.scope.Scope.look_again", lambda *_: None)
+    assert_identical(trained(Module(late(spells_it_out)), data_of(), 2, 2, **options), compared)
+
+
+def test_a_later_error_is_raised_by_the_step() -> None:
+    def fails(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        raise RoundPipeError(f"at {logits.shape}")
+
+    with pytest.raises(RoundPipeError, match="at "):
+        said_by(late(fails), data_of())
+
+
+def test_attributes_that_are_set_later() -> None:
+    """No torch function is new: only the attribute shows it."""
+
+    def keeps(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        loss = entropy(module, logits, batch)
+        if module.trainer.global_step >= LATE:
+            module.calls += 1
+        return loss
+
+    result, said = said_by(keeps, data_of(), attributes={"calls": 0})
+    assert "attribute 'calls' was set for the first time" in said
+    assert result.module.calls == 2 + 7 - LATE - 1
+
+
+def test_a_metric_has_seen_parts(verdicts: list[Verdict]) -> None:
+    """It counts its updates, so it is that of the parts in any comparison after the first."""
+    module = Module(late(logs_a_metric), average=torchmetrics.MeanMetric())
+    plain = run("auto", module, data_of())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        assert_same(plain, trained(module, data_of(), 2, 2))
+    assert len(verdicts) == 2
