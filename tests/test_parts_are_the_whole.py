@@ -665,6 +665,38 @@ def test_a_value_that_is_zero_at_first_is_looked_at_again() -> None:
     assert_same(run("auto", Module(counts_rare), data), trained(Module(counts_rare), data, 2, 2))
 
 
+def test_an_attribute_that_is_equal_by_chance_is_looked_at_again() -> None:
+    """An accuracy on few samples is zero at first, for the parts as for the whole."""
+
+    class Keeping(Module):
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.log("accuracy", float(self.accuracy))
+
+    def keeps_the_accuracy(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        module.accuracy = (batch["y"] == 4).float().mean()
+        return entropy(module, logits, batch)
+
+    data = batches(4)
+    for batch, rare in zip(data, (0, 0, 1, 1), strict=True):
+        batch["y"].clamp_(max=3)
+        batch["y"][:5] = 4 if rare else 1
+    module = Keeping(keeps_the_accuracy, accuracy=None)
+    assert_same(run("auto", module, data), trained(module, data, 2, 2))
+
+
+def test_a_metric_beside_what_is_looked_at_again() -> None:
+    """It has seen parts of the batch before, and counts them."""
+
+    def keeps_both(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        module.length = len(batch["y"]) * 0
+        return averages_in_a_metric(module, logits, batch)
+
+    module = Module(keeps_both, average=torchmetrics.MeanMetric(), length=None)
+    result = trained(module, batches(4), 2, 2)
+    assert cut_by(result) == "step"
+    assert_same(run("auto", module, batches(4)), result)
+
+
 def logs_a_rare_target(module: Any, logits: Tensor, batch: Batch) -> Tensor:
     rare = batch["y"] == 4
     module.log("counted", F.cross_entropy(logits, torch.where(rare, batch["y"], -100)))

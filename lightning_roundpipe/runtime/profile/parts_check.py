@@ -124,6 +124,7 @@ class Verdict:
         collects: a difference of what globals, callbacks and the like keep, if batches are cut nevertheless.
         rules: per logged value, the ways to merge it that give the whole batch's: `USUAL`, or keys of `logs.RULES`.
         keeps: whether training_step changes something outside of layers and metrics.
+        open: whether something that it changes is equal as numbers may be by chance.
         kept_rows: paths of attributes that keep something of each sample, of which parts leave their own.
     """
 
@@ -141,6 +142,7 @@ class Verdict:
     rules: dict[Key, list[str]] = field(default_factory=dict)
     kept_rows: set[str] = field(default_factory=set)
     keeps: bool = False
+    open: bool = False
     collects: Difference | None = None
 
     def weigh_elsewhere(self, *, tried: bool) -> None:
@@ -210,8 +212,10 @@ class PartsCheck:
         sizes: number of samples of each part that the step would cut.
         seed: numbers that identify the batch.
         others: further objects that user code may change, by name.
+        again: whether parts of an earlier batch of the kind were compared. Metrics have seen parts by then, so they are
+            not compared.
         near: number of a part that has done something for the first time (`NewCode`), so that the rehearsals begin with
-            it; None before the batch is trained on. Metrics have seen parts by then, so they are not compared.
+            it, and metrics are not compared; None before the batch is trained on.
         asked: whether the user has set ``microbatch_scope="model"``. Then only that is compared with the whole, with
             the result in `Verdict.parts`. Batch statistics are held fixed, and what is left on modules is not
             compared: the user knows that the model's forward runs several times.
@@ -220,9 +224,9 @@ class PartsCheck:
     def __init__(
         self, engine: EngineContext, interceptors: Sequence[Interceptor], cutter: Cutter, function: Callable[..., Any],
         batch: Any, rest: tuple[Any, ...], sizes: list[int], seed: tuple[int, ...],
-        others: Iterable[tuple[str, Any]] = (), *, near: int | None = None, asked: bool = False,
+        others: Iterable[tuple[str, Any]] = (), *, again: bool = False, near: int | None = None, asked: bool = False,
     ) -> None:  # fmt: skip
-        self._near, self._asked = near, asked
+        self._again, self._near, self._asked = again, near, asked
         self._engine, self._interceptors, self._cutter = engine, interceptors, cutter
         self._function, self._batch, self._rest = function, batch, rest
         self._sizes, self._seed = sizes, derive(*seed)
@@ -290,6 +294,7 @@ class PartsCheck:
         other.rules = in_both(verdict.rules, other.rules)
         other.kept_rows |= verdict.kept_rows
         other.shared, other.spread = verdict.shared | other.shared, verdict.spread or other.spread
+        other.open &= verdict.open
         return other
 
     def _candidates(self) -> Iterator[tuple[list[int], int, bool]]:
@@ -574,7 +579,7 @@ class PartsCheck:
         comparison = _Comparison(self._tolerance(), sizes)
         comparison.see("the loss", whole.loss, parts.loss)
         comparison.see_logs(whole, parts)
-        for name in {**whole.metrics, **parts.metrics} if self._near is None else ():  # they have seen parts before
+        for name in () if self._again or self._near is not None else {**whole.metrics, **parts.metrics}:
             comparison.see(name, whole.metrics.get(name, ABSENT), parts.metrics.get(name, ABSENT))
         if whole.backwards is not None and parts.backwards is not None:
             comparison.see_backwards(whole.backwards, parts.backwards)
@@ -588,6 +593,7 @@ class PartsCheck:
             comparison.see_elsewhere(path, whole.elsewhere.get(path, ABSENT), parts.elsewhere.get(path, ABSENT))
         if verdict is not None:
             verdict.rules, verdict.kept_rows = comparison.rules, comparison.kept_rows
+            verdict.open = comparison.open
             verdict.keeps = bool(whole.settings or whole.elsewhere or any(map(self._counts, whole.left)))
         return comparison.found
 
@@ -621,7 +627,7 @@ class _Comparison:
 
     Attributes:
         found: the first difference; None so far.
-        rules, kept_rows: see `Verdict`.
+        rules, kept_rows, open: see `Verdict`.
     """
 
     def __init__(self, tolerance: float, sizes: list[int]) -> None:
@@ -629,6 +635,7 @@ class _Comparison:
         self.found: Difference | None = None
         self.rules: dict[Key, list[str]] = {}
         self.kept_rows: set[str] = set()
+        self.open = False
 
     def see(self, what: str, whole: Any, parts: Any) -> None:
         """Compare a value, described by ``what``."""
@@ -700,6 +707,7 @@ class _Comparison:
                 whole = whole[-last:]
                 if what == _ATTRIBUTE:
                     self.kept_rows.add(path)
+        self.open |= _may_coincide(whole)
         name = f"the length of {path[4:-1]!r}" if path.startswith("len(") else f"{what}{path!r}"
         self.see(name, whole, parts)
 
@@ -738,6 +746,13 @@ class _Comparison:
 def _named(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _may_coincide(value: Any) -> bool:
+    """Return whether parts may have left ``value``, too, by chance: it is a number, or zeros."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 or not bool(value.any())
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_plain(value: Any) -> bool:

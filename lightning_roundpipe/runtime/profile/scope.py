@@ -32,7 +32,8 @@ from lightning_roundpipe.runtime.profile.parts_check import (
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, ModelInterceptor
 
 LOOKS = 3
-"""Batches of one kind (cut evenly, or unevenly) to compare at most while the rule of a logged value is `OPEN`."""
+"""Batches of one kind (cut evenly, or unevenly) to compare at most while the rule of a logged value is `OPEN`, or while
+something that training_step keeps may be equal by chance (`Verdict.open`)."""
 
 
 NEWS = 16
@@ -137,7 +138,9 @@ class Scope:
         auto = options.microbatch_scope == "auto" and options.plan_text is None and not self._cutter.weighs
         again = uneven in self._looks
         with self._rehearsal() as others:  # `Evaluation.run` lets interrupts through where user code runs
-            parts = check(engine, self._layers, self._cutter, function, batch, rest, sizes, seed, others, near=near)
+            parts = check(
+                engine, self._layers, self._cutter, function, batch, rest, sizes, seed, others, again=again, near=near
+            )
             verdict = parts.find_out(self._models if auto and (first or again or news) else ())
         learned = engine.learned
         learned.kept_rows |= verdict.kept_rows
@@ -145,7 +148,8 @@ class Scope:
         self._fitting = in_both(self._fitting, verdict.rules)
         learned.log_rules = {key: _chosen(rules) for key, rules in self._fitting.items()}
         if not news:
-            self._looks[uneven] = self._looks.get(uneven, 0) + 1 if OPEN in learned.log_rules.values() else LOOKS
+            is_open = verdict.open or OPEN in learned.log_rules.values()
+            self._looks[uneven] = self._looks.get(uneven, 0) + 1 if is_open else LOOKS
         if verdict.shared and not learned.shares:
             place, changed = next(iter(verdict.shared.items()))
             if news and (options.plan_text is not None or engine.exchange is not None):
