@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -28,6 +29,8 @@ settings.register_profile("unhurried", deadline=None, suppress_health_check=[Hea
 settings.load_profile("unhurried")
 
 THREAD_GRACE_SECONDS = 60.0
+SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
+"""Ids of tests that are slow beside those with the mark; see ``--note-slow``."""
 GOLDEN_RATIO = (1 + 5**0.5) / 2
 
 
@@ -45,9 +48,45 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--turn", type=int, default=0, metavar="K", help="with --every N: which ones, 0 to N-1; all turns are all tests"
     )
+    parser.addoption(
+        "--note-slow", type=float, metavar="SECONDS", help=f"add tests that take as long to {SLOW_TESTS.name}"
+    )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--note-slow") is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_SlowNotes(config.getoption("--note-slow")))
+
+
+class _SlowNotes:
+    """Adds the tests that take at least ``seconds`` to `SLOW_TESTS`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._found = seconds, set(_slow_tests())
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if (
+            report.when == "call"
+            and report.passed
+            and report.duration >= self._seconds
+            and "slow" not in report.keywords
+        ):
+            self._found.add(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        SLOW_TESTS.write_text("".join(f"{name}\n" for name in sorted(self._found)))
+
+
+def _slow_tests() -> list[str]:
+    return SLOW_TESTS.read_text().splitlines() if SLOW_TESTS.exists() else []
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = set(_slow_tests())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker("slow")
     _leave_out(config, items)
     _skip_without_gpu(items)
 
@@ -156,7 +195,8 @@ def no_threads_left() -> Iterator[None]:
 
 
 def _threads_that_matter(before: set[threading.Thread]) -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread not in before and (not thread.daemon or _ours(thread))]
+    threads = (t for t in threading.enumerate() if t not in before and t.name != "roundpipe-lease")  # ends by itself
+    return [thread for thread in threads if not thread.daemon or _ours(thread)]
 
 
 def _ours(thread: threading.Thread) -> bool:

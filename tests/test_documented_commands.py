@@ -14,13 +14,16 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parent.parent
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input"]
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -61,6 +64,7 @@ SUBSTITUTIONS = {
     ),
     # Less of the same: whether it trains is seen in two steps.
     r"(experiment=tiny(?!.*max_steps)[^|]*?)(?=$| \|)": rf"\1 {FEW}",
+    r"(experiment=smollm2_\w+(?!.*sequence_length)[^|]*max_steps[^|]*)": r"\1 data.sequence_length=64",
     r"(experiment=smollm2_\w+(?!.*max_steps)[^|]*)": rf"\1 {FEW} data.sequence_length=64 prompt=null",
     r"(roundpipe-plan model=(?!.*(search_seconds|hardware=auto)).*)": r"\1 search_seconds=1",
     r"(model=smollm2 .*)": rf"\1 {FEW} data.sequence_length=64",
@@ -109,10 +113,30 @@ def test_no_rule_is_left_over() -> None:
 # -- a machine of a user -----------------------------------------------------------------------------------------------
 
 
+def shared(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that the first of the run's test processes makes, and all of them use."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            making = folder.with_name(f"{name} in the making")
+            shutil.rmtree(making, ignore_errors=True)
+            making.mkdir()
+            make(making)
+            making.rename(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the commands of an environment that has the wheel; what it needs is taken from this one."""
+    wheel_of = shared(tmp_path_factory, "wheel", build_wheel)
     folder = tmp_path_factory.mktemp("installed")
+    install(next(wheel_of.glob("*.whl")), folder)
+    return folder / "venv" / "bin"
+
+
+def build_wheel(folder: Path) -> None:
     source = folder / "source"
     source.mkdir()
     for name in ("lightning_roundpipe", "conf"):
@@ -120,28 +144,32 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         if (ROOT / file).is_file():
             shutil.copy(ROOT / file, source)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source], check=True)
+    subprocess.run([*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source], check=True)
+
+
+def install(wheel: Path, folder: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
-    [wheel] = folder.glob("*.whl")
     python = folder / "venv" / "bin" / "python"
-    subprocess.run([*pip, "--python", python, "install", "--no-deps", wheel], check=True)
+    subprocess.run([*PIP, "--python", python, "install", "--no-deps", wheel], check=True)
     # A path in a .pth file only: the finder of the editable checkout in there is not run.
     [packages] = (folder / "venv" / "lib").glob("python*/site-packages")
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     where = "import lightning_roundpipe; print(lightning_roundpipe.__file__)"
     found = subprocess.run([python, "-c", where], cwd=folder, capture_output=True, text=True, check=True).stdout
     assert Path(found.strip()).is_relative_to(folder / "venv"), found
-    return folder / "venv" / "bin"
 
 
 @pytest.fixture(scope="module")
 def place(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working folder with what documents speak of: models, texts, conversations, times, and the examples."""
+    made = shared(tmp_path_factory, "place", lambda folder: fill(folder, installed))
+    return Path(shutil.copytree(made, tmp_path_factory.mktemp("mine") / "a folder of mine"))
+
+
+def fill(folder: Path, installed: Path) -> None:
     from lightning_roundpipe.model.loading import from_config, from_package
     from lightning_roundpipe.tasks.demonstration import from_texts, prose, train_tokenizer
 
-    folder = tmp_path_factory.mktemp("a folder of mine")
     conf = ROOT / "conf"
     tokenizer = train_tokenizer(prose(), 512)
     for name, twin in (("Qwen3-1.7B", "tiny_qwen3_1_7b"), ("Qwen3-32B", "tiny_qwen3_32b")):
@@ -171,7 +199,6 @@ def place(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(Path(measured.stdout.splitlines()[-1]) / "costs.json", folder / "costs.json")
     adapted = "roundpipe-train experiment=random_tokens lora=all_linear trainer.max_steps=2 hydra.run.dir=adapted"
     run(adapted, installed, folder)
-    return folder
 
 
 def _settings(file: Path) -> dict[str, Any]:
