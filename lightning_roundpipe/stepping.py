@@ -141,7 +141,7 @@ class Stepping:
         now, before = self._now(), self._listening
         if now == before:
             return
-        self._engine.learned.heard = reads_attributes(self._trainer, self._module)
+        self._engine.learned.read_between_steps = reads_attributes(self._trainer, self._module)
         looks = looks_at_weights(self._trainer, self._module)
         reason = self._reason(looks)
         if before is not None:

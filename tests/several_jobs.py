@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 import lightning_roundpipe.several_machines
+from lightning_roundpipe import RoundPipeWarning
 
 RANK = int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", os.environ.get("SLURM_PROCID", 0))))
 MACHINES = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
@@ -432,6 +434,25 @@ def stops(folder: Path, hooks: list[str]) -> list[tuple[int, int, int]]:
             trainer.fit(module, DataLoader(data, 4), DataLoader(data[:4], 2))
         found.append((trainer.global_step, len(module.validated), trainer.current_epoch))
     return found
+
+
+class Hardest(Counting):
+    """From the third step on, the second machine's loss is that of its hardest sample."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        errors = self.model(batch).square().mean(1)
+        return errors.topk(1).values.mean() if self.trainer.global_step >= 2 and RANK else errors.mean()
+
+
+def differs_late(folder: Path) -> tuple[list[float], list[str], Tensor]:
+    """The losses, what was said, and a weight at the end."""
+    module, losses = Hardest(), Losses()
+    trainer = trainer_of(ours(num_microbatches=2, layers=["Linear"]), devices=2, num_nodes=MACHINES, callbacks=[losses])
+    with quiet(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", RoundPipeWarning)
+        trainer.fit(module, DataLoader(torch.arange(96.0).sin().reshape(48, 2).repeat(1, 2), 4))
+    texts = [str(one.message) for one in said if issubclass(one.category, RoundPipeWarning)]
+    return [float(loss) for loss in losses.losses], texts, next(module.parameters()).detach()
 
 
 class Timed(Counting):

@@ -193,6 +193,15 @@ def test_a_machine_that_stops_stops_all(tmp_path: Path) -> None:
     assert [steps for steps, _, _ in first] == [3, 2, 4, 6]
 
 
+def test_a_machine_may_cut_otherwise_than_the_others(tmp_path: Path) -> None:
+    """Only its batches do something new, which parts do not give: it cuts the calls of its model from there on."""
+    (first, silence, one), (second, said, other) = several_machines.results("differs_late", tmp_path)
+    assert silence == [] and len(said) == 1
+    assert "From the next one on, training_step runs once" in said[0]
+    assert torch.equal(one, other)
+    assert len(first) == len(second) == 6
+
+
 def test_a_time_of_validation_is_that_of_the_first_machine_whose_clock_says_so(tmp_path: Path) -> None:
     """Each asked its own clock, and one would have validated while the other trained on."""
     assert several_machines.results("validates_by_time", tmp_path) == [[2, 4], [2, 4]]

@@ -38,7 +38,7 @@ class Learned:
         log_rules: how logged values of microbatches are merged, where that is not a mean; see `logs.RULES`.
         kept_rows: paths of the attributes that keep something of each sample; a step leaves there what all microbatches
             have left, if user code runs before the next one.
-        heard: whether it does.
+        read_between_steps: whether it does.
         new_code: what user code has done in earlier batches, and what it has done for the first time.
         mixes: whether a loss may add something else to a cross entropy although targets are spread over microbatches
             unlike the samples: a comparison showed no difference, or the user is warned of it anyway.
@@ -46,7 +46,7 @@ class Learned:
 
     def __init__(self, model: HostModel) -> None:
         self._model = model
-        self.plans = self.shares = self.logs_in_backward = self.mixes = self.heard = False
+        self.plans = self.shares = self.logs_in_backward = self.mixes = self.read_between_steps = False
         self.order = CallOrder()
         self.read_by_user_code: frozenset[ParamBucket] = frozenset()
         self.log_rules: dict[Key, str] = {}

@@ -152,7 +152,7 @@ class Scope:
             self._looks[uneven] = self._looks.get(uneven, 0) + 1 if is_open else LOOKS
         if verdict.shared and not learned.shares:
             place, changed = next(iter(verdict.shared.items()))
-            if news and (options.plan_text is not None or engine.exchange is not None):
+            if news and options.plan_text is not None:
                 engine.hints.of_news(news, f"{changed!r} is what another part has left there", switches=False)
             else:
                 self._keep_in_order(place, changed)
@@ -206,8 +206,7 @@ class Scope:
         """Choose a hint, a wider scope or an error, as parts differ from the whole batch."""
         engine, what = self._engine, described(verdict)
         if news:
-            # The plans of several machines must agree.
-            switches = auto and verdict.model is None and not verdict.raised and engine.exchange is None
+            switches = auto and verdict.model is None and not verdict.raised
             engine.hints.of_news(news, what, switches=switches)
             if switches:
                 self.cuts_calls = True
