@@ -346,6 +346,47 @@ KEEPS_ROWS: dict[str, tuple[Callable[[Any, Tensor, Tensor], None], Callable[[Any
 }
 
 
+class KeepingBlock(Block):
+    """Keeps what it has computed, as code that draws attention maps does."""
+
+    kind = "attribute"
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(x))
+        if self.kind == "attribute":
+            self.kept = hidden
+        elif self.kind == "within":
+            self.up.kept = hidden.detach()  # of a module within the layer
+        else:
+            self.maps = {"hidden": [hidden.detach()]}
+        return x + self.down(hidden)
+
+
+KEPT_BY_LAYERS: dict[str, Callable[[Any], Tensor]] = {
+    "attribute": lambda block: block.kept,
+    "within": lambda block: block.up.kept,
+    "dict": lambda block: block.maps["hidden"][0],
+}
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+@pytest.mark.parametrize("kind", KEPT_BY_LAYERS)
+def test_hooks_find_the_rows_that_layers_keep(kind: str, microbatches: int) -> None:
+    """They found the last microbatch's."""
+
+    def module() -> KeepsRows:
+        made = KeepsRows(lambda *_: None, lambda m: KEPT_BY_LAYERS[kind](m.blocks[1])[:, :6])
+        torch.manual_seed(4)
+        made.blocks[1] = KeepingBlock().to(torch.float64)
+        made.blocks[1].kind = kind
+        return made
+
+    expected = run("auto", module(), batches(4))
+    trained = run(ours(num_microbatches=microbatches), module(), batches(4), devices=2)
+    assert_same(expected, trained)
+    assert trained.module.rows == expected.module.rows == [8] * 4
+
+
 @pytest.mark.parametrize("samples", [8, 7])
 @pytest.mark.parametrize("kind", KEEPS_ROWS)
 def test_hooks_find_the_rows_of_all_microbatches(kind: str, samples: int) -> None:

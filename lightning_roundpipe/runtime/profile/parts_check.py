@@ -585,8 +585,11 @@ class PartsCheck:
             comparison.see_backwards(whole.backwards, parts.backwards)
         comparison.see("what it returns", _without_loss(whole.output), _without_loss(parts.output))
         for path in () if self._asked else {**whole.left, **parts.left}:
+            one, other = whole.left.get(path, ABSENT), parts.left.get(path, ABSENT)
             if self._counts(path):
-                comparison.see_left(path, whole.left.get(path, ABSENT), parts.left.get(path, ABSENT))
+                comparison.see_left(path, one, other)
+            else:
+                comparison.see_rows(path, one, other)
         for path in () if self._asked else {**whole.settings, **parts.settings}:
             comparison.see_left(path, whole.settings.get(path, ABSENT), parts.settings.get(path, ABSENT), "")
         for path in () if self._asked or comparison.found is not None else {**whole.elsewhere, **parts.elsewhere}:
@@ -699,14 +702,24 @@ class _Comparison:
         if self.found is not None:
             self.found = replace(self.found, elsewhere=True)
 
+    def see_rows(self, path: str, whole: Any, parts: Any) -> None:
+        """Note an attribute inside a layer that keeps a row of each sample; nothing else is compared of these."""
+        if self._are_rows(whole, parts) and self._near(whole[-self._sizes[-1] :], parts):
+            self.kept_rows.add(path)
+
+    def _are_rows(self, whole: Any, parts: Any) -> bool:
+        """Return whether ``whole`` has a row for each sample, and ``parts`` for each of the last part."""
+        if not (isinstance(whole, Tensor) and isinstance(parts, Tensor) and whole.dim() and parts.dim()):
+            return False
+        rows = (len(whole), len(parts))
+        return rows == (sum(self._sizes), self._sizes[-1]) and whole.shape[1:] == parts.shape[1:]
+
     def see_left(self, path: str, whole: Any, parts: Any, what: str = _ATTRIBUTE) -> None:
         """Compare what is left at ``path``. Of a tensor with a row per sample, parts leave only the last one's rows."""
-        if isinstance(whole, Tensor) and isinstance(parts, Tensor) and whole.dim() and parts.dim():
-            last = self._sizes[-1]
-            if (len(whole), len(parts)) == (sum(self._sizes), last) and whole.shape[1:] == parts.shape[1:]:
-                whole = whole[-last:]
-                if what == _ATTRIBUTE:
-                    self.kept_rows.add(path)
+        if self._are_rows(whole, parts):
+            whole = whole[-self._sizes[-1] :]
+            if what == _ATTRIBUTE:
+                self.kept_rows.add(path)
         self.open |= _may_coincide(whole)
         name = f"the length of {path[4:-1]!r}" if path.startswith("len(") else f"{what}{path!r}"
         self.see(name, whole, parts)
