@@ -143,6 +143,24 @@ def test_nothing_new_is_compared_once(late_name: bool, verdicts: list[Verdict]) 
     assert len(verdicts) == 1 + late_name
 
 
+def compiles(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    space = {"F": F}
+    exec("def loss(logits, y):\n    return F.cross_entropy(logits, y)", space)
+    return space["loss"](logits, batch["y"])
+
+
+def calls_builtins(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    loss = F.cross_entropy(logits, batch["y"])
+    return sum([loss, logits.detach().sum() * 0]) * (len(logits) / len(batch["y"]))
+
+
+@pytest.mark.parametrize("step", [compiles, calls_builtins])
+def test_the_same_code_is_not_new(step: Step, verdicts: list[Verdict]) -> None:
+    """Not if it is compiled anew for each batch, nor once Python specializes its calls."""
+    said_by(step, data_of(12))
+    assert len(verdicts) == 1
+
+
 def test_what_cannot_be_cut_goes_on_in_parts_with_a_warning() -> None:
     result, said = said_by(late(counts), data_of(), attributes={"calls": 0}, microbatch_scope="step")
     assert "So are later ones" in said

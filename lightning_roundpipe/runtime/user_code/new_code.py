@@ -13,17 +13,21 @@ Code that calls no torch function, logs nothing and sets no attribute of a modul
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 
-_SKIPPED = ("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_roundpipe")
+_SKIPPED = (
+    "torch", "torchmetrics", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning",
+    "lightning_roundpipe",
+)  # fmt: skip
 """Packages whose code stands for that of its callers, as the standard library's does. What metrics do is compared by
 their values."""
 
-Key = tuple[int, int] | str
+Key = tuple[CodeType, tuple[int | None, ...] | int] | str
 
 
 class NewCode:
@@ -40,16 +44,13 @@ class NewCode:
         self._known: set[Key] = set()
         self._awaited: set[Key] = set()
         """What is new and no rehearsal has done since."""
-        self._codes: dict[int, CodeType] = {}
-        """Keeps code objects alive, so that their ids stay their own."""
 
     # -- rehearsals ---------------------------------------------------------------------------------------------------
 
     def learn(self, frame: FrameType | None) -> None:
         """In a rehearsal, ``frame`` has called a torch function [1] [3]."""
         if (found := _caller(frame)) is not None:
-            self._learn((id(found.f_code), found.f_lasti))
-            self._codes[id(found.f_code)] = found.f_code
+            self._learn(_place(found.f_code, found.f_lasti))
 
     def learn_names(self, names: Iterable[str]) -> None:
         """A rehearsal has logged values under ``names`` [1] [3]."""
@@ -83,9 +84,8 @@ class NewCode:
     def _note(self, microbatch: int, frame: FrameType | None) -> None:
         if (found := _caller(frame)) is None:
             return
-        key = (id(found.f_code), found.f_lasti)
+        key = _place(found.f_code, found.f_lasti)
         if key not in self._known:
-            self._codes[key[0]] = found.f_code
             place = f"line {found.f_lineno} of {os.path.basename(found.f_code.co_filename)}"
             self._find(key, f"{place} ran for the first time", microbatch)
 
@@ -115,6 +115,17 @@ class NewCode:
 
 def _logs(name: str) -> str:
     return f"self.log({name!r})"
+
+
+@functools.lru_cache(1 << 16)
+def _place(code: CodeType, at: int) -> Key:
+    """Return the place in the source of an instruction.
+
+    Python 3.11 calls a function by another instruction of the same place once it has seen it some times. Code that is
+    compiled anew for each batch is equal.
+    """
+    place = next(itertools.islice(code.co_positions(), at // 2, None))
+    return code, at if None in place else place
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
