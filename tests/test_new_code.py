@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 import torchmetrics
 from harness import assert_identical, assert_same, run
@@ -194,6 +195,23 @@ def test_a_later_error_is_raised_by_the_step() -> None:
 
     with pytest.raises(RoundPipeError, match="at "):
         said_by(late(fails), data_of())
+
+
+def test_a_later_error_on_fewer_samples_than_parts_have() -> None:
+    """The second batch's first sample is compared with those of its own part only."""
+
+    def counts_near_ones(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        if bool((batch["y"] == 4).any()):
+            assert torch.cdist(batch["x"], batch["x"]).topk(3, largest=False).values.isfinite().all()
+        return entropy(module, logits, batch)
+
+    data = data_of(3)
+    for batch in data:
+        batch["y"].clamp_(max=3)
+    data[1]["y"][0] = 4
+    result, said = said_by(counts_near_ones, data)
+    assert said == ""
+    assert cut_by(result) == "step"
 
 
 def test_attributes_that_are_set_later() -> None:

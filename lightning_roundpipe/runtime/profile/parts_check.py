@@ -350,6 +350,8 @@ class PartsCheck:
                 except CannotRehearse:
                     raise
                 except Exception as error:
+                    if self._near is not None:
+                        raise  # as the step has not, on its parts
                     verdict.parts, verdict.raised = Difference("training_step", None, _named(error)), True
                 gathers = verdict.parts is not None and self._layers_gather(whole)
                 if gathers:

@@ -206,7 +206,7 @@ class Scope:
         """Choose a hint, a wider scope or an error, as parts differ from the whole batch."""
         engine, what = self._engine, described(verdict)
         if news:
-            switches = auto and verdict.model is None and not verdict.raised
+            switches = auto and verdict.model is None
             engine.hints.of_news(news, what, switches=switches)
             if switches:
                 self.cuts_calls = True
