@@ -236,3 +236,19 @@ def test_a_metric_has_seen_parts(verdicts: list[Verdict]) -> None:
         warnings.simplefilter("error", RoundPipeWarning)
         assert_same(plain, trained(module, data_of(), 2, 2))
     assert len(verdicts) == 2
+
+
+def test_a_metric_that_keeps_all_samples_has_seen_parts() -> None:
+    """The lengths of its lists are not compared, as little as its other state."""
+
+    def logs_a_curve(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        module.curve.update(logits.softmax(1), batch["y"])
+        module.log("area", module.curve, on_step=False, on_epoch=True)
+        return entropy(module, logits, batch)
+
+    area = torchmetrics.AUROC("multiclass", num_classes=5)
+    for step in (logs_a_curve, late(logs_a_curve)):
+        result, said = said_by(step, data_of(), attributes={"curve": area})
+        assert said == ""
+        assert cut_by(result) == "step"
+        assert_same(run("auto", Module(step, curve=area), data_of()), result)

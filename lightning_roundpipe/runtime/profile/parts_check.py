@@ -614,7 +614,7 @@ class PartsCheck:
 
     def _counts(self, path: str) -> bool:
         """Return whether to compare ``path``: not the state of layers, of which `Hints` warns, nor that of metrics."""
-        owner = path
+        owner = path.removeprefix("len(")
         while owner and owner not in self._modules:
             owner = owner.rpartition(".")[0]
         module = self._modules.get(owner, self._root)
