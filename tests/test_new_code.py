@@ -5,6 +5,7 @@ The batch itself was trained on in parts; a warning says so, and from the next o
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -252,3 +253,20 @@ def test_a_metric_that_keeps_all_samples_has_seen_parts() -> None:
         assert said == ""
         assert cut_by(result) == "step"
         assert_same(run("auto", Module(step, curve=area), data_of()), result)
+
+
+@pytest.mark.parametrize("scope", ["auto", "step", "model"])
+def test_times_are_not_compared(scope: str) -> None:
+    """Two runs on the same samples give other ones."""
+
+    def measures(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        start = time.perf_counter()
+        loss = entropy(module, logits, batch)
+        module.seconds = time.perf_counter() - start
+        module.log("samples per second", len(logits) / module.seconds)
+        return loss
+
+    for step in (measures, late(measures)):
+        result, said = said_by(step, data_of(), microbatch_scope=scope)
+        assert said == ""
+        assert cut_by(result) == ("model" if scope == "model" else "step")

@@ -67,6 +67,7 @@ from lightning_roundpipe.runtime.user_code.left_behind import (
 )
 from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, derive
 
+_LOSS, _OUTPUT = "the loss", "what it returns"
 _ATTRIBUTE = "attribute or buffer "
 """What the places of most differences are called."""
 FEW = 2
@@ -239,6 +240,8 @@ class PartsCheck:
         self._left = LeftBehind(self._root, others)
         self._outside = OutsideWrites(self._modules.items(), others, code_of(self._root), self._inside)
         self._order = CallOrder()
+        self._unsteady: set[str] = set()
+        """What differs between two runs on the same samples (a time), and is not compared."""
         self._lost: Exception | None = None
         """An error after which the engine cannot go on; None if there was none."""
 
@@ -346,7 +349,7 @@ class PartsCheck:
                     return verdict
                 whole = self._side(whole_batch(), [samples], draws, CustomBackwards(samples, lambda: draws.rows))
                 try:
-                    verdict.parts = self._in_parts(whole, parts(), sizes, draws, verdict)
+                    verdict.parts = self._in_parts(whole, whole_batch, parts(), sizes, draws, verdict)
                 except CannotRehearse:
                     raise
                 except Exception as error:
@@ -357,7 +360,7 @@ class PartsCheck:
                 if gathers:
                     backwards = CustomBackwards(samples, lambda: draws.rows)
                     whole = self._side(whole_batch(), [samples], draws, backwards, steady=True)
-                    found = self._in_parts(whole, parts(), sizes, draws, verdict, steady=True)
+                    found = self._in_parts(whole, whole_batch, parts(), sizes, draws, verdict, steady=True)
                     verdict.parts, verdict.announced = found or verdict.parts, found is None
                 if not verdict.raised:
                     verdict.shared = self._shared(parts, sizes, draws)
@@ -385,13 +388,40 @@ class PartsCheck:
     # -- sides --------------------------------------------------------------------------------------------------------
 
     def _in_parts(
-        self, whole: _Shown, parts: list[Any], sizes: list[int], draws: SameDraws, verdict: Verdict, *,
-        steady: bool = False,
+        self, whole: _Shown, batch: Callable[[], list[Any]], parts: list[Any], sizes: list[int], draws: SameDraws,
+        verdict: Verdict, *, steady: bool = False,
     ) -> Difference | None:  # fmt: skip
-        backwards = CustomBackwards(sum(sizes), lambda: draws.rows, whole.backwards)
-        shown = self._side(parts, sizes, draws, backwards, steady=steady)
-        found = self._compare(whole, shown, sizes, verdict)
+        def side(batches: list[Any], sizes: list[int]) -> _Shown:
+            backwards = CustomBackwards(sum(sizes), lambda: draws.rows, whole.backwards)
+            return self._side(batches, sizes, draws, backwards, steady=steady)
+
+        shown = side(parts, sizes)
         verdict.lopsided, verdict.spread = 0.0 in shown.weights, shown.spread
+        return self._difference(whole, shown, sizes, lambda: side(batch(), [sum(sizes)]), verdict)
+
+    def _difference(
+        self, whole: _Shown, shown: _Shown, sizes: list[int], again: Callable[[], _Shown],
+        verdict: Verdict | None = None,
+    ) -> Difference | None:  # fmt: skip
+        """Return the first difference, without what differs between two runs on the whole.
+
+        Args:
+            whole, shown: the two sides.
+            sizes: number of samples of each part.
+            again: runs on the whole once more.
+            verdict: takes what else the comparison shows.
+
+        Raises:
+            CannotRehearse: if the loss or the output differs between two runs on the whole, or random numbers may be
+                the cause.
+        """
+        found = self._compare(whole, shown, sizes, verdict)
+        if found is not None:
+            self._compare(whole, again(), [sum(sizes)], unsteady=self._unsteady)
+            if unsteady := sorted(self._unsteady & {_LOSS, _OUTPUT}):
+                raise CannotRehearse(f"{unsteady[0]} differs between two runs on the same samples")
+            if self._unsteady:
+                found = self._compare(whole, shown, sizes, verdict)
         return self._with_same_draws(found, whole, shown)
 
     def _with_same_draws(self, found: Difference | None, *sides: _Shown) -> Difference | None:
@@ -427,9 +457,9 @@ class PartsCheck:
         except Exception:
             return outside.found
         comparison = _Comparison(self._tolerance(), sizes)
-        comparison.see("the loss", alone.loss, beside.loss)
+        comparison.see(_LOSS, alone.loss, beside.loss)
         comparison.see_logs(alone, beside)
-        comparison.see("what it returns", alone.output, beside.output)
+        comparison.see(_OUTPUT, alone.output, beside.output)
         return outside.found if comparison.found else {}
 
     def _in_calls(
@@ -454,8 +484,7 @@ class PartsCheck:
             raise
         except Exception as error:
             return Difference("training_step", None, _named(error)), True
-        found = self._compare(whole, cut, sizes)
-        return self._with_same_draws(found, whole, cut), False
+        return self._difference(whole, cut, sizes, lambda: side(lambda samples: [samples], whole.backwards)), False
 
     def _side(
         self, batches: list[Any], sizes: list[int], draws: SameDraws, backwards: CustomBackwards,
@@ -576,16 +605,17 @@ class PartsCheck:
     # -- comparing ----------------------------------------------------------------------------------------------------
 
     def _compare(
-        self, whole: _Shown, parts: _Shown, sizes: list[int], verdict: Verdict | None = None
-    ) -> Difference | None:
-        comparison = _Comparison(self._tolerance(), sizes)
-        comparison.see("the loss", whole.loss, parts.loss)
+        self, whole: _Shown, parts: _Shown, sizes: list[int], verdict: Verdict | None = None,
+        unsteady: set[str] | None = None,
+    ) -> Difference | None:  # fmt: skip
+        comparison = _Comparison(self._tolerance(), sizes, self._unsteady, unsteady)
+        comparison.see(_LOSS, whole.loss, parts.loss)
         comparison.see_logs(whole, parts)
         for name in () if self._again or self._near is not None else {**whole.metrics, **parts.metrics}:
             comparison.see(name, whole.metrics.get(name, ABSENT), parts.metrics.get(name, ABSENT))
         if whole.backwards is not None and parts.backwards is not None:
             comparison.see_backwards(whole.backwards, parts.backwards)
-        comparison.see("what it returns", _without_loss(whole.output), _without_loss(parts.output))
+        comparison.see(_OUTPUT, _without_loss(whole.output), _without_loss(parts.output))
         for path in () if self._asked else {**whole.left, **parts.left}:
             one, other = whole.left.get(path, ABSENT), parts.left.get(path, ABSENT)
             if self._counts(path):
@@ -630,13 +660,20 @@ def _without_loss(output: Any) -> Any:
 class _Comparison:
     """Finds the first value that differs by more than rounding.
 
+    Args:
+        ignored: what is not compared.
+        collected: takes everything that differs, if given; the search does not end at the first value then.
+
     Attributes:
         found: the first difference; None so far.
         rules, kept_rows, open: see `Verdict`.
     """
 
-    def __init__(self, tolerance: float, sizes: list[int]) -> None:
+    def __init__(
+        self, tolerance: float, sizes: list[int], ignored: Iterable[str] = (), collected: set[str] | None = None
+    ) -> None:
         self._tolerance, self._sizes = tolerance, sizes
+        self._ignored, self._collected = {*ignored}, collected
         self.found: Difference | None = None
         self.rules: dict[Key, list[str]] = {}
         self.kept_rows: set[str] = set()
@@ -644,7 +681,7 @@ class _Comparison:
 
     def see(self, what: str, whole: Any, parts: Any) -> None:
         """Compare a value, described by ``what``."""
-        if self.found is not None:
+        if what in self._ignored or (self.found is not None and self._collected is None):
             return
         if whole is ABSENT or parts is ABSENT or type(whole) is not type(parts):
             numbers = isinstance(whole, (int, float)) and isinstance(parts, (int, float))
@@ -750,6 +787,8 @@ class _Comparison:
         return gap <= self._tolerance * (size + _FLOOR)
 
     def _differs(self, what: str, whole: Any, parts: Any) -> None:
+        if self._collected is not None:
+            self._collected.add(what)
         if isinstance(whole, Tensor) and isinstance(parts, Tensor) and whole.shape == parts.shape and whole.dim():
             gap = (whole.detach().cpu().double() - parts.detach().cpu().double()).abs().flatten()
             at = int(gap.nan_to_num(math.inf).argmax())
