@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -270,3 +271,24 @@ def test_times_are_not_compared(scope: str) -> None:
         result, said = said_by(step, data_of(), microbatch_scope=scope)
         assert said == ""
         assert cut_by(result) == ("model" if scope == "model" else "step")
+
+
+def test_a_comparison_waits_for_no_other_machine(tmp_path: Path) -> None:
+    """A metric that was updated is computed, as it would be of all machines at the end of an epoch."""
+
+    def updates(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        loss = entropy(module, logits, batch)
+        module.average.update(loss)
+        return loss
+
+    waited = tmp_path / "waited"  # a rehearsal puts back what is in memory
+
+    def gather(value: Tensor, group: Any = None) -> list[Tensor]:
+        waited.touch()
+        return [value, value]
+
+    average = torchmetrics.MeanMetric(distributed_available_fn=lambda: True, dist_sync_fn=gather)
+    result, _ = said_by(late(entropy, updates), data_of(), attributes={"average": average})
+    assert not waited.exists()
+    result.module.average.compute()
+    assert waited.exists()

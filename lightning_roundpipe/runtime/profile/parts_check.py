@@ -583,14 +583,22 @@ class PartsCheck:
         return shown
 
     def _values(self, before: dict[int, int]) -> Iterator[tuple[str, Any]]:
-        """Yield the values of metrics that were updated: over the epoch and, if they keep it, of the step."""
-        for name, metric in self._modules.items():
-            if isinstance(metric, Metric) and metric._update_count != before[id(metric)]:
-                with contextlib.suppress(Exception):
-                    cached = getattr(metric, "_forward_cache", None)
-                    if cached is not None:
-                        yield f"metric {name!r} of the step", cached
-                    yield f"metric {name!r}", metric.compute()
+        """Yield the values of metrics that were updated: over the epoch and, if they keep it, of the step.
+
+        They are this machine's own: others may not rehearse, or not as often.
+        """
+        metrics = {name: metric for name, metric in self._modules.items() if isinstance(metric, Metric)}
+        with contextlib.ExitStack() as after:
+            for metric in metrics.values():
+                after.callback(setattr, metric, "_to_sync", metric._to_sync)
+                metric._to_sync = False
+            for name, metric in metrics.items():
+                if metric._update_count != before[id(metric)]:
+                    with contextlib.suppress(Exception):
+                        cached = getattr(metric, "_forward_cache", None)
+                        if cached is not None:
+                            yield f"metric {name!r} of the step", cached
+                        yield f"metric {name!r}", metric.compute()
 
     def _layers_modules(self) -> list[nn.Module]:
         return [m for m in self._modules.values() if id(m) in self._inside]
