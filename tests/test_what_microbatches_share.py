@@ -14,6 +14,7 @@ import torch
 from harness import assert_same, loader, ours, run, trainer_of
 from torch import Tensor, nn
 
+from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.runtime.profile.outside_writes import OutsideWrites
 from lightning_roundpipe.runtime.reporting.hints import Hints
 
@@ -385,6 +386,36 @@ def test_hooks_find_the_rows_that_layers_keep(kind: str, microbatches: int) -> N
     trained = run(ours(num_microbatches=microbatches), module(), batches(4), devices=2)
     assert_same(expected, trained)
     assert trained.module.rows == expected.module.rows == [8] * 4
+
+
+FEATURES: dict[str, Tensor] = {}
+
+
+class Extracts(KeepsRows):
+    """Keeps what a layer gives in ``self.features`` or in a global, as hooks that extract features do."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(lambda *_: None, lambda m: (m.features if place == "attribute" else FEATURES)["h"])
+        self.features: dict[str, Tensor] = {}
+        self.place = place
+
+    def setup(self, stage: str) -> None:
+        features = self.features if self.place == "attribute" else FEATURES
+        self.blocks[1].register_forward_hook(lambda module, args, output: features.update(h=output.detach()))
+
+
+@pytest.mark.parametrize("place", ["attribute", "global"])
+def test_features_that_hooks_on_layers_extract(place: str, recwarn: pytest.WarningsRecorder) -> None:
+    """In attributes they are those of the batch; elsewhere those of the last microbatch, which a warning says."""
+    expected = run("auto", Extracts(place), batches(4))
+    trained = run(ours(num_microbatches=4), Extracts(place), batches(4), devices=2)
+    said = [str(one.message) for one in recwarn if issubclass(one.category, RoundPipeWarning)]
+    if place == "attribute":
+        assert_same(expected, trained)
+        assert trained.module.rows == [8] * 4 and not said
+    else:
+        assert trained.module.rows == [2] * 4
+        assert len(said) == 1 and "['h']\" keeps a row for each sample" in said[0]
 
 
 @pytest.mark.parametrize("samples", [8, 7])

@@ -124,6 +124,7 @@ class Verdict:
         shared: path of shared state that microbatches would disturb, by the code that changes it; see `OutsideWrites`.
         collects: a difference of what globals, callbacks and the like keep, if batches are cut nevertheless.
         rules: per logged value, the ways to merge it that give the whole batch's: `USUAL`, or keys of `logs.RULES`.
+        lost_rows: paths in globals, callbacks and the like where parts leave the last one's rows only.
         keeps: whether training_step changes something outside of layers and metrics.
         open: whether something that it changes is equal as numbers may be by chance.
         kept_rows: paths of attributes that keep something of each sample, of which parts leave their own.
@@ -142,6 +143,7 @@ class Verdict:
     shared: dict[str, str] = field(default_factory=dict)
     rules: dict[Key, list[str]] = field(default_factory=dict)
     kept_rows: set[str] = field(default_factory=set)
+    lost_rows: list[str] = field(default_factory=list)
     keeps: bool = False
     open: bool = False
     collects: Difference | None = None
@@ -636,7 +638,7 @@ class PartsCheck:
             comparison.see_elsewhere(path, whole.elsewhere.get(path, ABSENT), parts.elsewhere.get(path, ABSENT))
         if verdict is not None:
             verdict.rules, verdict.kept_rows = comparison.rules, comparison.kept_rows
-            verdict.open = comparison.open
+            verdict.open, verdict.lost_rows = comparison.open, comparison.lost_rows
             verdict.keeps = bool(whole.settings or whole.elsewhere or any(map(self._counts, whole.left)))
         return comparison.found
 
@@ -674,7 +676,7 @@ class _Comparison:
 
     Attributes:
         found: the first difference; None so far.
-        rules, kept_rows, open: see `Verdict`.
+        rules, kept_rows, lost_rows, open: see `Verdict`.
     """
 
     def __init__(
@@ -685,6 +687,7 @@ class _Comparison:
         self.found: Difference | None = None
         self.rules: dict[Key, list[str]] = {}
         self.kept_rows: set[str] = set()
+        self.lost_rows: list[str] = []
         self.open = False
 
     def see(self, what: str, whole: Any, parts: Any) -> None:
@@ -744,7 +747,11 @@ class _Comparison:
             )  # fmt: skip
 
     def see_elsewhere(self, path: str, whole: Any, parts: Any) -> None:
-        """Compare what a global, a callback or the like keeps at ``path``."""
+        """Compare what a global, a callback or the like keeps at ``path``: numbers, lengths and rows of samples."""
+        if any(isinstance(value, Tensor) and value.dim() for value in (whole, parts)):
+            if self._are_rows(whole, parts) and self._near(whole[-self._sizes[-1] :], parts):
+                self.lost_rows.append(path)
+            return
         self.see_left(path, whole, parts, "what is kept in ")
         if self.found is not None:
             self.found = replace(self.found, elsewhere=True)

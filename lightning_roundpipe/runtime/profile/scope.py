@@ -156,6 +156,8 @@ class Scope:
                 engine.hints.of_news(news, f"{changed!r} is what another part has left there", switches=False)
             else:
                 self._keep_in_order(place, changed)
+        if verdict.lost_rows and learned.read_between_steps:
+            engine.hints.of_lost_rows(verdict.lost_rows[0])
         if verdict.losses_inside and not self._cutter.weighs:
             engine.hints.of_a_loss_inside(verdict.losses_inside[0])
         if verdict.why_not:

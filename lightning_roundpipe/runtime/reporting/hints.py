@@ -176,6 +176,15 @@ class Hints:
         """Hint: batches are cut although ``what`` differs, which a global, a callback or the like keeps."""
         self.say("collected", f"in parts of the batch, {what}, as its code runs once for each microbatch.")
 
+    def of_lost_rows(self, path: str) -> None:
+        """Warning: hooks and callbacks find the last microbatch's rows at ``path``, outside of modules."""
+        self.warn(
+            "rows",
+            f"{path!r} keeps a row for each sample, and each microbatch puts its own there: after the batch, hooks and "
+            "callbacks find those of the last one. Kept in an attribute of a module (a dict in it, too) they are those "
+            "of the whole batch; so they are with num_microbatches=1.",
+        )
+
     def of_a_loss_inside(self, layer: str) -> None:
         """Hint: a layer computes a cross entropy itself, whose targets are not counted."""
         self.say(

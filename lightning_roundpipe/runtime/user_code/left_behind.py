@@ -151,7 +151,7 @@ class LeftBehind:
         return self._changes(((MODULES, *found) for found in walk(self._modules, later=[])), [MODULES])[MODULES]
 
     def all_changes(self) -> dict[str, dict[str, Any]]:
-        """Return what differs from before: on `MODULES`, in `SETTINGS`, and `ELSEWHERE` of numbers and lengths."""
+        """Return what differs from before: on `MODULES`, in `SETTINGS`; of numbers, lengths and tensors `ELSEWHERE`."""
         return self._changes(self._walk(), [MODULES, SETTINGS, ELSEWHERE])
 
     def _changes(self, walked: Iterable[tuple[str, str, Any, str]], where: list[str]) -> dict[str, dict[str, Any]]:
@@ -159,7 +159,7 @@ class LeftBehind:
         seen: dict[str, set[str]] = {place: set() for place in where}
         for place, path, value, kind in walked:
             seen[place].add(path)
-            if place == ELSEWHERE and kind != "many" and not _is_number(value):
+            if place == ELSEWHERE and kind not in ("many", "tensor") and not _is_number(value):
                 continue
             before = self._before[place].get(path, ABSENT)
             if (now := self._change(before, value, kind)) is not _SAME:
