@@ -164,6 +164,18 @@ def test_the_same_code_is_not_new(step: Step, verdicts: list[Verdict]) -> None:
     assert len(verdicts) == 1
 
 
+def test_a_weight_that_is_zero_at_first(verdicts: list[Verdict]) -> None:
+    """No line is new."""
+
+    def warms_up(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        return entropy(module, logits, batch) + max(0, module.trainer.global_step - LATE) * logits.std(0).mean()
+
+    result, said = said_by(warms_up, data_of(18))
+    assert "after 16 batches, training_step was compared again" in said
+    assert len(verdicts) == 2
+    assert cut_by(result) == "model"
+
+
 def test_what_cannot_be_cut_goes_on_in_parts_with_a_warning() -> None:
     result, said = said_by(late(counts), data_of(), attributes={"calls": 0}, microbatch_scope="step")
     assert "So are later ones" in said

@@ -5,7 +5,7 @@ microbatch_scope="model" ── the first batch: do cut calls give what whole ca
                   parts do ── cut the batch               only cut calls do ── cut the calls ("auto") ── [2]
                   neither ── an error, unless the step itself raises a more specific one ── [3]
                   only later batches differ, or no parts were asked for and none work ── keep them whole ── [4]
-a later batch does something for the first time ── the same on its parts, after it was trained on ── [5]
+a later batch does something for the first time, or is one of `AGAIN` ── the same, after it was trained on ── [5]
                   only cut calls do ── cut the calls from the next batch on; neither ── a warning
 """
 
@@ -39,6 +39,9 @@ something that training_step keeps may be equal by chance (`Verdict.open`)."""
 NEWS = 16
 """Batches to compare at most because they do something for the first time."""
 
+AGAIN = frozenset(4**n for n in range(2, 16))
+"""Batches to compare anyway, by how many were cut: a weight may have been zero, and another argument harmless."""
+
 
 class Scope:
     """Decides what to cut, for the batches of one engine.
@@ -71,6 +74,8 @@ class Scope:
         """The kinds of batches that stay whole: False for those that are cut evenly, True for others."""
         self._news = 0
         """Number of comparisons because a batch has done something for the first time."""
+        self._cut = 0
+        """Number of batches that were trained on in parts."""
         self._refusal = ""
         """The error that `refuse` raises; empty if none."""
 
@@ -95,12 +100,14 @@ class Scope:
     def look_again(
         self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...], sizes: list[int]
     ) -> None:
-        """Compare ``batch``, which was trained on in parts of ``sizes``, if it did something for the first time [5]."""
+        """Compare ``batch``, which was trained on in parts of ``sizes``, if it may show something else [5]."""
         new_code = self._engine.learned.new_code
-        if not new_code.found:
+        self._cut += 1
+        if not new_code.found and not (new_code.watched and self._cut in AGAIN):
             return
-        self._news += 1
-        what, near = next(iter(new_code.found.items()))
+        self._news += bool(new_code.found)
+        again = (f"after {self._cut} batches, training_step was compared again", 0)
+        what, near = next(iter(new_code.found.items()), again)
         known = set(self._fitting)
         try:
             self._look(PartsCheck, function, batch, rest, seed, sizes, first=False, news=what, near=near)
