@@ -186,6 +186,47 @@ def test_times_are_without_the_compiler() -> None:
     assert max(call["forward_s"] for call in result.report["costs"]["calls"]) < 0.5
 
 
+class CompilesItsLoss(Module):
+    """In training and validation, with functions that call others."""
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self.backend = backend
+        self.distance = torch.compile(self.as_written, backend=backend)
+
+    def as_written(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.smooth_l1_loss(F.layer_norm(x, (16,)).tanh() * 2, y) + (x - y).square().mean()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = CompilesItsLoss(self.backend)
+        made.load_state_dict(self.state_dict())
+        return made
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        x = batch["x"]
+        for block in self.blocks:
+            x = block(x)
+        return self.distance(x, batch["y"])
+
+
+def test_functions_that_user_code_has_compiled_run_as_written() -> None:
+    """They were compiled with the modes that their operations pass through, once for each operation."""
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(inputs))
+        return graph
+
+    given = batches(4)
+    expected = run("auto", CompilesItsLoss(backend), copy.deepcopy(given), val_batches=given[:1])
+    graphs.clear()
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        trained = run(ours(num_microbatches=2), CompilesItsLoss(backend), given, devices=2, val_batches=given[:1])
+    assert_same(expected, trained)
+    assert not graphs
+
+
 class Broken(Exception):
     pass
 

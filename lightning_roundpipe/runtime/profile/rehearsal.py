@@ -49,6 +49,7 @@ from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
 from lightning_roundpipe.runtime.user_code.interception import Inside, calling, current
 from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
+from lightning_roundpipe.runtime.user_code.untraced import leave_untraced
 
 _WRITTEN_BYTES = 1 << 30
 """Limit for the copies of parameters that user code writes to, in bytes."""
@@ -389,6 +390,7 @@ class SameDraws(TorchFunctionMode):
 
     def __init__(self, devices: Sequence[Device], samples: int, seed: int) -> None:
         super().__init__()
+        leave_untraced(SameDraws.__torch_function__)
         self._samples, self._seed = samples, seed
         self._generators = list({id(g): g for g in (torch.default_generator, *(d.generator for d in devices))}.values())
         self._rows = self._narrowed = slice(0, samples)

@@ -41,6 +41,7 @@ from lightning_roundpipe.runtime.user_code.graph_cuts import (
 from lightning_roundpipe.runtime.user_code.host_to_device import HostToDeviceCopier
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE, touched_by
 from lightning_roundpipe.runtime.user_code.known_values import KnownValues, waits
+from lightning_roundpipe.runtime.user_code.untraced import leave_untraced
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _TRANSPOSED = {Tensor.T.__get__: "T", Tensor.mT.__get__: "mT"}  # type: ignore[attr-defined]
@@ -161,6 +162,7 @@ class UserCodeMode(TorchFunctionMode):
         observe: Callable[[FrameType | None], None] | None = None,
     ) -> None:
         super().__init__()
+        leave_untraced(type(self).__torch_function__)
         self._observe = observe
         self.proxies = Proxies(read)
         self._read = read
