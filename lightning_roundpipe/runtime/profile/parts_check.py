@@ -126,7 +126,7 @@ class Verdict:
         rules: per logged value, the ways to merge it that give the whole batch's: `USUAL`, or keys of `logs.RULES`.
         lost_rows: paths in globals, callbacks and the like where parts leave the last one's rows only.
         keeps: whether training_step changes something outside of layers and metrics.
-        open: whether something that it changes is equal as numbers may be by chance.
+        open: whether an attribute that it changes is equal as numbers may be by chance.
         kept_rows: paths of attributes that keep something of each sample, of which parts leave their own.
     """
 
@@ -774,7 +774,7 @@ class _Comparison:
             whole = whole[-self._sizes[-1] :]
             if what == _ATTRIBUTE:
                 self.kept_rows.add(path)
-        self.open |= _may_coincide(whole)
+        self.open |= what == _ATTRIBUTE and _may_coincide(whole)
         name = f"the length of {path[4:-1]!r}" if path.startswith("len(") else f"{what}{path!r}"
         self.see(name, whole, parts)
 

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.batch.cutting import Cut, Cutter
 from lightning_roundpipe.runtime.batch.logs import OPEN, USUAL, Key
 from lightning_roundpipe.runtime.core.context import EngineContext
@@ -106,13 +107,14 @@ class Scope:
         if not new_code.found and not (new_code.watched and self._cut in AGAIN):
             return
         self._news += bool(new_code.found)
-        again = (f"after {self._cut} batches, training_step was compared again", 0)
+        again = (f"after {plural(self._cut, 'batch')}, training_step was compared again", 0)
         what, near = next(iter(new_code.found.items()), again)
         known = set(self._fitting)
         try:
             self._look(PartsCheck, function, batch, rest, seed, sizes, first=False, news=what, near=near)
-            for name, nth in self._fitting.keys() - known:
-                self._engine.hints.of_a_new_log(name, self._engine.learned.log_rules[name, nth])
+            for key in self._fitting.keys() - known:
+                if (rule := self._engine.learned.log_rules[key]) not in (USUAL, OPEN):
+                    self._engine.hints.of_a_new_log(key[0], rule)
         finally:
             new_code.accept()
             new_code.watched &= self._news < NEWS and not self.cuts_calls

@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.refine import Refined
-from lightning_roundpipe.runtime.batch.logs import OPEN, USUAL
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 _OVER_MICROBATCHES = (
@@ -165,12 +164,11 @@ class Hints:
 
     def of_a_new_log(self, name: str, rule: str) -> None:
         """Warning: a value that was logged for the first time was merged as a mean, and is merged by ``rule`` now."""
-        if rule not in (USUAL, OPEN):
-            self.warn(
-                f"log {name}",
-                f"{name!r} was logged for the first time, and its value of this batch is a mean of the microbatches. "
-                f"From the next batch on it is computed as the whole batch's ({rule}). {_WHOLE_LOGS}",
-            )
+        self.warn(
+            f"log {name}",
+            f"{name!r} was logged for the first time, and its value of this batch is a mean of the microbatches. From "
+            f"the next batch on it is computed as the whole batch's ({rule}). {_WHOLE_LOGS}",
+        )
 
     def of_what_is_collected(self, what: str) -> None:
         """Hint: batches are cut although ``what`` differs, which a global, a callback or the like keeps."""
@@ -262,7 +260,7 @@ class Hints:
             self.warn(
                 f"log {name}",
                 f"the logged {name!r} was zero in the first batches, so that it could not be compared with that of the "
-                f"whole batch, and is merged as a mean of the microbatches. {_WHOLE_LOGS}",
+                f"whole batch, and is merged by its reduce_fx, usually a mean of the microbatches. {_WHOLE_LOGS}",
             )
         for name in lost:
             self.warn(
