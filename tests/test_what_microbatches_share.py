@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -195,6 +196,21 @@ def test_what_is_only_written_down_keeps_the_plan(told: list[str]) -> None:
     trained = run(ours(num_microbatches=4), Records(), batches(), devices=2)
     assert not told
     assert_same(run("auto", Records(), batches()), trained)
+
+
+class Times(Records):
+    """Logs a time as well, which differs from run to run."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        start = time.perf_counter()
+        loss = super().training_step(batch, batch_idx)
+        self.log("seconds", time.perf_counter() - start)
+        return loss
+
+
+def test_times_are_not_taken_for_what_another_microbatch_has_left(told: list[str]) -> None:
+    run(ours(num_microbatches=4), Times(), batches(), devices=2)
+    assert not told
 
 
 # -- hooks inside layers -----------------------------------------------------------------------------------------------

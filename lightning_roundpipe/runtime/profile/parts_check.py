@@ -458,7 +458,7 @@ class PartsCheck:
             raise
         except Exception:
             return outside.found
-        comparison = _Comparison(self._tolerance(), sizes)
+        comparison = _Comparison(self._tolerance(), sizes, self._unsteady)
         comparison.see(_LOSS, alone.loss, beside.loss)
         comparison.see_logs(alone, beside)
         comparison.see(_OUTPUT, alone.output, beside.output)
@@ -634,7 +634,8 @@ class PartsCheck:
                 comparison.see_rows(path, one, other)
         for path in () if self._asked else {**whole.settings, **parts.settings}:
             comparison.see_left(path, whole.settings.get(path, ABSENT), parts.settings.get(path, ABSENT), "")
-        for path in () if self._asked or comparison.found is not None else {**whole.elsewhere, **parts.elsewhere}:
+        done = comparison.found is not None and unsteady is None
+        for path in () if self._asked or done else {**whole.elsewhere, **parts.elsewhere}:
             comparison.see_elsewhere(path, whole.elsewhere.get(path, ABSENT), parts.elsewhere.get(path, ABSENT))
         if verdict is not None:
             verdict.rules, verdict.kept_rows = comparison.rules, comparison.kept_rows
