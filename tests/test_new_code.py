@@ -203,6 +203,27 @@ def test_a_comparison_in_between_changes_no_bit(options: dict[str, Any], monkeyp
     assert_identical(trained(Module(late(spells_it_out)), data_of(), 2, 2, **options), compared)
 
 
+def test_a_batch_that_was_written_to_is_compared_as_it_was(tmp_path: Path, verdicts: list[Verdict]) -> None:
+    """Targets that are shifted in place were shifted once more, which a GPU does not survive."""
+    wrong = tmp_path / "wrong"  # a rehearsal puts back what is in memory
+
+    def shifts(step: Step) -> Step:
+        def shifting(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+            if bool((batch["y"].sub_(1) < 0).any()):
+                wrong.touch()
+            return step(module, logits, batch)
+
+        return shifting
+
+    data = data_of()
+    for batch in data:
+        batch["y"].add_(1)
+    result, said = said_by(shifts(late(mines_the_hardest)), data)
+    assert not wrong.exists()
+    assert len(verdicts) == 2 and "ran for the first time" in said
+    assert cut_by(result) == "model"
+
+
 def test_a_later_error_is_raised_by_the_step() -> None:
     def fails(module: Any, logits: Tensor, batch: Batch) -> Tensor:
         raise RoundPipeError(f"at {logits.shape}")

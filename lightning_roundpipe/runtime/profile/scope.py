@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.batch.cutting import Cut, Cutter
@@ -77,6 +80,12 @@ class Scope:
         """Number of comparisons because a batch has done something for the first time."""
         self._cut = 0
         """Number of batches that were trained on in parts."""
+        self._tensors: list[tuple[Tensor, int]] = []
+        """The tensors of the coming batch's parts, and how often each has been written to."""
+        self._writes = False
+        """Whether training_step has written to a batch. What it would do on that once more says nothing."""
+        self._unwritten: Any = None
+        """A copy of the coming batch, if ``_writes``."""
         self._refusal = ""
         """The error that `refuse` raises; empty if none."""
 
@@ -87,6 +96,16 @@ class Scope:
 
     def cut(self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...]) -> Cut:
         """Cut ``batch``, after a rehearsal if one is due. The arguments are those of `Engine.train_batch`."""
+        cut = self._cut_of(function, batch, rest, seed)
+        self._tensors, self._unwritten = [], None
+        if cut.sizes is not None and len(cut.sizes) > 1 and self._engine.learned.new_code.watched:
+            tensors = (x for x in tree_iter(cut.parts) if isinstance(x, Tensor) and not x.is_inference())
+            self._tensors = [(tensor, tensor._version) for tensor in tensors]
+            if self._writes:
+                self._unwritten = self._cutter.part(batch, slice(0, sum(cut.sizes)), sum(cut.sizes))
+        return cut
+
+    def _cut_of(self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...]) -> Cut:
         cut = self._cutter.cut(batch, calls=self.cuts_calls)
         if cut.sizes is None and self._engine.options.microbatch_scope == "model" and not self._looks:
             self._look_at_calls(function, batch, rest, seed)
@@ -104,8 +123,14 @@ class Scope:
         """Compare ``batch``, which was trained on in parts of ``sizes``, if it may show something else [5]."""
         new_code = self._engine.learned.new_code
         self._cut += 1
+        written, unwritten = any(x._version != before for x, before in self._tensors), self._unwritten
+        self._writes, self._tensors, self._unwritten = self._writes or written, [], None
         if not new_code.found and not (new_code.watched and self._cut in AGAIN):
             return
+        if unwritten is not None:
+            batch = unwritten
+        elif written:
+            return new_code.accept()
         self._news += bool(new_code.found)
         again = (f"after {plural(self._cut, 'batch')}, training_step was compared again", 0)
         what, near = next(iter(new_code.found.items()), again)
