@@ -17,11 +17,12 @@ import torch.nn.functional as F
 import torchmetrics
 from harness import assert_identical, assert_same, run
 from test_parts_are_the_whole import Batch, Module, batches, contrasts, cut_by, entropy, trained
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.profile.parts_check import PartsCheck, Verdict
+from lightning_roundpipe.runtime.user_code.module_state import ModuleStateIsolation
 
 Step = Callable[[Any, Tensor, Batch], Any]
 LATE = 3
@@ -261,6 +262,20 @@ def test_attributes_that_are_set_later() -> None:
     result, said = said_by(keeps, data_of(), attributes={"calls": 0})
     assert "attribute 'calls' was set for the first time" in said
     assert result.module.calls == 2 + 7 - LATE - 1
+
+
+def test_which_attributes_are_set() -> None:
+    """Not those that others move to another place, and those with the value of another, too."""
+    module = nn.Linear(2, 2)
+    module.cache, module.kept = 1, 2  # type: ignore[assignment]
+    state = ModuleStateIsolation(module, [])
+    state.begin()
+    del module.cache
+    module.other = 3  # type: ignore[assignment]
+    assert state.finished() == ["cache", "other"]
+    module.same = module.training
+    assert state.finished() == ["same"]
+    assert state.finished() == []
 
 
 def test_a_metric_has_seen_parts(verdicts: list[Verdict]) -> None:

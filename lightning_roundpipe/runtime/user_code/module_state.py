@@ -153,7 +153,7 @@ class ModuleStateIsolation:
         self.inherited.clear()
         for place in self.places.values():
             self.inherited.update((id(tensor), place) for tensor in place.inherited(self._samples))
-        self._seen = [list(m.__dict__.values()) for m in self._user_code]
+        self._seen = [dict(m.__dict__) for m in self._user_code]
         self._states = [layer.state.current() for layer in self._layers]
         self._trainable = [layer.trainable() for layer in self._layers]
 
@@ -216,16 +216,16 @@ class ModuleStateIsolation:
                         self._refuse_unless_known(module, name, f"in layer {layer.name!r}")
         for index, module in enumerate(self._user_code):
             held, seen = module.__dict__, self._seen[index]
-            if len(held) != len(seen) or not all(map(operator.is_, held.values(), seen)):
+            if len(held) != len(seen) or not all(map(operator.is_, held.values(), seen.values())):
                 self._check(index, module)
 
     def _check(self, index: int, module: nn.Module) -> None:
         seen = self._seen[index]
-        known = {id(value) for value in seen}
+        known = set(map(id, seen.values()))
         for name, value in module.__dict__.items():
             if id(value) not in known:
                 self._refuse_unless_known(module, name, "outside the layers")
-        self._seen[index] = list(module.__dict__.values())
+        self._seen[index] = dict(module.__dict__)
 
     def _refuse_unless_known(self, module: nn.Module, name: str, where: str) -> None:
         if (id(module), name) not in self.places:
@@ -239,21 +239,17 @@ class ModuleStateIsolation:
         """Accept what a microbatch has set outside the layers, once it has run its last section of user code.
 
         Returns:
-            The paths of attributes that it has set and that are not in ``places``.
+            The paths of attributes that it has set or removed and that are not in ``places``.
         """
         new = []
         for index, module in enumerate(self._user_code):
             held, seen = module.__dict__, self._seen[index]
-            if len(held) != len(seen) or not all(map(operator.is_, held.values(), seen)):
-                if len(held) == len(seen):
-                    pairs = zip(held.items(), seen, strict=True)
-                    changed = [name for (name, value), before in pairs if value is not before]
-                else:
-                    known = set(map(id, seen))
-                    changed = [name for name, value in held.items() if id(value) not in known]
+            if len(held) != len(seen) or not all(map(operator.is_, held.values(), seen.values())):
+                names = {**seen, **held}
+                changed = [name for name in names if held.get(name, _ABSENT) is not seen.get(name, _ABSENT)]
                 prefix = self._names.get(id(module), "")
                 new += [f"{prefix}{name}" for name in changed if (id(module), name) not in self.places]
-                self._seen[index] = list(held.values())
+                self._seen[index] = dict(held)
         return new
 
 
