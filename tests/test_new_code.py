@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from harness import assert_identical, assert_same, run
-from test_parts_are_the_whole import Batch, Module, batches, contrasts, cut_by, entropy, trained
+from harness import assert_identical, assert_same, ours, run
+from test_parts_are_the_whole import LAYERS, Batch, Module, batches, contrasts, cut_by, entropy, trained
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeWarning
@@ -193,15 +193,27 @@ def test_it_is_compared_sixteen_times_at_most(verdicts: list[Verdict]) -> None:
     assert len(verdicts) == 17
 
 
+@pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("options", [{"staleness": 1}, {"staleness": 0}, {"microbatch_scope": "step"}])
-def test_a_comparison_in_between_changes_no_bit(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_in_between_changes_no_bit(
+    options: dict[str, Any], window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def spells_it_out(module: Any, logits: Tensor, batch: Batch) -> Tensor:
         return F.nll_loss(logits.log_softmax(1), batch["y"])
 
-    compared, said = said_by(late(spells_it_out), data_of(), **options)
-    assert said == ""
+    def once() -> Any:
+        strategy = ours(num_microbatches=2, layers=LAYERS, **options)
+        module = Module(late(spells_it_out) if window == 1 else from_the_fourth_batch)
+        return run(strategy, module, data_of(), devices=2, accumulate_grad_batches=window)
+
+    def from_the_fourth_batch(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        return (spells_it_out if module.trainer.fit_loop.epoch_loop.batch_idx >= 3 else entropy)(module, logits, batch)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        compared = once()
     monkeypatch.setattr("lightning_roundpipe.runtime.profile.scope.Scope.look_again", lambda *_: None)
-    assert_identical(trained(Module(late(spells_it_out)), data_of(), 2, 2, **options), compared)
+    assert_identical(once(), compared)
 
 
 def test_a_batch_that_was_written_to_is_compared_as_it_was(tmp_path: Path, verdicts: list[Verdict]) -> None:

@@ -260,14 +260,16 @@ class Engine:
         if self.updates is not None:  # an error would stop the devices, and gradients in flight would be lost
             self.updates.settle()
         self._set_up_step()
+        versions = [master._version for master in self.model.masters]
         try:
             with self.rehearsing() as others:
                 yield others
         except BaseException:
+            self._looked_at = True
             self._drain()
             raise
-        finally:
-            self._looked_at = True
+        # Else the next step computes with the version of the weights that it would have without a rehearsal.
+        self._looked_at |= versions != [master._version for master in self.model.masters]
         self._sync_weights(newest=False)
         for device in self.worker_pool.devices:
             device.reset_peak()

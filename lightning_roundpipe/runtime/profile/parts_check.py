@@ -268,6 +268,7 @@ class PartsCheck:
             if found is not None and not verdict.why_not:
                 verdict.rules = in_both(found.rules, verdict.rules)
                 verdict.kept_rows |= found.kept_rows
+                verdict.lost_rows = [*found.lost_rows, *verdict.lost_rows]
             differs = verdict.parts is not None and (full or not verdict.raised)
             conclusive = not (verdict.why_not or verdict.raised or verdict.lopsided)
             if conclusive and not differs and verdict.keeps and rows[-1] != rows[0] and len(rows) - one > 1:
@@ -298,6 +299,8 @@ class PartsCheck:
             return verdict
         other.rules = in_both(verdict.rules, other.rules)
         other.kept_rows |= verdict.kept_rows
+        other.lost_rows = [*verdict.lost_rows, *other.lost_rows]
+        other.collects = other.collects or verdict.collects
         other.shared, other.spread = verdict.shared | other.shared, verdict.spread or other.spread
         other.open &= verdict.open
         return other

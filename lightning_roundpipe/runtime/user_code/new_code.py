@@ -27,6 +27,7 @@ _SKIPPED = (
 """Packages whose code stands for that of its callers, as the standard library's does. What metrics do is compared by
 their values."""
 
+_MOST_PLACES = 1 << 16
 Key = tuple[CodeType, tuple[int | None, ...] | int] | str
 
 
@@ -44,6 +45,9 @@ class NewCode:
         self._known: set[Key] = set()
         self._awaited: set[Key] = set()
         """What is new and no rehearsal has done since."""
+        self._passed: dict[tuple[int, int], CodeType] = {}
+        """Places that are known, by the id of their code, which is alive, so that it stays its own. To compare code by
+        what is in it takes microseconds."""
 
     # -- rehearsals ---------------------------------------------------------------------------------------------------
 
@@ -84,6 +88,12 @@ class NewCode:
     def _note(self, microbatch: int, frame: FrameType | None) -> None:
         if (found := _caller(frame)) is None:
             return
+        at = id(found.f_code), found.f_lasti
+        if at in self._passed:
+            return
+        if len(self._passed) == _MOST_PLACES:  # of code that is compiled anew for each batch
+            self._passed.clear()
+        self._passed[at] = found.f_code
         key = _place(found.f_code, found.f_lasti)
         if key not in self._known:
             place = f"line {found.f_lineno} of {os.path.basename(found.f_code.co_filename)}"
@@ -117,7 +127,6 @@ def _logs(name: str) -> str:
     return f"self.log({name!r})"
 
 
-@functools.lru_cache(1 << 16)
 def _place(code: CodeType, at: int) -> Key:
     """Return the place in the source of an instruction.
 
