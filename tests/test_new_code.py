@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 import torchmetrics
 from harness import assert_identical, assert_same, ours, run
-from test_parts_are_the_whole import LAYERS, Batch, Module, batches, contrasts, cut_by, entropy, trained
+from test_parts_are_the_whole import LAYERS, Batch, Module, batches, contrasts, cut_by, entropy, looked_at, trained
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.profile.parts_check import PartsCheck, Verdict
+from lightning_roundpipe.runtime.profile.parts_check import Verdict
 from lightning_roundpipe.runtime.user_code.module_state import ModuleStateIsolation
 
 Step = Callable[[Any, Tensor, Batch], Any]
@@ -75,15 +75,7 @@ def said_by(step: Step, data: list[Batch], microbatches: int = 2, devices: int =
 
 @pytest.fixture
 def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
-    seen: list[Verdict] = []
-    find_out = PartsCheck.find_out
-
-    def noted(self: PartsCheck, models: Any) -> Verdict:
-        seen.append(find_out(self, models))
-        return seen[-1]
-
-    monkeypatch.setattr(PartsCheck, "find_out", noted)
-    return seen
+    return looked_at(monkeypatch)
 
 
 @pytest.mark.parametrize("step", [contrasts, counts, mines_the_hardest])

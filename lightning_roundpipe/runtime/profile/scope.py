@@ -5,7 +5,7 @@ microbatch_scope="model" ── the first batch: do cut calls give what whole ca
                   parts do ── cut the batch               only cut calls do ── cut the calls ("auto") ── [2]
                   neither ── an error, unless the step itself raises a more specific one ── [3]
                   only later batches differ, or no parts were asked for and none work ── keep them whole ── [4]
-a later batch does something for the first time, or is one of `AGAIN` ── the same, after it was trained on ── [5]
+a later batch does something for the first time, or is one of `COMPARED_LATER` ── the same, after its training ── [5]
                   only cut calls do ── cut the calls from the next batch on; neither ── a warning
 """
 
@@ -40,10 +40,10 @@ LOOKS = 3
 something that training_step keeps may be equal by chance (`Verdict.open`)."""
 
 
-NEWS = 16
+MOST_FIRST_TIMES = 16
 """Batches to compare at most because they do something for the first time."""
 
-AGAIN = frozenset(4**n for n in range(2, 16))
+COMPARED_LATER = frozenset(4**n for n in range(2, 16))
 """Batches to compare anyway, by how many were cut: a weight may have been zero, and another argument harmless."""
 
 
@@ -76,7 +76,7 @@ class Scope:
         """Number of comparisons, by whether the batch is cut unevenly; `LOOKS` once no more are needed."""
         self._whole: set[bool] = set()
         """The kinds of batches that stay whole: False for those that are cut evenly, True for others."""
-        self._news = 0
+        self._first_times = 0
         """Number of comparisons because a batch has done something for the first time."""
         self._cut = 0
         """Number of batches that were trained on in parts."""
@@ -125,24 +125,24 @@ class Scope:
         self._cut += 1
         written, unwritten = any(x._version != before for x, before in self._tensors), self._unwritten
         self._writes, self._tensors, self._unwritten = self._writes or written, [], None
-        if not new_code.found and not (new_code.watched and self._cut in AGAIN):
+        if not new_code.found and not (new_code.watched and self._cut in COMPARED_LATER):
             return
         if unwritten is not None:
             batch = unwritten
         elif written:
             return new_code.accept()
-        self._news += bool(new_code.found)
-        again = (f"after {plural(self._cut, 'batch')}, training_step was compared again", 0)
-        what, near = next(iter(new_code.found.items()), again)
+        self._first_times += bool(new_code.found)
+        anyway = (f"after {plural(self._cut, 'batch')}, training_step was compared again", 0)
+        occasion, near = next(iter(new_code.found.items()), anyway)
         known = set(self._fitting)
         try:
-            self._look(PartsCheck, function, batch, rest, seed, sizes, first=False, news=what, near=near)
+            self._look(PartsCheck, function, batch, rest, seed, sizes, first=False, occasion=occasion, near=near)
             for key in self._fitting.keys() - known:
                 if (rule := self._engine.learned.log_rules[key]) not in (USUAL, OPEN):
                     self._engine.hints.of_a_new_log(key[0], rule)
         finally:
             new_code.accept()
-            new_code.watched &= self._news < NEWS and not self.cuts_calls
+            new_code.watched &= self._first_times < MOST_FIRST_TIMES and not self.cuts_calls
 
     def refuse(self) -> None:
         """Refuse parts that differ from the whole batch [3].
@@ -157,14 +157,15 @@ class Scope:
 
     def _look(
         self, check: type[PartsCheck], function: Callable[..., Any], batch: Any, rest: tuple[Any, ...],
-        seed: tuple[int, ...], sizes: list[int], *, first: bool, news: str = "", near: int | None = None,
+        seed: tuple[int, ...], sizes: list[int], *, first: bool, occasion: str = "", near: int | None = None,
     ) -> None:  # fmt: skip
         """Rehearse the batch in parts, and act on the verdict [1].
 
         Args:
             check, function, batch, rest, seed, sizes: see `PartsCheck`.
             first: whether no batch has been compared before.
-            news: what it has done for the first time, if it was trained on already; empty if not.
+            occasion: why it is compared although it was trained on already, such as what it has done for the first
+                time; empty before it is.
             near: the part that has.
         """
         engine, options = self._engine, self._engine.options
@@ -175,19 +176,21 @@ class Scope:
             parts = check(
                 engine, self._layers, self._cutter, function, batch, rest, sizes, seed, others, again=again, near=near
             )
-            verdict = parts.find_out(self._models if auto and (first or again or news) else ())
+            verdict = parts.find_out(self._models if auto and (first or again or occasion) else ())
         learned = engine.learned
         learned.kept_rows |= verdict.kept_rows
         learned.mixes |= engine.hints.couples or (verdict.spread and verdict.parts is None and not verdict.why_not)
         self._fitting = in_both(self._fitting, verdict.rules)
         learned.log_rules = {key: _chosen(rules) for key, rules in self._fitting.items()}
-        if not news:
+        if not occasion:
             is_open = verdict.open or OPEN in learned.log_rules.values()
             self._looks[uneven] = self._looks.get(uneven, 0) + 1 if is_open else LOOKS
         if verdict.shared and not learned.shares:
             place, changed = next(iter(verdict.shared.items()))
-            if news and options.plan_text is not None:
-                engine.hints.of_news(news, f"{changed!r} is what another part has left there", switches=False)
+            if occasion and options.plan_text is not None:
+                engine.hints.of_a_late_difference(
+                    occasion, f"{changed!r} is what another part has left there", switches=False
+                )
             else:
                 self._keep_in_order(place, changed)
         if verdict.lost_rows and learned.read_between_steps:
@@ -198,7 +201,7 @@ class Scope:
             engine.hints.of_no_comparison(verdict.why_not)
             learned.new_code.watched = False  # nor could what is new be compared
         elif verdict.parts is not None and not (verdict.announced or engine.hints.couples):
-            self._part_ways(verdict, auto=auto, uneven=uneven, first=first or again, news=news)
+            self._part_ways(verdict, auto=auto, uneven=uneven, first=first or again, occasion=occasion)
         elif verdict.collects is not None:
             engine.hints.of_what_is_collected(str(verdict.collects))
 
@@ -238,12 +241,12 @@ class Scope:
             "leave plan out, or set num_microbatches=1.",
         )
 
-    def _part_ways(self, verdict: Verdict, *, auto: bool, uneven: bool, first: bool, news: str) -> None:
+    def _part_ways(self, verdict: Verdict, *, auto: bool, uneven: bool, first: bool, occasion: str) -> None:
         """Choose a hint, a wider scope or an error, as parts differ from the whole batch."""
         engine, what = self._engine, described(verdict)
-        if news:
+        if occasion:
             switches = auto and verdict.model is None
-            engine.hints.of_news(news, what, switches=switches)
+            engine.hints.of_a_late_difference(occasion, what, switches=switches)
             if switches:
                 self.cuts_calls = True
                 self._planner.forget()

@@ -142,17 +142,17 @@ class Hints:
             "model in it are cut, which gives what the whole batch gives. microbatch_scope='model' says so beforehand.",
         )
 
-    def of_news(self, news: str, what: str, *, switches: bool) -> None:
-        """Warning: something that a batch did for the first time differs in parts.
+    def of_a_late_difference(self, occasion: str, what: str, *, switches: bool) -> None:
+        """Warning: the parts of a batch, which were trained on already, do not give what the whole gives.
 
         Args:
-            news: what it did.
+            occasion: why the batch was compared, such as what it did for the first time.
             what: the difference.
             switches: whether only the model's calls are cut from the next batch on.
         """
         self.warn(
-            f"news {what}",
-            f"{news}, and in parts of the batch, {what}. This batch was trained on in parts. "
+            f"late {what}",
+            f"{occasion}, and in parts of the batch, {what}. This batch was trained on in parts. "
             + (
                 "From the next one on, training_step runs once, on the whole batch, and the calls of the model in it "
                 "are cut, which gives what the whole batch gives. microbatch_scope='model' does so from the first on."
