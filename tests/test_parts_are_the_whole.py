@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import queue
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -393,6 +396,7 @@ def to_a_default(module: Any, logits: Tensor, batch: Batch, kept: list[int] = CO
 
 class OfClass(Module):
     times: ClassVar[int] = 0
+    woken: ClassVar[float] = 0.0
 
 
 def to_two_cells() -> tuple[Any, Callable[[], Any]]:
@@ -450,6 +454,43 @@ def test_asserted_parts_collect_for_each_part(kind: str, said: list[str]) -> Non
     collected(kind, ours(num_microbatches=2, layers=LAYERS, microbatch_scope="step"))
     [line] = [line for line in said if "for each microbatch" in line]
     assert "what is kept in" in line or "the length of" in line
+
+
+class Beat(threading.Thread):
+    """Notes the time on itself, as tqdm's monitor does."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.due, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self.due.acquire()
+            self.woken = OfClass.woken = time.perf_counter()
+            self.done.release()
+
+
+BEAT = Beat()
+RUNS: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_what_another_thread_does_now_and_then(at: int, said: list[str]) -> None:
+    """The run of training_step in which it does so differs from the others, in the whole batch or in parts."""
+    while not RUNS.empty():
+        RUNS.get()
+
+    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        RUNS.put(None)
+        if RUNS.qsize() == at:
+            BEAT.due.release()
+            BEAT.done.acquire()
+        return entropy(module, logits, batch)
+
+    result = trained(OfClass(step), batches(), 2, 2)
+    assert_same(run("auto", OfClass(entropy), batches()), result)
+    assert cut_by(result) == "step" and not [line for line in said if "for each microbatch" in line]
 
 
 # ----------------------------------------------------------------------------------------------- loss weights (kind 14)

@@ -354,7 +354,7 @@ class PartsCheck:
                     return verdict
                 whole = self._side(whole_batch(), [samples], draws, CustomBackwards(samples, lambda: draws.rows))
                 try:
-                    verdict.parts = self._in_parts(whole, whole_batch, parts(), sizes, draws, verdict)
+                    verdict.parts = self._in_parts(whole, whole_batch, parts, sizes, draws, verdict)
                 except CannotRehearse:
                     raise
                 except Exception as error:
@@ -365,7 +365,7 @@ class PartsCheck:
                 if gathers:
                     backwards = CustomBackwards(samples, lambda: draws.rows)
                     whole = self._side(whole_batch(), [samples], draws, backwards, steady=True)
-                    found = self._in_parts(whole, whole_batch, parts(), sizes, draws, verdict, steady=True)
+                    found = self._in_parts(whole, whole_batch, parts, sizes, draws, verdict, steady=True)
                     verdict.parts, verdict.announced = found or verdict.parts, found is None
                 if not verdict.raised:
                     verdict.shared = self._shared(parts, sizes, draws)
@@ -393,39 +393,45 @@ class PartsCheck:
     # -- sides --------------------------------------------------------------------------------------------------------
 
     def _in_parts(
-        self, whole: _Shown, batch: Callable[[], list[Any]], parts: list[Any], sizes: list[int], draws: SameDraws,
-        verdict: Verdict, *, steady: bool = False,
+        self, whole: _Shown, batch: Callable[[], list[Any]], parts: Callable[[], list[Any]], sizes: list[int],
+        draws: SameDraws, verdict: Verdict, *, steady: bool = False,
     ) -> Difference | None:  # fmt: skip
         def side(batches: list[Any], sizes: list[int]) -> _Shown:
             backwards = CustomBackwards(sum(sizes), lambda: draws.rows, whole.backwards)
             return self._side(batches, sizes, draws, backwards, steady=steady)
 
-        shown = side(parts, sizes)
+        shown = side(parts(), sizes)
         verdict.lopsided, verdict.spread = 0.0 in shown.weights, shown.spread
-        return self._difference(whole, shown, sizes, lambda: side(batch(), [sum(sizes)]), verdict)
+        again = (lambda: side(batch(), [sum(sizes)]), lambda: side(parts(), sizes))
+        return self._difference(whole, shown, sizes, again, verdict)
 
     def _difference(
-        self, whole: _Shown, shown: _Shown, sizes: list[int], again: Callable[[], _Shown],
-        verdict: Verdict | None = None,
+        self, whole: _Shown, shown: _Shown, sizes: list[int],
+        again: tuple[Callable[[], _Shown], Callable[[], _Shown]], verdict: Verdict | None = None,
     ) -> Difference | None:  # fmt: skip
-        """Return the first difference, without what differs between two runs on the whole.
+        """Return the first difference, without what differs between two runs of one side.
+
+        That is a time, or what another thread does now and then.
 
         Args:
             whole, shown: the two sides.
             sizes: number of samples of each part.
-            again: runs on the whole once more.
+            again: run on the whole, and in parts, once more.
             verdict: takes what else the comparison shows.
 
         Raises:
-            CannotRehearse: if the loss or the output differs between two runs on the whole, or random numbers may be
+            CannotRehearse: if the loss or the output differs between two runs of one side, or random numbers may be
                 the cause.
         """
         found = self._compare(whole, shown, sizes, verdict)
-        if found is not None:
-            self._compare(whole, again(), [sum(sizes)], unsteady=self._unsteady)
+        for side, rows, run in ((whole, [sum(sizes)], again[0]), (shown, sizes, again[1])):
+            if found is None:
+                break
+            before = len(self._unsteady)
+            self._compare(side, run(), rows, unsteady=self._unsteady)
             if unsteady := sorted(self._unsteady & {_LOSS, _OUTPUT}):
                 raise CannotRehearse(f"{unsteady[0]} differs between two runs on the same samples")
-            if self._unsteady:
+            if len(self._unsteady) > before:
                 found = self._compare(whole, shown, sizes, verdict)
         return self._with_same_draws(found, whole, shown)
 
@@ -482,14 +488,18 @@ class PartsCheck:
             backwards = CustomBackwards(samples, lambda: draws.rows, whole)
             return self._side(batch(), [samples], draws, backwards, models, cut, steady=steady)
 
+        def in_parts(called: int) -> list[int]:
+            return sizes if called == samples else microbatches.sizes_of(called, 2, None, 1)
+
         try:
-            whole = side(lambda samples: [samples])
-            cut = side(lambda s: sizes if s == samples else microbatches.sizes_of(s, 2, None, 1), whole.backwards)
+            whole = side(lambda called: [called])
+            cut = side(in_parts, whole.backwards)
         except CannotRehearse:
             raise
         except Exception as error:
             return Difference("training_step", None, _named(error)), True
-        return self._difference(whole, cut, sizes, lambda: side(lambda samples: [samples], whole.backwards)), False
+        again = (lambda: side(lambda called: [called], whole.backwards), lambda: side(in_parts, whole.backwards))
+        return self._difference(whole, cut, sizes, again), False
 
     def _side(
         self, batches: list[Any], sizes: list[int], draws: SameDraws, backwards: CustomBackwards,

@@ -22,6 +22,7 @@ import itertools
 import os
 import random
 import sys
+import threading
 import types
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -355,8 +356,8 @@ def _kind(value: Any) -> str:
         return "iterator"
     if isinstance(value, type):
         return "nothing" if _is_library(value.__module__) else "class"
-    if isinstance(value, (types.ModuleType, io.IOBase)):
-        return "nothing"
+    if isinstance(value, (types.ModuleType, io.IOBase, threading.Thread)):
+        return "nothing"  # a thread changes its attributes itself
     if hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
         kind = type(value)
         known = not _is_library(kind.__module__) or kind.__name__ in _NAMESPACES
