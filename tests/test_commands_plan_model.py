@@ -18,6 +18,7 @@ from lightning_roundpipe.commands.options import parse_all
 from lightning_roundpipe.commands.plan_model import look_at, shape_of
 from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
 from lightning_roundpipe.commands.remedies import name_of_larger
+from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.schedule import Plan
 
 ROOT = Path(__file__).parents[1]
@@ -506,6 +507,33 @@ def test_a_file_of_two_kinds(command: Any, tmp_path: Path) -> None:
     assert (code, err.count("\n")) == (2, 1) and "workers=4 takes some of several kinds of GPU" in err
 
 
+def test_devices_behind_an_uplink_share_it(command: Any, tmp_path: Path) -> None:
+    text = (ROOT / "conf" / "hardware" / "rtx4090x8.yaml").read_text()
+    file = tmp_path / "machine.yaml"
+    options = ("model=tiny_llama", "sequence_length=64", "microbatches=8", "microbatch_size=1")
+
+    def speed(*arguments: str) -> float:
+        code, out, err = command(*options, f"hardware={file}", "search_seconds=0", "format=json", *arguments)
+        assert (code, err) == (0, "")
+        return float(json.loads(out)["tokens_per_s"])
+
+    file.write_text(text)
+    alone, one = speed(), speed("workers=1")
+    file.write_text(f"{text}uplink: 24e9\nuplink_devices: 4\n")
+    machine = read_machine(str(file))
+    assert machine.links() == Links(6e9, 6e9)
+    assert replace(machine, workers=2).links() == Links(12e9, 12e9)
+    file.write_text(f"{text}uplink: 1e8\nuplink_devices: 4\n")
+    assert speed() < 0.8 * alone
+    file.write_text(f"{text}uplink: 25e9\nuplink_devices: 4\n")
+    assert speed("workers=1") == one
+    file.write_text(
+        f"{text}kinds:\n- {{title: A, workers: 4}}\n- {{title: B, workers: 4, uplink: 2e9, uplink_devices: 2}}\n"
+    )
+    a, b = read_machine(str(file)).kinds
+    assert (machine.link(a).upload, machine.link(b).upload) == (25e9, 1e9)
+
+
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
@@ -632,6 +660,8 @@ def test_broken_configurations(command: Any, tmp_path: Path, text: str, message:
         (("matmul_efficiency: 0.8", "matmul_efficiency: 80"), "is a share, 1 at most"),
         (("download: 25e9", "download: fast"), "must be a number of more than 0"),
         (("workers: 8", "workers: ["), "is not YAML"),
+        (("workers: 8", "workers: 8\nuplink_devices: 0"), "uplink_devices=0 must be a whole number of 1 to 1024"),
+        (("workers: 8", "workers: 8\nuplink: 0"), "uplink=0 must be a number of more than 0"),
     ],
 )
 def test_broken_machines(command: Any, tmp_path: Path, change: tuple[str, str], message: str) -> None:

@@ -155,6 +155,8 @@ def _entry(name: str, machine: Hardware, notes: dict[str, str]) -> list[str]:
         rows = [(f"workers: {value}", "")]
     elif name == "kinds":
         return _kinds(machine)
+    elif name in ("uplink", "uplink_devices"):
+        rows = []  # each worker's rates are those with all others copying
     elif name == "emulated":
         rows = [("emulated: true", "what a worker may hold is counted as emulated devices do")] if value else []
     elif value is None:
@@ -182,7 +184,7 @@ def _kinds(machine: Hardware) -> list[str]:
                 lines += [f"      {form}: {_number(rate):{_NOTE - 12}}# [M]" for form, rate in value.items()]
             elif name == "workers":
                 lines.append(f"    workers: {value}")
-            elif value is not None:
+            elif value is not None and name != "uplink_devices":
                 lines.append(f"    {f'{name}: {_number(value)}':{_NOTE - 4}}# [{_MARKS.get(name, 'M')}]")
     return lines
 

@@ -24,10 +24,11 @@ Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 Format = Literal["fp32", "bf16", "fp16"]
 
 _SIZES = ("memory", "host_memory")
-_OPTIONAL = ("attention_efficiency", "optimizer_bandwidth")
+_OPTIONAL = ("attention_efficiency", "optimizer_bandwidth", "uplink")
+_COUNTS = ("workers", "uplink_devices")
 OF_KINDS = (
     "title", "workers", "flops", "memory", "memory_bandwidth", "upload", "download", "matmul_efficiency",
-    "memory_efficiency", "kernel_s", "attention_efficiency",
+    "memory_efficiency", "kernel_s", "attention_efficiency", "uplink", "uplink_devices",
 )  # fmt: skip
 """Numbers that devices of one host may differ in."""
 
@@ -59,6 +60,9 @@ class Hardware:
         optimizer_bandwidth: bytes of the host's memory that the optimizer's threads read and write a second; None: the
             share ``memory_efficiency`` of ``host_memory_bandwidth``.
         network_efficiency: share of a network's rate that several machines reach between them.
+        uplink: bytes a second, each way, of what ``uplink_devices`` devices share on their way to the host's memory: a
+            PCIe switch, a root complex, or the link between two processors. None: they share nothing but that memory.
+        uplink_devices: how many devices share an uplink.
         kinds: of devices, where they are not all alike: each with its number of ``workers``, and the host's numbers.
         emulated: whether devices are emulated. Their memory holds what crosses calls and what graphs keep; what is in
             between an operation and the next is the host's.
@@ -83,6 +87,8 @@ class Hardware:
     turn_s: float = 0.0
     optimizer_bandwidth: float | None = None
     network_efficiency: float = 0.7
+    uplink: float | None = None
+    uplink_devices: int = 1
     emulated: bool = False
     kinds: tuple[Hardware, ...] = ()
 
@@ -109,8 +115,13 @@ class Hardware:
         return self.kernel_s + max(computing, nbytes / (self.memory_bandwidth * self.memory_efficiency))
 
     def link(self, device: Hardware) -> Links:
-        """The share of ``device`` in what the links carry, which together are no faster than the host's memory."""
+        """The share of ``device`` in what the links carry, while all copy.
+
+        Together they are no faster than the host's memory, and those behind one uplink no faster than that.
+        """
         share = self.host_memory_bandwidth * self.memory_efficiency / self.workers
+        if device.uplink is not None:
+            share = min(share, device.uplink / min(device.uplink_devices, device.workers))
         return Links(min(device.upload, share), min(device.download, share))
 
     def links(self) -> Links | tuple[Links, ...]:
@@ -228,9 +239,9 @@ def _read(name: str, value: Any) -> Any:
         return None
     if name in _SIZES:
         return None if value is None and name == "memory" else parse_bytes(value, name)
-    if name == "workers":
+    if name in _COUNTS:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1024:
-            raise ValueError(f"workers={value!r} must be a whole number of 1 to 1024.")
+            raise ValueError(f"{name}={value!r} must be a whole number of 1 to 1024.")
         return value
     number = _number(name, value, may_be_zero=name.endswith("_s"))
     if name.endswith("_efficiency") and number > 1:
