@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import harness
@@ -156,3 +157,10 @@ def test_faults_are_seen_beside_kinks(name: str, fault: str) -> None:
 @pytest.mark.parametrize("name", ["kinked", "unet", "torch_transformer", "experts_in_user_code"])
 def test_without_a_fault_there_is_none(name: str) -> None:
     assert_same(plainly(name), by_hand(*made(name), MICROBATCHES))
+
+
+def test_the_tests_that_are_listed_as_slow_exist() -> None:
+    """A renamed test would be fast again."""
+    for listed in Path(__file__).with_name("slow_tests.txt").read_text().splitlines():
+        file, *_, name = listed.partition("[")[0].split("::")
+        assert f"def {name}(" in (Path(__file__).parents[1] / file).read_text(), listed

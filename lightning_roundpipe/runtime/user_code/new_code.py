@@ -13,9 +13,9 @@ Code that calls no torch function, logs nothing and sets no attribute of a modul
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import os
-import sys
 import sysconfig
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
@@ -153,5 +153,5 @@ def _is_skipped(path: str) -> bool:
 
 @functools.cache
 def _folders() -> tuple[str, ...]:
-    files = [getattr(sys.modules.get(name), "__file__", None) for name in _SKIPPED]
-    return tuple(os.path.dirname(file) + os.sep for file in files if file)
+    found = (importlib.util.find_spec(name) for name in _SKIPPED)  # one may be imported later
+    return tuple(os.path.join(folder, "") for spec in found if spec for folder in spec.submodule_search_locations or ())
