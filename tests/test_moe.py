@@ -14,7 +14,8 @@ from harness import assert_same, ours, run
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from zoo_runs import expected
 
-from lightning_roundpipe.runtime.profile.parts_check import PartsCheck, Verdict
+from lightning_roundpipe.runtime.profile.parts_check import PartsCheck
+from lightning_roundpipe.runtime.profile.verdict import Verdict
 
 
 def test_recomputation_routes_as_the_forward_did(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.profile.parts_check import Verdict
+from lightning_roundpipe.runtime.profile.verdict import Verdict
 from lightning_roundpipe.runtime.user_code.module_state import ModuleStateIsolation
 
 Step = Callable[[Any, Tensor, Batch], Any]

@@ -27,7 +27,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.modes.model_step import ModelStep
-from lightning_roundpipe.runtime.profile.parts_check import PartsCheck, Verdict
+from lightning_roundpipe.runtime.profile.parts_check import PartsCheck
+from lightning_roundpipe.runtime.profile.verdict import Verdict
 
 Batch = dict[str, Tensor]
 WIDTH = 16

@@ -5,37 +5,29 @@
     training_step once, each call of the model in two parts ── [3]      same as [1]: microbatch_scope="model"
     neither ── an error that names the first value that differs ── [4]
 
-Rehearsals run layers forward only and leave nothing behind; see `rehearsal` and `left_behind`.
+Rehearsals run layers forward only and leave nothing behind; see `rehearsal` and `left_behind`. `comparison` compares
+two sides, and `verdict` holds what they have shown.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
-from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.cutting import Cutter
 from lightning_roundpipe.runtime.batch.joining import join
 from lightning_roundpipe.runtime.batch.logs import (
-    RULES,
-    USUAL,
-    Key,
     LogRecorder,
-    Said,
     gathered,
-    ruled,
     shadowed_log,
     undone_logs,
 )
@@ -44,7 +36,7 @@ from lightning_roundpipe.runtime.batch.losses import are_spread
 from lightning_roundpipe.runtime.batch.microbatches import detached, loss_of
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.prediction import CallOrder
-from lightning_roundpipe.runtime.layer_calls.arguments import flatten
+from lightning_roundpipe.runtime.profile.comparison import LOSS, OUTPUT, Comparison, Shown
 from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards
 from lightning_roundpipe.runtime.profile.outside_writes import OutsideWrites
 from lightning_roundpipe.runtime.profile.rehearsal import (
@@ -55,6 +47,7 @@ from lightning_roundpipe.runtime.profile.rehearsal import (
     seeding_noted,
     without_dropout,
 )
+from lightning_roundpipe.runtime.profile.verdict import Difference, Verdict, in_both
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, ModelInterceptor, intercepted
 from lightning_roundpipe.runtime.user_code.left_behind import (
     ABSENT,
@@ -67,136 +60,12 @@ from lightning_roundpipe.runtime.user_code.left_behind import (
 )
 from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, derive
 
-_LOSS, _OUTPUT = "the loss", "what it returns"
-_ATTRIBUTE = "attribute or buffer "
-"""What the places of most differences are called."""
 FEW = 2
 """Samples of a part in a rehearsal; one more in the first of two parts that are unequal."""
 PAIRS = 3
 """Pairs of neighbouring parts to try, while a comparison is not conclusive."""
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Relative difference that rounding makes, by dtype of the computation."""
-_FLOOR = 1e-2
-"""Added to the size of a value before it is multiplied by the tolerance: it may be a small difference of large ones."""
-
-_NAMED = 3
-"""Attributes that an error names at most."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A value that differs between the parts and the whole batch.
-
-    Attributes:
-        what: describes the value.
-        whole: its value on the whole batch, as text; None if ``what`` raised ``parts``.
-        parts: its value on the parts, as text, or the exception.
-        elsewhere: whether it is a number or a length that a global, a callback or the like keeps.
-    """
-
-    what: str
-    whole: str | None
-    parts: str
-    elsewhere: bool = False
-
-    def __str__(self) -> str:
-        if self.whole is None:
-            return f"{self.what} raises {self.parts}"
-        return f"{self.what} is {self.parts} instead of {self.whole}"
-
-
-@dataclass
-class Verdict:
-    """The outcome of the rehearsals.
-
-    Attributes:
-        samples: number of samples compared.
-        parts: the first difference in parts of the batch; None if there is none.
-        model: the first difference with only the model's calls cut; None if there is none, or that was not tried.
-        why_not: why there is no comparison; empty if there is one.
-        left: paths of attributes and buffers that training_step changes, if parts differ.
-        announced: whether the difference vanishes with batch statistics and layer buffers held fixed; `Hints` warns of
-            those.
-        raised: whether training_step raises on a part.
-        lopsided: whether a part has weight 0 in the loss, so that the comparison shows only the other one.
-        spread: whether the targets were distributed over the parts otherwise than the samples.
-        losses_inside: layers that compute a mean cross entropy themselves, whose targets are not counted.
-        shared: path of shared state that microbatches would disturb, by the code that changes it; see `OutsideWrites`.
-        collects: a difference of what globals, callbacks and the like keep, if batches are cut nevertheless.
-        rules: per logged value, the ways to merge it that give the whole batch's: `USUAL`, or keys of `logs.RULES`.
-        lost_rows: paths in globals, callbacks and the like where parts leave the last one's rows only.
-        keeps: whether training_step changes something outside of layers and metrics.
-        open: whether an attribute that it changes is equal as numbers may be by chance.
-        kept_rows: paths of attributes that keep something of each sample, of which parts leave their own.
-    """
-
-    samples: int
-    parts: Difference | None = None
-    model: Difference | None = None
-    why_not: str = ""
-    left: list[str] = field(default_factory=list)
-    announced: bool = False
-    raised: bool = False
-    lopsided: bool = False
-    spread: bool = False
-    losses_inside: list[str] = field(default_factory=list)
-    shared: dict[str, str] = field(default_factory=dict)
-    rules: dict[Key, list[str]] = field(default_factory=dict)
-    kept_rows: set[str] = field(default_factory=set)
-    lost_rows: list[str] = field(default_factory=list)
-    keeps: bool = False
-    open: bool = False
-    collects: Difference | None = None
-
-    def weigh_elsewhere(self, *, tried: bool) -> None:
-        """Leave batches in parts if only what globals, callbacks and the like keep differs, and cut calls do not help.
-
-        Hooks inside layers, for instance, run for each part either way.
-
-        Args:
-            tried: whether the model's calls were cut.
-        """
-        if self.parts is not None and self.parts.elsewhere:
-            if not tried or self.model is not None:
-                self.collects, self.parts, self.model = self.parts, None, None
-        elif self.model is not None and self.model.elsewhere:
-            self.model = None
-
-
-@dataclass
-class _Shown:
-    """What one side of a comparison has produced: the whole batch, or its parts, merged.
-
-    Attributes:
-        output, loss: as training_step returned them; ``loss`` is None if no microbatch has one.
-        logged: names and merged values, in order.
-        said: the logged values of each part.
-        weights: of each part in the loss.
-        spread: see `Verdict`.
-        metrics: values of metrics that were updated, by description.
-        left: changes to attributes, buffers and parameters, by path.
-        settings: changes to the trainer, schedulers and settings of optimizers, by path.
-        elsewhere: changes to numbers and lengths in callbacks, data sets, globals, closures and classes, by path.
-        alike: whether all random numbers were the same for a sample in any part.
-        backwards: what the user's own backward code gives.
-    """
-
-    output: Any = None
-    loss: Tensor | None = None
-    logged: list[tuple[str, Any]] = field(default_factory=list)
-    said: Said = field(default_factory=dict)
-    weights: list[float] = field(default_factory=list)
-    spread: bool = False
-    metrics: dict[str, Any] = field(default_factory=dict)
-    left: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    elsewhere: dict[str, Any] = field(default_factory=dict)
-    alike: bool = True
-    backwards: CustomBackwards | None = None
-
-    def log(self, name: str, value: Any, **kwargs: Any) -> None:
-        """Record a merged value; takes the place of ``LightningModule.log``."""
-        self.logged.append((name, value))
 
 
 class PartsCheck:
@@ -393,10 +262,10 @@ class PartsCheck:
     # -- sides --------------------------------------------------------------------------------------------------------
 
     def _in_parts(
-        self, whole: _Shown, batch: Callable[[], list[Any]], parts: Callable[[], list[Any]], sizes: list[int],
+        self, whole: Shown, batch: Callable[[], list[Any]], parts: Callable[[], list[Any]], sizes: list[int],
         draws: SameDraws, verdict: Verdict, *, steady: bool = False,
     ) -> Difference | None:  # fmt: skip
-        def side(batches: list[Any], sizes: list[int]) -> _Shown:
+        def side(batches: list[Any], sizes: list[int]) -> Shown:
             backwards = CustomBackwards(sum(sizes), lambda: draws.rows, whole.backwards)
             return self._side(batches, sizes, draws, backwards, steady=steady)
 
@@ -406,8 +275,8 @@ class PartsCheck:
         return self._difference(whole, shown, sizes, again, verdict)
 
     def _difference(
-        self, whole: _Shown, shown: _Shown, sizes: list[int],
-        again: tuple[Callable[[], _Shown], Callable[[], _Shown]], verdict: Verdict | None = None,
+        self, whole: Shown, shown: Shown, sizes: list[int],
+        again: tuple[Callable[[], Shown], Callable[[], Shown]], verdict: Verdict | None = None,
     ) -> Difference | None:  # fmt: skip
         """Return the first difference, without what differs between two runs of one side.
 
@@ -429,13 +298,13 @@ class PartsCheck:
                 break
             before = len(self._unsteady)
             self._compare(side, run(), rows, unsteady=self._unsteady)
-            if unsteady := sorted(self._unsteady & {_LOSS, _OUTPUT}):
+            if unsteady := sorted(self._unsteady & {LOSS, OUTPUT}):
                 raise CannotRehearse(f"{unsteady[0]} differs between two runs on the same samples")
             if len(self._unsteady) > before:
                 found = self._compare(whole, shown, sizes, verdict)
         return self._with_same_draws(found, whole, shown)
 
-    def _with_same_draws(self, found: Difference | None, *sides: _Shown) -> Difference | None:
+    def _with_same_draws(self, found: Difference | None, *sides: Shown) -> Difference | None:
         """Return the difference, unless random numbers may be its cause.
 
         Raises:
@@ -453,7 +322,7 @@ class PartsCheck:
         if outside.clashes or not outside.found:
             return outside.clashes
 
-        def run(index: int) -> _Shown:
+        def run(index: int) -> Shown:
             backwards = CustomBackwards(sum(sizes), lambda: draws.rows)
             return self._side([parts()[index]], [sizes[index]], draws, backwards)
 
@@ -467,10 +336,10 @@ class PartsCheck:
             raise
         except Exception:
             return outside.found
-        comparison = _Comparison(self._tolerance(), sizes, self._unsteady)
-        comparison.see(_LOSS, alone.loss, beside.loss)
+        comparison = Comparison(self._tolerance(), sizes, self._unsteady)
+        comparison.see(LOSS, alone.loss, beside.loss)
         comparison.see_logs(alone, beside)
-        comparison.see(_OUTPUT, alone.output, beside.output)
+        comparison.see(OUTPUT, alone.output, beside.output)
         return outside.found if comparison.found else {}
 
     def _in_calls(
@@ -484,7 +353,7 @@ class PartsCheck:
         """
         samples = sum(sizes)
 
-        def side(cut: Callable[[int], list[int]], whole: CustomBackwards | None = None) -> _Shown:
+        def side(cut: Callable[[int], list[int]], whole: CustomBackwards | None = None) -> Shown:
             backwards = CustomBackwards(samples, lambda: draws.rows, whole)
             return self._side(batch(), [samples], draws, backwards, models, cut, steady=steady)
 
@@ -504,7 +373,7 @@ class PartsCheck:
     def _side(
         self, batches: list[Any], sizes: list[int], draws: SameDraws, backwards: CustomBackwards,
         models: Sequence[ModelInterceptor] = (), cut: Callable[[int], list[int]] | None = None, *, steady: bool = False,
-    ) -> _Shown:  # fmt: skip
+    ) -> Shown:  # fmt: skip
         """Run training_step on each of ``batches`` [1] [2] [3], and restore everything.
 
         Args:
@@ -518,7 +387,7 @@ class PartsCheck:
         """
         if self._lost is not None:
             raise self._lost
-        engine, shown = self._engine, _Shown(backwards=backwards)
+        engine, shown = self._engine, Shown(backwards=backwards)
         runs: list[Rehearsal] = []
         losses: list[Tensor | None] = []
         weighing = Weighing(sizes, self._cutter.given_weights_of(batches) if len(batches) > 1 else None)
@@ -621,24 +490,24 @@ class PartsCheck:
     def _batch_norms(self) -> list[nn.Module]:
         return [m for m in self._modules.values() if isinstance(m, _BatchNorm) and m.training]
 
-    def _layers_gather(self, whole: _Shown) -> bool:
+    def _layers_gather(self, whole: Shown) -> bool:
         """Return whether there are batch norms, or changes inside layers or metrics; `Hints` warns of statistics."""
         return bool(self._batch_norms()) or any(not self._counts(path) for path in whole.left)
 
     # -- comparing ----------------------------------------------------------------------------------------------------
 
     def _compare(
-        self, whole: _Shown, parts: _Shown, sizes: list[int], verdict: Verdict | None = None,
+        self, whole: Shown, parts: Shown, sizes: list[int], verdict: Verdict | None = None,
         unsteady: set[str] | None = None,
     ) -> Difference | None:  # fmt: skip
-        comparison = _Comparison(self._tolerance(), sizes, self._unsteady, unsteady)
-        comparison.see(_LOSS, whole.loss, parts.loss)
+        comparison = Comparison(self._tolerance(), sizes, self._unsteady, unsteady)
+        comparison.see(LOSS, whole.loss, parts.loss)
         comparison.see_logs(whole, parts)
         for name in () if self._again or self._near is not None else {**whole.metrics, **parts.metrics}:
             comparison.see(name, whole.metrics.get(name, ABSENT), parts.metrics.get(name, ABSENT))
         if whole.backwards is not None and parts.backwards is not None:
             comparison.see_backwards(whole.backwards, parts.backwards)
-        comparison.see(_OUTPUT, _without_loss(whole.output), _without_loss(parts.output))
+        comparison.see(OUTPUT, _without_loss(whole.output), _without_loss(parts.output))
         for path in () if self._asked else {**whole.left, **parts.left}:
             one, other = whole.left.get(path, ABSENT), parts.left.get(path, ABSENT)
             if self._counts(path):
@@ -681,227 +550,6 @@ def _without_loss(output: Any) -> Any:
     return None if isinstance(output, Tensor) else output
 
 
-class _Comparison:
-    """Finds the first value that differs by more than rounding.
-
-    Args:
-        ignored: what is not compared.
-        collected: takes everything that differs, if given; the search does not end at the first value then.
-
-    Attributes:
-        found: the first difference; None so far.
-        rules, kept_rows, lost_rows, open: see `Verdict`.
-    """
-
-    def __init__(
-        self, tolerance: float, sizes: list[int], ignored: Iterable[str] = (), collected: set[str] | None = None
-    ) -> None:
-        self._tolerance, self._sizes = tolerance, sizes
-        self._ignored, self._collected = {*ignored}, collected
-        self.found: Difference | None = None
-        self.rules: dict[Key, list[str]] = {}
-        self.kept_rows: set[str] = set()
-        self.lost_rows: list[str] = []
-        self.open = False
-
-    def see(self, what: str, whole: Any, parts: Any) -> None:
-        """Compare a value, described by ``what``."""
-        if what in self._ignored or (self.found is not None and self._collected is None):
-            return
-        if whole is ABSENT or parts is ABSENT or type(whole) is not type(parts):
-            numbers = isinstance(whole, (int, float)) and isinstance(parts, (int, float))
-            if not numbers and whole is not parts:
-                self._differs(what, whole, parts)
-            if not numbers:
-                return
-        if not self._alike(whole, parts):
-            self._differs(what, whole, parts)
-
-    def _alike(self, whole: Any, parts: Any) -> bool:
-        (one, spec), (other, found) = flatten(whole), flatten(parts)
-        return bool(spec == found) and len(one) == len(other) and all(map(self._near, one, other))
-
-    def see_logs(self, whole: _Shown, parts: _Shown) -> None:
-        """Compare the logged values, in order under each name."""
-        one, other = _by_name(whole.logged), _by_name(parts.logged)
-        for name in {**one, **other}:
-            a, b = one.get(name, []), other.get(name, [])
-            if len(a) != len(b):
-                self.see(f"the number of values logged as {name!r}", len(a), len(b))
-            for nth, (x, y) in enumerate(zip(a, b, strict=False)):
-                if isinstance(x, Metric):
-                    continue
-                x, y = _number(x), _number(y)
-                fitting = self.rules[name, nth] = [USUAL] if self._alike(x, y) else []
-                fitting += self._rules_for((name, nth), x, parts)
-                if not fitting:
-                    self.see(f"the logged {name!r}", x, y)
-
-    def _rules_for(self, key: Key, whole: Any, parts: _Shown) -> list[str]:
-        """Return the rules by which the parts' values merge into ``whole``."""
-        said = parts.said.get(key, [])
-        if len(said) < 2 or not isinstance(whole, Tensor):
-            return []
-        values, sizes = [_number(p.value) for p in said], [float(self._sizes[p.part]) for p in said]
-        weights = [parts.weights[p.part] if p.weight is None else p.weight for p in said]
-        found = []
-        for rule in RULES:
-            with contextlib.suppress(Exception):
-                if self._alike(whole, _number(ruled(rule, values, weights, sizes))):
-                    found.append(rule)
-        return found
-
-    def see_backwards(self, whole: CustomBackwards, parts: CustomBackwards) -> None:
-        """Compare the gradients that pass through the user's own backward code."""
-        for one, other in whole.different(parts, self._tolerance):
-            at = max((0, 1), key=lambda i: abs(float(one.sums[i] - other.sums[i])))
-            self.found = self.found or Difference(
-                f"a sum over the gradient of {one.of}, in whose backward {one.code} runs once for each part,",
-                f"{float(one.sums[at]):.6g}", f"{float(other.sums[at]):.6g}",
-            )  # fmt: skip
-
-    def see_elsewhere(self, path: str, whole: Any, parts: Any) -> None:
-        """Compare what a global, a callback or the like keeps at ``path``: numbers, lengths and rows of samples."""
-        if any(isinstance(value, Tensor) and value.dim() for value in (whole, parts)):
-            if self._are_rows(whole, parts) and self._near(whole[-self._sizes[-1] :], parts):
-                self.lost_rows.append(path)
-            return
-        self.see_left(path, whole, parts, "what is kept in ")
-        if self.found is not None:
-            self.found = replace(self.found, elsewhere=True)
-
-    def see_rows(self, path: str, whole: Any, parts: Any) -> None:
-        """Note an attribute inside a layer that keeps a row of each sample; nothing else is compared of these."""
-        if self._are_rows(whole, parts) and self._near(whole[-self._sizes[-1] :], parts):
-            self.kept_rows.add(path)
-
-    def _are_rows(self, whole: Any, parts: Any) -> bool:
-        """Return whether ``whole`` has a row for each sample, and ``parts`` for each of the last part."""
-        if not (isinstance(whole, Tensor) and isinstance(parts, Tensor) and whole.dim() and parts.dim()):
-            return False
-        rows = (len(whole), len(parts))
-        return rows == (sum(self._sizes), self._sizes[-1]) and whole.shape[1:] == parts.shape[1:]
-
-    def see_left(self, path: str, whole: Any, parts: Any, what: str = _ATTRIBUTE) -> None:
-        """Compare what is left at ``path``. Of a tensor with a row per sample, parts leave only the last one's rows."""
-        if self._are_rows(whole, parts):
-            whole = whole[-self._sizes[-1] :]
-            if what == _ATTRIBUTE:
-                self.kept_rows.add(path)
-        self.open |= what == _ATTRIBUTE and _may_coincide(whole)
-        name = f"the length of {path[4:-1]!r}" if path.startswith("len(") else f"{what}{path!r}"
-        self.see(name, whole, parts)
-
-    def _near(self, a: Any, b: Any) -> bool:
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            if a.shape != b.shape or a.dtype is not b.dtype:
-                return False
-            if not (a.is_floating_point() or a.is_complex()) or not a.numel():
-                return torch.equal(a, b)
-            x, y = a.detach().cpu().double().flatten(), b.detach().cpu().double().flatten()
-            if not torch.equal(x.isfinite(), y.isfinite()):
-                return False
-            x, y = torch.nan_to_num(x), torch.nan_to_num(y)
-            return self._close(float((x - y).abs().max()), float(torch.maximum(x.abs(), y.abs()).max()))
-        if isinstance(a, (int, float)) and isinstance(b, (int, float)) and not isinstance(a, bool):
-            if not (math.isfinite(a) and math.isfinite(b)):
-                return str(a) == str(b)
-            return self._close(abs(a - b), max(abs(a), abs(b)))
-        try:
-            return a is b or bool(a == b) or not _is_plain(a)
-        except Exception:
-            return True  # not comparable: count them as equal
-
-    def _close(self, gap: float, size: float) -> bool:
-        return gap <= self._tolerance * (size + _FLOOR)
-
-    def _differs(self, what: str, whole: Any, parts: Any) -> None:
-        if self._collected is not None:
-            self._collected.add(what)
-        if isinstance(whole, Tensor) and isinstance(parts, Tensor) and whole.shape == parts.shape and whole.dim():
-            gap = (whole.detach().cpu().double() - parts.detach().cpu().double()).abs().flatten()
-            at = int(gap.nan_to_num(math.inf).argmax())
-            what = f"{what}, at {[int(i) for i in np.unravel_index(at, whole.shape)]},"
-            whole, parts = whole.flatten()[at], parts.flatten()[at]
-        self.found = self.found or Difference(what, _text(whole), _text(parts))
-
-
 def _named(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _may_coincide(value: Any) -> bool:
-    """Return whether parts may have left ``value``, too, by chance: it is a number, or zeros."""
-    if isinstance(value, Tensor):
-        return value.numel() == 1 or not bool(value.any())
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (str, bytes, bool, int, float, type(None)))
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _number(item) for key, item in value.items()}
-    if isinstance(value, Tensor):
-        return value.detach().cpu().double().squeeze()
-    return torch.tensor(float(value), dtype=torch.float64) if isinstance(value, (int, float)) else value
-
-
-def _by_name(logged: list[tuple[str, Any]]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for name, value in logged:
-        found.setdefault(name, []).append(value)
-    return found
-
-
-def _text(value: Any) -> str:
-    if value is ABSENT:
-        return "not there"
-    if isinstance(value, Tensor):
-        return f"{float(value):.6g}" if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    text = repr(value)
-    return text if len(text) < 60 else f"{text[:57]}..."
-
-
-def described(verdict: Verdict) -> str:
-    """Return the difference in parts as text for messages."""
-    return f"{verdict.parts} (compared on {plural(verdict.samples, 'sample')} of the batch)"
-
-
-def in_both(one: dict[Key, list[str]], other: dict[Key, list[str]]) -> dict[Key, list[str]]:
-    """Return the rules that fit both comparisons; those of ``other``, the later one, where none fits both."""
-    both = {key: [rule for rule in one.get(key, rules) if rule in rules] for key, rules in other.items()}
-    return one | {key: both[key] or rules for key, rules in other.items()}
-
-
-def not_the_whole(what: str, left: Sequence[str], *, auto: bool) -> str:
-    """Return the error message for parts that differ from the whole batch.
-
-    Args:
-        what: the difference; see `described`.
-        left: attributes that training_step changes.
-        auto: whether cutting only the model's calls was tried, too.
-    """
-    tried = ", and neither does cutting the calls of the model alone (microbatch_scope='model')" if auto else ""
-    names = ", ".join(map(repr, left[:_NAMED]))
-    changed = f" It leaves another value in {names}, which the next part of the batch finds." if left else ""
-    return (
-        f"training_step gives something else in parts of the batch than on the whole batch{tried}: {what}.{changed} "
-        "If the loss is a mean with weights of its own, or a sum, set RoundPipeStrategy(loss_weight=...). If "
-        "training_step needs all samples at once, or counts how often it runs, set microbatch_scope='model', which "
-        "runs it once and cuts the calls of the model: these must return a row for each sample. num_microbatches=1 "
-        "keeps the batch whole."
-    )
-
-
-def calls_are_not_the_whole(what: str) -> str:
-    """Return the error message for ``microbatch_scope="model"`` where cut calls differ from whole ones."""
-    return (
-        f"training_step gives something else where microbatch_scope='model' cuts its calls of the model: {what}. The "
-        "model must treat each sample for itself, forward and backward. num_microbatches=1 keeps its calls whole."
-    )

@@ -25,8 +25,8 @@ from lightning_roundpipe.runtime.batch.logs import OPEN, USUAL, Key
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.profile.first_batch import Planner
 from lightning_roundpipe.runtime.profile.outside_writes import BETWEEN
-from lightning_roundpipe.runtime.profile.parts_check import (
-    PartsCheck,
+from lightning_roundpipe.runtime.profile.parts_check import PartsCheck
+from lightning_roundpipe.runtime.profile.verdict import (
     Verdict,
     calls_are_not_the_whole,
     described,

@@ -1,0 +1,244 @@
+"""Compares what training_step has produced on a whole batch with what it has produced in parts."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_roundpipe.runtime.batch.logs import RULES, USUAL, Key, Said, ruled
+from lightning_roundpipe.runtime.layer_calls.arguments import flatten
+from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards
+from lightning_roundpipe.runtime.profile.verdict import Difference
+from lightning_roundpipe.runtime.user_code.left_behind import ABSENT
+
+LOSS, OUTPUT = "the loss", "what it returns"
+_ATTRIBUTE = "attribute or buffer "
+"""What the places of most differences are called."""
+_FLOOR = 1e-2
+"""Added to the size of a value before it is multiplied by the tolerance: it may be a small difference of large ones."""
+
+
+@dataclass
+class Shown:
+    """What one side of a comparison has produced: the whole batch, or its parts, merged.
+
+    Attributes:
+        output, loss: as training_step returned them; ``loss`` is None if no microbatch has one.
+        logged: names and merged values, in order.
+        said: the logged values of each part.
+        weights: of each part in the loss.
+        spread: see `Verdict`.
+        metrics: values of metrics that were updated, by description.
+        left: changes to attributes, buffers and parameters, by path.
+        settings: changes to the trainer, schedulers and settings of optimizers, by path.
+        elsewhere: changes to numbers and lengths in callbacks, data sets, globals, closures and classes, by path.
+        alike: whether all random numbers were the same for a sample in any part.
+        backwards: what the user's own backward code gives.
+    """
+
+    output: Any = None
+    loss: Tensor | None = None
+    logged: list[tuple[str, Any]] = field(default_factory=list)
+    said: Said = field(default_factory=dict)
+    weights: list[float] = field(default_factory=list)
+    spread: bool = False
+    metrics: dict[str, Any] = field(default_factory=dict)
+    left: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    elsewhere: dict[str, Any] = field(default_factory=dict)
+    alike: bool = True
+    backwards: CustomBackwards | None = None
+
+    def log(self, name: str, value: Any, **kwargs: Any) -> None:
+        """Record a merged value; takes the place of ``LightningModule.log``."""
+        self.logged.append((name, value))
+
+
+class Comparison:
+    """Finds the first value that differs by more than rounding.
+
+    Args:
+        ignored: what is not compared.
+        collected: takes everything that differs, if given; the search does not end at the first value then.
+
+    Attributes:
+        found: the first difference; None so far.
+        rules, kept_rows, lost_rows, open: see `Verdict`.
+    """
+
+    def __init__(
+        self, tolerance: float, sizes: list[int], ignored: Iterable[str] = (), collected: set[str] | None = None
+    ) -> None:
+        self._tolerance, self._sizes = tolerance, sizes
+        self._ignored, self._collected = {*ignored}, collected
+        self.found: Difference | None = None
+        self.rules: dict[Key, list[str]] = {}
+        self.kept_rows: set[str] = set()
+        self.lost_rows: list[str] = []
+        self.open = False
+
+    def see(self, what: str, whole: Any, parts: Any) -> None:
+        """Compare a value, described by ``what``."""
+        if what in self._ignored or (self.found is not None and self._collected is None):
+            return
+        if whole is ABSENT or parts is ABSENT or type(whole) is not type(parts):
+            numbers = isinstance(whole, (int, float)) and isinstance(parts, (int, float))
+            if not numbers and whole is not parts:
+                self._differs(what, whole, parts)
+            if not numbers:
+                return
+        if not self._alike(whole, parts):
+            self._differs(what, whole, parts)
+
+    def _alike(self, whole: Any, parts: Any) -> bool:
+        (one, spec), (other, found) = flatten(whole), flatten(parts)
+        return bool(spec == found) and len(one) == len(other) and all(map(self._near, one, other))
+
+    def see_logs(self, whole: Shown, parts: Shown) -> None:
+        """Compare the logged values, in order under each name."""
+        one, other = _by_name(whole.logged), _by_name(parts.logged)
+        for name in {**one, **other}:
+            a, b = one.get(name, []), other.get(name, [])
+            if len(a) != len(b):
+                self.see(f"the number of values logged as {name!r}", len(a), len(b))
+            for nth, (x, y) in enumerate(zip(a, b, strict=False)):
+                if isinstance(x, Metric):
+                    continue
+                x, y = _number(x), _number(y)
+                fitting = self.rules[name, nth] = [USUAL] if self._alike(x, y) else []
+                fitting += self._rules_for((name, nth), x, parts)
+                if not fitting:
+                    self.see(f"the logged {name!r}", x, y)
+
+    def _rules_for(self, key: Key, whole: Any, parts: Shown) -> list[str]:
+        """Return the rules by which the parts' values merge into ``whole``."""
+        said = parts.said.get(key, [])
+        if len(said) < 2 or not isinstance(whole, Tensor):
+            return []
+        values, sizes = [_number(p.value) for p in said], [float(self._sizes[p.part]) for p in said]
+        weights = [parts.weights[p.part] if p.weight is None else p.weight for p in said]
+        found = []
+        for rule in RULES:
+            with contextlib.suppress(Exception):
+                if self._alike(whole, _number(ruled(rule, values, weights, sizes))):
+                    found.append(rule)
+        return found
+
+    def see_backwards(self, whole: CustomBackwards, parts: CustomBackwards) -> None:
+        """Compare the gradients that pass through the user's own backward code."""
+        for one, other in whole.different(parts, self._tolerance):
+            at = max((0, 1), key=lambda i: abs(float(one.sums[i] - other.sums[i])))
+            self.found = self.found or Difference(
+                f"a sum over the gradient of {one.of}, in whose backward {one.code} runs once for each part,",
+                f"{float(one.sums[at]):.6g}", f"{float(other.sums[at]):.6g}",
+            )  # fmt: skip
+
+    def see_elsewhere(self, path: str, whole: Any, parts: Any) -> None:
+        """Compare what a global, a callback or the like keeps at ``path``: numbers, lengths and rows of samples."""
+        if any(isinstance(value, Tensor) and value.dim() for value in (whole, parts)):
+            if self._are_rows(whole, parts) and self._near(whole[-self._sizes[-1] :], parts):
+                self.lost_rows.append(path)
+            return
+        self.see_left(path, whole, parts, "what is kept in ")
+        if self.found is not None:
+            self.found = replace(self.found, elsewhere=True)
+
+    def see_rows(self, path: str, whole: Any, parts: Any) -> None:
+        """Note an attribute inside a layer that keeps a row of each sample; nothing else is compared of these."""
+        if self._are_rows(whole, parts) and self._near(whole[-self._sizes[-1] :], parts):
+            self.kept_rows.add(path)
+
+    def _are_rows(self, whole: Any, parts: Any) -> bool:
+        """Return whether ``whole`` has a row for each sample, and ``parts`` for each of the last part."""
+        if not (isinstance(whole, Tensor) and isinstance(parts, Tensor) and whole.dim() and parts.dim()):
+            return False
+        rows = (len(whole), len(parts))
+        return rows == (sum(self._sizes), self._sizes[-1]) and whole.shape[1:] == parts.shape[1:]
+
+    def see_left(self, path: str, whole: Any, parts: Any, what: str = _ATTRIBUTE) -> None:
+        """Compare what is left at ``path``. Of a tensor with a row per sample, parts leave only the last one's rows."""
+        if self._are_rows(whole, parts):
+            whole = whole[-self._sizes[-1] :]
+            if what == _ATTRIBUTE:
+                self.kept_rows.add(path)
+        self.open |= what == _ATTRIBUTE and _may_coincide(whole)
+        name = f"the length of {path[4:-1]!r}" if path.startswith("len(") else f"{what}{path!r}"
+        self.see(name, whole, parts)
+
+    def _near(self, a: Any, b: Any) -> bool:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            if a.shape != b.shape or a.dtype is not b.dtype:
+                return False
+            if not (a.is_floating_point() or a.is_complex()) or not a.numel():
+                return torch.equal(a, b)
+            x, y = a.detach().cpu().double().flatten(), b.detach().cpu().double().flatten()
+            if not torch.equal(x.isfinite(), y.isfinite()):
+                return False
+            x, y = torch.nan_to_num(x), torch.nan_to_num(y)
+            return self._close(float((x - y).abs().max()), float(torch.maximum(x.abs(), y.abs()).max()))
+        if isinstance(a, (int, float)) and isinstance(b, (int, float)) and not isinstance(a, bool):
+            if not (math.isfinite(a) and math.isfinite(b)):
+                return str(a) == str(b)
+            return self._close(abs(a - b), max(abs(a), abs(b)))
+        try:
+            return a is b or bool(a == b) or not _is_plain(a)
+        except Exception:
+            return True  # not comparable: count them as equal
+
+    def _close(self, gap: float, size: float) -> bool:
+        return gap <= self._tolerance * (size + _FLOOR)
+
+    def _differs(self, what: str, whole: Any, parts: Any) -> None:
+        if self._collected is not None:
+            self._collected.add(what)
+        if isinstance(whole, Tensor) and isinstance(parts, Tensor) and whole.shape == parts.shape and whole.dim():
+            gap = (whole.detach().cpu().double() - parts.detach().cpu().double()).abs().flatten()
+            at = int(gap.nan_to_num(math.inf).argmax())
+            what = f"{what}, at {[int(i) for i in np.unravel_index(at, whole.shape)]},"
+            whole, parts = whole.flatten()[at], parts.flatten()[at]
+        self.found = self.found or Difference(what, _text(whole), _text(parts))
+
+
+def _may_coincide(value: Any) -> bool:
+    """Return whether parts may have left ``value``, too, by chance: it is a number, or zeros."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 or not bool(value.any())
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, bytes, bool, int, float, type(None)))
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _number(item) for key, item in value.items()}
+    if isinstance(value, Tensor):
+        return value.detach().cpu().double().squeeze()
+    return torch.tensor(float(value), dtype=torch.float64) if isinstance(value, (int, float)) else value
+
+
+def _by_name(logged: list[tuple[str, Any]]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for name, value in logged:
+        found.setdefault(name, []).append(value)
+    return found
+
+
+def _text(value: Any) -> str:
+    if value is ABSENT:
+        return "not there"
+    if isinstance(value, Tensor):
+        return f"{float(value):.6g}" if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:57]}..."

@@ -1,0 +1,131 @@
+"""What rehearsals of a batch have shown, and the messages about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightning_roundpipe.messages import plural
+from lightning_roundpipe.runtime.batch.logs import Key
+
+_NAMED = 3
+"""Attributes that an error names at most."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value that differs between the parts and the whole batch.
+
+    Attributes:
+        what: describes the value.
+        whole: its value on the whole batch, as text; None if ``what`` raised ``parts``.
+        parts: its value on the parts, as text, or the exception.
+        elsewhere: whether it is a number or a length that a global, a callback or the like keeps.
+    """
+
+    what: str
+    whole: str | None
+    parts: str
+    elsewhere: bool = False
+
+    def __str__(self) -> str:
+        if self.whole is None:
+            return f"{self.what} raises {self.parts}"
+        return f"{self.what} is {self.parts} instead of {self.whole}"
+
+
+@dataclass
+class Verdict:
+    """The outcome of the rehearsals.
+
+    Attributes:
+        samples: number of samples compared.
+        parts: the first difference in parts of the batch; None if there is none.
+        model: the first difference with only the model's calls cut; None if there is none, or that was not tried.
+        why_not: why there is no comparison; empty if there is one.
+        left: paths of attributes and buffers that training_step changes, if parts differ.
+        announced: whether the difference vanishes with batch statistics and layer buffers held fixed; `Hints` warns of
+            those.
+        raised: whether training_step raises on a part.
+        lopsided: whether a part has weight 0 in the loss, so that the comparison shows only the other one.
+        spread: whether the targets were distributed over the parts otherwise than the samples.
+        losses_inside: layers that compute a mean cross entropy themselves, whose targets are not counted.
+        shared: path of shared state that microbatches would disturb, by the code that changes it; see `OutsideWrites`.
+        collects: a difference of what globals, callbacks and the like keep, if batches are cut nevertheless.
+        rules: per logged value, the ways to merge it that give the whole batch's: `USUAL`, or keys of `logs.RULES`.
+        lost_rows: paths in globals, callbacks and the like where parts leave the last one's rows only.
+        keeps: whether training_step changes something outside of layers and metrics.
+        open: whether an attribute that it changes is equal as numbers may be by chance.
+        kept_rows: paths of attributes that keep something of each sample, of which parts leave their own.
+    """
+
+    samples: int
+    parts: Difference | None = None
+    model: Difference | None = None
+    why_not: str = ""
+    left: list[str] = field(default_factory=list)
+    announced: bool = False
+    raised: bool = False
+    lopsided: bool = False
+    spread: bool = False
+    losses_inside: list[str] = field(default_factory=list)
+    shared: dict[str, str] = field(default_factory=dict)
+    rules: dict[Key, list[str]] = field(default_factory=dict)
+    kept_rows: set[str] = field(default_factory=set)
+    lost_rows: list[str] = field(default_factory=list)
+    keeps: bool = False
+    open: bool = False
+    collects: Difference | None = None
+
+    def weigh_elsewhere(self, *, tried: bool) -> None:
+        """Leave batches in parts if only what globals, callbacks and the like keep differs, and cut calls do not help.
+
+        Hooks inside layers, for instance, run for each part either way.
+
+        Args:
+            tried: whether the model's calls were cut.
+        """
+        if self.parts is not None and self.parts.elsewhere:
+            if not tried or self.model is not None:
+                self.collects, self.parts, self.model = self.parts, None, None
+        elif self.model is not None and self.model.elsewhere:
+            self.model = None
+
+
+def described(verdict: Verdict) -> str:
+    """Return the difference in parts as text for messages."""
+    return f"{verdict.parts} (compared on {plural(verdict.samples, 'sample')} of the batch)"
+
+
+def in_both(one: dict[Key, list[str]], other: dict[Key, list[str]]) -> dict[Key, list[str]]:
+    """Return the rules that fit both comparisons; those of ``other``, the later one, where none fits both."""
+    both = {key: [rule for rule in one.get(key, rules) if rule in rules] for key, rules in other.items()}
+    return one | {key: both[key] or rules for key, rules in other.items()}
+
+
+def not_the_whole(what: str, left: Sequence[str], *, auto: bool) -> str:
+    """Return the error message for parts that differ from the whole batch.
+
+    Args:
+        what: the difference; see `described`.
+        left: attributes that training_step changes.
+        auto: whether cutting only the model's calls was tried, too.
+    """
+    tried = ", and neither does cutting the calls of the model alone (microbatch_scope='model')" if auto else ""
+    names = ", ".join(map(repr, left[:_NAMED]))
+    changed = f" It leaves another value in {names}, which the next part of the batch finds." if left else ""
+    return (
+        f"training_step gives something else in parts of the batch than on the whole batch{tried}: {what}.{changed} "
+        "If the loss is a mean with weights of its own, or a sum, set RoundPipeStrategy(loss_weight=...). If "
+        "training_step needs all samples at once, or counts how often it runs, set microbatch_scope='model', which "
+        "runs it once and cuts the calls of the model: these must return a row for each sample. num_microbatches=1 "
+        "keeps the batch whole."
+    )
+
+
+def calls_are_not_the_whole(what: str) -> str:
+    """Return the error message for ``microbatch_scope="model"`` where cut calls differ from whole ones."""
+    return (
+        f"training_step gives something else where microbatch_scope='model' cuts its calls of the model: {what}. The "
+        "model must treat each sample for itself, forward and backward. num_microbatches=1 keeps its calls whole."
+    )
