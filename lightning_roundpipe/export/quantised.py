@@ -16,7 +16,9 @@ from torch import Tensor
 
 from lightning_roundpipe.export.sources import Source, Spec
 from lightning_roundpipe.extras import need
+from lightning_roundpipe.messages import first_line
 from lightning_roundpipe.model.quantize_weight import shape_to_unpack
+from lightning_roundpipe.model.quantized import misfit_in_eight_bits, misfit_in_four_bits
 
 _STATE = ".quant_state.bitsandbytes__"
 _SCALES, _FORMAT = "SCB", "weight_format"
@@ -32,10 +34,12 @@ class Dequantised:
 
     Raises:
         ImportError: bitsandbytes is not installed.
+        ValueError: a weight lacks some of what unpacks it, or has it in another size. Kernels would read beyond its
+            end.
     """
 
     def __init__(self, source: Source, setting: str, dtype: torch.dtype = torch.bfloat16) -> None:
-        self._source = source
+        self._source, self._setting = source, setting
         self._bitsandbytes: Any = need("bitsandbytes.functional", f"{setting} is quantised by bitsandbytes")
         self._states: dict[str, Any] = {}
         self._scales: dict[str, str] = {}
@@ -47,8 +51,7 @@ class Dequantised:
                 weight = name[:at]
                 parts = [other for other in stored if other.startswith(f"{weight}.")]
                 helpers.update(parts)
-                tensors = {part.removeprefix(f"{weight}."): tensor for part, tensor in source.read(parts).items()}
-                self._states[weight] = self._bitsandbytes.QuantState.from_dict(tensors, device=torch.device("cpu"))
+                self._states[weight] = self._state(weight, source.read(parts))
             elif name.rpartition(".")[2] == _SCALES:
                 module = name.rpartition(".")[0]
                 self._scales[f"{module}.weight"] = name
@@ -61,6 +64,7 @@ class Dequantised:
                 self.specs[name] = Spec(spec.shape, dtype)
             elif name not in helpers:
                 self.specs[name] = spec
+        self._check_sizes()
 
     @property
     def quantised(self) -> frozenset[str]:
@@ -72,6 +76,36 @@ class Dequantised:
         scales = {name: self._scales[name] for name in names if name in self._scales}
         found = self._source.read([*names, *scales.values()])
         return {name: self._numbers(name, found[name], found.get(scales.get(name, ""))) for name in names}
+
+    def _state(self, weight: str, parts: Mapping[str, Tensor]) -> Any:
+        """Return the ``QuantState`` of a weight."""
+        tensors = {name.removeprefix(f"{weight}."): tensor for name, tensor in parts.items()}
+        try:
+            return self._bitsandbytes.QuantState.from_dict(tensors, device=torch.device("cpu"))
+        except Exception as error:  # of many types: bitsandbytes trusts what it reads
+            what = f"lacks some of what unpacks it, or has it garbled ({first_line(error)})"
+            raise self._broken(weight, what) from error
+
+    def _check_sizes(self) -> None:
+        stored = self._source.specs
+        for name, state in self._states.items():
+            if name in stored and (wrong := misfit_in_four_bits(state, stored[name].nbytes)):
+                raise self._broken(name, wrong)
+        for name, scales in self._scales.items():
+            if name not in stored:
+                continue
+            [held] = self._source.read([scales]).values()
+            if wrong := misfit_in_eight_bits(held, stored[name].shape[0]):
+                raise self._broken(name, wrong)
+        for name, spec in self.specs.items():
+            if name not in self.quantised and name.endswith("weight") and spec.dtype in (torch.uint8, torch.int8):
+                raise self._broken(name, "lacks its scales")
+
+    def _broken(self, weight: str, what: str) -> ValueError:
+        return ValueError(
+            f"{self._setting}: the quantised weight {weight!r} {what}. The files are cut short or broken: copy or "
+            "download them again, or name the original 16-bit model with base=."
+        )
 
     def _numbers(self, name: str, stored: Tensor, scales: Tensor | None) -> Tensor:
         if name in self._states:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -26,9 +27,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lightning_roundpipe.extras import need
-from lightning_roundpipe.messages import PREFIX
+from lightning_roundpipe.messages import PREFIX, first_line
 from lightning_roundpipe.model.quantize_weight import BrokenWeightsError
 from lightning_roundpipe.model.quantized import is_packed
+from lightning_roundpipe.model.weight_files import check_file, weight_files
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -48,6 +50,9 @@ _OWN = {
     "device_map": "nothing: the weights stay in host memory",
 }
 """Options of transformers that say otherwise what arguments here say, and what to write for them."""
+
+_ELSEWHERE = {"subfolder", "variant", "gguf_file", "use_safetensors"}
+"""Options with which transformers reads other files than `weight_files` looks for."""
 
 _PATIENCE_S = 3.0
 """Before progress is shown."""
@@ -136,12 +141,38 @@ def from_pretrained(
         options["quantization_config"] = quantize_loader.configuration(quantization, double_quantization, computed)
     elif stored is not None and isinstance(config.quantization_config, dict):
         config.quantization_config["bnb_4bit_compute_dtype"] = str(computed).removeprefix("torch.")
-    with ShownProgress() as progress, quantize_loader.installed(progress):
-        try:
+    with _naming_broken_files(path):
+        if not options.keys() & _ELSEWHERE:
+            _check_files(Path(path))
+        with ShownProgress() as progress, quantize_loader.installed(progress):
             return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, device_map="cpu", **options)
-        except BrokenWeightsError as error:
-            error.add_note(f"Copy or download {path} again, or quantise the 16-bit model anew.")
-            raise
+
+
+def _check_files(folder: Path) -> None:
+    """Raise unless the weights in ``folder`` are as long as their headers say. Names on the hub pass."""
+    if not (folder / "config.json").is_file():
+        return
+    for file, names in weight_files(folder).items():
+        try:
+            check_file(file, names)
+        except Exception as error:
+            size = f" ({file.stat().st_size:,} bytes)" if file.is_file() else ""
+            raise BrokenWeightsError(f"{file}{size} cannot be read: {first_line(error)}") from error
+
+
+@contextmanager
+def _naming_broken_files(path: str | Path) -> Iterator[None]:
+    """Say in errors about broken files what to do, and in transformers' which files."""
+    try:
+        try:
+            yield
+        except RuntimeError as error:  # transformers: a weight cannot be made of its parts, or has another shape
+            if "alloc" in str(error):  # it is the machine's memory
+                raise
+            raise BrokenWeightsError(f"{path} cannot be read: {first_line(error)}") from error
+    except BrokenWeightsError as error:
+        error.add_note(f"Copy or download {path} again, or quantise the 16-bit model anew.")
+        raise
 
 
 def from_config(

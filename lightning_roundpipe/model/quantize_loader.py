@@ -35,7 +35,7 @@ from typing_extensions import override
 
 from lightning_roundpipe.model.quantize_experts import ExpertWeights, check_sizes, fused_experts
 from lightning_roundpipe.model.quantize_weight import BrokenWeightsError, UnfitModelError, pack_4bit, pack_8bit
-from lightning_roundpipe.model.quantized import misfit
+from lightning_roundpipe.model.quantized import is_left_plain, misfit
 
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
 
@@ -123,6 +123,11 @@ class _Quantizer:
         for name, module in model.named_modules():
             if wrong := misfit(module):
                 raise BrokenWeightsError(f"the quantised weight of {name!r} {wrong}")
+            if is_left_plain(module):
+                raise BrokenWeightsError(
+                    f"the weight of {name!r} has the dtype {cast(Any, module).weight.dtype} in the files, and is "
+                    f"quantised by config.json ({self.quantization_config.quantization_method()})"
+                )
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 # Otherwise the first evaluation on a CPU that has these instructions rounds the scales and packs the
                 # weight for a kernel without gradients, and training after it computes none.

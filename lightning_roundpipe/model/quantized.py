@@ -143,7 +143,7 @@ def misfit(module: nn.Module) -> str | None:
             return None
         linear: Any = module
         scales = getattr(weight, "SCB", None)
-        return _wrong_sizes({"scales": (linear.state.SCB if scales is None else scales, len(weight))})
+        return misfit_in_eight_bits(linear.state.SCB if scales is None else scales, len(weight))
     if not _is_of_four_bits(module) or weight is None or (is_packed(weight) and not weight.bnb_quantized):
         return None
     state = getattr(weight, "quant_state", None)
@@ -154,14 +154,33 @@ def misfit(module: nn.Module) -> str | None:
     shape = (getattr(module, "out_features", None), getattr(module, "in_features", None))
     if None not in shape and tuple(state.shape) != shape:
         return f"has the shape {tuple(state.shape)} instead of {shape}"
+    return misfit_in_four_bits(state, weight.nbytes)
+
+
+def misfit_in_four_bits(state: Any, nbytes: int) -> str | None:
+    """Return what is wrong with the sizes in a ``QuantState`` of a weight of ``nbytes``, or None."""
     blocks = -(-math.prod(state.shape) // state.blocksize)
     wanted = {"scales": (state.absmax, blocks), "values in its table": (state.code, 16)}
-    if math.prod(state.shape) % state.blocksize == 0:
-        wanted["bytes"] = (weight.detach().view(torch.uint8), math.prod(state.shape) // 2)
     if state.nested:
         outer = -(-blocks // state.state2.blocksize)
         wanted |= {"scales of scales": (state.state2.absmax, outer), "values for scales": (state.state2.code, 256)}
+    elif state.absmax is not None and not state.absmax.is_floating_point():
+        return "lacks its scales of scales"
+    if math.prod(state.shape) % state.blocksize == 0 and nbytes != math.prod(state.shape) // 2:
+        return f"has {nbytes} bytes instead of {math.prod(state.shape) // 2}"
     return _wrong_sizes(wanted)
+
+
+def misfit_in_eight_bits(scales: Tensor | None, rows: int) -> str | None:
+    """Return what is wrong with the number of scales of a weight of so many ``rows``, or None."""
+    return _wrong_sizes({"scales": (scales, rows)})
+
+
+def is_left_plain(module: nn.Module) -> bool:
+    """Return whether ``module`` is a linear layer of packed weights, and its weight is not packed."""
+    weight = _weight(module)
+    packs = hasattr(module, "init_8bit_state") or hasattr(module, "support_avx512bf16_for_cpu")
+    return packs and weight is not None and not is_packed(weight)
 
 
 def _wrong_sizes(wanted: Mapping[str, tuple[Tensor | None, int]]) -> str | None:

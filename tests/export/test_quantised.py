@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,65 @@ def test_another_method(tmp_path: Path) -> None:
     (base / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"quantised by gptq, which is not unpacked here.*with base="):
         export(from_run(tmp_path / "adapters", base=str(base)), tmp_path / "merged")
+
+
+def _shorter(part: str, size: int) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(stored: dict[str, torch.Tensor]) -> None:
+        stored[WEIGHT + part] = stored[WEIGHT + part][:size].clone()
+
+    return change
+
+
+def _without(*parts: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(stored: dict[str, torch.Tensor]) -> None:
+        for part in parts:
+            del stored[WEIGHT.removesuffix("weight") + part]
+
+    return change
+
+
+def _garbled(stored: dict[str, torch.Tensor]) -> None:
+    stored[f"{WEIGHT}.quant_state.bitsandbytes__nf4"].fill_(7)
+
+
+def _other_shape(stored: dict[str, torch.Tensor]) -> None:
+    stored[WEIGHT] = stored[WEIGHT].float()
+
+
+WEIGHT = "model.layers.0.self_attn.q_proj.weight"
+STATE = "weight.quant_state.bitsandbytes__nf4"
+ALL = tuple(f"weight.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map"))
+BROKEN: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], None], str]] = {
+    "few scales": ("nf4, twice", _shorter(".absmax", 3), "has 3 scales instead of 64"),
+    "few scales of scales": ("nf4, twice", _shorter(".nested_absmax", 0), "has 0 scales of scales instead of 1"),
+    "half a table": ("nf4, twice", _shorter(".quant_map", 8), "has 8 values in its table instead of 16"),
+    "a cut table of scales": ("nf4, twice", _shorter(".nested_quant_map", 9), "has 9 values for scales instead of 256"),
+    "few bytes": ("nf4, twice", _shorter("", 100), "has 100 bytes instead of 2048"),
+    "many bytes": ("nf4", _other_shape, "has 8192 bytes instead of 2048"),
+    "no scales": ("nf4, twice", _without("weight.absmax"), "lacks some of what unpacks it, or has it garbled"),
+    "no scales of scales": ("nf4, twice", _without("weight.nested_absmax"), "lacks its scales of scales"),
+    "no state": ("nf4, twice", _without(STATE), "lacks its scales"),
+    "nothing": ("nf4, twice", _without(STATE, *ALL), "lacks its scales"),
+    "a garbled state": ("nf4, twice", _garbled, "lacks some of what unpacks it, or has it garbled"),
+    "eight bits, no scales": ("int8", _without("SCB"), "lacks its scales"),
+    "eight bits, few scales": (
+        "int8", lambda t: t.update({WEIGHT.replace("weight", "SCB"): torch.ones(3)}), "has 3 scales instead of 64",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_files(case: str, tmp_path: Path) -> None:
+    """Kernels read beyond the end of too few scales, and what was there was written, or the process died."""
+    kind, change, words = BROKEN[case]
+    base, unpacked = make_quantised(tmp_path / "base", kind)
+    adapters_on(unpacked, tmp_path / "adapters", ["q_proj"])
+    stored = load_file(base / "model.safetensors")
+    change(stored)
+    save_file(stored, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"^base=.*the quantised weight '{WEIGHT}' {words}.*copy or download"):
+        export(from_run(tmp_path / "adapters", base=str(base)), tmp_path / "merged")
+    assert not list(tmp_path.glob("merged*"))
 
 
 def test_rows_that_are_no_whole_number_of_blocks(tmp_path: Path) -> None:

@@ -587,6 +587,29 @@ def test_files_with_parts_of_the_wrong_size_are_refused(
     assert f"download {tmp_path} again" in raised.value.__notes__[0]
 
 
+@pytest.mark.parametrize("size", [0, 100, 9000])
+def test_files_that_are_cut_short_are_refused(folders: dict[str, Path], tmp_path: Path, size: int) -> None:
+    """The error of safetensors names neither the file nor a remedy."""
+    quantize.from_pretrained(folders["llama"], "nf4").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    for wanted in (None, "nf4"):
+        with pytest.raises(ValueError, match=rf"^{file} \({size:,} bytes\) cannot be read: Safetensor.*") as raised:
+            quantize.from_pretrained(tmp_path, wanted)
+        assert f"download {tmp_path} again" in raised.value.__notes__[0]
+
+
+def test_files_that_lack_parts_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    """transformers' error says that there were issues."""
+    quantize.from_pretrained(folders["llama"], "nf4").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.0.self_attn.q_proj.weight.absmax"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"^{tmp_path} cannot be read: RuntimeError: ") as raised:
+        quantize.from_pretrained(tmp_path)
+    assert f"download {tmp_path} again" in raised.value.__notes__[0]
+
+
 def test_eight_bits_with_too_few_scales_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     quantize.from_pretrained(folders["llama"], "int8").save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
