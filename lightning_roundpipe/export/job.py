@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 
 from lightning_roundpipe.export.gguf_file import GgufFile, check_architecture
 from lightning_roundpipe.export.layout import OfFiles, OfParameters
@@ -23,7 +27,7 @@ from lightning_roundpipe.export.skeleton import Skeleton, once, skeleton_of
 from lightning_roundpipe.export.sources import Source, StateDict, WeightFiles
 from lightning_roundpipe.export.trained import CheckpointFile, Trained
 from lightning_roundpipe.export.weights import Weights
-from lightning_roundpipe.messages import gib, plural
+from lightning_roundpipe.messages import first_line, gib, plural
 
 Format = Literal["safetensors", "gguf"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "q8_0"]
@@ -50,6 +54,9 @@ _COMPANIONS = (
     "chat_template.json",
 )
 """Files of a model beside its weights and configuration."""
+
+_WEIGHTS = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json", "model-*.gguf")
+_OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "README.md")
 
 
 @dataclass(frozen=True)
@@ -106,17 +113,21 @@ def export(
     """
     started = time.monotonic()
     final = Path(to).expanduser().absolute()
+    final = final.resolve() if final.is_symlink() else final  # what a link points to can be replaced
     _check_settings(trained, format, dtype, merge)
     _check_target(final, trained, to, overwrite)
     unfinished = final.with_name(final.name + UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)
     skeleton = skeleton_of(trained.base.config)
     try:
-        if not merge:
-            contents, notes = _write_adapters(trained, skeleton, unfinished)
-        else:
-            contents, notes = _write_model(trained, skeleton, unfinished, to, format, dtype, max_shard_size, progress)
-        _replace(final, unfinished)
+        with _writing(to):
+            if not merge:
+                contents, notes = _write_adapters(trained, skeleton, unfinished)
+            else:
+                contents, notes = _write_model(
+                    trained, skeleton, unfinished, to, format, dtype, max_shard_size, progress
+                )
+            _replace(final, unfinished)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
@@ -152,25 +163,64 @@ def _check_target(final: Path, trained: Trained, to: str | Path, overwrite: bool
             raise ValueError(f"to={to} holds what is exported: name another folder.")
     if final.is_file():
         raise ValueError(f"to={to} is a file: name a new folder.")
+    if os.path.ismount(final):
+        raise ValueError(
+            f"to={to} is the root of a disk, which the finished folder cannot replace: name a folder in it, such as "
+            f"to={Path(to) / 'model'}."
+        )
     if not final.is_dir() or not (there := sorted(path.name for path in final.iterdir())):
         return
     if not overwrite:
         raise ValueError(f"to={to} is not empty (it holds {there[0]}): name a new folder, or set overwrite=true.")
-    if folders := [path.name for path in final.iterdir() if path.is_dir()]:
+    if foreign := _foreign(final, trained):
+        what = f"the folder {foreign.name}" if foreign.is_dir() else foreign.name
         raise ValueError(
-            f"to={to} holds the folder {folders[0]}, which no export has written, and overwrite=true would delete it: "
-            "name a new folder."
+            f"to={to} holds {what}, which no export has written, and overwrite=true would delete it: name a new folder."
         )
 
 
+def _foreign(folder: Path, trained: Trained) -> Path | None:
+    """Return something in ``folder`` that no export of this model has written."""
+    known = {"config.json", *_WEIGHTS, *_COMPANIONS}
+    if trained.base.tokenizer is not None:
+        known.update(trained.base.tokenizer.vocab_files_names.values())
+    if (folder / _OF_ADAPTERS[0]).is_file():
+        known.update(_OF_ADAPTERS)
+    paths = sorted(folder.iterdir())
+    return next((path for path in paths if path.is_dir() or not any(fnmatch(path.name, name) for name in known)), None)
+
+
+@contextmanager
+def _writing(to: str | Path) -> Iterator[None]:
+    """Say in an error of the target's disk which setting it is about. What is read has errors of its own."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"to={to} cannot be written: {first_line(error)}. Name a folder on a disk that has space and takes files."
+        ) from error
+
+
 def _replace(final: Path, unfinished: Path) -> None:
+    """Put the new folder in the place of the old one, which is deleted last: nothing is lost if one of these fails."""
     mask = os.umask(0)
     os.umask(mask)
     for path in unfinished.iterdir():
         path.chmod(0o666 & ~mask)  # safetensors lets nobody else read what it writes
-    if final.exists():
-        shutil.rmtree(final)
-    unfinished.rename(final)
+    if not final.exists():
+        unfinished.rename(final)
+        return
+    previous = Path(tempfile.mkdtemp(prefix=f"{final.name}.", dir=final.parent)) / final.name
+    try:
+        final.rename(previous)
+        try:
+            unfinished.rename(final)
+        except BaseException:
+            previous.rename(final)
+            raise
+    finally:
+        if final.exists():
+            shutil.rmtree(previous.parent, ignore_errors=True)
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ trained. Adapters of any other training say the base model's name.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,11 +131,12 @@ def from_run(run: str | Path, ckpt: str | Path | None = None, base: str | None =
     notes: list[str] = []
     if base is not None:
         found = named_base(base)
+        _refuse_other_type(found, model, _working_folder(folder), f"run={run}")
     else:
         found = _base_of_run(model, cfg.get("seed"), _working_folder(folder), f"run={run}")
         if quantised := model.get(_QUANTISATION[0]):
             original = found.folder is not None or found.gguf is not None
-            kept = "; merged into the weights that those were made of" if original else ""
+            kept = "; the base model is the weights that those were made of" if original else ""
             notes.append(f"trained on weights in {quantised}{kept}")
     file, why = _checkpoint(folder, cfg, ckpt, f"run={run}")
     notes.append(why)
@@ -223,6 +225,19 @@ def _base_of_run(model: DictConfig, seed: Any, working: Path | None, setting: st
     return Base(found.config, found.tokenizer, None, draw, setting, f"{found.source}, seed {seed}", None)
 
 
+def _refuse_other_type(base: Base, model: DictConfig, working: Path | None, setting: str) -> None:
+    """Raise if a run is known to have trained another architecture than that of ``base``: shapes may be the same."""
+    trained = model.get("model_type")
+    if isinstance(place := model.get("folder"), str):
+        path = (working or Path()) / Path(place).expanduser() / "config.json"
+        trained = json.loads(path.read_text()).get("model_type") if path.is_file() else None
+    if trained not in (None, base.config.model_type):
+        raise ValueError(
+            f"{base.setting} is a model of the type {base.config.model_type}, and {setting} has trained one of "
+            f"{trained}. Name the model that was trained."
+        )
+
+
 def _made(model: DictConfig, setting: str) -> Pretrained:
     try:
         found: Any = instantiate(model, _convert_="all")
@@ -287,7 +302,7 @@ def _best(path: Path, monitor: str) -> str | None:
 def _loaded(path: Path) -> dict[str, Any]:
     with reading(path, f"ckpt={path}", "take another checkpoint with ckpt="):
         found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        if not isinstance(found.get("state_dict"), Mapping):
+        if not isinstance(found, dict) or not isinstance(found.get("state_dict"), Mapping):
             raise ValueError("it is no checkpoint of Lightning: it has no state_dict")
         return found
 

@@ -130,6 +130,22 @@ def test_adapters_of_another_base(base: Path, tmp_path: Path) -> None:
         refused(rf"^run=.*adapters does not fit the base model.*{message}.* with base=\.$", trained, tmp_path / "to")
 
 
+def test_a_base_of_another_architecture(run: Path, tmp_path: Path) -> None:
+    """Qwen3 has the shapes of Llama, and the adapters were merged into it."""
+    torch.manual_seed(0)
+    from_config("qwen3", **SIZES, **HEADS, head_dim=16).model.save_pretrained(tmp_path / "qwen3")
+    with pytest.raises(
+        ValueError, match=r"^base=.* of the type qwen3, and run=.*has trained one of llama"
+    ):
+        from_run(run, base=str(tmp_path / "qwen3"))
+
+
+def test_a_checkpoint_of_something_else(run: Path, tmp_path: Path) -> None:
+    torch.save([1, 2], tmp_path / "list.ckpt")
+    with pytest.raises(ValueError, match="it is no checkpoint of Lightning: it has no state_dict"):
+        from_run(run, tmp_path / "list.ckpt")
+
+
 def test_all_weights_of_another_model(run: Path, base: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(base)
     torch.save({"state_dict": {f"model.{k}": v for k, v in model.state_dict().items()}}, tmp_path / "all.ckpt")
@@ -245,6 +261,78 @@ def test_an_interrupted_export(error: BaseException, adapters: Path, tmp_path: P
         export(trained, to, overwrite=True, max_shard_size=100_000)
     assert written and not list(tmp_path.glob("*.unfinished"))
     assert {path.name: path.read_bytes() for path in to.iterdir()} == before
+
+
+def test_a_folder_with_files_of_the_users(base: Path, adapters: Path, tmp_path: Path) -> None:
+    """They were deleted."""
+    trained, to = from_run(adapters), tmp_path / "to"
+    export(trained, to, max_shard_size=100_000)
+    for name in ("notes.txt", "README.md"):
+        (to / name).write_text("mine")
+        refused(rf"^to=.*to holds {name}, which no export has written", trained, to, overwrite=True)
+        assert (to / name).read_text() == "mine"
+        (to / name).unlink()
+    export(trained, to, merge=False, overwrite=True)  # over a model, and that again: PEFT writes a README.md
+    export(trained, to, overwrite=True)
+    assert not (to / "README.md").exists()
+
+
+def test_a_link_to_a_folder(adapters: Path, tmp_path: Path) -> None:
+    """The export was made, could not replace the link, and was deleted."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "to").symlink_to(tmp_path / "disk")
+    (tmp_path / "later").symlink_to(tmp_path / "not yet")
+    for link in ("to", "later"):
+        export(from_run(adapters), tmp_path / link)
+        assert (tmp_path / link).is_symlink() and (tmp_path / link / "model.safetensors").is_file()
+
+
+def test_a_mount_point(adapters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "to").mkdir()
+    monkeypatch.setattr(job.os.path, "ismount", lambda path: path == tmp_path / "to")
+    refused(r"^to=.*to is the root of a disk.*name a folder in it", from_run(adapters), tmp_path / "to")
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_disk_that_becomes_full(merge: bool, adapters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of safetensors is no OSError, and came as a traceback."""
+    import peft.peft_model
+    from safetensors import SafetensorError
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(shards, "save_file", fail)
+    monkeypatch.setattr(peft.peft_model, "safe_save_file", fail)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(OSError, match=r"^to=.*to cannot be written: .*No space left.*Name a folder"):
+        export(from_run(adapters), tmp_path / "to", merge=merge)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_folder_that_cannot_be_made(adapters: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"^to=.*file/to cannot be written: NotADirectoryError.*Name a folder"):
+        export(from_run(adapters), tmp_path / "file" / "to")
+
+
+def test_a_folder_that_cannot_be_replaced(adapters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was there before comes back whole."""
+    trained, to = from_run(adapters), tmp_path / "to"
+    export(trained, to)
+    before = {path.name: path.read_bytes() for path in to.iterdir()}
+    rename = Path.rename
+
+    def fail(self: Path, target: Path) -> Path:
+        if self.name == "to.unfinished":
+            raise PermissionError("no")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match=r"^to=.*to cannot be written: PermissionError: no"):
+        export(trained, to, overwrite=True, max_shard_size=100_000)
+    assert {path.name: path.read_bytes() for path in to.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.glob("to*")) == ["to"]
 
 
 def test_what_a_killed_export_has_left(adapters: Path, tmp_path: Path) -> None:

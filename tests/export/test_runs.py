@@ -115,7 +115,7 @@ def test_weights_that_were_quantised_while_they_were_trained(base: Path, tmp_pat
     settings = [f"model.folder={base}", "data.vocab_size=128", LORA, "model.quantization=nf4"]
     train(tmp_path / "run", "model=folder", *settings)
     trained = from_run(tmp_path / "run")
-    assert trained.notes[0] == "trained on weights in nf4; merged into the weights that those were made of"
+    assert trained.notes[0] == "trained on weights in nf4; the base model is the weights that those were made of"
     export(trained, tmp_path / "merged", dtype="float32")
     plain = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
     wanted = logits(PeftModel.from_pretrained(plain, tmp_path / "run" / "adapters"))
