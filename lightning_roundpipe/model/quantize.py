@@ -96,7 +96,7 @@ def stored_quantization(config: PretrainedConfig, setting: str, quantization: st
             f"model.quantization={quantization!r}: {setting} is already quantised, as {kind}. Set "
             f"model.quantization={kind}, or take weights in 16 bits."
         )
-    _need_packages(f"{setting} is quantised ({kind})")
+    _need_packages(f"{setting}, which is quantised as {kind},")
     return kind
 
 

@@ -134,9 +134,7 @@ def test_a_base_of_another_architecture(run: Path, tmp_path: Path) -> None:
     """Qwen3 has the shapes of Llama, and the adapters were merged into it."""
     torch.manual_seed(0)
     from_config("qwen3", **SIZES, **HEADS, head_dim=16).model.save_pretrained(tmp_path / "qwen3")
-    with pytest.raises(
-        ValueError, match=r"^base=.* of the type qwen3, and run=.*has trained one of llama"
-    ):
+    with pytest.raises(ValueError, match=r"^base=.* of the type qwen3, and run=.*has trained one of llama"):
         from_run(run, base=str(tmp_path / "qwen3"))
 
 
