@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices.core_semaphore import concurrent_devices
 from lightning_roundpipe.messages import PREFIX, gib, plural, seconds, warn
+from lightning_roundpipe.model.quantized import weights_in
 from lightning_roundpipe.optim.independence import KNOWN, is_torchs
 from lightning_roundpipe.planning.pipeline import COMPUTE, run_steps
 from lightning_roundpipe.planning.schedule import Plan
@@ -101,7 +102,7 @@ class Announcements:
     def _beginning(self) -> str:
         engine = self._engine
         parameters = list({id(p): p for p in self._module.parameters()}.values())
-        total, trained = (sum(p.numel() for p in ps) for ps in (parameters, [p for p in parameters if p.requires_grad]))
+        total, trained = (sum(map(weights_in, ps)) for ps in (parameters, [p for p in parameters if p.requires_grad]))
         self.planned_host_bytes = host_bytes(engine, parameters, self._trainer.optimizers)
         share = "all trained" if trained == total else f"{count(trained)} trained"
         facts = [

@@ -558,6 +558,21 @@ def test_an_evaluation_before_leaves_the_weights_usable(name: str, saved: bool) 
         assert linear.weight.quant_state.absmax.dim() == 1
 
 
+@pytest.mark.parametrize("name", ["nf4", "nf4 in fp32", "int8"])
+def test_a_run_says_how_many_weights_it_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed weights were counted by what holds them: half of them in four bits, an eighth in fp32."""
+    from lightning_roundpipe import strategy
+
+    said: list[str] = []
+    monkeypatch.setattr(strategy, "rank_zero_info", said.append)
+    module = task(name)
+    adapters = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    plain = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder()).parameters())
+    trainer_of(ours(num_microbatches=2), devices=2).fit(module, loader(batches(1)))
+    [line] = [line for line in said if "host memory" in line]
+    assert f" {(plain + adapters) / 1000:.1f} k parameters ({adapters / 1000:.1f} k trained)" in line
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

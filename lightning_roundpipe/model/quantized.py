@@ -41,6 +41,12 @@ def is_packed(parameter: Tensor) -> bool:
     return type(parameter).__name__ in _PACKED and _is_theirs(parameter)
 
 
+def weights_in(parameter: Tensor) -> int:
+    """Return how many weights ``parameter`` stands for: packed, an element holds two or more."""
+    shape = getattr(getattr(parameter, "quant_state", None), "shape", None) if is_packed(parameter) else None
+    return parameter.numel() if shape is None else math.prod(shape)
+
+
 def is_stored_as_is(parameter: Tensor) -> bool:
     """Return whether ``parameter`` keeps its dtype in every precision: it is packed, or a companion."""
     return is_packed(parameter) or _COMPANION in parameter.__dict__
