@@ -275,7 +275,7 @@ worker's computations are the copies to it and back.</p>
 <h2>Over time</h2>
 <div class="curves">{curves}</div>
 <h2>Settings</h2>
-{_table(("setting", "value"), _flat(settings))}
+{_table(("setting", "value"), _flat(settings)) if settings else "<p>All have their defaults.</p>"}
 <h2>Versions</h2>
 {_table(("package", "version"), _versions())}
 """

@@ -301,10 +301,10 @@ def _best(path: Path, monitor: str) -> str | None:
 
 def _loaded(path: Path) -> dict[str, Any]:
     with reading(path, f"ckpt={path}", "take another checkpoint with ckpt="):
-        found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        if not isinstance(found, dict) or not isinstance(found.get("state_dict"), Mapping):
+        loaded: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        if not isinstance(loaded, dict) or not isinstance(loaded.get("state_dict"), Mapping):
             raise ValueError("it is no checkpoint of Lightning: it has no state_dict")
-        return found
+        return dict(loaded)
 
 
 def _state_of(path: Path) -> Mapping[str, Tensor]:
