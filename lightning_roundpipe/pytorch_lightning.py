@@ -23,6 +23,7 @@ _PARTS = (
     "hook_audit",
     "monitors",
     "one_process",
+    "shared_settings",
     "several_machines",
     "accumulation_checkpoint",
     "resuming",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,9 +19,10 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 from torch.optim import LBFGS
 from typing_extensions import override
 
@@ -28,6 +30,7 @@ from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.machines.peers import Peers, is_main_thread, meet
 from lightning_roundpipe.one_process import OneProcess
 from lightning_roundpipe.refusals import refuse_launch, refuse_several_machines
+from lightning_roundpipe.shared_settings import learning_rates, of_modules, of_optimizers, of_trainer
 
 _PACKAGES = ("lightning-roundpipe", "torch", "lightning", "pytorch-lightning")
 _PATH = "roundpipe_path"
@@ -124,7 +127,8 @@ class SeveralMachines(OneProcess):
         packages = {type(inner).__module__.partition(".")[0] for inner in module.modules()} - {"__main__"}
         versions = {f"the version of {package}": _version(package) for package in sorted(packages)}
         counted = {"the number of parameters and buffers": len(model)}
-        self._peers.agree(settings | versions | counted | model, "the model")
+        settings = of_trainer(module.trainer) | settings
+        self._peers.agree(settings | versions | counted | model | of_modules(module), "the model")
         self._peers.share([(name, tensor) for _, name, tensor in tensors], "the weights of the first machine")
 
     def _agree_on_training(self, trainer: Trainer, module: LightningModule, buckets: list[list[str]]) -> None:
@@ -142,12 +146,8 @@ class SeveralMachines(OneProcess):
             {
                 "the number of training batches": str(trainer.num_training_batches),
                 "the number of validation batches": str(validation.max_batches),
-                "max_epochs": trainer.max_epochs,
-                "max_steps": trainer.max_steps,
-                "accumulate_grad_batches": trainer.accumulate_grad_batches,
-                "gradient_clip_val": trainer.gradient_clip_val,
-                "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm),
-                "the optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
+                **of_trainer(trainer),
+                **of_optimizers(trainer),
                 "the epoch and step at which training begins": [trainer.current_epoch, trainer.global_step],
                 "the layers (set layers=, or the same memory_budget and devices of one size)": buckets,
             },
@@ -182,13 +182,41 @@ class SeveralMachines(OneProcess):
         batches.on_advance_end, epochs.on_advance_end = batch_ended, epoch_ended  # type: ignore[method-assign]
 
     def _stop_together(self, trainer: Trainer) -> None:
-        trainer.should_stop = self.reduce_boolean_decision(trainer.should_stop, all=False)
+        """Agree on ``should_stop``, and look whether learning rates are still the same, in one exchange."""
+        if (peers := self._ready("should_stop", None)) is None:
+            return
+        rates = learning_rates(trainer.optimizers, trainer.global_step)
+        mark = zlib.crc32(repr(list(rates.values())).encode())
+        found = peers.sum(torch.tensor([int(trainer.should_stop), mark, -mark]), "a decision", op=ReduceOp.MAX)
+        stops, most, least = found.tolist()
+        if most != -least:
+            peers.agree(
+                rates,
+                "the learning rates",
+                "A scheduler, or code that sets a learning rate, must see the same values on each machine: log what a "
+                "scheduler monitors with self.log(..., sync_dist=True).",
+            )
+        trainer.should_stop = bool(stops)
 
     @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
         if self._peers is not None and self.lightning_module is not None:
             self._stop_together(self.lightning_module.trainer)
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether a run of several machines ends with an error. Callbacks learn of it before `on_exception` does.
+
+        The others must hear of it before a callback asks them for something, such as their part of a checkpoint: they
+        are anywhere, and would say that this machine is in another place.
+        """
+        module = self.lightning_module
+        if self.num_nodes == 1 or module is None or module.trainer.state.status != TrainerStatus.INTERRUPTED:
+            return False
+        if (error := sys.exc_info()[1]) is not None:
+            self.on_exception(error)
+        return True
 
     def _stop_agreeing(self) -> None:
         for loop in self._agreeing:
@@ -267,7 +295,7 @@ class SeveralMachines(OneProcess):
     def _ready(self, name: str, group: Any) -> Peers | None:
         """Return the machines for a collective operation; None if there is one machine, or the run has failed."""
         peers = self._peers
-        if peers is None:
+        if peers is None or self._is_ending:
             return None
         if not is_main_thread():
             raise RoundPipeError(

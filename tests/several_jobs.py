@@ -493,9 +493,27 @@ class Faulty(Counting):
         self.kind = kind
         if kind == "another model" and RANK == 1:
             self.more = torch.nn.Linear(2, 2)
+        if kind == "another activation" and RANK == 1:
+            self.model[1] = torch.nn.ReLU()
+        if kind == "another dropout":
+            self.drop = torch.nn.Dropout(0.2 if RANK else 0.1)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        if self.kind == "another learning rate" and RANK == 1:
+            optimizer.param_groups[0]["lr"] = 0.02
+        if self.kind == "another schedule":
+            scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5 if RANK else 0.1)
+        elif self.kind == "own plateau":
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        else:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val"}}
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if (0 if "the first" in self.kind else 1) == RANK and self.trainer.global_step == 3:
+            if self.kind.startswith("raises, "):
+                raise ValueError("the data is spilled")
             if self.kind == "raises":
                 raise ValueError("the data is spilled")
             if self.kind.endswith(("killed", "stopped")):
@@ -505,8 +523,15 @@ class Faulty(Counting):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         if self.kind == "raises in a hook" and RANK == 1:
             raise ValueError("the validation is spilled")
+        if self.kind == "another exchange" and self.trainer.global_step == 8:
+            self.trainer.strategy.barrier() if RANK else self.trainer.strategy.reduce(torch.tensor(1.0))
+        if self.kind == "another shape" and self.trainer.global_step == 8:
+            self.all_gather(torch.zeros(3 + RANK))
         if self.kind == "is slow" and RANK == 1 and not batch_idx:
             time.sleep(12)
+        if self.kind == "own plateau":
+            self.log("val", float(self.current_epoch * (1 - 2 * RANK)), sync_dist=False)
+            return
         super().validation_step(batch, batch_idx)
 
     def on_train_start(self) -> None:
@@ -531,15 +556,18 @@ def fault(folder: Path, kind: str, timeout: float = 10.0) -> dict[str, Any]:
     if kind == "fewer batches that nobody counts":
         training = DataLoader(Numbers(8 if RANK == 0 else 5), 4)
     options = {"staleness": 1} if kind == "another setting" and RANK == 1 else {}
+    sanity = 2 if kind == "another setting of the trainer" and RANK == 1 else 0
     if kind == "another version" and RANK == 1:
         own = lightning_roundpipe.several_machines._version
         lightning_roundpipe.several_machines._version = lambda name: "0.1" if name == "torchmetrics" else own(name)
     module = Faulty(kind)
-    saving = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_top_k=-1)
+    saving = ModelCheckpoint(
+        folder / "checkpoints", every_n_train_steps=2, save_top_k=-1, save_on_exception=kind == "raises, and would save"
+    )
     trainer = trainer_of(
         ours(num_microbatches=2, machine_timeout=timeout, **options), devices=2, num_nodes=MACHINES, callbacks=[saving],
-        max_epochs=1000 if kind == "goes on" else 2, enable_checkpointing=True, use_distributed_sampler=False,
-        check_val_every_n_epoch=1,
+        max_epochs={"goes on": 1000, "own plateau": 4}.get(kind, 2), enable_checkpointing=True,
+        use_distributed_sampler=False, check_val_every_n_epoch=1, num_sanity_val_steps=sanity,
     )  # fmt: skip
     with quiet():
         trainer.fit(module, training, DataLoader(data[:8], 4))

@@ -27,6 +27,7 @@ LAYERS: list[set[str]] = [
         "checkpoint_io",
         "one_process",
         "several_machines",
+        "shared_settings",
         "refusals",
         "hook_audit",
         "monitors",

@@ -214,15 +214,23 @@ REFUSED = {
     "another model": "the machines differ in the number of parameters and buffers: machine 0 (.*) has 4, and machine 1",
     "another version": "the machines differ in the version of torchmetrics: machine 0 (.*) has '.*', and machine 1",
     "another setting": "the machines differ in staleness: machine 0 (.*) has 0, and machine 1 (.*) has 1",
+    "another setting of the trainer": "the machines differ in num_sanity_val_steps: machine 0 (.*) has '0', and",
+    "another learning rate": "the machines differ in lr of group 0 of AdamW: machine 0 (.*) has '0.01', and machine 1",
+    "another schedule": "the machines differ in gamma of StepLR: machine 0 (.*) has '0.1', and machine 1",
+    "another activation": r"the machines differ in module 'model.1': machine 0 (.*) has 'Tanh\(\)', and machine 1",
+    "another dropout": r"the machines differ in module 'drop': machine 0 (.*) has 'Dropout\(p=0.1, inpl",
 }
 FAILED = {
     "raises": "machine 1 (.*) has failed: ValueError: the data is spilled",
+    "raises, and would save": "machine 1 (.*) has failed: ValueError: the data is spilled",
     "raises in a hook": "machine 1 (.*) has failed: ValueError: the validation is spilled",
     "killed": "machine 1 (.*) has died: its connection broke",
     "stopped": "machine 1 (.*) has not answered for",
     "the first is killed": "machine 0 (.*) has died|machine 0 (.*), which keeps the job's store, does not answer",
     "the first is stopped": "machine 0 (.*), which keeps the job's store, has not answered for",
     "fewer batches that nobody counts": "the machines have come to different places",
+    "another exchange": r"places: machine 0 \(.*\) waits for the mean of a value float32 and .* waits for barrier",
+    "another shape": r"places: machine 0 \(.*\) waits for all_gather\(\) \[3\] .* waits for all_gather\(\) \[4\]",
 }
 
 
@@ -233,6 +241,16 @@ def test_machines_that_differ_are_refused_before_training(kind: str, tmp_path: P
         assert one.status == 1
         assert re.search(REFUSED[kind], one.output), one.output
     assert not list(tmp_path.glob("checkpoints/*"))
+
+
+@pytest.mark.slow
+def test_learning_rates_that_go_apart_are_refused(tmp_path: Path) -> None:
+    """Each machine's scheduler saw the value of its own batches, and with state everywhere the weights went apart."""
+    expected = "the machines differ in lr of group 0 of AdamW, after .* steps: machine 0 (.*) has 0.001, and machine 1"
+    for one in several_machines.launch("fault", tmp_path, kind="own plateau", limit=PATIENCE_S):
+        assert one.status == 1
+        assert re.search(expected, one.output), one.output
+        assert "sync_dist=True" in one.output
 
 
 def fails(folder: Path, kind: str) -> None:

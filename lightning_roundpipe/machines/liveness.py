@@ -174,6 +174,11 @@ class Liveness:
         self._fail(f"the connection to {who} broke when this machine waited for {label}: {_first(error)}")
         return MachineError(self.failure)
 
+    def apart(self, exchanges: dict[int, str]) -> MachineError:
+        """Return the error to raise when machines are about to exchange different things, each of which is said."""
+        self._fail(self._apart(exchanges))
+        return MachineError(self.failure)
+
     def fail(self, error: BaseException) -> None:
         """Tell the other machines that this one ends with ``error`` [3]. Returns when they have read it."""
         self._told = True
@@ -192,7 +197,7 @@ class Liveness:
 
     def _at_exit(self) -> None:
         """End the process without gloo's cleanup, after all that others have registered [6]."""
-        if self.failure is None:
+        if self.failure is None and not self._told:
             return
         atexit.unregister(self._at_exit)
         atexit._run_exitfuncs()
@@ -286,8 +291,7 @@ class Liveness:
             return
         waits = {self._rank: label} | {other: beat["wait"] for other, beat in beats.items()}
         shortest = min(time.monotonic() - since, *(beat["for"] for beat in beats.values()))
-        places = " and ".join(f"{self.name_of(rank)} waits for {wait}" for rank, wait in sorted(waits.items()))
-        text = ""
+        places, text = self._places(waits), ""
         if all(wait.startswith(BOUNDED) for wait in waits.values()) or len(set(waits.values())) == 1:
             if shortest > self._timeout * (1 if label.startswith(BOUNDED) else PATIENCE):
                 text = (
@@ -296,14 +300,19 @@ class Liveness:
                     "is only slow needs a larger machine_timeout."
                 )
         elif shortest > STALL:
-            text = (
-                f"the machines have come to different places: {places}. Each needs the same number of batches, and the "
-                "same hooks; code that only one machine runs must not call the trainer. If they have these, the "
-                "network between them has stalled."
-            )
+            text = f"{self._apart(waits)} If they have these, the network between them has stalled."
         if text:
             self._fail(text)
             self._post(text)
+
+    def _places(self, waits: dict[int, str]) -> str:
+        return " and ".join(f"{self.name_of(rank)} waits for {wait}" for rank, wait in sorted(waits.items()))
+
+    def _apart(self, waits: dict[int, str]) -> str:
+        return (
+            f"the machines have come to different places: {self._places(waits)}. Each needs the same number of "
+            "batches, and the same hooks; code that only one machine runs must not call the trainer."
+        )
 
     def _key(self, *parts: object) -> str:
         """Return a key of this run."""

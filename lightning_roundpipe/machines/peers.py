@@ -6,10 +6,14 @@ another machine has; and objects travel as JSON, so that nothing that comes from
 A process group must not be used by two threads at once, and one has one connection to each other machine. So there are
 several:
 
-    the main thread: Lightning's exchanges, and those of user code ── the default group ── [1]
+    the main thread: Lightning's exchanges with the strategy ── `MAIN` ── [1]
     the optimizer's thread, or the main thread while that does not exist: gradients ── `GRADIENTS` ── [2]
     the same thread: updated weights, which travel beside later gradients ── `WEIGHTS` ── [3]
     messages of [2], and those of [3], take their `CONNECTIONS` in turn, in the same order on each machine ── [4]
+    the main thread, in code that calls torch.distributed, such as torchmetrics ── the default group ── [5]
+
+gloo takes what comes: it adds up the values of different exchanges, and ends the process where their sizes differ. So
+before each exchange of [1] the machines compare what it is, and [5] cannot meet it.
 """
 
 from __future__ import annotations
@@ -43,8 +47,12 @@ LOOK = 0.5
 """Seconds between two looks at the other machines while waiting."""
 OPERATION = timedelta(hours=24)
 """How long an operation may take while all machines are alive."""
+EXCHANGE = 200
+"""Bytes of the text that says what a machine exchanges."""
 PORTION = 2**22
 """Numbers of a tensor that travel in one message, where a tensor is sent as it is."""
+SAME = "Start the same script with the same settings, data and installed packages on each machine."
+"""What to do when machines differ."""
 
 
 class Peers:
@@ -112,8 +120,28 @@ class Peers:
                         raise self.liveness.explain(error, label) from error
                 self.liveness.check()
 
+    def come_together(self, exchange: str) -> None:
+        """Compare what this machine is about to exchange in `MAIN`, which ``exchange`` says, with the others.
+
+        Raises:
+            MachineError: they are about to do something else.
+        """
+        mark = zlib.crc32(exchange.encode())
+        marks = torch.tensor([mark, -mark])
+        self.wait(self.start(dist.all_reduce, marks, MAIN, op=dist.ReduceOp.MAX), exchange)
+        if int(marks[0]) == -int(marks[1]):
+            return
+        texts = torch.zeros((self.size, EXCHANGE), dtype=torch.uint8)
+        mine = exchange.encode()[:EXCHANGE]
+        texts[self.rank, : len(mine)] = torch.tensor(list(mine), dtype=torch.uint8)
+        self.wait(self.start(dist.all_reduce, texts, MAIN), exchange)
+        everyones = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in texts]
+        raise self.liveness.apart(dict(enumerate(everyones)))
+
     def sum(self, tensor: Tensor, label: str, group: str = MAIN, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Sum ``tensor`` over the machines, in place, or combine it by another ``op``."""
+        if group == MAIN:
+            self.come_together(_exchange(label, tensor))
         self.wait(self.start(dist.all_reduce, tensor, group, op=op), label)
         return tensor
 
@@ -124,19 +152,23 @@ class Peers:
 
     def gather(self, tensor: Tensor, label: str, group: str = MAIN) -> list[Tensor]:
         """Return the ``tensor`` of each machine, by number. All have the same shape and dtype."""
+        if group == MAIN:
+            self.come_together(_exchange(label, tensor))
         found = tensor.new_zeros((self.size, *tensor.shape))
         found[self.rank] = tensor
-        return list(self.sum(found, label, group))
+        self.wait(self.start(dist.all_reduce, found, group), label)
+        return list(found)
 
     def barrier(self, label: str) -> None:
         """Wait until all machines have come here."""
-        self.sum(torch.zeros(1), label)
+        self.come_together(label)
 
     # -- objects ------------------------------------------------------------------------------------------------------
 
     def broadcast_json(self, value: Any, src: int, label: str) -> Any:
         """Return the ``value`` of machine ``src``, which JSON can hold."""
         data = _encoded(value) if self.rank == src else b""
+        self.come_together(f"{label} from machine {src}")
         size = self.broadcast(torch.tensor([len(data)]), src, label)
         buffer = torch.empty(int(size), dtype=torch.uint8)
         if self.rank == src and data:
@@ -147,8 +179,13 @@ class Peers:
         """Return the ``value`` of each machine, by number."""
         return [self.broadcast_json(value, src, label) for src in range(self.size)]
 
-    def agree(self, values: dict[str, Any], label: str) -> None:
+    def agree(self, values: dict[str, Any], label: str, remedy: str = SAME) -> None:
         """Check that all machines have the same ``values``, of which each has a name.
+
+        Args:
+            values: what JSON can hold.
+            label: what they are.
+            remedy: what to do if they differ, as a sentence.
 
         Raises:
             RoundPipeError: a value differs. The message names it and the machines.
@@ -159,8 +196,7 @@ class Peers:
                 if first.get(name) != theirs.get(name):
                     raise RoundPipeError(
                         f"the machines differ in {name}: {self.liveness.name_of(0)} has {first.get(name)!r}, and "
-                        f"{self.liveness.name_of(rank)} has {theirs.get(name)!r}. Start the same script with the same "
-                        "settings, data and installed packages on each machine."
+                        f"{self.liveness.name_of(rank)} has {theirs.get(name)!r}. {remedy}"
                     )
 
     def gather_states(
@@ -235,6 +271,12 @@ class Peers:
             self.broadcast(flat[start : start + PORTION], 0, label)
 
 
+def _exchange(label: str, tensor: Tensor) -> str:
+    """Return what is exchanged. Tensors of one number are alike, whatever their shapes."""
+    shape = "" if tensor.numel() == 1 else f" {list(tensor.shape)}"
+    return f"{label}{shape} {str(tensor.dtype).removeprefix('torch.')}"
+
+
 def _described(value: Any) -> tuple[list[int] | None, str | None, Any]:
     """Return shape, dtype and None of a tensor; None, None and the value of anything else."""
     if isinstance(value, Tensor):
@@ -274,7 +316,7 @@ def _connected(rank: int, size: int, timeout: float) -> Peers:
             started = _store(rank, size, patience)
             dist.init_process_group("gloo", store=started, rank=rank, world_size=size, timeout=patience)
         everyone = list(range(size))
-        groups: dict[str, list[Any]] = {MAIN: [dist.group.WORLD]}
+        groups: dict[str, list[Any]] = {MAIN: [dist.new_group(everyone, timeout=patience, backend="gloo")]}
         for name in (GRADIENTS, WEIGHTS):
             groups[name] = [dist.new_group(everyone, timeout=patience, backend="gloo") for _ in range(CONNECTIONS)]
         base: Any = dist.distributed_c10d._get_default_store()
@@ -295,9 +337,8 @@ def _connected(rank: int, size: int, timeout: float) -> Peers:
             "connections of gloo, whose interface GLOO_SOCKET_IFNAME names. Set a larger machine_timeout if one "
             "machine needs longer than another until it trains."
         ) from error
-    for name, several in groups.items():  # from here on `Liveness` ends a wait
-        for group in several if ours or name != MAIN else ():
-            dist.distributed_c10d._set_pg_timeout(OPERATION, group)
+    for group in itertools.chain(*groups.values(), [dist.group.WORLD] if ours else []):
+        dist.distributed_c10d._set_pg_timeout(OPERATION, group)  # from here on `Liveness` ends a wait
     return Peers(rank, names, liveness, groups)
 
 
