@@ -20,14 +20,14 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
-from torch.distributed import ReduceOp
 from torch.optim import LBFGS
 from typing_extensions import override
 
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.machines.peers import Peers, is_main_thread, meet
+from lightning_roundpipe.messages import PREFIX
 from lightning_roundpipe.one_process import OneProcess
 from lightning_roundpipe.refusals import refuse_launch, refuse_several_machines
 from lightning_roundpipe.shared_settings import learning_rates, of_modules, of_optimizers, of_trainer
@@ -100,6 +100,8 @@ class SeveralMachines(OneProcess):
         if self.num_nodes == 1:
             return
         module = self.lightning_module
+        if module is not None:
+            self._note_sigterm(module.trainer)
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             refuse_several_machines(module)
         assert self.cluster_environment is not None
@@ -182,21 +184,34 @@ class SeveralMachines(OneProcess):
         batches.on_advance_end, epochs.on_advance_end = batch_ended, epoch_ended  # type: ignore[method-assign]
 
     def _stop_together(self, trainer: Trainer) -> None:
-        """Agree on ``should_stop``, and look whether learning rates are still the same, in one exchange."""
+        """Agree on ``should_stop`` and SIGTERM, and look whether learning rates are still the same, in one exchange."""
         if (peers := self._ready("should_stop", None)) is None:
             return
         rates = learning_rates(trainer.optimizers, trainer.global_step)
         mark = zlib.crc32(repr(list(rates.values())).encode())
-        found = peers.sum(torch.tensor([int(trainer.should_stop), mark, -mark]), "a decision", op=ReduceOp.MAX)
-        stops, most, least = found.tolist()
-        if most != -least:
+        mine = torch.tensor([int(trainer.should_stop), int(trainer.received_sigterm), mark])
+        stops, ended, marks = torch.stack(peers.gather(mine, "a decision")).T.tolist()
+        if len(set(marks)) > 1:
             peers.agree(
                 rates,
                 "the learning rates",
                 "A scheduler, or code that sets a learning rate, must see the same values on each machine: log what a "
                 "scheduler monitors with self.log(..., sync_dist=True).",
             )
-        trainer.should_stop = bool(stops)
+        trainer.should_stop = any(stops)
+        if any(ended) and not all(ended):
+            names = " and ".join(peers.liveness.name_of(rank) for rank, one in enumerate(ended) if one)
+            rank_zero_info(f"{PREFIX}{names} received SIGTERM, and all machines end after this batch.")
+        trainer._signal_connector.received_sigterm = any(ended)
+
+    def _note_sigterm(self, trainer: Trainer) -> None:
+        """Have a SIGTERM noted only. Lightning calls torch.distributed in the handler, where the others do not come."""
+        connector = trainer._signal_connector
+
+        def noted(*_: Any) -> None:
+            connector.received_sigterm = True
+
+        connector._sigterm_notifier_fn = noted  # type: ignore[method-assign, assignment]
 
     @override
     def on_validation_end(self) -> None:

@@ -68,9 +68,7 @@ def learning_rates(optimizers: Sequence[Optimizer], steps: int) -> dict[str, flo
 
     Nothing else of a group: some optimizers count in it, on a thread of their own.
     """
-    return {
-        f"lr of {at}, after {steps} steps": float(group["lr"]) for at, group in _groups(optimizers) if "lr" in group
-    }
+    return {f"lr of {at}, after step {steps}": float(group["lr"]) for at, group in _groups(optimizers) if "lr" in group}
 
 
 def _groups(optimizers: Sequence[Optimizer]) -> list[tuple[str, dict[str, Any]]]:

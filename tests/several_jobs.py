@@ -516,6 +516,8 @@ class Faulty(Counting):
                 raise ValueError("the data is spilled")
             if self.kind == "raises":
                 raise ValueError("the data is spilled")
+            if self.kind == "is asked to end":
+                os.kill(os.getpid(), signal.SIGTERM)
             if self.kind.endswith(("killed", "stopped")):
                 os.kill(os.getpid(), signal.SIGKILL if self.kind.endswith("killed") else signal.SIGSTOP)
         return super().training_step(batch, batch_idx)

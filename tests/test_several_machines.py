@@ -130,6 +130,23 @@ def test_checkpoints_are_those_of_one_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_adapters_of_three_machines_go_on_with_two_and_with_plain_training(tmp_path: Path) -> None:
+    path, alone, case = tmp_path / "three.ckpt", tmp_path / "one.ckpt", {"lora": True, "microbatches": 6, "samples": 12}
+    several_machines.results("cases", tmp_path, machines=3, cases=[{**case, "save": str(path)}])
+    several_jobs.train(rank=0, machines=1, save=str(alone), **case)  # type: ignore[arg-type]
+    saved, expected = (torch.load(file, weights_only=False) for file in (path, alone))
+    assert_tensors_same(expected["optimizer_states"][0]["state"], saved["optimizer_states"][0]["state"])
+    assert_tensors_same(expected["state_dict"], saved["state_dict"])
+    plain = resumed(path, 3, lora=True, samples=12, strategy="auto", devices=1)
+    again = several_machines.results(
+        "cases", tmp_path / "again", cases=[{**case, "resume": str(path), "max_epochs": 2}]
+    )
+    for (result,) in again:
+        assert result["steps"] == plain["steps"] == 6
+        assert_tensors_same(plain["state"], result["state"])
+
+
+@pytest.mark.slow
 def test_checkpoints_take_no_memory_for_the_state_of_other_machines(tmp_path: Path) -> None:
     """The first machine held all of it at once when it saved, and each machine did when it went on: 64 MiB here."""
     first, second = several_machines.results("saves_much", tmp_path / "run")
@@ -246,7 +263,7 @@ def test_machines_that_differ_are_refused_before_training(kind: str, tmp_path: P
 @pytest.mark.slow
 def test_learning_rates_that_go_apart_are_refused(tmp_path: Path) -> None:
     """Each machine's scheduler saw the value of its own batches, and with state everywhere the weights went apart."""
-    expected = "the machines differ in lr of group 0 of AdamW, after .* steps: machine 0 (.*) has 0.001, and machine 1"
+    expected = "the machines differ in lr of group 0 of AdamW, after step .*: machine 0 (.*) has 0.001, and machine 1"
     for one in several_machines.launch("fault", tmp_path, kind="own plateau", limit=PATIENCE_S):
         assert one.status == 1
         assert re.search(expected, one.output), one.output
@@ -273,6 +290,17 @@ def test_a_machine_that_fails_ends_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in FAILED if kind != "raises"])
 def test_a_machine_that_is_lost_ends_the_others(kind: str, tmp_path: Path) -> None:
     fails(tmp_path, kind)
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_asked_to_end_ends_all_after_the_same_batch(tmp_path: Path) -> None:
+    """Lightning called torch.distributed in the handler of SIGTERM, and the machine that got it stayed there."""
+    first, second = several_machines.launch("fault", tmp_path, kind="is asked to end", limit=PATIENCE_S)
+    assert several_machines.LEFT not in (first.status, second.status), first.output + second.output
+    assert re.search(r"machine 1 \(.*\) received SIGTERM, and all machines end after this batch", first.output)
+    assert "different places" not in first.output + second.output
+    assert not list(tmp_path.glob("result-*.pt")), "fit returned"
+    assert len(list((tmp_path / "checkpoints").glob("*.ckpt"))) == 2, "of steps 2 and 4"
 
 
 @pytest.mark.slow
