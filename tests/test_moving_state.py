@@ -52,6 +52,23 @@ class FilledBetween(zoo.PlainClassifier):
         self.model.blocks[1].scale.mul_(1.2)  # type: ignore[union-attr, index, operator]
 
 
+class DataInStep(zoo.PlainClassifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.model.blocks[1].scale.data.fill_(1 + 0.1 * batch_idx)  # type: ignore[union-attr, index, operator]
+        return super().training_step(batch, batch_idx)
+
+
+class DataBetween(zoo.PlainClassifier):
+    """Writes as code of averaged models does, which increments no version."""
+
+    roundpipe_looks_away = True
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.model.blocks[0].scale.data.mul_(1.2)  # type: ignore[union-attr, index, operator]
+        self.model.blocks[1].scale.numpy()[:2] += 0.1  # type: ignore[union-attr, index, operator]
+        self.model.blocks[2].scale.data = self.model.blocks[0].scale + 0.1  # type: ignore[union-attr, index, operator]
+
+
 class ReplacedBetween(zoo.PlainClassifier):
     roundpipe_looks_away = True
 
@@ -114,6 +131,8 @@ def reading(read: Callable[[Any], Any]) -> type[Block]:
 CASES: dict[str, tuple[type[zoo.PlainClassifier], type[Block]]] = {
     "a buffer in the step": (FilledInStep, Scaled),
     "a buffer between steps": (FilledBetween, Scaled),
+    "a buffer's data in the step": (DataInStep, Scaled),
+    "a buffer's data between steps": (DataBetween, Scaled),
     "another buffer": (ReplacedBetween, Scaled),
     "global_step": (Owner, reading(lambda owner: 1 + 0.1 * owner.global_step)),
     "global_step of the trainer": (Owner, reading(lambda owner: 1 + 0.1 * owner.trainer.global_step)),
@@ -137,7 +156,7 @@ def check(name: str, microbatches: int, devices: int, plan: str | None) -> None:
     assert_same(plain, train(ours(num_microbatches=microbatches, plan=plan), *CASES[name], devices=devices))
 
 
-@pytest.mark.parametrize("name", ["a buffer between steps", "global_step", "an array"])
+@pytest.mark.parametrize("name", ["a buffer between steps", "a buffer's data between steps", "global_step", "an array"])
 def test_recomputation_sees_it_as_the_forward_did(name: str) -> None:
     check(name, *OVERLAPPING[2])
 

@@ -133,6 +133,13 @@ def moves_a_buffer(module: Any, logits: Tensor, batch: Batch) -> Tensor:
     return loss
 
 
+def moves_its_data(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    loss = F.mse_loss(logits, module.center.clone().expand_as(logits))
+    module.center.data.mul_(0.9).add_(logits.data.mean(0), alpha=0.1)
+    module.counts.numpy()[0] += 1
+    return loss / float(module.counts)
+
+
 def fills_a_codebook(module: Any, logits: Tensor, batch: Batch) -> Tensor:
     near = torch.cdist(logits, module.codes).argmin(1)
     loss = F.mse_loss(logits, module.codes[near])
@@ -180,6 +187,7 @@ def keeps_outputs(module: Any, logits: Tensor, batch: Batch) -> Tensor:
 COUNTING: dict[str, tuple[Any, Callable[[], dict[str, Any]]]] = {
     "anneals": (anneals, lambda: {"calls": 0}),
     "moves a buffer": (moves_a_buffer, lambda: {"center": torch.zeros(5)}),
+    "moves its data": (moves_its_data, lambda: {"center": torch.zeros(5), "counts": torch.ones(1)}),
     "fills a codebook": (fills_a_codebook, lambda: {"codes": torch.eye(5)}),
     "keeps a queue": (keeps_a_queue, lambda: {"queue": []}),
     "takes the next": (takes_the_next, lambda: {"scales": itertools.count(1)}),

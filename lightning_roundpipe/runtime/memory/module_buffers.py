@@ -59,6 +59,8 @@ class HostBuffers:
         self._made: dict[Place, tuple[nn.Module, BufferValue]] = {}
         self._pending: dict[Place, int] = {}
         """Ids of the buffer tensors that are to be settled, by place."""
+        self._compared: set[Place] = set()
+        """Buffers whose values were compared since the last step: to do so in each call costs more than the call."""
         self._lock = threading.RLock()
 
     def now(self, module: nn.Module, name: str, device: Device) -> BufferValue:
@@ -69,11 +71,22 @@ class HostBuffers:
             if known is not None and known[1].pending and not known[1].is_up_to_date(buffer):
                 self._settle((id(module), name))
                 known, buffer = self._made.get((id(module), name)), module._buffers.get(name)
-            if known is None or not known[1].is_up_to_date(buffer):
+            if known is None or not known[1].is_up_to_date(buffer) or self._differs((id(module), name), buffer):
                 with torch.inference_mode(False):
                     host = None if buffer is None else _staged(buffer.detach(), device)
                 known = self._made[id(module), name] = module, BufferValue(host, None, (buffer, _version(buffer)))
             return known[1]
+
+    def _differs(self, place: Place, buffer: Tensor | None) -> bool:
+        """Return whether ``buffer`` was written to in a way that increments no version: by its ``data`` or ``numpy()``.
+
+        The first call after a step finds it.
+        """
+        known = self._made[place][1]
+        if place in self._compared or known.pending or buffer is None or known.host is None or not _is_plain(buffer):
+            return False  # pending values are those of calls, which the buffer does not hold yet
+        self._compared.add(place)
+        return not _alike(buffer, known.host)
 
     def put(self, module: nn.Module, name: str, before: BufferValue, host: Tensor | None, ready: Event) -> BufferValue:
         """Store what a call has made of the values ``before`` [2]."""
@@ -98,6 +111,7 @@ class HostBuffers:
         with self._lock:
             for place in list(self._pending):
                 self._settle(place)
+            self._compared.clear()
 
     def _settle(self, place: Place) -> None:
         module, made = self._made[place]
@@ -118,6 +132,7 @@ class HostBuffers:
         with self._lock:
             self._made.clear()
             self._pending.clear()
+            self._compared.clear()
 
 
 class _Loaded(NamedTuple):

@@ -36,6 +36,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_roundpipe.model.attributes import (
     STRUCTURE,
     Container,
+    bits,
     frozen,
     own_attributes,
     refill,
@@ -89,6 +90,8 @@ class LeftBehind:
         """By id of an iterator: the iterator, the function that copies it, and an unused copy."""
         self._marks: dict[int, tuple[Any, ...]] = {}
         """By id of a tensor: the tensor (kept alive, so that the id stays its own), its address and its version."""
+        self._kept: dict[int, Tensor] = {}
+        """By id of a tensor: its values before. A write through ``.data`` or ``numpy()`` increments no version."""
         self._bytes = 0
         self._before: dict[str, dict[str, Any]] = {MODULES: {}, SETTINGS: {}, ELSEWHERE: {}}
         for where, path, value, kind in self._walk():
@@ -121,7 +124,8 @@ class LeftBehind:
             before[path] = value
             self._bytes += sum(part.nbytes for part in sparse_parts(value) or [value])
             if self._bytes <= _TENSOR_BYTES:
-                self._put.append(put_back_of(value, kind))
+                self._kept[id(value)] = kept = value.detach().clone()
+                self._put.append(_tensor_back(value, kept))
         elif kind == "iterator":
             self._take_iterator(before, path, value)
         else:
@@ -184,6 +188,8 @@ class LeftBehind:
             )
             if before is not value or not same_memory or mark is None or mark[2] != _version(value):
                 return value.detach().cpu().clone()
+            if (kept := self._kept.get(id(value))) is not None and not _same_bits(value, kept):
+                return value.detach().cpu().clone()
         elif kind == "array":
             if before is ABSENT or before.shape != value.shape or not np.array_equal(before, value):
                 return torch.from_numpy(value.copy()) if value.dtype.kind in "fiub" else repr(value)
@@ -212,7 +218,7 @@ def put_back_of(value: Any, kind: str, now: Callable[[Any], Any] = lambda item: 
         now: maps an item of ``value`` to what to put in its place when it is restored.
     """
     if kind == "tensor":
-        return _tensor_back(value)
+        return _tensor_back(value, value.detach().clone())
     if kind == "array":
         kept = value.copy()
         return lambda: np.copyto(value, kept)
@@ -486,13 +492,20 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _tensor_back(tensor: Tensor) -> Callable[[], None]:
-    kept, version = tensor.detach().clone(), _version(tensor)
+def _same_bits(tensor: Tensor, kept: Tensor) -> bool:
+    """Return whether a tensor holds the values ``kept``, as far as they can be compared without their version."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+        return True
+    return tensor.shape == kept.shape and tensor.dtype is kept.dtype and torch.equal(bits(tensor.detach()), bits(kept))
+
+
+def _tensor_back(tensor: Tensor, kept: Tensor) -> Callable[[], None]:
+    version = _version(tensor)
     where = tensor.data_ptr() if tensor.layout is torch.strided else 0
 
     def put() -> None:
         moved = tensor.layout is torch.strided and tensor.data_ptr() != where
-        if version >= 0 and not moved and _version(tensor) == version:
+        if version >= 0 and not moved and _version(tensor) == version and _same_bits(tensor, kept):
             return
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             if tensor.shape == kept.shape:
