@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 _PURE_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -73,12 +74,12 @@ class _LayerSearch:
             self.found[name] = module
             self._seen.update(id(inner) for inner in module.modules())
             return
-        siblings = Counter(type(child) for child in module.children())
+        siblings = Counter(_class_of(child) for child in module.children())
         holds_items = isinstance(module, _PURE_CONTAINERS)
         for child_name, child in module.named_children():
             item = holds_items and not isinstance(child, _PURE_CONTAINERS)
             in_list = item and isinstance(module, nn.ModuleList)
-            self.visit(f"{name}.{child_name}", child, item and siblings[type(child)] > 1, in_list)
+            self.visit(f"{name}.{child_name}", child, item and siblings[_class_of(child)] > 1, in_list)
 
     def _is_layer(self, module: nn.Module, repeated: bool, listed: bool) -> bool:
         if _is_scripted(module):
@@ -91,7 +92,7 @@ class _LayerSearch:
             return True
         if any(type(inner).__name__ in self.no_split for inner in module.modules()):
             return False
-        if not any(True for _ in module.children()) or _wraps_one_leaf(module):
+        if not _parts_of(module) or _wraps_one_leaf(module):
             return True
         if repeated and not (_size(module) > 3 * self.limit and _holds_blocks(module)):
             return True
@@ -173,6 +174,17 @@ def _no_split_names(modules: Iterable[nn.Module]) -> set[str]:
 
 def _size(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module as it was written: each parametrized module has a class of its own."""
+    return type(module).__bases__[0] if is_parametrized(module) else type(module)
+
+
+def _parts_of(module: nn.Module) -> list[nn.Module]:
+    """Return the children, without what parametrizations (spectral norm, weight norm) keep of the weights."""
+    theirs = module.parametrizations if is_parametrized(module) else None
+    return [child for child in module.children() if child is not theirs]
 
 
 def _wraps_one_leaf(module: nn.Module) -> bool:

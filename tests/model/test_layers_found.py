@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -109,6 +110,14 @@ def test_modules_without_parameters_are_user_code() -> None:
 def test_nothing_to_move() -> None:
     with pytest.raises(ValueError, match=r"Holder has no submodule with parameters.*self\.model = "):
         find_layers(Holder(nn.ReLU()))
+
+
+@pytest.mark.parametrize(
+    "kind", [nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm]
+)
+def test_parametrized_modules_are_layers(kind: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(kind(nn.Linear(6, 8)), nn.ReLU(), kind(nn.Linear(8, 4)), nn.Sequential(kind(nn.Linear(4, 4))))
+    assert names(model) == ["0", "2", "3.0"]
 
 
 def test_parameters_of_the_root_alone_are_no_layer() -> None:
