@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import zoo
 from harness import ours, run
-from torch import Tensor
+from torch import Tensor, nn
 
 import lightning_roundpipe.strategy
 from lightning_roundpipe import RoundPipeWarning
@@ -39,6 +39,15 @@ def test_coupled_samples(monkeypatch: pytest.MonkeyPatch, name: str, words: str)
     assert len(texts) == 1
     assert words in texts[0]
     assert "num_microbatches=1 keeps the batch whole" in texts[0]
+
+
+def test_buffers_that_hooks_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The older spectral norm is a hook, which is user code."""
+    module = zoo.make_module("mlp")
+    for block in module.model.blocks:
+        nn.utils.spectral_norm(next(m for m in block.modules() if isinstance(m, nn.Linear)))
+    [text] = said(monkeypatch, module, "mlp")
+    assert "a hook changes buffers of layers" in text or "changes in every forward pass" in text
 
 
 @pytest.mark.parametrize("name", ["batch_norm", "spectral_norm"])

@@ -197,6 +197,8 @@ class Scope:
             engine.hints.of_lost_rows(verdict.lost_rows[0])
         if verdict.losses_inside and not self._cutter.weighs:
             engine.hints.of_a_loss_inside(verdict.losses_inside[0])
+        if verdict.announced:
+            engine.hints.coupled_by = str(verdict.parts)
         if verdict.why_not:
             engine.hints.of_no_comparison(verdict.why_not)
             learned.new_code.watched = False  # nor could what is new be compared

@@ -43,6 +43,7 @@ class Hints:
 
     Attributes:
         cuts: which layers were cut because a worker's memory is too small for them; empty if none were.
+        coupled_by: a difference of parts that vanishes with the buffers of layers held fixed; empty if there is none.
     """
 
     def __init__(self, module: nn.Module, inform: Callable[[str], None]) -> None:
@@ -50,6 +51,7 @@ class Hints:
         self._inform = inform
         self._said: set[str] = set()
         self.cuts = ""
+        self.coupled_by = ""
 
     def after_step(self, layers: Sequence[HostLayer], switched_off: Sequence[str], microbatches: int) -> None:
         """Issue the hints that a finished step gives rise to.
@@ -321,6 +323,11 @@ class Hints:
                     found["buffers"] = f"{what} changes in every forward pass, so it is computed {_OVER_MICROBATCHES}"
         if self.couples:
             found["router"] = f"the router's loss (output_router_logits=True) is computed {_OVER_MICROBATCHES}"
+        if self.coupled_by and not found:
+            found["held"] = (
+                f"in parts of the batch, {self.coupled_by}, as a hook changes buffers of layers in every forward pass "
+                f"(spectral norm, most likely). They are computed {_OVER_MICROBATCHES}"
+            )
         return found
 
     def _configs(self) -> Iterator[Any]:
