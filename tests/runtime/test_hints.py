@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import lightning_roundpipe.strategy
 from lightning_roundpipe import RoundPipeWarning
+from lightning_roundpipe.runtime.reporting.hints import Hints
 
 
 def said(monkeypatch: pytest.MonkeyPatch, module: zoo.ZooModule, name: str, microbatches: int = 3) -> list[str]:
@@ -48,6 +49,13 @@ def test_buffers_that_hooks_change(monkeypatch: pytest.MonkeyPatch) -> None:
         nn.utils.spectral_norm(next(m for m in block.modules() if isinstance(m, nn.Linear)))
     [text] = said(monkeypatch, module, "mlp")
     assert "a hook changes buffers of layers" in text or "changes in every forward pass" in text
+
+
+def test_reasons_that_are_sentences() -> None:
+    texts: list[str] = []
+    hints = Hints(nn.Linear(1, 1), texts.append)
+    hints.of_no_comparison("noise cannot be compared. Set num_microbatches=1.")
+    assert "Set num_microbatches=1. It runs" in texts[0]
 
 
 @pytest.mark.parametrize("name", ["batch_norm", "spectral_norm"])

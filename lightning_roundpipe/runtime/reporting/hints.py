@@ -282,6 +282,7 @@ class Hints:
 
     def of_no_comparison(self, why: str, *, of_calls: bool = False) -> None:
         """Hint: parts, of the batch or with ``of_calls`` of the model's calls, could not be compared with the whole."""
+        why = why.rstrip(".")
         if of_calls:
             return self.say(
                 "scope",
