@@ -219,12 +219,12 @@ class SeveralMachines(OneProcess):
         if self._peers is not None and self.lightning_module is not None:
             self._stop_together(self.lightning_module.trainer)
 
-    @property
-    def _is_ending(self) -> bool:
-        """Whether a run of several machines ends with an error. Callbacks learn of it before `on_exception` does.
+    def _tell_of_an_error(self) -> bool:
+        """Tell the other machines if the run ends with an error, and return whether it does.
 
-        The others must hear of it before a callback asks them for something, such as their part of a checkpoint: they
-        are anywhere, and would say that this machine is in another place.
+        Callbacks learn of an error before `on_exception` does. The others must hear of it before a callback asks them
+        for something, such as their part of a checkpoint: they are anywhere, and would say that this machine is in
+        another place.
         """
         module = self.lightning_module
         if self.num_nodes == 1 or module is None or module.trainer.state.status != TrainerStatus.INTERRUPTED:
@@ -310,7 +310,7 @@ class SeveralMachines(OneProcess):
     def _ready(self, name: str, group: Any) -> Peers | None:
         """Return the machines for a collective operation; None if there is one machine, or the run has failed."""
         peers = self._peers
-        if peers is None or self._is_ending:
+        if peers is None or self._tell_of_an_error():
             return None
         if not is_main_thread():
             raise RoundPipeError(

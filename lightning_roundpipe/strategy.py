@@ -546,7 +546,7 @@ class RoundPipeStrategy(SeveralMachines):
     @property
     def whole(self) -> bool | None:
         """Whether weights and optimizer state are those of a whole step, also after an error; None if not known."""
-        if self._is_ending:
+        if self._tell_of_an_error():
             return False
         updates = self._engine.updates if self._engine is not None else None
         return None if updates is None else updates.whole
@@ -590,7 +590,7 @@ class RoundPipeStrategy(SeveralMachines):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._is_ending:
+        if self._tell_of_an_error():
             warn(
                 f"{PREFIX}{filepath} is not written: after an error on one of several machines, the others may be in "
                 "another step. Go on from an earlier one; ModelCheckpoint(every_n_train_steps=...) writes some."
@@ -632,7 +632,7 @@ class RoundPipeStrategy(SeveralMachines):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state as the base class does; on the first of several machines, with that of the others."""
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        if self._is_ending:
+        if self._tell_of_an_error():
             return state  # `save_checkpoint` does not write it
         peers, engine = self._peers, self._engine
         if peers is None or engine is None:
