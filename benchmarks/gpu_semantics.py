@@ -128,10 +128,12 @@ class Waits:
         if "synchroniz" not in str(message):
             return
         frames = [
-            f"{f.filename.rsplit('/site-packages/', 1)[-1]}:{f.lineno} {f.name}" for f in traceback.extract_stack()
+            f"{f.filename.rsplit('/site-packages/', 1)[-1]}:{f.lineno} {f.name}"
+            for f in traceback.extract_stack()[:-1]
+            if not f.filename.endswith("/warnings.py")
         ]
         ours_ = [frame for frame in frames if "lightning_roundpipe" in frame or "gpu_semantics" in frame]
-        self.places[" < ".join([*frames[-3:-1][::-1], *ours_[-1:]])] += 1
+        self.places[" < ".join([*frames[-2:][::-1], *ours_[-1:]])] += 1
 
     def __exit__(self, *error: Any) -> None:
         if self._on:

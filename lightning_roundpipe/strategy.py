@@ -16,12 +16,14 @@ from typing import Any, Literal, cast
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.apply_func import _TransferableDataType
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -64,6 +66,17 @@ from lightning_roundpipe.step_monitor import RoundPipeMonitor
 from lightning_roundpipe.stepping import Stepping
 
 _CPU = torch.device("cpu")
+
+
+def _apart(value: Any) -> Any:
+    """Return a copy of a host tensor, unless it is page-locked: then a data loader has made a copy already.
+
+    Other objects that have a ``to`` decide themselves what that copies, here and on a GPU.
+    """
+    if not isinstance(value, Tensor) or value.device.type != "cpu":
+        return value
+    has_pages = value.layout is torch.strided and not (value.is_nested or value.is_quantized)
+    return value if has_pages and value.is_pinned() else value.clone()
 
 
 def _nothing() -> None:
@@ -419,8 +432,13 @@ class RoundPipeStrategy(SeveralMachines):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Keep the batch on the host. Each microbatch goes to the first worker that it meets."""
-        return super().batch_to_device(batch, device=device or _CPU, dataloader_idx=dataloader_idx)
+        """Keep the batch on the host. Each microbatch goes to the first worker that it meets.
+
+        On GPUs it is a copy, as in plain training there: what a step writes to its batch does not reach the data set.
+        """
+        moved = super().batch_to_device(batch, device=device or _CPU, dataloader_idx=dataloader_idx)
+        on_gpus = self._engine is not None and self._engine.worker_pool.accelerator is not None
+        return apply_to_collection(moved, _TransferableDataType, _apart) if on_gpus else moved
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

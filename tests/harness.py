@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.fabric.utilities import registry
 from lightning.pytorch.loggers.logger import Logger
@@ -44,6 +45,8 @@ RTOL = 2e-5
 """Allowed difference, as a part of the tensor's largest value: some ten times what splitting a batch by hand gives."""
 ATOL = 2e-6
 """And as a part of the largest value of all tensors compared together, for those that are zero but for rounding."""
+ON_GPU = os.environ.get("ROUNDPIPE_TEST_DEVICE", "cpu") == "cuda"
+"""Trainers of the harness that would be on the CPU are on the first GPU, which is as many workers as are asked for."""
 NUDGES = 8
 """Plain runs that say how far a model carries rounding. Each falls to one side of a kink: rarely all to the same."""
 NUDGE = 4.0
@@ -199,7 +202,26 @@ def trainer_of(strategy: Any = "auto", *, devices: int = 1, **options: Any) -> p
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
     }
-    return pl.Trainer(strategy=strategy, devices=devices, **(defaults | options))
+    options = defaults | options
+    if ON_GPU and options["accelerator"] == "cpu":
+        strategy, devices = _on_gpu(strategy, devices, options)
+    return pl.Trainer(strategy=strategy, devices=devices, **options)
+
+
+def _on_gpu(strategy: Any, devices: int, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Plain training on the first GPU, or as many workers on it, which Lightning's own ``devices=[0, 0]`` refuses."""
+    torch.backends.cudnn.allow_tf32 = False
+    if strategy == "auto":
+        options["accelerator"] = "gpu"
+        return strategy, 1
+    strategy = ours() if strategy == "roundpipe" else strategy
+    if not hasattr(strategy, "options"):
+        pytest.skip("of another strategy")
+    if strategy.options.emulation != type(strategy.options.emulation)():
+        pytest.skip("GPUs are not emulated")
+    strategy.parallel_devices = [torch.device("cuda", 0)] * devices
+    options["accelerator"] = "auto"
+    return strategy, "auto"
 
 
 def run(

@@ -589,7 +589,10 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
         (("model=qwen3_32b", "costs=x.json"), "model= is estimated, and costs= was measured: leave one out"),
         (("model=qwen3_32b",), "the machine is missing: give gpu=NAME gpus=NUMBER, as in gpu=rtx4090 gpus=4"),
         (("model=qwen3_32b", "gpus=4"), "gpus=4 says how many: say which, as in gpu=rtx4090"),
-        (("model=qwen3_32b", "gpu=rtx4080"), "There is no gpu=rtx4080. Did you mean rtx4090? Known are a800, h200"),
+        (
+            ("model=qwen3_32b", "gpu=rtx4080"),
+            "There is no gpu=rtx4080. Did you mean rtx4090? Known are a800, h100",
+        ),
         (("model=qwen3_32b", "gpu=cpu"), "There is no gpu=cpu. Known are"),
         (("model=qwen3_32b", "gpu=rtx4090", "hardware=cpu"), "hardware= and gpu= both say which machine"),
         (("model=qwen3_32b", "gpus=2", "hardware=rtx4090x8"), "hardware= and gpus= both say which machine"),
@@ -605,7 +608,10 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
         (("model=tiny_llama", "hardware=cpu", "model.hiden_size=4"), "Did you mean hidden_size?"),
         (("model=qwen3_31b", "hardware=cpu"), "Did you mean qwen3_32b? Allowed are gpt_oss_20b, llama3_1_70b"),
         (("model=smollm2", "hardware=cpu"), "has no shape of its own"),
-        (("model=tiny_llama", "hardware=rtx409x8"), "Did you mean rtx4090x8? Allowed are a800x8, cpu, h200, rtx3090x4"),
+        (
+            ("model=tiny_llama", "hardware=rtx409x8"),
+            "Did you mean rtx4090x8? Allowed are a800x8, cpu, h100, h200",
+        ),
         (("model=tiny_llama", "hardware=nowhere.yaml"), "nowhere.yaml cannot be read"),
         (("model=nowhere/config.json", "hardware=cpu"), "nowhere/config.json cannot be read"),
         (("model=tiny_llama", "hardware=cpu", "lora=all"), "Allowed are all_linear, attention, moe_experts, none"),

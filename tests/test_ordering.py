@@ -112,7 +112,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "gradients leave early": (
         lambda r, e: move(find(e, kind="download_gradients", slot=2), 0.0),
-        "left slot 2 while it was running",
+        "left slot 2 while it was running there",
     ),
     "gradients leave twice": (
         lambda r, e: e.append(dict(find(e, kind="download_gradients", slot=2))),

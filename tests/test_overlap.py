@@ -30,6 +30,7 @@ from lightning_roundpipe.runtime.optimizer import async_optimizer
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 
 PLAN = harness.per_call(4, 2)
+ONE_STAGE = "forward none; fused 0-3; backward none; round 2"
 BATCHES = [torch.randn(4, 6, generator=torch.Generator().manual_seed(i)) for i in range(5)]
 
 
@@ -116,8 +117,10 @@ class AtTheEnd(pl.Callback):
         self._act(batch_idx)
 
 
-def fit(module: pl.LightningModule, *callbacks: pl.Callback, staleness: int = 0, **options: Any) -> harness.Result:
-    strategy = ours(num_microbatches=2, layers=["Layer"], plan=PLAN, staleness=staleness, watchdog_timeout=60)
+def fit(
+    module: pl.LightningModule, *callbacks: pl.Callback, staleness: int = 0, plan: str = PLAN, **options: Any
+) -> harness.Result:
+    strategy = ours(num_microbatches=2, layers=["Layer"], plan=plan, staleness=staleness, watchdog_timeout=60)
     return run(strategy, module, BATCHES, devices=2, callbacks=callbacks, watch=False, **options)
 
 
@@ -134,8 +137,12 @@ def test_training_step_returns_before_its_backward_is_over() -> None:
     harness.assert_tensors_same(plain.state, result.state)
 
 
-def test_layers_are_stepped_while_earlier_ones_still_run_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, stepped = Gate(2), []
+@pytest.mark.parametrize(("plan", "part"), [(PLAN, None), (ONE_STAGE, 1)], ids=["in other stages", "in the same stage"])
+def test_layers_are_stepped_while_earlier_ones_still_run_backward(
+    plan: str, part: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer is, once the last microbatch's backward has left it."""
+    gate, stepped = Gate(2, part), list[int]()
     real = AsyncOptimizer._apply
 
     def apply(updates: AsyncOptimizer, step: Any, gathered: dict[ParamBucket, Any]) -> None:
@@ -147,8 +154,8 @@ def test_layers_are_stepped_while_earlier_ones_still_run_backward(monkeypatch: p
 
     monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
     monkeypatch.setattr(async_optimizer, "PIECE", 0)
-    fit(Gated(gate))
-    assert not gate.in_vain, stepped
+    fit(Gated(gate), plan=plan)
+    assert gate.reached.is_set() and not gate.in_vain, stepped
 
 
 @pytest.mark.parametrize("way", ["accumulated", "stale"])

@@ -204,6 +204,17 @@ def test_results_do_not_depend_on_workers(staleness: int) -> None:
     assert_identical(*results)
 
 
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_results_do_not_depend_on_rounds(devices: int) -> None:
+    """Each of three microbatches counts a third, which is no power of two. Rounds of one are added up by the host."""
+    plans = [f"forward none; fused 0-2; backward none; round {size}" for size in (3, 2, 1)]
+    one, *others = (
+        train(Parts(), parts_batches(5), devices=devices, strategy_options={"plan": plan}) for plan in plans
+    )
+    for other in others:
+        assert_identical(one, other)
+
+
 def test_blocking_is_as_exact() -> None:
     module, batches = Parts(), parts_batches(4)
     assert_same(by_hand(module, batches, 3), train(module, batches, blocking=True))

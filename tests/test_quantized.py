@@ -20,6 +20,8 @@ from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from harness import Result, assert_close_overall, assert_identical, assert_same, loader, ours, run, trainer_of
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GPTQConfig, LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe.config import RoundPipeError
@@ -361,6 +363,36 @@ def test_rows_that_are_no_whole_number_of_blocks(plan: str | None, request: pyte
     assert_close_overall(plain, trained(module, data=rows(), plan=plan), 1e-5)
     with pytest.raises(AssertionError, match="is off by"):
         assert_close_overall(plain, run("auto", module, rows()), 1e-5)
+
+
+class _Devices(TorchDispatchMode):
+    """Notes where the operands of bitsandbytes' operations are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[set[str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "bitsandbytes":
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self.seen.append({tensor.device.type for tensor in tensors})
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_inputs_on_a_device_meet_weights_and_scales_there(bits: int) -> None:
+    """User code between layers has weights that are on the host. A GPU's kernel would read any address that it gets."""
+    linear: Any = bnb.nn.Linear4bit if bits == 4 else functools.partial(bnb.nn.Linear8bitLt, has_fp16_weights=False)
+    module = nn.ModuleDict({"own": linear(64, 64)}).requires_grad_(False).to("cpu")
+    prepare(module)
+    layer: Any = module["own"]
+    state = layer.weight.quant_state if bits == 4 else layer.state
+    with _Devices() as devices:
+        out = layer(torch.randn(4, 64, device="meta"))
+    assert out.device.type == "meta"
+    assert devices.seen and all(seen == {"meta"} for seen in devices.seen), devices.seen
+    scales = state.absmax if bits == 4 else state.SCB
+    assert scales.device.type == layer.weight.device.type == "cpu"
 
 
 def test_code_that_reads_a_replicas_weight_takes_the_right_scales(request: pytest.FixtureRequest) -> None:

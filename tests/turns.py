@@ -9,7 +9,8 @@ rule that they break:
     a microbatch runs its calls in order, then their backward in reverse, each after the other, [4]
     and recomputes each right in front of its backward, or, if the plan says so, ahead of it
     a call runs when its weights are there, and they lie in an arena that its last user has left [5]
-    gradients leave after the slot's work, and a later round starts from what an earlier one left [6]
+    a call's gradients leave when its slot is done with the call, and a later round starts from   [6]
+    what an earlier one left
     with rounds of one microbatch a microbatch begins a call when the one before has ended it,    [7]
     and gradients go down in the order of microbatches, none of them up
 """
@@ -201,8 +202,8 @@ def _gradients(
     for (slot, call), rows in down.items():
         if len(rows) != 1 or len(up[slot, call]) > 1:
             yield f"gradients of call {call} went up {len(up[slot, call])} and down {len(rows)} times in slot {slot}"
-        if any(rows[0]["start_s"] < r["end_s"] for r in runs[slot]):
-            yield f"gradients of call {call} left slot {slot} while it was running"
+        if any(rows[0]["start_s"] < r["end_s"] for r in runs[slot] if r["call"] == call):
+            yield f"gradients of call {call} left slot {slot} while it was running there"
     for (slot, call), rows in up.items():
         if not rows:
             continue

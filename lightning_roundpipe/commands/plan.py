@@ -94,7 +94,7 @@ class PlanOptions:
         section="Model and machine (times and memory are estimated)",
     )
     model_settings: Settings = option("change the configuration, as num_hidden_layers", below="model")
-    gpu: str | None = option("GPU: a800, h200, rtx3090, rtx4090", default=None, many=True)
+    gpu: str | None = option("GPU: a800, h100, h200, rtx3090, rtx4090", default=None, many=True)
     gpus: int | None = option("how many of them; by default 1", default=None, at_least=1, many=True)
     host_memory: int | None = option("of the host, as 256GiB", default=None, read=parse_bytes, shown="SIZE", many=True)
     hardware: str | None = option("instead: rtx4090x4, cpu, auto (this one), or a file", default=None, many=True)

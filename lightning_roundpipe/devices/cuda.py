@@ -216,7 +216,7 @@ class CudaDevice(Device):
         yield
 
     def process_settings(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return interpreter.unwalked_objects()
 
     def step_settings(self) -> AbstractContextManager[None]:
         return interpreter.quick_switches()

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.quantize_experts import ExpertWeights
-from lightning_roundpipe.model.unpacked import unpack
+from lightning_roundpipe.model.unpacked import see_products, unpack
 
 _PACKAGE = "bitsandbytes"
 _PACKED = ("Params4bit", "Int8Params")
@@ -125,6 +125,7 @@ def prepare(module: nn.Module) -> None:
                 "download it again, or quantise the 16-bit checkpoint anew."
             )
         if packed:
+            see_products()
             _settle(inner)
         if type(inner).__name__ == "Bnb4bitParametrization" and _is_theirs(inner):
             inner.__class__ = _unpacking_once()

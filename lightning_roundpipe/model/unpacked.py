@@ -114,7 +114,7 @@ def keep_copies(state: Any, copies: UnpackedCopies, position: int) -> None:
         copies: those of the weight's replica.
         position: of the weight in the replica.
     """
-    _see_products()
+    see_products()
     setattr(state, _COPIES, (copies, position))
 
 
@@ -149,8 +149,12 @@ def unpack(packed: Tensor, state: Any, dtype: torch.dtype | None = None) -> Tens
 
 
 @functools.cache
-def _see_products() -> None:
-    """Replace the functions by which bitsandbytes' modules multiply by some that know of copies."""
+def see_products() -> None:
+    """Replace the functions by which bitsandbytes' modules multiply.
+
+    The new ones know of copies, and of weights that are on the host while their input is on a GPU: the kernels do not
+    check where scales are, and an address of the host makes CUDA fail at every further call.
+    """
     bitsandbytes: Any = sys.modules["bitsandbytes"]
     of_four_bits, of_eight_bits, read = (
         bitsandbytes.matmul_4bit,
@@ -164,6 +168,9 @@ def _see_products() -> None:
         x: Tensor, packed: Tensor, quant_state: Any, out: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
         copies = None if quant_state is None else vars(quant_state).get(_COPIES)
+        if copies is None and quant_state is not None and quant_state.absmax.device != x.device:
+            packed, quant_state = _data_on(packed, x.device), _state_on(quant_state, x.device)
+            bias = bias if bias is None else bias.to(x.device)
         if copies is None or out is not None or not _multiplies_with_a_copy(x, quant_state):
             return cast(Tensor, of_four_bits(x, packed, quant_state, out=out, bias=bias))
         via = x.dtype if unpacks_to_inputs else quant_state.dtype
@@ -185,6 +192,9 @@ def _see_products() -> None:
         bias: Tensor | None = None,
     ) -> Tensor:
         copies, position = (None if state is None else vars(state).get(_COPIES)) or (None, 0)
+        if copies is None and state is not None and state.CB is not None and state.CB.device != x.device:
+            packed, state = _data_on(packed, x.device), _state_on(state, x.device)
+            bias = bias if bias is None else bias.to(x.device)
         if copies is None or out is not None or state.CB is None or not x.numel():
             return cast(Tensor, of_eight_bits(x, packed, out=out, state=state, threshold=threshold, bias=bias))
         in_forward = state.is_training and x.device.type == "cpu"
@@ -202,6 +212,23 @@ def _see_products() -> None:
 
     bitsandbytes.matmul_4bit, bitsandbytes.matmul = matmul_4bit, matmul
     bitsandbytes.functional.dequantize_4bit = dequantize_4bit  # by which DoRA reads weights
+
+
+def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on ``device``. A quantised parameter's own ``to`` would move its state in place."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        return tensor.detach().as_subclass(Tensor).to(device)
+
+
+def _state_on(state: Any, device: torch.device) -> Any:
+    """Return a copy of a state of bitsandbytes, with its tensors, and those of the states in it, on ``device``."""
+    moved = copy.copy(state)
+    for name, value in vars(state).items():
+        if isinstance(value, Tensor):
+            setattr(moved, name, _data_on(value, device))
+        elif type(value) is type(state):
+            setattr(moved, name, _state_on(value, device))
+    return moved
 
 
 def _multiplies_with_a_copy(x: Tensor, state: Any) -> bool:

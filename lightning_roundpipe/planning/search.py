@@ -147,6 +147,8 @@ def search_partition(
         # Only the judge knows what a copy costs that does not run beside a stage.
         memory = limits.memory
         plans = search(BOTH if memory is None else SINGLE)[:judged]
+        if any(not plan.forward for plan in (*plans[:1], baseline)):
+            plans += partly_fused(costs, workers, microbatches, limits, ahead=recompute_ahead)
         if memory is not None and (not plans or not fits(plans[0].with_arenas(BOTH), costs, workers, memory)):
             # Memory decides: without a second arena, or without graphs of whole stages, stages are larger.
             others: list[tuple[Arenas, bool]] = [(BOTH, recompute_ahead)] if baseline.arenas == BOTH else []
@@ -172,6 +174,21 @@ def search_partition(
         if plan_s.mean() < best_s.mean() * (1 - _CLEARLY) and (plan_s <= best_s * (1 + 1e-12)).all():
             best, best_s = plan, plan_s
     return best
+
+
+def partly_fused(costs: Costs, workers: int, microbatches: int, limits: Limits, *, ahead: bool) -> list[Plan]:
+    """Return plans that fuse an eighth of the calls, two eighths, and so on.
+
+    Where everything is fused, all updates wait for the last microbatch, which only a judge sees. Recomputing some
+    layers may hide the updates of others.
+    """
+    found = []
+    for eighths in range(1, 8):
+        fewer = replace(limits, max_fused=min(limits.max_fused, len(costs) * eighths // 8))
+        with suppress(ValueError):
+            plan = baseline_within(costs, workers, microbatches, fewer)
+            found.append(ahead_within(plan, costs, workers, limits.memory) if ahead else plan)
+    return found
 
 
 def _with_arenas(plans: Iterable[Plan], costs: Costs, workers: int, memory: Memory | None) -> list[Plan]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,8 @@ from harness import ours, run
 from patience import PATIENCE_S, join, start
 
 from lightning_roundpipe.devices.cuda import CudaDevice
-from lightning_roundpipe.devices.interpreter import SWITCH_INTERVAL_S, quick_switches
+from lightning_roundpipe.devices.emulated import EmulatedDevice
+from lightning_roundpipe.devices.interpreter import SWITCH_INTERVAL_S, quick_switches, unwalked_objects
 
 SHORT = pytest.approx(SWITCH_INTERVAL_S)
 USUAL = 0.005
@@ -92,6 +95,71 @@ class TestQuickSwitches:
         join(threads)
         assert seen == [SHORT]
         assert now() == USUAL
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """What the tests' own ``gc.freeze`` has set aside is walked through again, for one test."""
+    gc.unfreeze()
+    yield
+    gc.enable()
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("thawed")
+class TestUnwalkedObjects:
+    def test_are_those_of_before_until_the_last_one_leaves(self) -> None:
+        kept = {"kept": [1]}
+        with unwalked_objects():
+            many = gc.get_freeze_count()
+            assert many > 10_000
+            assert not any(found is kept for found in gc.get_objects())
+            made = {"made": [1]}
+            with unwalked_objects():
+                assert gc.get_freeze_count() == many
+            assert gc.get_freeze_count() == many
+            assert any(found is made for found in gc.get_objects())
+        assert not gc.get_freeze_count()
+        assert any(found is kept for found in gc.get_objects())
+
+    def test_are_freed_afterwards(self) -> None:
+        class Cycle:
+            pass
+
+        cycle: Any = Cycle()
+        cycle.itself, gone = cycle, weakref.ref(cycle)
+        with unwalked_objects():
+            del cycle
+            gc.collect()
+            assert gone() is not None
+        gc.collect()
+        assert gone() is None
+
+    def test_what_the_user_has_set_aside_stays_there(self) -> None:
+        gc.freeze()
+        before = gc.get_freeze_count()
+        with unwalked_objects():
+            assert gc.get_freeze_count() == before
+        assert gc.get_freeze_count() == before
+
+    def test_nothing_happens_without_a_collector(self) -> None:
+        gc.disable()
+        with unwalked_objects():
+            assert not gc.get_freeze_count()
+
+    def test_hold_for_a_run_on_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[int] = []
+
+        class Looking(zoo.PlainClassifier):
+            def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+                seen.append(gc.get_freeze_count())
+
+        monkeypatch.setattr(EmulatedDevice, "process_settings", CudaDevice.process_settings)
+        run(ours(num_microbatches=2), Looking(zoo.MLP()), zoo.make_batches("mlp", 2), devices=2)
+        assert len(seen) == 2 and all(seen)
+        assert not gc.get_freeze_count()
 
 
 WITHIN: list[float] = []

@@ -28,6 +28,7 @@ from lightning_roundpipe.planning.search import baseline_within, paper_plan, sea
 from lightning_roundpipe.planning.seeds import deal, round_choices
 from lightning_roundpipe.planning.shapes import PlanShape, plan_of, sizes_of
 from lightning_roundpipe.planning.timing import Timing
+from lightning_roundpipe.planning.updates import UpdateModel
 from lightning_roundpipe.runtime.profile import first_batch
 
 PAPER = Path(__file__).parents[2] / "conf" / "cases" / "paper.json"
@@ -520,3 +521,17 @@ def test_memory_of_many_plans_on_unequal_workers_is_that_of_each() -> None:
         assert found == all(each)
         answers.add(bool(found))
     assert answers == {True, False}
+
+
+@pytest.mark.parametrize(("bytes_per_s", "is_worth_it"), [(1e3, False), (2.0, True)])
+def test_updates_are_hidden_behind_the_backward_of_other_stages(bytes_per_s: float, is_worth_it: bool) -> None:
+    """One worker has memory for the graphs of everything. Slow updates are worth a recomputation, fast ones are not."""
+    costs, everything = even(8), Plan.parse("forward none; fused 0-7; backward none; round 8")
+    rules = Rules(links=Links(1e3, 1e3), updates=UpdateModel(bytes_per_s))
+
+    def step_s(plan: Plan) -> float:
+        return pipeline.period_of_ends(pipeline.step_ends(plan, costs, 1, 8, rules, 4), 2)
+
+    plan = search_partition(costs, 1, 8, Limits(1, 8, None, 8), search_seconds=1.0, judge=step_s)
+    assert bool(plan.forward) == is_worth_it
+    assert step_s(plan) < step_s(everything) * 0.95 if is_worth_it else step_s(plan) == step_s(everything)

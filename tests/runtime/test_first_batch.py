@@ -168,3 +168,18 @@ def test_plans_are_judged_with_the_rules_of_the_plan_command(
     plan_of()
     usual, late = judges
     assert late(Plan.parse(FOUND)) > 1.0 > usual(Plan.parse(FOUND))
+
+
+@pytest.mark.parametrize(("host_memory_bandwidth", "is_worth_it"), [(1e15, False), (1e6, True)])
+def test_on_one_worker_recomputing_some_layers_hides_updates(
+    host_memory_bandwidth: float, is_worth_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the whole model fits, one stage recomputes nothing, but all its updates wait for the last microbatch."""
+    rates = replace(nominal("cpu"), host_memory_bandwidth=host_memory_bandwidth)
+    monkeypatch.setattr(first_batch, "nominal", lambda kind: rates)
+    module, batches = zoo.PlainClassifier(zoo.MLP()), zoo.make_batches("mlp", 3)
+    result = run(ours(num_microbatches=4), module, batches)
+    assert result.report is not None
+    plan = Plan.parse(result.report["plan"])
+    assert bool(plan.forward) == is_worth_it, plan
+    harness.assert_same(run("auto", module, batches), result)

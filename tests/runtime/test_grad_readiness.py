@@ -49,6 +49,31 @@ def test_a_unit_comes_when_all_slots_that_hold_it_are_closed() -> None:
     assert there(readiness) == []
 
 
+class Layer:
+    def __init__(self, bucket: ParamBucket) -> None:
+        self.bucket = bucket
+
+
+def test_a_unit_comes_before_its_slot_is_closed_once_all_its_gradients_are_sent() -> None:
+    """Of a unit that two layers share, those of both; of one with a layer that sends none, when the slot is closed."""
+    tied, alone, frozen = buckets(3)
+    layers: list[Any] = [Layer(tied), Layer(alone), Layer(frozen), Layer(tied), Layer(frozen)]
+    sums: Any = {call: SimpleNamespace(layer=layers[call]) for call in (0, 1, 2, 3)}
+    first, second = (Slot(i, 0, i, "fused", range(5), layers, sums, [i]) for i in range(2))
+    readiness = GradReadiness([tied, alone, frozen])
+    readiness.expect([first, second])
+    readiness.passed(())
+    readiness.closed(first)
+    assert there(readiness) == []
+    came = []
+    for call in (3, 2, 1, 0):
+        readiness.sent(second, call)
+        came.append(there(readiness))
+    assert came == [[], [], [1], [0]]
+    readiness.closed(second)
+    assert there(readiness) == [2]
+
+
 class Upload:
     """An event that notes that it was waited for."""
 

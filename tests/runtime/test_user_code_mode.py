@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.batch.losses import check_counts
 from lightning_roundpipe.runtime.user_code import host_to_device, known_values
 from lightning_roundpipe.runtime.user_code import mode as user_code_mode
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import functions_given_stand_ins
+from lightning_roundpipe.runtime.user_code.host_to_device import _is_plain
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 
 
@@ -436,3 +437,16 @@ def test_what_has_been_brought_dies_with_its_last_user() -> None:
             assert source() is not None, "nobody could count it"
             del there
             assert brought() is None and source() is None
+
+
+def test_tensors_within_a_transform_are_not_staged() -> None:
+    """They have no memory of their own that could be copied into page-locked memory."""
+    plain: list[bool] = []
+
+    def within(x: Tensor) -> Tensor:
+        plain.append(_is_plain(x))
+        return x
+
+    torch.vmap(within)(torch.ones(2, 3))
+    torch.func.jvp(within, (torch.ones(3),), (torch.ones(3),))
+    assert plain == [False, False] and _is_plain(torch.ones(3))

@@ -11,8 +11,6 @@ from harness import assert_tensors_same, loader, ours, quiet, trainer_of
 from test_evaluation_losses import Continues, Generates, Ran, Validates, batches, generated, validated
 from test_evaluation_losses import ran as ran  # a fixture
 
-from lightning_roundpipe.config import RoundPipeError
-
 
 def _ours() -> Any:
     return ours(num_microbatches=3)
@@ -43,9 +41,13 @@ class Forces(zoo.PlainClassifier):
             self.log("force", torch.autograd.grad(self.model(x).sum(), x)[0].norm())
 
 
-def test_gradients_are_refused(devices: list[Any]) -> None:
-    """The weights are on the host, and the inputs are not."""
-    module = Forces(zoo.make_module("mlp").model)
-    trainer = trainer_of(ours(layers=["Linear", "ResidualBlock"]), devices=2, inference_mode=False)
-    with quiet(), pytest.raises(RoundPipeError, match=r"called with gradients .* Compute them in a hook"):
-        trainer.validate(module, loader(zoo.make_batches("mlp", 1)), verbose=False)
+def test_gradients_are_computed_on_the_host_which_is_said(devices: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    """The weights are on the host, and inputs may not be."""
+    module, found = Forces(zoo.make_module("mlp").model), []
+    for strategy, count in (("auto", 1), (ours(layers=["Linear", "ResidualBlock"]), 2)):
+        trainer = trainer_of(strategy, devices=count, inference_mode=False)
+        with quiet(), caplog.at_level("INFO"):
+            found += trainer.validate(module, loader(zoo.make_batches("mlp", 1)), verbose=False)
+    assert devices
+    assert found[1]["force"] == pytest.approx(found[0]["force"], rel=1e-5)
+    assert "the step's layers run on the CPU" in caplog.text

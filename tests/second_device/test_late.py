@@ -171,7 +171,7 @@ WAITS = {
         "stream.wait(copy.ready)",
     ),
     "a backward before its gradients travel": (
-        "runtime.core.worker:Worker._send_gradients",
+        "runtime.core.worker:Worker._send",
         "stream.wait(self.device.compute.record())",
     ),
     "gradients before they are used": ("runtime.memory.grad_buffers:HostGradSums.take", "self.wait()"),

@@ -337,6 +337,11 @@ def seed_of(scale: float, dtype: torch.dtype) -> tuple[float, float]:
     return (math.ldexp(1.0, exponent - 1), 1.0) if rest == 0.5 else (math.ldexp(1.0, exponent), rest)
 
 
+def filled_like(loss: Tensor, seed: float) -> Tensor:
+    """Return a tensor of ``seed`` for the backward of ``loss``; infinity where the format does not reach so far."""
+    return torch.full_like(loss, seed, dtype=torch.float64).to(loss.dtype)  # in fp16, CUDA refuses to fill with 2**17
+
+
 def detached(output: Any) -> Any:
     """Return what ``training_step`` returned, detached."""
     if isinstance(output, Tensor):

@@ -26,7 +26,7 @@ from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.runtime.batch.logs import LogRecorder
 from lightning_roundpipe.runtime.batch.loss_weights import Weighing
-from lightning_roundpipe.runtime.batch.microbatches import detached, loss_of, seed_of
+from lightning_roundpipe.runtime.batch.microbatches import detached, filled_like, loss_of, seed_of
 from lightning_roundpipe.runtime.core.activation_prefetch import ActivationPrefetcher
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call, Forward
@@ -74,6 +74,9 @@ class TaskStep(Protocol):
 
     def is_fused(self, call: int) -> bool:
         """Return whether the call is in the fused stage."""
+
+    def sent(self, slot: Slot, call: int) -> None:
+        """Note that the gradients of ``call`` are on their way to the host before ``slot`` is closed."""
 
 
 class MicrobatchTask:
@@ -469,7 +472,7 @@ class MicrobatchTask:
             return
         seed, self.mode.proxies.factor = seed_of(scale, self.engine.model.formats.low or loss.dtype)
         with torch._C.DisableTorchFunction():
-            seeded = torch.full_like(loss, seed)
+            seeded = filled_like(loss, seed)
         with self._noted(), driven_backward.of(loss):
             torch.autograd.backward(loss, seeded, retain_graph=True)
 
@@ -524,9 +527,14 @@ class MicrobatchTask:
         with noted(lambda: FaultPlace(recorded.layer.title, "backward", self.index, slot, worker.device)):
             self._prefetcher.following(slot, self.tape)
             run = worker.run_here if recorded.is_plain and not recorded.hooks else worker.run
-            grads = run(
-                lambda: executor.backward(slot, recorded, self.activations, factor, self, measured), self._cancel_scope
-            )
+
+            def backward() -> list[Tensor | None]:
+                found = executor.backward(slot, recorded, self.activations, factor, self, measured)
+                if worker.send_final(slot, recorded.call, self.index):
+                    self._step.sent(slot, recorded.call)
+                return found
+
+            grads = run(backward, self._cancel_scope)
         self._prefetcher.done(recorded, sent)
         self._slot, self._last = slot, f"before layer {recorded.layer.name!r}"
         if self.learning and recorded.found != traced.flags:

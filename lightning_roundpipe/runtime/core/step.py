@@ -429,6 +429,11 @@ class Step:
         if self.plan is not None:
             self.engine.worker_pool.queues[slot.worker].next()
 
+    def sent(self, slot: Slot, call: int) -> None:
+        """Note that the gradients of ``call`` are on their way to the host before ``slot`` is closed."""
+        if self.plan is not None:
+            self.readiness.sent(slot, call)
+
     def _closed(self) -> None:
         with self._counting:
             self._unclosed -= 1

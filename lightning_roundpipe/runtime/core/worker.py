@@ -4,7 +4,8 @@
     run:          each call waits only for the upload of its own layer ── [3]
                   a stage that unpacks once keeps unpacked weights in an arena of their own, which only the compute
                   stream uses, so that the next slot needs to wait for nothing
-    close slot i: download gradients from their arena ── [4]          arena A is free for slot i+2N ── [5]
+    last microbatch: its backward of a call is the call's last ── download the call's gradients ── [4]
+    close slot i: download the gradients that are left                arena A is free for slot i+2N ── [5]
 
 With a single arena for weights, slot i+N is uploaded when it opens. With a single one for gradients, its first backward
 waits for the downloads of slot i [6].
@@ -83,6 +84,11 @@ class Worker:
         """Events that the first backward of the open slot waits for."""
         self._replicas: dict[int, tuple[Replica, ReplicaBuffers]] = {}
         self._device_gradients: dict[int, DeviceGradSums] = {}
+        """By call: those of the open slot that are not on their way to the host yet."""
+        self._sent: set[int] = set()
+        """The calls of the open slot whose gradients are."""
+        self._gradients_are_used = False
+        """Whether the open slot has an arena for gradients."""
         self._segments: dict[int, Tensor] = {}
         self.lead = 0
         """Bytes that calls beyond the first `IN_FLIGHT` may keep alive; 0 allows no such calls."""
@@ -265,6 +271,7 @@ class Worker:
     def _open_gradients(self, slot: Slot) -> None:
         sums = {call: s for call, s in slot.sums.items() if s.layout.nbytes}
         self._device_gradients = {}
+        self._gradients_are_used, self._sent = bool(sums), set()
         if not sums:
             return
         arena = self.gradients[self._gradient_turn]
@@ -290,13 +297,13 @@ class Worker:
                 slot.recorder.add("upload_gradients", self.index, start, end, -1, host.layout.nbytes, where)
 
     def close_slot(self, slot: Slot) -> None:
-        """Enqueue the downloads of gradients [4], and release the weight arena behind the compute so far [5]."""
+        """Enqueue the downloads of the gradients that are left, and release the weight arena behind the compute [5]."""
         for layer in slot.layers:  # also the layers that were not called: their uploads write to the arena
             self.device.compute.wait(self._upload_of(slot, layer))
         done = self.device.compute.record()
         if slot.side_by_side:
             slot.wait_for_predecessor(slot.cancel_scope)
-        if self._device_gradients:
+        if self._gradients_are_used:
             self._send_gradients(slot)
         assert slot.arena is not None
         arena = self.weights[slot.arena]
@@ -313,29 +320,53 @@ class Worker:
         self._is_open = False
         slot.close()
 
+    def send_final(self, slot: Slot, call: int, microbatch: int) -> bool:
+        """Enqueue the download of a call's gradients, if no other microbatch will add to them [4].
+
+        Not if that would have to wait: for the optimizer to take the gradients of the batch before, for sums on the
+        host, or for the round before.
+
+        Args:
+            slot: the open slot.
+            call: the call whose backward has run.
+            microbatch: the microbatch that it was run for.
+
+        Returns:
+            Whether the download is enqueued.
+        """
+        gradients = self._device_gradients.get(call)
+        if gradients is None or slot.side_by_side or microbatch != slot.microbatches[-1]:
+            return False
+        if not any(gradients.present) or not gradients.host.has_room:
+            return False
+        self._send(slot, call, self._device_gradients.pop(call))
+        self._sent.add(call)
+        return True
+
     def _send_gradients(self, slot: Slot) -> None:
-        stream = self.device.gradients_down
         # Sums that no microbatch has added to are downloaded as they came.
         self._wait_for_gradients()
-        for gradients in self._device_gradients.values():
-            gradients.narrow()
-        stream.wait(self.device.compute.record())
         for call, gradients in self._device_gradients.items():
-            if not any(gradients.present):
-                continue
-            gradients.host.make_room(slot.cancel_scope)
-            start = stream.record(timed=True)
-            gradients.download(stream)
-            end = stream.record(timed=True)
-            where = EventSource(slot.index, slot.phase, call, gradients.host.layer.name)
-            nbytes = gradients.host.layout.travel_nbytes
-            slot.recorder.add("download_gradients", self.index, start, end, -1, nbytes, where)
-        arena = self.gradients[self._gradient_turn]
+            if any(gradients.present):
+                self._send(slot, call, gradients)
+        stream, arena = self.device.gradients_down, self.gradients[self._gradient_turn]
         if arena.buffer is not None:
             stream.poison(arena.buffer)
         arena.last_use = stream.record()
         self._gradient_turn = (self._gradient_turn + 1) % self._arenas[1]
-        self._device_gradients = {}
+        self._device_gradients, self._gradients_are_used = {}, False
+
+    def _send(self, slot: Slot, call: int, gradients: DeviceGradSums) -> None:
+        stream = self.device.gradients_down
+        gradients.narrow()
+        stream.wait(self.device.compute.record())
+        gradients.host.make_room(slot.cancel_scope)
+        start = stream.record(timed=True)
+        gradients.download(stream)
+        end = stream.record(timed=True)
+        where = EventSource(slot.index, slot.phase, call, gradients.host.layer.name)
+        nbytes = gradients.host.layout.travel_nbytes
+        slot.recorder.add("download_gradients", self.index, start, end, -1, nbytes, where)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -376,6 +407,7 @@ class Worker:
 
     def gradients_of(self, call: int) -> DeviceGradSums | None:
         """Return the sum that a backward adds to. The compute stream waits until the arena is free for it."""
+        assert call not in self._sent, "a microbatch behind the last one adds to gradients"
         self._wait_for_gradients()
         return self._device_gradients.get(call)
 
@@ -454,6 +486,7 @@ class Worker:
             replica.unbind()
         self._replicas.clear()
         self._device_gradients.clear()
+        self._gradients_are_used, self._sent = False, set()
         self._gradients_free.clear()
         self._segments.clear()
         self._is_open = False

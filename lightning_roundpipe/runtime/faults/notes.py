@@ -14,6 +14,8 @@ from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.runtime.threads.sync import Cancelled
 
 _MARK = "roundpipe: "
+_ELSEWHERE = "tensors to be on the same device"
+"""What torch says if the operands of an operation are on several devices."""
 
 
 class NumberedSlot(Protocol):
@@ -71,6 +73,14 @@ def add_note(error: BaseException, place: FaultPlace) -> None:
         error.add_note(
             f"{_MARK}{_named(place.device)} held {held or 'nothing'}. Set a smaller microbatch_size (or more "
             "num_microbatches), or a smaller memory_budget, so that stages get smaller."
+        )
+
+    if _ELSEWHERE in str(error) and place.device is not None and place.device.torch_device.type != "cpu":
+        error.add_note(
+            f"{_MARK}a tensor was left on the host. Code between layers gets copies of parameters, buffers and batches "
+            "on the GPU where torch functions show them. Code that hides them (torch.utils.checkpoint, a hand-written "
+            "backward, TorchScript, another thread) has to move them itself, as in weight.to(x.device), or to be in a "
+            "layer. Tensors that a module keeps are buffers: self.register_buffer."
         )
 
 

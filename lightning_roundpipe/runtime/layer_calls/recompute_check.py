@@ -59,6 +59,9 @@ class CallFingerprint:
         """Compute the fingerprint, waiting for the device. ``values`` are those before the call."""
         with torch.no_grad(), torch._C.DisableTorchFunction():
             rows = [sums_of(t.detach()) for t in tensors]
+            devices = {row.device for row in rows}  # a layer may return host tensors, too
+            if len(devices) > 1:
+                rows = [row.cpu() for row in rows]
             sums = torch.stack(rows).tolist() if rows else []
         return cls(tuple((t.shape, t.dtype) for t in tensors), sums, values)
 

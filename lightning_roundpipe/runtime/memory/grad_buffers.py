@@ -45,6 +45,8 @@ PART = 2**24
 """Bytes of a part: 16 MiB, half a millisecond of a link's time, four million fp32 elements."""
 LEAST = 2**18
 """Elements that are narrowed through a temporary: in place they would overwrite others that are not narrowed yet."""
+MULTIPLIED = 2**22
+"""Elements that are multiplied at once: their product is a temporary, of 16 MiB in fp32."""
 LOOK = 0.25
 """Seconds between two checks that the summing thread is alive."""
 
@@ -333,6 +335,13 @@ class HostGradSums:
         """Return the bytes that the gradients of ``layer`` take on a worker now."""
         return GradientLayout(layer).nbytes
 
+    @property
+    def has_room(self) -> bool:
+        """Whether `make_room` does not wait."""
+        before = self.before
+        consumed = before is None or (before.consumed.woken and (before.arrived is None or before.arrived.done()))
+        return consumed and (self.landing is None or self.arrived is None or self.arrived.done())
+
     def make_room(self, cancel_scope: CancelScope) -> None:
         """Before a download: wait until the previous batch's sum is consumed [2] and what has landed is added [5]."""
         before, self.before = self.before, None
@@ -455,7 +464,7 @@ class DeviceGradSums:
                 )
             view = self.views[index]
             if self.present[index] and not _adds_itself(parameters[position], view, factor):
-                view.add_(grad, alpha=factor)
+                _add_product(view, grad, factor)
             elif grad is not view:
                 view.copy_(grad)
                 if factor != 1.0:
@@ -500,6 +509,24 @@ def _narrow(buffer: Tensor, own: ParamSlice, narrow: ParamSlice) -> None:
         part = source[done:end]
         target[done:end].copy_(part if end <= free else part.to(target.dtype, copy=True))
         done = end
+
+
+def _add_product(total: Tensor, grad: Tensor, factor: float) -> None:
+    """Add ``grad`` times ``factor`` to ``total``, rounding the product.
+
+    ``add_`` with ``alpha`` does not round it, as the hardware multiplies and adds at once. But the sum of a round of
+    one microbatch travels as a rounded product, and every plan must give the same bits.
+    """
+    if factor == 1.0:
+        total.add_(grad)
+        return
+    if not (grad.is_contiguous() and total.is_contiguous()):
+        total.add_(grad.to(total.dtype, copy=True).mul_(factor))
+        return
+    flat, flat_grad = total.view(-1), grad.view(-1)
+    for start in range(0, len(flat), MULTIPLIED):
+        part = slice(start, start + MULTIPLIED)
+        flat[part].add_(flat_grad[part].to(total.dtype, copy=True).mul_(factor))
 
 
 def _adds_itself(parameter: nn.Parameter, view: Tensor, factor: float) -> bool:

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call, Forward
@@ -244,11 +245,7 @@ class Evaluation:
     def _runs_in_place(
         self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[..., Any] | None:
-        """Return the layer's own forward if user code wants gradients of the call; else None.
-
-        Raises:
-            RoundPipeError: if it does, and the inputs are on a GPU.
-        """
+        """Return the layer's own forward, on the host, if user code wants gradients of the call; else None."""
         if self._forwards is None:
             return None
         leaves = flatten((args, kwargs))[0]
@@ -256,19 +253,21 @@ class Evaluation:
             any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves) or any(layer.trainable())
         ):
             return None
-        if self._engine.worker_pool.accelerator is not None:
-            raise RoundPipeError(
-                f"layer {layer.name!r} is called with gradients (torch.enable_grad) in a validation, test or predict "
-                "step, in which devices only run forward: they would be lost. Compute them in a hook such as "
-                "on_validation_epoch_end, where the model runs on the CPU, or call the model without gradients."
-            )
         for leaf in leaves:
             make_ordinary(leaf)
         if not self.in_place:
             self.in_place = True
             self._stay_behind()
         self._engine.model.buffers.settle()
-        return self._forwards[layer.index]
+        forward, accelerator = self._forwards[layer.index], self._engine.worker_pool.accelerator
+        if accelerator is None:
+            return forward
+        self._engine.hints.say(
+            "gradients",
+            f"layer {layer.name!r} is called with gradients (torch.enable_grad) in a validation, test or predict step, "
+            "in which GPUs only run forward: from there on, the step's layers run on the CPU.",
+        )
+        return functools.partial(_run_on_the_host, forward, accelerator)
 
     def _adapt(self, call: Call) -> None:
         """Change ``call`` before it runs; subclasses override this."""
@@ -320,6 +319,14 @@ class Evaluation:
         """Stop prefetching for the rest of the batch: user code may write to weights without raising their versions."""
         self._ahead, self._written = False, True
         self._drop_foreseen()
+
+
+def _run_on_the_host(forward: Callable[..., Any], accelerator: str, *args: Any, **kwargs: Any) -> Any:
+    """Run a layer's forward on its masters, with differentiable copies of tensors that are on a GPU."""
+    args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("cpu"), (args, kwargs))
+    enabled, dtype = torch.is_autocast_enabled(accelerator), torch.get_autocast_dtype(accelerator)
+    with torch.autocast("cpu", dtype) if enabled else contextlib.nullcontext():
+        return forward(*args, **kwargs)
 
 
 def wants_gradients() -> bool:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.runtime.batch.microbatches import seed_of
+from lightning_roundpipe.runtime.batch.microbatches import filled_like, seed_of
 from lightning_roundpipe.runtime.core.call import Call
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
@@ -251,7 +251,7 @@ class ManualRun(MicrobatchTask):
             self._phase = "backward"
             if (scale := self.engine.model.formats.scales.manual) != 1.0:
                 seed, self.mode.proxies.factor = seed_of(scale, self.engine.model.formats.low or loss.dtype)
-                gradient = torch.full_like(loss, seed) if gradient is None else gradient * seed
+                gradient = filled_like(loss, seed) if gradient is None else gradient * seed
             with self._noted(), driven_backward.of(loss):
                 torch.autograd.backward(loss, gradient, retain_graph=True)
             self._leave_user_code()

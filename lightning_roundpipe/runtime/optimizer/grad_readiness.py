@@ -2,8 +2,11 @@
 
 A bucket is *ready* when the step neither needs its weights nor adds to its gradients any more:
 
-    all slots that hold it are closed ── [1]     the downloads of its gradients are enqueued, its uploads are over
+    all slots that hold it have passed it ── [1]    the downloads of its gradients are enqueued, its uploads are over
     user code does not read it, or all microbatches have ended ── [2]
+
+A slot has passed a bucket when it is closed, or when its last microbatch has run the backward of all calls of the
+bucket's layers and their gradients are on their way.
 
 A bucket is *uploaded*, before that, when the step's last upload of it has finished. The source of the copies may then
 be overwritten.
@@ -27,6 +30,9 @@ from lightning_roundpipe.devices import Event, StreamAborted, StreamError, intra
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
+
+_NEVER = -1
+"""A call that sends no gradients."""
 
 
 class UploadedStage(Protocol):
@@ -65,6 +71,8 @@ class GradReadiness:
     def __init__(self, buckets: Sequence[ParamBucket]) -> None:
         self._lock = threading.Lock()
         self._open = dict.fromkeys(buckets, 0)
+        self._unsent_calls: dict[UploadedStage, dict[ParamBucket, set[int]]] = {}
+        """The calls that each open slot has yet to send gradients of. Of buckets that need more than that: none."""
         self._read: Collection[ParamBucket] | None = None
         self._ended = False
         self._coming = set(buckets)
@@ -97,12 +105,27 @@ class GradReadiness:
             self._uploads[bucket].append(upload)
             self._look([bucket])
 
+    def sent(self, slot: UploadedStage, call: int) -> None:
+        """Note that the gradients of ``call`` are on their way from ``slot``: no microbatch will add to them [1]."""
+        with self._lock:
+            left = self._unsent_calls.setdefault(slot, {})
+            if not left:
+                left.update(_calls(slot))
+            bucket = slot.sums[call].layer.bucket
+            calls = left[bucket]
+            calls.discard(call)
+            if not calls:
+                self._open[bucket] -= 1
+                self._look([bucket])
+
     def closed(self, slot: UploadedStage) -> None:
         """Count a closed slot, whose gradient downloads are enqueued [1]."""
         with self._lock:
-            for bucket in _buckets(slot):
+            left = self._unsent_calls.pop(slot, {})
+            buckets = [bucket for bucket in _buckets(slot) if left.get(bucket, True)]
+            for bucket in buckets:
                 self._open[bucket] -= 1
-            self._look(_buckets(slot))
+            self._look(buckets)
 
     def passed(self, read: Collection[ParamBucket]) -> None:
         """Set the buckets that user code has ``read``, once all microbatches have their loss."""
@@ -159,6 +182,18 @@ class GradReadiness:
                 for upload in bucket.uploads:
                     upload.wait()
                 sent(bucket.bucket)
+
+
+def _calls(slot: UploadedStage) -> dict[ParamBucket, set[int]]:
+    """Return, by bucket, the calls whose gradients it needs from ``slot``; a layer without any counts as one more."""
+    calls: dict[ParamBucket, set[int]] = {}
+    for call, sums in slot.sums.items():
+        calls.setdefault(sums.layer.bucket, set()).add(call)
+    with_gradients = {sums.layer for sums in slot.sums.values()}
+    for layer in slot.layers:
+        if layer not in with_gradients:
+            calls.setdefault(layer.bucket, set()).add(_NEVER)
+    return calls
 
 
 def _buckets(slot: UploadedStage) -> set[ParamBucket]:

@@ -32,7 +32,7 @@ from lightning_roundpipe.planning.nominal import nominal, with_times_of_bytes
 from lightning_roundpipe.planning.pipeline import Rules, period_of_ends, step_ends
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan, Stage
-from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition, unpacking_plans
+from lightning_roundpipe.planning.search import SEARCH_SECONDS, partly_fused, search_partition, unpacking_plans
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.learned import Learned
 from lightning_roundpipe.runtime.core.trace import Trace, distinct_layers
@@ -181,6 +181,9 @@ class Planner:
         if size is None and stage_s is None:
             others = unpacking_plans([plan], costs, workers, microbatches, limits, ahead=fuses)
             plan = min((one for one in others if one is plan or not trace.torn_buffer(one)), key=step_s)
+            if fuses and not plan.forward:
+                others = partly_fused(costs, workers, microbatches, limits, ahead=True)
+                plan = min([plan, *(one for one in others if not trace.torn_buffer(one))], key=step_s)
         if workers == 1 or size is not None or stage_s is not None:
             return plan
         if not fuses or trace.torn_buffer() is not None:

@@ -111,6 +111,8 @@ def _cuda(given: Any) -> torch.device:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether it is strided host memory and nothing else, so that copying its elements copies it."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_nested or tensor.is_quantized:
         return False
     return tensor.device.type == "cpu" and tensor.layout is torch.strided

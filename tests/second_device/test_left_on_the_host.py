@@ -1,0 +1,16 @@
+"""Parameters between layers are on the host. Where no torch function shows them, the error says what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import test_bypass as there
+
+
+@pytest.mark.parametrize("way", ["a checkpoint that is not", "a function that recomputes", "another thread"])
+def test_the_error_has_a_remedy(way: str, devices: list[Any]) -> None:
+    with pytest.raises(RuntimeError, match="on the same device") as caught:
+        there.train(there.make(between=there.HIDDEN[way]), 1, 1)
+    assert devices
+    assert any(".to(x.device)" in note for note in caught.value.__notes__)
