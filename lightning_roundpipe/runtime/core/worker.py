@@ -87,8 +87,6 @@ class Worker:
         """By call: those of the open slot that are not on their way to the host yet."""
         self._sent: set[int] = set()
         """The calls of the open slot whose gradients are."""
-        self._gradients_are_used = False
-        """Whether the open slot has an arena for gradients."""
         self._segments: dict[int, Tensor] = {}
         self.lead = 0
         """Bytes that calls beyond the first `IN_FLIGHT` may keep alive; 0 allows no such calls."""
@@ -270,8 +268,7 @@ class Worker:
 
     def _open_gradients(self, slot: Slot) -> None:
         sums = {call: s for call, s in slot.sums.items() if s.layout.nbytes}
-        self._device_gradients = {}
-        self._gradients_are_used, self._sent = bool(sums), set()
+        self._device_gradients, self._sent = {}, set()
         if not sums:
             return
         arena = self.gradients[self._gradient_turn]
@@ -303,7 +300,7 @@ class Worker:
         done = self.device.compute.record()
         if slot.side_by_side:
             slot.wait_for_predecessor(slot.cancel_scope)
-        if self._gradients_are_used:
+        if self._device_gradients or self._sent:
             self._send_gradients(slot)
         assert slot.arena is not None
         arena = self.weights[slot.arena]
@@ -354,7 +351,7 @@ class Worker:
             stream.poison(arena.buffer)
         arena.last_use = stream.record()
         self._gradient_turn = (self._gradient_turn + 1) % self._arenas[1]
-        self._device_gradients, self._gradients_are_used = {}, False
+        self._device_gradients, self._sent = {}, set()
 
     def _send(self, slot: Slot, call: int, gradients: DeviceGradSums) -> None:
         stream = self.device.gradients_down
@@ -486,7 +483,7 @@ class Worker:
             replica.unbind()
         self._replicas.clear()
         self._device_gradients.clear()
-        self._gradients_are_used, self._sent = False, set()
+        self._sent.clear()
         self._gradients_free.clear()
         self._segments.clear()
         self._is_open = False
