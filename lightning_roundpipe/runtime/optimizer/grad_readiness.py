@@ -32,7 +32,7 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 
 _NEVER = -1
-"""A call that sends no gradients."""
+"""Stands for a layer without gradients, whose bucket is passed only when the slot is closed."""
 
 
 class UploadedStage(Protocol):
@@ -72,7 +72,7 @@ class GradReadiness:
         self._lock = threading.Lock()
         self._open = dict.fromkeys(buckets, 0)
         self._unsent_calls: dict[UploadedStage, dict[ParamBucket, set[int]]] = {}
-        """The calls that each open slot has yet to send gradients of. Of buckets that need more than that: none."""
+        """By slot, and by bucket in it: the calls whose gradients are not on their way yet."""
         self._read: Collection[ParamBucket] | None = None
         self._ended = False
         self._coming = set(buckets)
@@ -108,9 +108,9 @@ class GradReadiness:
     def sent(self, slot: UploadedStage, call: int) -> None:
         """Note that the gradients of ``call`` are on their way from ``slot``: no microbatch will add to them [1]."""
         with self._lock:
-            left = self._unsent_calls.setdefault(slot, {})
-            if not left:
-                left.update(_calls(slot))
+            if slot not in self._unsent_calls:
+                self._unsent_calls[slot] = _calls(slot)
+            left = self._unsent_calls[slot]
             bucket = slot.sums[call].layer.bucket
             calls = left[bucket]
             calls.discard(call)
@@ -185,7 +185,7 @@ class GradReadiness:
 
 
 def _calls(slot: UploadedStage) -> dict[ParamBucket, set[int]]:
-    """Return, by bucket, the calls whose gradients it needs from ``slot``; a layer without any counts as one more."""
+    """Return, by bucket, the calls that ``slot`` sends gradients of, and `_NEVER` for layers without any."""
     calls: dict[ParamBucket, set[int]] = {}
     for call, sums in slot.sums.items():
         calls.setdefault(sums.layer.bucket, set()).add(call)
