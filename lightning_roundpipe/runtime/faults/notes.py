@@ -75,7 +75,8 @@ def add_note(error: BaseException, place: FaultPlace) -> None:
             "num_microbatches), or a smaller memory_budget, so that stages get smaller."
         )
 
-    if _ELSEWHERE in str(error) and place.device is not None and place.device.torch_device.type != "cpu":
+    on_gpu = place.device is not None and place.device.torch_device.type != "cpu"
+    if on_gpu and _ELSEWHERE in str(error) and "cpu" in str(error):
         error.add_note(
             f"{_MARK}a tensor was left on the host. Code between layers gets copies of parameters, buffers and batches "
             "on the GPU where torch functions show them. Code that hides them (torch.utils.checkpoint, a hand-written "
