@@ -188,7 +188,7 @@ def partly_fused(costs: Costs, workers: int, microbatches: int, limits: Limits, 
         with suppress(ValueError):
             plan = baseline_within(costs, workers, microbatches, fewer)
             found.append(ahead_within(plan, costs, workers, limits.memory) if ahead else plan)
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _with_arenas(plans: Iterable[Plan], costs: Costs, workers: int, memory: Memory | None) -> list[Plan]:
