@@ -6,15 +6,17 @@ tells the engine, so only the look at what the layer has done can show it.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import assert_same, halves, ours, run, single
+from harness import assert_same, assert_tensors_same, halves, loader, ours, quiet, run, single, trainer_of
 from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
@@ -216,6 +218,69 @@ def test_plain_layers_take_inference_tensors(plain_calls: list[tuple[int, bool]]
         module = Steps(Net2(Added))
     assert_same(run("auto", module, zoo.make_batches("mlp")[0], steps=STEPS), ran(module))
     assert plain_calls
+
+
+# ----------------------------------------------------------------------------------------------------------- evaluation
+
+
+class Predicts(Steps):
+    """Returns logits, and the attributes that layers have set."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        Clock.step = batch_idx
+        _, logits = self.loss_and_logits(batch)
+        return logits, [getattr(block, "aux", None) for block in self.model.blocks]
+
+
+def predicted(strategy: Any, late: Callable[[Any, Tensor], Tensor], inference_mode: bool, devices: int = 1) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        module = Predicts(Net(type("Turning", (Turning,), {"late": late})))
+    trainer = trainer_of(strategy, devices=devices, inference_mode=inference_mode)
+    with quiet():
+        return trainer.predict(module, loader(zoo.make_batches("mlp", STEPS)))
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize(
+    "late",
+    [
+        usual, sets_an_attribute, fills_a_list, returns_its_input, returns_a_view_of_its_input,
+        returns_a_view_of_its_weight, caches_parametrizations,
+    ],
+)  # fmt: skip
+def test_evaluation_equals_plain_when_a_plain_layer_turns(
+    late: Callable[[Any, Tensor], Tensor], microbatches: int, inference_mode: bool,
+    plain_calls: list[tuple[int, bool]],
+) -> None:  # fmt: skip
+    plain = predicted("auto", late, inference_mode)
+    other = predicted(ours(num_microbatches=microbatches, emulation={"poison": True}), late, inference_mode, devices=2)
+    assert_tensors_same(plain, other)
+    assert {step for step, _ in plain_calls} >= {1, 2, 3, 4}  # from the second batch on
+    surprised = {step for step, surprises in plain_calls if surprises}
+    assert (not surprised) == (late is usual) and min(surprised, default=LATE) >= LATE
+
+
+def test_layers_that_fill_a_cache_are_plain_in_evaluation(plain_calls: list[tuple[int, bool]]) -> None:
+    module, prompt = zoo.make_module("llama"), torch.tensor([[3, 5, 7, 2], [4, 1, 6, 2]])
+
+    class Generates(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = copy.deepcopy(module.model)
+
+        def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            found: Tensor = self.model.generate(batch, max_new_tokens=6, do_sample=False, pad_token_id=0)
+            return found
+
+    def generated(strategy: Any, devices: int = 1) -> Any:
+        with quiet():
+            return trainer_of(strategy, devices=devices).predict(Generates(), loader([prompt, prompt + 1]))
+
+    plain, other = generated("auto"), generated(ours(), devices=2)
+    assert_tensors_same(plain, other)
+    assert len(plain_calls) > 20 and not any(surprises for _, surprises in plain_calls)
 
 
 # ------------------------------------------------------------------------------------------------- the thread that runs

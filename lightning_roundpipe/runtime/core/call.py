@@ -14,7 +14,7 @@ from torch.utils._pytree import TreeSpec
 
 from lightning_roundpipe.model.attributes import StateDiff
 from lightning_roundpipe.runtime.core.detached_inputs import DetachedInputs
-from lightning_roundpipe.runtime.layer_calls.arguments import CallSpec, FlatValue
+from lightning_roundpipe.runtime.layer_calls.arguments import CallSpec, FlatValue, is_cache
 from lightning_roundpipe.runtime.layer_calls.discrete_ops import Choices, DiscreteOpRecorder
 from lightning_roundpipe.runtime.layer_calls.precedent import Manner, Precedent
 from lightning_roundpipe.runtime.layer_calls.recompute_check import CallFingerprint
@@ -44,14 +44,19 @@ class CallProfile:
             and call.state is self.state
             and call.recomputed is self.recomputed
             and call.thread_state == self.thread_state
-            and _UNCHANGEABLE.issuperset(map(type, call.originals))
-            and call.layer.chooses is False
+            and (_UNCHANGEABLE.issuperset(map(type, call.originals)) or (call.evaluates and _fills_caches_only(call)))
+            and (call.evaluates or call.layer.chooses is False)
             and not (call.checked or call.bare or call.layer.caches_parametrizations)
         )
 
 
 _UNCHANGEABLE = {Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device}
 """Types of arguments that hold nothing that a layer could change unseen."""
+
+
+def _fills_caches_only(call: Call) -> bool:
+    """Return whether the arguments that a layer could change are key-value caches, which it fills in place."""
+    return all(type(leaf) in _UNCHANGEABLE or is_cache(leaf) for leaf in call.originals)
 
 
 @dataclass
@@ -117,6 +122,11 @@ class Call:
     tentative: bool = False
     profile: CallProfile | None = None
     lender: Lender | None = None
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the call belongs to an evaluation, so that it is never recomputed."""
+        return self.seed is None
 
     @functools.cached_property
     def manner(self) -> Manner | None:

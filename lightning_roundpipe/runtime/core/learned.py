@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.batch.logs import Key
+from lightning_roundpipe.runtime.core.call import CallProfile
 from lightning_roundpipe.runtime.core.prediction import CallOrder
 from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.memory.host_model import HostModel
@@ -30,6 +31,7 @@ class Learned:
         shares: whether user code computes with state that microbatches share.
         in_order: whether microbatches run one after another in every step.
         order: which call followed which, for steps that call layers in any order.
+        profiles: of each layer's last call in an evaluation, by the layer's index; None if it was not plain.
         module_state: attributes that microbatches set on modules.
         randomness: which calls and sections of user code draw random numbers.
         read_by_user_code: buckets that user code reads. The next step waits for them before it takes the user-code
@@ -62,6 +64,7 @@ class Learned:
         self.costs: Costs | None = None
         self.offloads = False
         self.in_order = self.shares
+        self.profiles: dict[int, CallProfile | None] = {}
         self.module_state = ModuleStateIsolation(self._model.module, self._model.layers)
         self.randomness = Randomness()
         self._probed: set[tuple[int, int]] = set()

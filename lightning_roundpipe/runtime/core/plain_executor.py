@@ -4,7 +4,7 @@ Most layer calls of most models are plain, while everything that `LayerExecutor`
 call. So it looks once, and a `CallProfile` says how the call was made:
 
     LayerExecutor ── the layer only returned tensors of its own ──► profile ── [1]
-    the same call of a later microbatch or step fits the profile ──► PlainExecutor ── [2]
+    the same call of a later microbatch, step or validated batch fits the profile ──► PlainExecutor ── [2]
     the layer did something else than return tensors ──► `surprises`: the results take LayerExecutor's way, and the
     profile is dropped until a call is seen to be plain again ── [3]
 
@@ -57,10 +57,11 @@ def profile_of(
     does_more = (
         result.side_outputs or result.mutated or result.overlapping[0] or result.choices or not _is_plain(ran.output)
         or buffers.places or replica.unregistered_tensors or replica.has_hooks()
-        or layer.borrows != [] or layer.reaches_out or layer.chooses is not False or layer.rewritten
+        or layer.borrows != [] or layer.reaches_out or layer.rewritten
+        or not (call.evaluates or layer.chooses is False)
     )  # fmt: skip
-    modes = call.thread_state
-    special = call.seed is None or call.bare or modes.inference or modes.locals  # which may hold the user's tensors
+    modes = call.thread_state  # `locals` may hold the user's tensors; without a seed, grad is a rehearsal's
+    special = call.bare or modes.locals or (modes.grad if call.evaluates else modes.inference)
     if does_more or special or spec.carried is not None or not spec.is_immutable:
         return None
     return CallProfile(spec.arguments, call.state, modes, call.recomputed)
@@ -105,13 +106,15 @@ class PlainExecutor:
         versions = [p._version for p in replica.parameters]
         side_collector = SideOutputCollector(replica, (), immutable=True)
         computing = Computing(worker, slot, kind, index, layer, call.microbatch, Inside(layer.name))
-        assert call.seed is not None, "plain calls are those of training"
-        seeded = self._randomness().segment(layer.index, call.seed, device, layer.title, backward=kind == "recompute")
+        seeded: contextlib.AbstractContextManager[None] = _NOTHING
+        if call.seed is not None:
+            again = kind == "recompute"
+            seeded = self._randomness().segment(layer.index, call.seed, device, layer.title, backward=again)
         with call.thread_state.entered(grad=grad), seeded:
             if grad:
                 detached_inputs = DetachedInputs(layer.name)
                 tensors = detached_inputs.open(tensors, [call.requires_grad[i] for i in positions])
-            else:
+            elif not call.thread_state.inference:
                 tensors = [t.data for t in tensors]
             given = dict(zip(positions, tensors, strict=True))
             args, kwargs = unflatten([given.get(i, leaf) for i, leaf in enumerate(leaves)], call.spec.arguments)
@@ -128,7 +131,7 @@ class PlainExecutor:
             layer.caches_parametrizations = True
         ran.surprises = bool(
             ran.written or ran.side_outputs or layer.caches_parametrizations
-            or any(t._version for t in tensors if not t.is_inference())
+            or (not call.thread_state.inference and any(t._version for t in tensors if not t.is_inference()))
             or replica.has_hooks() or not _is_plain(flat) or self._share(flat.tensors(), tensors)
         )  # fmt: skip
         if ran.surprises and alone:

@@ -90,7 +90,7 @@ class Evaluation:
         self.in_place = False
         """Whether a layer call has run in place."""
         self._engine = engine
-        self._order = engine.learned.order
+        self._order, self._profiles = engine.learned.order, engine.learned.profiles
         self._ahead, self._written = bool(engine.options.prefetch), False
         self._foreseen: Slot | None = None
         self._cancel_scope = WatchedCancelScope(engine.worker_pool)
@@ -271,8 +271,12 @@ class Evaluation:
 
     def _adapt(self, call: Call) -> None:
         """Change ``call`` before it runs; subclasses override this."""
+        profile = self._profiles.get(call.layer.index)
+        if profile is not None and profile.fits(call):
+            call.profile = profile
 
     def _hand_back(self, call: Call, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._profiles[call.layer.index] = forward.profile
         return hand_back(call, None, TracedCall(call.layer, 0), forward, args, kwargs, self._watched)[0]
 
     # -- uploading ahead ----------------------------------------------------------------------------------------------

@@ -313,7 +313,7 @@ class Parting:
                     alone = call.pop_last(few).merge(known.home, lambda _: None)  # [3]
                     agrees = _agree(alone, call.beginning(compared).merge(known.home, lambda _: None))
                 merged = call.merge(known.home, lambda _: None)
-                return _Parted(merged, bool(compared), agrees, not (step.wrote or call.alike), call.keep_cache)
+                return _Parted(merged, bool(compared), agrees, not call.alike, call.keep_cache)
             except RoundPipeError:
                 return None  # `merge` cannot put the outputs together
             finally:
@@ -382,8 +382,7 @@ class _Parted:
         whole: that of all samples.
         compared: whether some parts were compared with their samples as one part.
         agrees: whether these gave the same; True if nothing was compared.
-        clean: whether layers wrote neither to arguments nor to modules, and every output has a row for each sample or
-            is a known loss.
+        clean: whether every output has a row for each sample or is a known loss.
         keep_cache: lets the cache that the call was given stand for those of the parts.
     """
 

@@ -70,7 +70,6 @@ class EvaluationStep(ModelStep):
 
     Attributes:
         unsplittable: whether a part failed or did what only a whole call may do; the output is then unusable.
-        wrote: whether a layer wrote to its arguments, or left something behind on modules.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class EvaluationStep(ModelStep):
         sizes: list[int], branches: Branches, compared: int,
     ) -> None:  # fmt: skip
         super().__init__(engine, (0,), lambda _: sizes, isolated=False, recorder=evaluation.recorder)
-        self.unsplittable = self.wrote = False
+        self.unsplittable = False
         self._part_sizes = sizes
         self._first_slot: int | None = None
         self.branches, self.compared = branches, compared
@@ -203,7 +202,8 @@ class _EvaluationPart(PartRun):
 
     def _run_forward(self, call: Call, recorded: RecordedCall | None, traced: TracedCall) -> tuple[Forward, Slot]:
         forward, slot = super()._run_forward(call, recorded, traced)
-        self._evaluation_step.wrote |= bool(forward.side_outputs or forward.mutated)
+        if forward.side_outputs or forward.mutated:
+            raise _Unsplittable  # what is written is the whole batch's, and user code has not seen the part's yet
         return forward, slot
 
     def _give(self, output: Any) -> None:
