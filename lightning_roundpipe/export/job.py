@@ -36,6 +36,8 @@ MAX_SHARD_SIZE = 5 * 10**9
 """Bytes of a safetensors file, unless another number is asked for."""
 
 UNFINISHED = ".unfinished"
+MARK = ".roundpipe-export"
+"""A file in a folder that an export has not finished: only such a folder may be deleted."""
 """Suffix of a folder that is being written. A killed process leaves one behind; the next export removes it."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -117,7 +119,7 @@ def export(
     _check_settings(trained, format, dtype, merge)
     _check_target(final, trained, to, overwrite)
     unfinished = final.with_name(final.name + UNFINISHED)
-    shutil.rmtree(unfinished, ignore_errors=True)
+    _clear(unfinished, to)
     skeleton = skeleton_of(trained.base.config)
     try:
         with _writing(to):
@@ -127,6 +129,7 @@ def export(
                 contents, notes = _write_model(
                     trained, skeleton, unfinished, to, format, dtype, max_shard_size, progress
                 )
+            (unfinished / MARK).unlink()
             _replace(final, unfinished)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -176,6 +179,17 @@ def _check_target(final: Path, trained: Trained, to: str | Path, overwrite: bool
         what = f"the folder {foreign.name}" if foreign.is_dir() else foreign.name
         raise ValueError(
             f"to={to} holds {what}, which no export has written, and overwrite=true would delete it: name a new folder."
+        )
+
+
+def _clear(unfinished: Path, to: str | Path) -> None:
+    """Delete what an export that was killed has left. Refuse to delete anything else."""
+    if (unfinished / MARK).is_file():
+        shutil.rmtree(unfinished)
+    elif os.path.lexists(unfinished):
+        raise ValueError(
+            f"to={to} would be written to {unfinished.name} first, which is there already and is not the rest of an "
+            "export: rename that, or name another folder."
         )
 
 
@@ -236,6 +250,7 @@ def _adapters(trained: Trained, skeleton: Skeleton) -> Adapters | None:
 def _write_adapters(trained: Trained, skeleton: Skeleton, folder: Path) -> tuple[str, tuple[str, ...]]:
     adapters = _adapters(trained, skeleton)
     assert adapters is not None
+    _make_folder(folder)
     adapters.save(str(folder), trained.base.name)
     return f"adapters of {plural(len(adapters.modules), 'module')}", ()
 
@@ -270,11 +285,13 @@ def _write_model(
         name = folder.name.removesuffix(UNFINISHED)
         file = GgufFile(weights, base.config, dtype, name, base.tokenizer, base.gguf)
         total = file.nbytes
-        _make_folder(folder, total, to)
+        _check_space(folder, total, to)
+        _make_folder(folder)
         file.write(folder / f"model-{file.type}.gguf", came)
         return f"{what}, in {file.type}", notes
     total = weights.nbytes
-    _make_folder(folder, total, to)
+    _check_space(folder, total, to)
+    _make_folder(folder)
     write_shards(weights.stored(), weights.specs, folder, max_shard_size, came)
     main = _main_dtype(weights)
     _write_companions(trained, skeleton, folder, main, weights.untied)
@@ -353,7 +370,12 @@ def _nbytes(source: Source) -> int:
     return sum(spec.nbytes for spec in source.specs.values())
 
 
-def _make_folder(folder: Path, needed: int, to: str | Path) -> None:
+def _make_folder(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / MARK).touch()
+
+
+def _check_space(folder: Path, needed: int, to: str | Path) -> None:
     there = next(parent for parent in folder.parents if parent.is_dir())
     free = shutil.disk_usage(there).free
     if needed > free:
@@ -361,7 +383,6 @@ def _make_folder(folder: Path, needed: int, to: str | Path) -> None:
             f"to={to} needs {gib(needed)}, and {there} has {gib(free)} left: name a folder on another disk, or a "
             "smaller dtype=."
         )
-    folder.mkdir(parents=True)
 
 
 def _write_companions(trained: Trained, skeleton: Skeleton, folder: Path, dtype: str, untied: bool) -> None:

@@ -275,6 +275,21 @@ def test_a_folder_with_files_of_the_users(base: Path, adapters: Path, tmp_path: 
     assert not (to / "README.md").exists()
 
 
+def test_only_what_a_killed_export_has_left_is_deleted(adapters: Path, tmp_path: Path) -> None:
+    """An export to `to` begins in `to.unfinished`, which may be a folder of the user's, and even one with a model."""
+    trained, to, beside = from_run(adapters), tmp_path / "to", tmp_path / "to.unfinished"
+    export(trained, beside)
+    before = {path.name: path.read_bytes() for path in beside.iterdir()}
+    refused(r"^to=.*to would be written to to.unfinished first, which is there already", trained, to)
+    refused(r"first, which is there already", trained, to, merge=False)
+    assert {path.name: path.read_bytes() for path in beside.iterdir()} == before and not to.exists()
+    for merge in (True, False):
+        beside.mkdir(exist_ok=True)
+        (beside / job.MARK).touch()
+        export(trained, to, merge=merge, overwrite=True)
+        assert not beside.exists() and not (to / job.MARK).exists()
+
+
 def test_a_link_to_a_folder(adapters: Path, tmp_path: Path) -> None:
     """The export was made, could not replace the link, and was deleted."""
     (tmp_path / "disk").mkdir()
@@ -331,10 +346,3 @@ def test_a_folder_that_cannot_be_replaced(adapters: Path, tmp_path: Path, monkey
         export(trained, to, overwrite=True, max_shard_size=100_000)
     assert {path.name: path.read_bytes() for path in to.iterdir()} == before
     assert sorted(path.name for path in tmp_path.glob("to*")) == ["to"]
-
-
-def test_what_a_killed_export_has_left(adapters: Path, tmp_path: Path) -> None:
-    (tmp_path / "to.unfinished").mkdir()
-    (tmp_path / "to.unfinished" / "model.safetensors").write_text("half")
-    export(from_run(adapters), tmp_path / "to", max_shard_size=100_000)
-    assert not (tmp_path / "to.unfinished").exists() and not (tmp_path / "to" / "model.safetensors").exists()
