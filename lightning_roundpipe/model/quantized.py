@@ -140,7 +140,7 @@ def prepare(module: nn.Module) -> None:
 
 
 def misfit(module: nn.Module) -> str | None:
-    """Return what is wrong with the sizes of the packed weight of ``module`` and of its scales, or None.
+    """Return what is wrong with the packed weight of ``module``, its scales and its tables, or None.
 
     Kernels read as many scales as the weight has blocks, also beyond the end of a tensor.
     """
@@ -165,7 +165,7 @@ def misfit(module: nn.Module) -> str | None:
 
 
 def misfit_in_four_bits(state: Any, nbytes: int) -> str | None:
-    """Return what is wrong with the sizes in a ``QuantState`` of a weight of ``nbytes``, or None."""
+    """Return what is wrong in a ``QuantState`` of a weight of ``nbytes``, or None."""
     blocks = -(-math.prod(state.shape) // state.blocksize)
     wanted = {"scales": (state.absmax, blocks), "values in its table": (state.code, 16)}
     if state.nested:
@@ -175,12 +175,12 @@ def misfit_in_four_bits(state: Any, nbytes: int) -> str | None:
         return "lacks its scales of scales"
     if math.prod(state.shape) % state.blocksize == 0 and nbytes != math.prod(state.shape) // 2:
         return f"has {nbytes} bytes instead of {math.prod(state.shape) // 2}"
-    return _wrong_sizes(wanted)
+    return _wrong_parts(wanted)
 
 
 def misfit_in_eight_bits(scales: Tensor | None, rows: int) -> str | None:
-    """Return what is wrong with the number of scales of a weight of so many ``rows``, or None."""
-    return _wrong_sizes({"scales": (scales, rows)})
+    """Return what is wrong with the scales of a weight of so many ``rows``, or None."""
+    return _wrong_parts({"scales": (scales, rows)})
 
 
 def is_left_plain(module: nn.Module) -> bool:
@@ -190,12 +190,14 @@ def is_left_plain(module: nn.Module) -> bool:
     return packs and weight is not None and not is_packed(weight)
 
 
-def _wrong_sizes(wanted: Mapping[str, tuple[Tensor | None, int]]) -> str | None:
+def _wrong_parts(wanted: Mapping[str, tuple[Tensor | None, int]]) -> str | None:
     for what, (tensor, size) in wanted.items():
         if tensor is None:
             return f"lacks its {what}"
         if tensor.numel() != size:
             return f"has {tensor.numel()} {what} instead of {size}"
+        if tensor.is_floating_point() and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
+            return f"has {what} that are not finite"
     return None
 
 

@@ -66,6 +66,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     seed_everything(cfg.seed, workers=True, verbose=False)
     pretrained = _make(cfg.model)
     facts = {"tokenizer": pretrained.tokenizer, "vocab_size": pretrained.config.get_text_config().vocab_size}
+    _check_vocabulary(cfg, facts["vocab_size"])
     data = _make(cfg.data, **{key: fact for key, fact in facts.items() if OmegaConf.is_missing(cfg.data, key)})
     if isinstance(data, TextFiles):
         data.setup("fit")  # checks every record before the weights are loaded, which may take minutes
@@ -94,6 +95,16 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         ckpt_path=cfg.ckpt_path,
         settings=settings,
     )
+
+
+def _check_vocabulary(cfg: DictConfig, of_model: int) -> None:
+    """Refuse more tokens than the model has, which would end as an index that is out of range."""
+    given = None if OmegaConf.is_missing(cfg.data, "vocab_size") else cfg.data.get("vocab_size")
+    if isinstance(given, int) and given > of_model:
+        raise ValueError(
+            f"data.vocab_size={given} is more than the model's vocabulary, which has {of_model}. Leave data.vocab_size "
+            "out: it is filled in."
+        )
 
 
 def check(cfg: DictConfig) -> None:

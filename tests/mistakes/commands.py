@@ -51,6 +51,13 @@ COMMANDS = [
     ),
     Mistake(
         SECTION,
+        "`data.vocab_size` that the model does not have",
+        "roundpipe-train: data.vocab_size=… is more than the model's vocabulary, which has …",
+        "Leave data.vocab_size out: it is filled in",
+        (command("model=tiny_llama", "data=random_tokens", "data.vocab_size=129"),),
+    ),
+    Mistake(
+        SECTION,
         "`model.quantization` without adapters",
         "roundpipe-train: The model is quantised, and packed weights cannot be trained",
         "train adapters (lora=all_linear), or all weights of a model with model.quantization=null",

@@ -301,6 +301,10 @@ def _too_few_scales(head: Any) -> None:
     head.weight.quant_state.absmax = head.weight.quant_state.absmax[:0].clone()
 
 
+def _infinite_scales(head: Any) -> None:
+    head.weight.quant_state.absmax = head.weight.quant_state.absmax.float().fill_(float("inf"))
+
+
 def _of_hqq(head: Any) -> None:
     head.__class__ = type("HQQLinear", (nn.Linear,), {"__module__": "hqq.core.quantize"})
 
@@ -408,6 +412,13 @@ MODULES = [
         "the quantised weight of '…' has … scales instead of …",
         "Copy or download it again, or quantise the 16-bit checkpoint anew",
         (_quantised(_too_few_scales),),
+    ),
+    Mistake(
+        SECTION,
+        "a quantised weight with scales that are infinite or no numbers",
+        "the quantised weight of '…' has scales that are not finite: its file is broken",
+        "Copy or download it again, or quantise the 16-bit checkpoint anew",
+        (_quantised(_infinite_scales),),
     ),
     Mistake(
         SECTION,
