@@ -114,12 +114,16 @@ def not_the_whole(what: str, left: Sequence[str], *, auto: bool) -> str:
     tried = ", and neither does cutting the calls of the model alone (microbatch_scope='model')" if auto else ""
     names = ", ".join(map(repr, left[:_NAMED]))
     changed = f" It leaves another value in {names}, which the next part of the batch finds." if left else ""
+    scope = (
+        "With microbatch_scope='model', the model must treat each sample for itself and return a row for it."
+        if auto
+        else "If training_step needs all samples at once, or counts how often it runs, set microbatch_scope='model', "
+        "which runs it once and cuts the calls of the model: these must return a row for each sample."
+    )
     return (
         f"training_step gives something else in parts of the batch than on the whole batch{tried}: {what}.{changed} "
-        "If the loss is a mean with weights of its own, or a sum, set RoundPipeStrategy(loss_weight=...). If "
-        "training_step needs all samples at once, or counts how often it runs, set microbatch_scope='model', which "
-        "runs it once and cuts the calls of the model: these must return a row for each sample. num_microbatches=1 "
-        "keeps the batch whole."
+        f"If the loss is a mean with weights of its own, or a sum, set RoundPipeStrategy(loss_weight=...). {scope} "
+        "num_microbatches=1 keeps the batch whole."
     )
 
 
