@@ -24,7 +24,7 @@ import random
 import sys
 import threading
 import types
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -50,6 +50,9 @@ _LIBRARIES = (sys.stdlib_module_names | {"builtins", "torch", "numpy", "lightnin
 """Packages whose objects are not walked, except for the types named in `_kind`."""
 _NAMESPACES = ("SimpleNamespace", "Namespace")
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_USUAL_LEAVES = frozenset({bool, int, float, str, type(None)})
+_USUAL_CONTAINERS = frozenset({dict, list, set, OrderedDict})
+"""Most of what a module holds, found by a look at its type."""
 _CURSORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")), itertools.count)
 """Iterators whose shallow copy advances independently; others are copied deeply."""
 _MANY = 100_000
@@ -222,6 +225,8 @@ def put_back_of(value: Any, kind: str, now: Callable[[Any], Any] = lambda item: 
     if kind == "array":
         kept = value.copy()
         return lambda: np.copyto(value, kept)
+    if kind == "container" and not value and type(value) in _USUAL_CONTAINERS:
+        return value.clear  # type: ignore[no-any-return]
     if kind == "generator":
         get, give = _STATES[type(value)]
         state = get(value)
@@ -286,10 +291,11 @@ def walk(
         later: takes the functions, methods and classes, with what hooks and closures keep. None: they are followed.
     """
     seen = {} if seen is None else seen  # keeps the objects alive, so that no id is used twice
-    waiting = deque(roots)
+    waiting = list(roots)
+    waiting.reverse()
     while waiting:
-        path, value = waiting.popleft()
-        if isinstance(value, _IMMUTABLE):
+        path, value = waiting.pop()
+        if type(value) in _USUAL_LEAVES or isinstance(value, _IMMUTABLE):
             yield path, value, "leaf"
             continue
         # A check for nn.Parameter runs Python, so it comes after that for tensors.
@@ -305,7 +311,8 @@ def walk(
         if kind not in ("tuple", "function", "method"):
             yield path, value, kind
         # Depth first: an object's path must not depend on the size of others.
-        waiting.extendleft(reversed(list(_inside(path, value, kind))))
+        if kind != "container" or len(value) or not isinstance(value, dict):  # a module has a dozen empty dicts
+            waiting += reversed(list(_inside(path, value, kind)))
 
 
 def walk_around(
@@ -338,6 +345,8 @@ def _is_small(value: Any, kind: str) -> bool:
 
 
 def _kind(value: Any) -> str:
+    if type(value) in _USUAL_CONTAINERS:  # most of what a module holds
+        return "many" if len(value) > _MANY else "container"
     if isinstance(value, Tensor):
         return "tensor"
     if isinstance(value, np.ndarray):
@@ -408,12 +417,20 @@ def _inside(path: str, value: Any, kind: str) -> Iterator[tuple[str, Any]]:
 
 def _attributes(value: Any) -> dict[str, Any]:
     found = dict(getattr(value, "__dict__", {}))
-    for owner in type(value).__mro__:
-        slots = owner.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if not name.startswith("__") and hasattr(value, name):
-                found[name] = getattr(value, name)
+    for name in _slots(type(value)):  # type: ignore[arg-type]
+        if hasattr(value, name):
+            found[name] = getattr(value, name)
     return found
+
+
+@functools.lru_cache(1024)
+def _slots(kind: type) -> tuple[str, ...]:
+    """Return the names of a type's slots."""
+    found: list[str] = []
+    for owner in kind.__mro__:
+        slots = owner.__dict__.get("__slots__", ())
+        found += (slots,) if isinstance(slots, str) else slots
+    return tuple(name for name in found if not name.startswith("__"))
 
 
 class Namespace:
