@@ -12,6 +12,7 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -184,7 +185,7 @@ class Replica:
 
     def has_hooks(self) -> bool:
         """Return whether a module has forward hooks."""
-        return any(m._forward_hooks or m._forward_pre_hooks for m in self.modules)
+        return any(chain.from_iterable(map(_HOOKS, self.modules)))
 
     def replace_forward(self, number: int, forward: Callable[..., Any]) -> None:
         """Have module ``number`` run ``forward`` from now on, as if its attributes had been so from the start."""
@@ -243,6 +244,7 @@ class AttributeSnapshot:
     contents: dict[tuple[int, str], tuple[Any, Any]]
 
 
+_HOOKS = operator.attrgetter("_forward_hooks", "_forward_pre_hooks")
 _BOOKKEEPING = frozenset(nn.Module().__dict__)
 """Attributes of every module, among them its hooks. Code inside a layer does not change them."""
 

@@ -427,7 +427,7 @@ class Worker:
         """
         self.device.drop_finished()
         upload = self._upload_of(slot, layer)
-        waits = not upload.done() or any(isinstance(leaf, HostTensor) for leaf in leaves)
+        waits = not upload.done() or HostTensor in map(type, leaves)
         could = self.device.compute.record(timed=True) if waits else None
         self.device.compute.wait(upload)
         return could
