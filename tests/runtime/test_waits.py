@@ -204,13 +204,6 @@ WAITS = [
         "closing",
     ),
     Wait(
-        "runtime.core.teardown:rest",
-        "pool.wait(waiter, cancel_scope)  # [1]",
-        "numbers",
-        ARRIVAL,
-        "closing",
-    ),
-    Wait(
         "runtime.core.step:Step._wait_for_outputs",
         "self.engine.worker_pool.wait(run.passed, self.cancel_scope)",
         "numbers",
@@ -238,6 +231,10 @@ ELSEWHERE = {
         "runtime.core.turns:Slot.approach",
         "cancel_scope.wait(waiter)",
     ),  # test_turns.py: test_one_microbatch_ahead_and_no_more
+    (
+        "runtime.core.teardown:rest",
+        "pool.wait(waiter, cancel_scope)  # [1]",
+    ),  # test_nothing_of_a_step_runs_when_it_has_ended
     (
         "runtime.core.teardown:rest",
         "device.compute.synchronize()  # [2]",
@@ -519,6 +516,36 @@ def test_outputs_are_computed_when_given(missing: bool) -> None:
             take_out(patch, "runtime.core.teardown:rest", "device.compute.synchronize()  # [2]")
         trainer.predict(module, harness.loader(stress.batches(CUT)))
     assert bool(ordering.faults) is missing, ordering.faults
+
+
+class Resting(pl.Callback):
+    """Counts the slots that are being closed while user code runs between two batches."""
+
+    def __init__(self) -> None:
+        self.closing, self.found = 0, 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.found += self.closing
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_nothing_of_a_step_runs_when_it_has_ended(missing: bool) -> None:
+    """Gradients have left before their slot is closed, so a step does not need that for its numbers."""
+    resting, real = Resting(), Worker.close_slot
+
+    def close_slot(self: Worker, slot: Any) -> None:
+        resting.closing += 1
+        time.sleep(0.05)
+        real(self, slot)
+        resting.closing -= 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Worker, "close_slot", close_slot)
+        if missing:
+            take_out(patch, "runtime.core.teardown:rest", "pool.wait(waiter, cancel_scope)  # [1]")
+        strategy = ours(num_microbatches=1, layers=LAYERS)
+        harness.run(strategy, StressModule(), stress.batches(ARRIVAL), devices=2, watch=False, callbacks=[resting])
+    assert bool(resting.found) is missing
 
 
 class Careless(StressModule):

@@ -93,6 +93,8 @@ class Evaluation:
         self._order, self._profiles = engine.learned.order, engine.learned.profiles
         self._ahead, self._written = bool(engine.options.prefetch), False
         self._foreseen: Slot | None = None
+        self._wrongly_foreseen: set[Worker] = set()
+        """Workers with uploads that no call has waited for."""
         self._cancel_scope = WatchedCancelScope(engine.worker_pool)
         self.recorder = Recorder()
         self._activations = ActivationStore(-1, self.recorder, engine.worker_pool.staging)
@@ -123,8 +125,9 @@ class Evaluation:
                     self._foresee()
                 output = function(*args, **kwargs)
                 self._watched.assert_unmodified()
-            if (left := self._drop_foreseen()) is not None:  # the caller may write to weights next
-                left.run(left.device.weights_up.synchronize, self._cancel_scope)
+            self._drop_foreseen()
+            for worker in self._wrongly_foreseen:  # the caller may write to weights next, which uploads still read
+                worker.run(worker.device.weights_up.synchronize, self._cancel_scope)
         except BaseException as error:
             self._cancel_scope.fail(error)
         worker_pool = self._engine.worker_pool
@@ -310,14 +313,14 @@ class Evaluation:
             self._foreseen = slot
             worker.post(lambda: worker.prepare(slot), self._cancel_scope)
 
-    def _drop_foreseen(self) -> Worker | None:
-        """Cancel the prefetch, and return the worker whose upload may still be running; None if there was none."""
+    def _drop_foreseen(self) -> None:
+        """Cancel the prefetch, if there is one. Its upload may still be running."""
         slot, self._foreseen = self._foreseen, None
         if slot is None:
-            return None
+            return
         worker = self._engine.worker_pool.workers[slot.worker]
         worker.post(lambda: worker.cancel(slot), self._cancel_scope)
-        return worker
+        self._wrongly_foreseen.add(worker)
 
     def _stay_behind(self) -> None:
         """Stop prefetching for the rest of the batch: user code may write to weights without raising their versions."""
