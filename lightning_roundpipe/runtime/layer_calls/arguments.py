@@ -65,6 +65,25 @@ class OneTensor(FlatValue):
         return tensors[0], {}
 
 
+class _Shell:
+    """An object that holds tensors, without them: its contents are beside it, so it equals others of its type.
+
+    Its own comparison would compare tensors.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shell) and type(self.value) is type(other.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+    def __repr__(self) -> str:
+        return type(self.value).__name__
+
+
 class _Opened:
     """An object that holds tensors, opened for flattening: the emptied object and a dict of its contents."""
 
@@ -127,14 +146,14 @@ def _is_sparse(value: Any) -> bool:
 def _opened(value: Any) -> _Opened:
     if type(value) is Logits:
         return _Opened(_Lean(value._head, value._steps, value._rows), {"hidden": value._hidden})
-    return _Sparse.opened(value) if _is_sparse(value) else _Opened(value, _contents(value))
+    return _Sparse.opened(value) if _is_sparse(value) else _Opened(_Shell(value), _contents(value))
 
 
 def _close(contents: Any, shell: Any) -> Any:
     if isinstance(shell, (_Sparse, _Lean)):
         (parts,) = contents
         return shell.of(*parts.values())
-    fresh = copy.copy(shell)
+    fresh = copy.copy(shell.value)
     held = fresh if isinstance(fresh, dict) else fresh.__dict__
     held.clear()
     held.update(*contents)

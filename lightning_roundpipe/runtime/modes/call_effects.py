@@ -48,7 +48,7 @@ class CallEffects:
         return (
             self._random.has_moved()
             or self._versions != [_version(p) for p in self._parameters]
-            or bool(self._left.changes())
+            or any(self._left.all_changes().values())
             or any(
                 not same(old.get(name), new.get(name))
                 for _, old, new in self._watch.changes()

@@ -20,6 +20,8 @@ caches that it has filled, and losses, if the function that computed them tells 
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.forward_plan import ForwardPlan, plan_forward
 from lightning_roundpipe.planning.nominal import nominal
@@ -48,7 +51,6 @@ from lightning_roundpipe.runtime.modes.evaluation_step import (
     EvaluatedCall,
     EvaluationStep,
     is_number,
-    raise_unsplittable,
     without_caches,
 )
 from lightning_roundpipe.runtime.modes.parted_caches import contents, joined, parts_of
@@ -112,6 +114,7 @@ class Parting:
     def __init__(self, engine: EngineContext) -> None:
         self._engine = engine
         self._known: dict[Any, _CallKind] = {}
+        self._in_layers = {id(module) for layer in engine.model.layers for module in layer.state.modules}
         self.possible = len(engine.worker_pool.devices) > 1 and engine.options.num_microbatches != 1
         self.expected = False
         """Whether the last call of a model ran in parts; then the next batch does not begin with a prefetch."""
@@ -127,9 +130,9 @@ class Parting:
         sizes = self._sizes_of(samples) if samples > 1 else []
         whole = _Whole(evaluation, function, args, kwargs)
         self.expected = False
-        if len(sizes) < 2 or torch.is_grad_enabled() or evaluation.follows_writes or self._hooked():
+        if len(sizes) < 2 or torch.is_grad_enabled() or evaluation.follows_writes or self._hooked_or_training():
             return whole()
-        kind = (name, repr(spec), *map(_kind, given))
+        kind = (name, repr(spec), *map(_kind, given), *self._flags())
         known = self._known.get(kind) or _CallKind()
         if known.cut is False or (kind not in self._known and len(self._known) >= KINDS):
             return whole()
@@ -161,13 +164,23 @@ class Parting:
         elif earlier and not agrees:
             self._engine.hints.of_uneven_evaluation(name)
 
-    def _hooked(self) -> bool:
-        """Return whether there are forward hooks on modules, which would run once for each part."""
+    def _hooked_or_training(self) -> bool:
+        """Return whether modules have forward hooks, which would run once for each part, or are in training mode."""
         hooks = torch.nn.modules.module
         listening = hooks._global_forward_hooks or hooks._global_forward_pre_hooks
         return bool(listening) or any(
-            m._forward_hooks or m._forward_pre_hooks for m in self._engine.model.module.modules()
+            m.training or m._forward_hooks or m._forward_pre_hooks for m in self._engine.model.module.modules()
         )
+
+    def _flags(self) -> list[Any]:
+        """Return the attributes by which code between layers chooses what to do: public ones, truth values and text."""
+        return [
+            value
+            for module in self._engine.model.module.modules()
+            if id(module) not in self._in_layers
+            for name, value in vars(module).items()
+            if type(value) in (bool, str) and not name.startswith("_")
+        ]
 
     def _samples(self, leaves: list[Any], args: Any, kwargs: Any) -> int:
         """Return the number of samples; 0 if the call cannot be cut."""
@@ -194,7 +207,7 @@ class Parting:
             The output; None if nothing is known yet, or the parts differ from the whole, which decides. What the
             attempt has changed is put back.
         """
-        if known.tried or self._trains() or not (expected := self._expected(name, whole)):
+        if known.tried or not (expected := self._expected(name, whole)):
             return None
         known.tried = True
         with torch._C.DisableTorchFunction():
@@ -213,9 +226,6 @@ class Parting:
                 known.trace, known.calls, known.branches = None, 0, frozenset()
             effects.undo()
         return None
-
-    def _trains(self) -> bool:
-        return any(m.training for m in self._engine.model.module.modules())
 
     def _expected(self, name: str, whole: _Whole) -> list[tuple[HostLayer, float]]:
         """Return the layers that the model probably calls, in order, each with its time for a sample, by its weights.
@@ -236,7 +246,7 @@ class Parting:
         """Make the call whole, and find out whether calls of its kind can be cut."""
         module: Any = self._engine.model.module
         evaluation = whole.evaluation
-        if known.cut is not None or self._trains():
+        if known.cut is not None:
             return whole()
         with torch._C.DisableTorchFunction():
             effects = CallEffects(self._engine)
@@ -299,10 +309,11 @@ class Parting:
             except (ValueError, RoundPipeError):
                 return None
             step = EvaluationStep(engine, evaluation, trace, self._plan(known, sizes), sizes, known.branches, compared)
-            with log_as(engine.model.module, raise_unsplittable):
-                step.run_parts(call, whole.function, parts)
+            given = [_PartArguments(part) for part in parts]
+            with log_as(engine.model.module, step.give_up):
+                step.run_parts(call, whole.function, [part.arguments for part in given])
             try:
-                if step.unsplittable:
+                if step.unsplittable or any(part.are_changed() for part in given):
                     return None
                 known.branches = step.branches
                 if known.home is None:  # the trace and its times are only what was expected
@@ -393,6 +404,32 @@ class _Parted:
     keep_cache: Callable[[], None]
 
 
+class _PartArguments:
+    """The arguments of one part: copies, as the model may write to them, which would change the batch.
+
+    Args:
+        part: the rows that they are taken from.
+    """
+
+    def __init__(self, part: tuple[Any, Any]) -> None:
+        self._rows, self._spec = flatten(part)
+        self._copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._rows]
+        self.arguments: tuple[Any, Any] = unflatten(self._copies, self._spec)
+
+    def are_changed(self) -> bool:
+        """Return whether the model has written to a tensor, or changed a list, a dict or an object."""
+        leaves, spec = flatten(self.arguments)
+        return (
+            spec != self._spec
+            or any(map(operator.is_not, leaves, self._copies))
+            or any(
+                not torch.equal(bits(copy), bits(rows))
+                for copy, rows in zip(self._copies, self._rows, strict=True)
+                if isinstance(rows, Tensor)
+            )
+        )
+
+
 @dataclass
 class _Whole:
     """The call, uncut."""
@@ -472,7 +509,7 @@ def _near(a: Any, b: Any) -> bool:
     a, b = a.cpu(), b.cpu()  # the whole may be on another device than the parts
     if not a.is_floating_point() or not a.numel():
         return torch.equal(a, b)
-    x, y = torch.nan_to_num(a.double()), torch.nan_to_num(b.double())
-    if not torch.equal(a.isnan(), b.isnan()):
-        return False
-    return bool((x - y).abs().max() <= ROUNDING * x.abs().max())
+    x, y = a.double(), b.double()
+    differ = (x != y) & ~(x.isnan() & y.isnan())  # what masks have filled in is the same, and says nothing of the scale
+    x, y = x[differ], y[differ]
+    return not x.numel() or bool((x - y).abs().max() <= ROUNDING * x.abs().max() < math.inf)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -43,8 +43,8 @@ from lightning_roundpipe.runtime.threads.task_thread import Task
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.module_state import SegmentKey
 
-Branches = frozenset[tuple[bool, ...]]
-"""Sequences of truth values of tensors that user code branched on."""
+Branches = frozenset[tuple[Any, ...]]
+"""Sequences of truth values and numbers of tensors that user code asked for."""
 
 
 class _Unsplittable(BaseException):
@@ -101,6 +101,11 @@ class EvaluationStep(ModelStep):
         self.cancel_scope.raise_error()
         self.branches |= self._taken(self.compared)
         self.unsplittable |= not self._taken(len(call.sizes)) <= self.branches
+
+    def give_up(self, *_: Any, **__: Any) -> NoReturn:
+        """Mark the call `unsplittable` and leave the part. It stands in for ``log`` and other callbacks."""
+        self.unsplittable = True  # the model's code may catch any exception
+        raise _Unsplittable
 
     def _taken(self, parts: int) -> Branches:
         """Return the branches that the first ``parts`` parts took, with every prefix."""
@@ -166,8 +171,10 @@ class _EvaluationPart(PartRun):
         """Which calls of the trace it has made."""
         self.weights: list[Weight | None] = []
         """Of each leaf of the output, how it counts beside those of other parts if it is a loss."""
+        self.firsts: list[int] = []
+        """Of each leaf of the output, the place of the first one that is the same object."""
         self.mode: EvaluationUserCode = EvaluationUserCode(
-            step.engine, raise_unsplittable, self.segments.paused, self._decided
+            step.engine, step.give_up, self.segments.paused, self._decided
         )
 
     def forward(
@@ -189,7 +196,7 @@ class _EvaluationPart(PartRun):
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._evaluation_step.unsplittable or wants_gradients():
-            raise _Unsplittable
+            self._evaluation_step.give_up()
         return super().call(layer, args, kwargs)
 
     def _seed_of(self, layer: HostLayer) -> None:
@@ -203,19 +210,21 @@ class _EvaluationPart(PartRun):
     def _run_forward(self, call: Call, recorded: RecordedCall | None, traced: TracedCall) -> tuple[Forward, Slot]:
         forward, slot = super()._run_forward(call, recorded, traced)
         if forward.side_outputs or forward.mutated:
-            raise _Unsplittable  # what is written is the whole batch's, and user code has not seen the part's yet
+            self._evaluation_step.give_up()  # what is written is the whole batch's; user code has not seen it yet
         return forward, slot
 
     def _give(self, output: Any) -> None:
+        first: dict[int, int] = {}
+        self.firsts = [first.setdefault(id(leaf), place) for place, leaf in enumerate(flatten(output)[0])]
         super()._give(output)
         losses = self.mode.losses
         self.weights = [losses.weight_of(leaf) if is_number(leaf) else None for leaf in self.outputs[0]]
         losses.clear()
 
-    def _decided(self, decisions: list[bool]) -> None:
-        """Refuse the branch that user code takes after ``decisions``, if no compared part can vouch for it."""
+    def _decided(self, decisions: list[Any]) -> None:
+        """Refuse what user code does after ``decisions``, if no compared part can vouch for it."""
         if not self._evaluation_step.compared and tuple(decisions) not in self._evaluation_step.branches:
-            raise_unsplittable()
+            self._evaluation_step.give_up()
 
 
 class EvaluatedCall(ModelCall[PartRun]):
@@ -232,6 +241,11 @@ class EvaluatedCall(ModelCall[PartRun]):
     caches: list[Any]
     alike: bool = False
     settle: Callable[[], None]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._merged: dict[int, tuple[Tensor, bool]] = {}
+        """By place, the output's tensors for the whole batch, and whether they have a row for each sample."""
 
     def split_with_cache(
         self, args: Any, kwargs: Any, sizes_of: Callable[[int], list[int]], masters: Collection[int],
@@ -273,6 +287,15 @@ class EvaluatedCall(ModelCall[PartRun]):
         return fresh
 
     def _merge(self, parts: list[Tensor], place: int) -> Tensor:
+        firsts = {run.firsts[place] for run in self.runs if isinstance(run, _EvaluationPart)}
+        if len(firsts) == 1 and (known := self._merged.get(firsts.pop())) is not None:
+            self.rows.append(known[1])  # one object, to which the caller may write by either name
+            return known[0]
+        whole = self._merge_apart(parts, place)
+        self._merged[place] = whole, self.rows[-1]
+        return whole
+
+    def _merge_apart(self, parts: list[Tensor], place: int) -> Tensor:
         weights = [run.weights[place] for run in self.runs if isinstance(run, _EvaluationPart)]
         if not is_number(parts[0]) or any(weight is None for weight in weights):
             merged = super()._merge(parts, place)
@@ -319,8 +342,3 @@ class _EvaluationSections(UserCodeSections):
         self._slot, self._segment_key = slot, segment_key
         self._take_lock()
         self._activate(device)
-
-
-def raise_unsplittable(*_: Any, **__: Any) -> None:
-    """Raise `_Unsplittable`, whatever the arguments: stands in for ``log`` and other callbacks."""
-    raise _Unsplittable

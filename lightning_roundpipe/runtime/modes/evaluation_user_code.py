@@ -14,6 +14,9 @@ from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
 from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode
 
+_ASKS = frozenset({"__bool__", "__float__", "__int__", "__index__", "item", "equal", "allclose", "is_nonzero"})
+"""Functions that tell user code about the values of tensors. It may go on in another way for each part."""
+
 
 class EvaluationUserCode(UserCodeMode):
     """Moves host tensors to the device of their operation's other operands, and watches for ``.data`` and branches.
@@ -24,7 +27,7 @@ class EvaluationUserCode(UserCodeMode):
         engine: the context of the engine.
         touched: called before user code writes to a master, or reads its ``.data``, through which it may write to it.
         aside: see `UserCodeMode`.
-        decided: called when user code asks for a tensor's truth value, with all truth values so far.
+        decided: called when user code asks for a tensor's truth value or number, with all of them so far.
     """
 
     def __init__(
@@ -32,7 +35,7 @@ class EvaluationUserCode(UserCodeMode):
         engine: EngineContext,
         touched: Callable[[], None],
         aside: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
-        decided: Callable[[list[bool]], None] = lambda decisions: None,
+        decided: Callable[[list[Any]], None] = lambda decisions: None,
     ) -> None:
         formats = engine.model.formats
         super().__init__(
@@ -46,8 +49,8 @@ class EvaluationUserCode(UserCodeMode):
             buffers=engine.model.buffers,
         )
         self._all, self._touched, self._decided = engine.model.bucket_of, touched, decided
-        self.decisions: list[bool] = []
-        """The truth values of tensors that user code asked for."""
+        self.decisions: list[Any] = []
+        """The truth values and numbers of tensors that user code asked for."""
         self.losses = KnownLosses()
 
     def __torch_function__(
@@ -68,7 +71,7 @@ class EvaluationUserCode(UserCodeMode):
             self.losses.forget(kwargs["out"])
         else:
             self.losses.follow(name, args, result)
-        if name == "__bool__":
-            self.decisions.append(bool(result))
+        if name in _ASKS:
+            self.decisions.append(result)
             self._decided(self.decisions)
         return result
