@@ -185,6 +185,32 @@ class ReturnsAnObject(Module):
         return out.logits
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        if mask.any():
+            hidden.masked_fill_(mask[:, None], 0.0)
+        return self.inner(hidden.tanh())  # type: ignore[no-any-return]
+
+
+class WritesInALayer(Module):
+    """A layer writes to its argument in some batches, not in the first one."""
+
+    class kind(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            last = self.last
+            del self.last
+            self.block, self.last = Block(), last  # the block is on another worker than the first layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            return self.last(self.block(hidden, x.amax(1) > 50)) + hidden.sum(1, keepdim=True)  # type: ignore[no-any-return]
+
+
 class Counts(Module):
     class kind(Model):
         def forward(self, x: Tensor) -> Tensor:
@@ -198,7 +224,7 @@ class Counts(Module):
 
 CODE = [
     InPlace, FillsItsDict, ReplacesInItsDict, AppendsToItsList, Masks, MasksFinitely, TurnsAFlag, TurnsToTraining,
-    AsksForANumber, AsksWhetherEqual, ReturnsOneTensorTwice, ReturnsAnObject, Counts,
+    AsksForANumber, AsksWhetherEqual, WritesInALayer, ReturnsOneTensorTwice, ReturnsAnObject, Counts,
 ]  # fmt: skip
 
 
@@ -225,8 +251,9 @@ def test_it_gives_what_plain_evaluation_gives(code: type[Module], inference_mode
     torch.manual_seed(1)
     module = code()
     plain = predicted(module, "auto", inference_mode=inference_mode)
-    parts = predicted(module, ours(num_microbatches=4), devices=2, inference_mode=inference_mode)
-    assert_tensors_same(plain, parts)
+    for microbatches in (1, 4):
+        strategy = ours(num_microbatches=microbatches, layers=["Linear", "Block"] if code is WritesInALayer else None)
+        assert_tensors_same(plain, predicted(module, strategy, devices=2, inference_mode=inference_mode))
 
 
 class Tries(pl.LightningModule):

@@ -247,7 +247,7 @@ def predicted(strategy: Any, late: Callable[[Any, Tensor], Tensor], inference_mo
     "late",
     [
         usual, sets_an_attribute, fills_a_list, returns_its_input, returns_a_view_of_its_input,
-        returns_a_view_of_its_weight, caches_parametrizations,
+        returns_a_view_of_its_weight, caches_parametrizations, writes_to_its_argument,
     ],
 )  # fmt: skip
 def test_evaluation_equals_plain_when_a_plain_layer_turns(

@@ -55,6 +55,7 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.peak_memory import INPUTS, OUTPUTS, PeakMemoryMeter
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Borrowing, Lender
+from lightning_roundpipe.runtime.user_code.inference_writes import counting_writes, is_written
 from lightning_roundpipe.runtime.user_code.interception import Inside
 from lightning_roundpipe.runtime.user_code.process_state import alone
 from lightning_roundpipe.runtime.user_code.rng import Randomness
@@ -145,7 +146,6 @@ class LayerExecutor:
         inputs = _tensors(leaves)
         with device.track(inputs, INPUTS):
             meter = PeakMemoryMeter(device, inputs) if call.measure else None
-            before = self._before(call, leaves)
             foretold = self._foretold(slot, call, leaves, activations)
             operations = OperationRecorder() if call.probe else None
             ran = foretold or self._run(slot, call, leaves, "forward", operations=operations)
@@ -158,9 +158,6 @@ class LayerExecutor:
             new = call.bare and not call.tentative
             found = reaches_out(ran.tensors(), ran.detached_inputs, replica.parameters, call.layer.name, new=new)
             call.layer.reaches_out = call.layer.reaches_out or found
-        if before is not None:
-            written = (i for i, t in before.items() if not torch.equal(bits(leaves[i]), bits(t)))
-            call.layer.overwrites[len(leaves)] = frozenset(written)
         mutated = self._mutated(call, ran.given)
         differs = self._differs_without_grad(slot, call, leaves, ran, operations)
         if call.probe and self._formats.sets_default and not self._formats.default_matters:
@@ -240,15 +237,6 @@ class LayerExecutor:
         refuse_filled([leaf for leaf in leaves if not isinstance(leaf, Tensor)], layer.name)
         refuse_hidden(ran.output.leaves, layer.name)
 
-    def _before(self, call: Call, leaves: list[Any]) -> dict[int, Tensor] | None:
-        """Clone the inputs of a layer's first call in inference mode, where tensors have no versions that count writes.
-
-        Comparing with the clones then shows which inputs the layer overwrites.
-        """
-        if not call.thread_state.inference or len(leaves) in call.layer.overwrites:
-            return None
-        return {i: t.clone() for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.layout is torch.strided}
-
     def _foretold(
         self, slot: Slot, call: Call, leaves: list[Any], activations: ActivationStore
     ) -> LayerExecution | None:
@@ -324,8 +312,8 @@ class LayerExecutor:
             if grad:
                 detached_inputs = DetachedInputs(name)
                 tensors = detached_inputs.open(tensors, [call.requires_grad[i] for i in positions])
-            elif not call.thread_state.inference:
-                tensors = [t.data for t in tensors]
+            else:
+                tensors = counting_writes(tensors, inference=call.thread_state.inference)
             given = dict(zip(positions, tensors, strict=True))
             all_given = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
             args, kwargs, carried = unflatten_call(all_given, call.spec)
@@ -543,11 +531,9 @@ class LayerExecutor:
         return [leaf.clone() if isinstance(leaf, Tensor) and self._worker.owns(leaf) else leaf for leaf in leaves]
 
     def _mutated(self, call: Call, given: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return the inputs that the layer wrote to, by position. The aliases that it was given start at version 0."""
-        if call.thread_state.inference:
-            return {i: given[i] for i in call.layer.overwrites.get(len(call.leaves), ()) if i in given}
-        found = {i: t for i, t in given.items() if not t.is_inference() and t._version > 0}
-        if call.may_mutate is not None and (new := set(found) - call.may_mutate):
+        """Return the inputs that the layer wrote to, by position."""
+        found = {i: t for i, t in given.items() if is_written(t, inference=call.thread_state.inference)}
+        if call.may_mutate is not None and not call.evaluates and (new := set(found) - call.may_mutate):
             raise RoundPipeError(
                 f"layer {call.layer.name!r} wrote to its argument {min(new)} in place, which it did not do in the "
                 "first batch; what is recomputed from may be damaged. Make the layer work out of place."

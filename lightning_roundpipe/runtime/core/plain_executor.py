@@ -35,6 +35,7 @@ from lightning_roundpipe.runtime.layer_calls.arguments import FlatValue, OneTens
 from lightning_roundpipe.runtime.layer_calls.output_collectors import collecting
 from lightning_roundpipe.runtime.layer_calls.side_outputs import SideOutputCollector
 from lightning_roundpipe.runtime.memory.module_buffers import ReplicaBuffers
+from lightning_roundpipe.runtime.user_code.inference_writes import counting_writes, is_written
 from lightning_roundpipe.runtime.user_code.interception import Inside
 from lightning_roundpipe.runtime.user_code.rng import Randomness
 
@@ -100,7 +101,7 @@ class PlainExecutor:
         replica, cache = worker.replica(layer), parametrize._cache
         replica.apply(call.state)
         replica.train(call.trainable)
-        grad = call.thread_state.grad and graph
+        grad, inference = call.thread_state.grad and graph, call.thread_state.inference
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         tensors, detached_inputs = [leaves[i] for i in positions], None
         versions = [p._version for p in replica.parameters]
@@ -114,8 +115,8 @@ class PlainExecutor:
             if grad:
                 detached_inputs = DetachedInputs(layer.name)
                 tensors = detached_inputs.open(tensors, [call.requires_grad[i] for i in positions])
-            elif not call.thread_state.inference:
-                tensors = [t.data for t in tensors]
+            else:
+                tensors = counting_writes(tensors, inference=inference)
             given = dict(zip(positions, tensors, strict=True))
             args, kwargs = unflatten([given.get(i, leaf) for i, leaf in enumerate(leaves)], call.spec.arguments)
             counter = device.saved_counter(layer.saved_amounts, self._kind(call, leaves)) if grad else None
@@ -131,7 +132,7 @@ class PlainExecutor:
             layer.caches_parametrizations = True
         ran.surprises = bool(
             ran.written or ran.side_outputs or layer.caches_parametrizations
-            or (not call.thread_state.inference and any(t._version for t in tensors if not t.is_inference()))
+            or any(is_written(t, inference=inference) for t in tensors)
             or replica.has_hooks() or not _is_plain(flat) or self._share(flat.tensors(), tensors)
         )  # fmt: skip
         if ran.surprises and alone:

@@ -85,8 +85,6 @@ class HostLayer:
         self.caches_parametrizations = False
         self.rewritten: set[int] = set()
         """Positions of masters whose worker copies the forward was seen to write to without changing their values."""
-        self.overwrites: dict[int, frozenset[int]] = {}
-        """Positions of the inputs that the forward was seen to write to in inference mode, by the number of inputs."""
         self.borrows: list[nn.Parameter] | None = None
         """Parameters of other modules that the layer's code computes with; None: it has not run yet."""
         self.reaches_out: bool | None = None

@@ -1,8 +1,9 @@
-"""Detects writes to saved tensors in inference mode, where torch keeps no version counters.
+"""Detects writes to tensors in inference mode, where torch keeps no version counters.
 
-Code between layers is observed instead: any function that takes such a tensor may have written to it, and what was
-saved of the tensor is not reused then. Masks and tables that are only passed from layer to layer are still saved just
-once. The counter is kept on the storage, because a write to a view changes what other views see.
+A layer is given aliases that have one (`counting_writes`). Code between layers is observed instead: any function that
+takes such a tensor may have written to it, and what was saved of the tensor is not reused then. Masks and tables that
+are only passed from layer to layer are still saved just once. The counter is kept on the storage, because a write to a
+view changes what other views see.
 """
 
 from __future__ import annotations
@@ -19,6 +20,31 @@ IN_PLACE = re.compile(
 )
 """Names of tensor methods that write to their first argument."""
 _TOUCHED, _WRITTEN = "_roundpipe_touched", "_roundpipe_written"
+
+
+def counting_writes(tensors: Iterable[Tensor], *, inference: bool) -> list[Tensor]:
+    """Return aliases of ``tensors`` that count writes from now on; see `is_written`.
+
+    Args:
+        tensors: the tensors.
+        inference: whether inference mode is on. There, detached tensors count nothing, as opposed to new ones.
+    """
+    if not inference:
+        return [t.data for t in tensors]
+    with torch.inference_mode(False):
+        return [_renewed(t) if type(t) is Tensor and t.layout is torch.strided else t for t in tensors]
+
+
+def _renewed(tensor: Tensor) -> Tensor:
+    if tensor.is_conj() or tensor.is_neg():  # which only the tensor itself knows of its memory
+        return tensor
+    fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def is_written(alias: Tensor, *, inference: bool) -> bool:
+    """Return whether somebody has written to an alias that `counting_writes` has made."""
+    return not alias.is_inference() and alias._version > inference  # making it counts as one
 
 
 def version_of(tensor: Tensor) -> tuple[int, int]:
