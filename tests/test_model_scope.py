@@ -370,6 +370,8 @@ class Odd(nn.Module):
             return [h] * (1 + int(bool((x == x.max()).all())) + int(float(x[0, 0]) > 0))
         if what == "attribute":
             self.kept = h
+        if isinstance(what, dict):
+            what["h"] = h.detach()
         return h
 
 
@@ -382,6 +384,8 @@ class OddModule(pl.LightningModule):
         what = self.what
         if what == "object":
             what = SimpleNamespace(h=batch * self.model.stem.weight.mean())
+        if what == "dict":
+            what = {"x": batch}
         output = self.model(batch, what)
         if what == "attribute":
             return self.model.kept.square().mean()  # type: ignore[no-any-return]
@@ -403,6 +407,7 @@ class OddModule(pl.LightningModule):
         ("texts", "returns another str for each part"),
         ("structure", "returns something of another structure for each part"),
         ("attribute", "attribute 'kept' of Odd, which the model's forward has set"),
+        ("dict", "changes a list, a dict or an object that it is given"),
         ("object", "a list or an object that holds a tensor which requires grad"),
     ],
 )

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +30,6 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.forward_plan import ForwardPlan, plan_forward
 from lightning_roundpipe.planning.nominal import nominal
@@ -53,6 +51,7 @@ from lightning_roundpipe.runtime.modes.evaluation_step import (
     is_number,
     without_caches,
 )
+from lightning_roundpipe.runtime.modes.model_calls import PartArguments
 from lightning_roundpipe.runtime.modes.parted_caches import contents, joined, parts_of
 
 _PLAIN = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device)
@@ -309,7 +308,7 @@ class Parting:
             except (ValueError, RoundPipeError):
                 return None
             step = EvaluationStep(engine, evaluation, trace, self._plan(known, sizes), sizes, known.branches, compared)
-            given = [_PartArguments(part) for part in parts]
+            given = [PartArguments(part, copied=True) for part in parts]
             with log_as(engine.model.module, step.give_up):
                 step.run_parts(call, whole.function, [part.arguments for part in given])
             try:
@@ -402,32 +401,6 @@ class _Parted:
     agrees: bool
     clean: bool
     keep_cache: Callable[[], None]
-
-
-class _PartArguments:
-    """The arguments of one part: copies, as the model may write to them, which would change the batch.
-
-    Args:
-        part: the rows that they are taken from.
-    """
-
-    def __init__(self, part: tuple[Any, Any]) -> None:
-        self._rows, self._spec = flatten(part)
-        self._copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._rows]
-        self.arguments: tuple[Any, Any] = unflatten(self._copies, self._spec)
-
-    def are_changed(self) -> bool:
-        """Return whether the model has written to a tensor, or changed a list, a dict or an object."""
-        leaves, spec = flatten(self.arguments)
-        return (
-            spec != self._spec
-            or any(map(operator.is_not, leaves, self._copies))
-            or any(
-                not torch.equal(bits(copy), bits(rows))
-                for copy, rows in zip(self._copies, self._rows, strict=True)
-                if isinstance(rows, Tensor)
-            )
-        )
 
 
 @dataclass

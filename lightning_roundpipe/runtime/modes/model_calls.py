@@ -13,6 +13,7 @@ graph of another thread.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -23,6 +24,7 @@ from torch.utils._pytree import TreeSpec
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.samples import batch_size, listed_samples
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten, is_cache, unflatten
@@ -243,6 +245,36 @@ class ModelCall(CutArgument, Generic[P]):
                 grad if grad is not None else there[0].new_zeros((size, *rest))
                 for grad, size in zip(found, self.sizes, strict=True)
             ]
+        )
+
+
+class PartArguments:
+    """The arguments of one part, and whether the model has changed them.
+
+    A part has lists, dicts and objects of its own, so the caller does not see what the model puts into them. Its
+    tensors are views of the caller's.
+
+    Args:
+        part: the arguments.
+        copied: whether to copy the tensors, so that the model does not write to the caller's.
+    """
+
+    def __init__(self, part: tuple[Any, Any], *, copied: bool) -> None:
+        self._rows, self._spec = flatten(part)
+        self._leaves = [leaf.clone() if copied and isinstance(leaf, Tensor) else leaf for leaf in self._rows]
+        self.arguments: tuple[Any, Any] = unflatten(self._leaves, self._spec) if copied else part
+
+    def are_changed(self) -> bool:
+        """Return whether the model has changed a list, a dict or an object, or written to a copied tensor."""
+        leaves, spec = flatten(self.arguments)
+        return (
+            spec != self._spec
+            or any(map(operator.is_not, leaves, self._leaves))
+            or any(
+                own is not rows and not torch.equal(bits(own), bits(rows))
+                for own, rows in zip(self._leaves, self._rows, strict=True)
+                if isinstance(rows, Tensor)
+            )
         )
 
 

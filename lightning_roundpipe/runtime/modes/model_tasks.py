@@ -34,7 +34,7 @@ from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.model_call_stages import ModelCallStages
-from lightning_roundpipe.runtime.modes.model_calls import CutArgument, ModelCall
+from lightning_roundpipe.runtime.modes.model_calls import CutArgument, ModelCall, PartArguments
 from lightning_roundpipe.runtime.user_code.interception import calling, current
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 from lightning_roundpipe.runtime.user_code.module_state import StatePlace
@@ -238,7 +238,13 @@ class WholeRun(MicrobatchTask):
             parts = call.split(args, kwargs, step.sizes_for, engine.model.bucket_of, self._locate)
             self._leave_user_code()
             self._announce()
+            given = [PartArguments(part, copied=False) for part in parts]
             step.forward(call, function, parts, self._device)
+            if any(part.are_changed() for part in given):
+                raise RoundPipeError(
+                    f"{call.what} changes a list, a dict or an object that it is given. Each microbatch has one of its "
+                    "own, so the caller does not see that: return what it sets, or set num_microbatches=1."
+                )
             last = call.runs[-1]
             self._slot, self._last = last._slot or self._slot, f"after {call.what}"
             self._device = last.device or self._device
