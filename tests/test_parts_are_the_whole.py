@@ -566,6 +566,34 @@ def test_losses_that_are_no_mean_by_their_targets(kind: str, microbatches: int, 
         assert cut_by(result) == ("step" if kind == "logs another" else "model")
 
 
+def follows_a_policy(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    """As PPO does in its first epoch: the ratio is one, and advantages have a mean of zero, so the loss is zero."""
+    chosen = logits.log_softmax(1).gather(1, batch["y"][:, None]).squeeze(1)
+    gained = batch["x"].sum(1)
+    gained = (gained - gained.mean()) / (gained.std() + 1e-8)
+    return -((chosen - chosen.detach()).exp() * gained).mean()
+
+
+def balances(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    """Each of two losses over its own value, so that the loss is two."""
+    one, other = entropy(module, logits, batch), logits.square().mean()
+    return one / one.detach() + other / other.detach()
+
+
+def stops_a_factor(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    one, other = entropy(module, logits, batch), logits.square().mean()
+    return one + other * (one / other).detach()
+
+
+@pytest.mark.parametrize(("microbatches", "devices"), COUNTS)
+@pytest.mark.parametrize("loss", [follows_a_policy, balances, stops_a_factor])
+def test_losses_whose_value_says_nothing_of_their_gradient(loss: Any, microbatches: int, devices: int) -> None:
+    module, data = Module(loss), batches()
+    result = trained(module, data, microbatches, devices)
+    assert_same(run("auto", module, data), result)
+    assert microbatches == 1 or cut_by(result) == "model"
+
+
 def weighs_classes(module: Any, logits: Tensor, batch: Batch) -> Tensor:
     weights = 1 / (1 + torch.bincount(batch["label"], minlength=100)[batch["label"]])
     return ((logits - batch["z"]).square().mean(1) * weights).sum() / weights.sum()

@@ -133,11 +133,12 @@ class Comparison:
         return found
 
     def see_backwards(self, whole: CustomBackwards, parts: CustomBackwards) -> None:
-        """Compare the gradients that pass through the user's own backward code."""
+        """Compare the gradients that pass through the loss, and through the user's own backward code."""
         for one, other in whole.different(parts, self._tolerance):
             at = max((0, 1), key=lambda i: abs(float(one.sums[i] - other.sums[i])))
+            where = f", in whose backward {one.code} runs once for each part," if one.code else ""
             self.found = self.found or Difference(
-                f"a sum over the gradient of {one.of}, in whose backward {one.code} runs once for each part,",
+                f"a sum over the gradient of {one.of}{where}",
                 f"{float(one.sums[at]):.6g}", f"{float(other.sums[at]):.6g}",
             )  # fmt: skip
 

@@ -1,8 +1,9 @@
-"""Compares the user's own backward code on the parts of a batch with the same code on the whole batch.
+"""Compares gradients on the parts of a batch with those on the whole batch: of losses, and in the user's own backward.
 
 The backward of torch's own operations is linear in the incoming gradient, so the gradients of parts add up. A
 ``torch.autograd.Function`` or a hook may do otherwise: add the gradient of a loss of its own, which then counts once
-for each part, or divide by a norm. So a rehearsal runs backward through each graph that has such code in it:
+for each part, or divide by a norm. A loss may have the value of its parts and another gradient. So a rehearsal runs
+backward through the graph of the loss, and through each other one that has such code in it:
 
     the graph of a layer call, of a layer's inputs, or of a loss ── is there such code in it? ── [1]
     backward from random gradients, the same for a sample in any part; backward from zeros ── [2]
@@ -51,6 +52,7 @@ class Arrived:
     """Sums over one gradient, added up over all runs: two weighted sums, and the norm."""
 
     code: str
+    """Names the user's own code; empty if there is none."""
     of: str
     sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
 
@@ -90,7 +92,7 @@ class CustomBackwards:
             place: names the code; the same on both sides.
             roots: tensors that require grad.
             ends: the ends to take gradients at; as many and in the same order on both sides.
-            code: names the user's own code in the graph.
+            code: names the user's own code in the graph; empty if there is none.
             share: weight of this part's loss in the loss of the batch; None weights by number of samples.
         """
         try:

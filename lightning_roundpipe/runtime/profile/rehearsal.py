@@ -151,7 +151,10 @@ class Rehearsal(Evaluation):
         self.look_back(f"the code in front of layer {call.layer.name!r}", call.originals)
 
     def look_back(self, place: str, values: Iterable[Any], share: float | None = None) -> None:
-        """Run backward through the code between layers, if some of it is the user's own.
+        """Run backward through the code between layers, if it is the loss's or some of it is the user's own.
+
+        Losses whose values are those of their parts may have other gradients: a policy's ratio to itself is one whatever
+        it is multiplied by.
 
         Args:
             place: names the code.
@@ -162,7 +165,8 @@ class Rehearsal(Evaluation):
             return
         roots = [v for v in values if isinstance(v, Tensor) and v.requires_grad and v.grad_fn is not None]
         code, ends = code_in(roots)
-        if ends and (code := hooked(code, self._draws.hooked)):
+        code = hooked(code, self._draws.hooked)
+        if ends and (code or share is not None):
             self._backwards.see(place, roots, ends, code, share)
 
     def _hand_back(self, call: Call, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
