@@ -153,8 +153,8 @@ class Rehearsal(Evaluation):
     def look_back(self, place: str, values: Iterable[Any], share: float | None = None) -> None:
         """Run backward through the code between layers, if it is the loss's or some of it is the user's own.
 
-        Losses whose values are those of their parts may have other gradients: a policy's ratio to itself is one whatever
-        it is multiplied by.
+        Losses whose values are those of their parts may have other gradients: a policy's ratio to itself is one,
+        whatever its gradient is multiplied by.
 
         Args:
             place: names the code.
