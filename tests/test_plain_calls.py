@@ -111,9 +111,9 @@ def plain_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     return seen
 
 
-def ran(module: Steps, plan: str = "") -> Any:
+def ran(module: Steps, plan: str = "", steps: int = STEPS) -> Any:
     strategy = ours(num_microbatches=MICROBATCHES, plan=plan or halves(CALLS))
-    return run(strategy, module, zoo.make_batches("mlp")[0], steps=STEPS, devices=2)
+    return run(strategy, module, zoo.make_batches("mlp")[0], steps=steps, devices=2)
 
 
 def test_calls_are_plain_once_the_first_steps_are_checked(plain_calls: list[tuple[int, bool]]) -> None:
@@ -180,6 +180,35 @@ def hides_a_tensor(block: Any, x: Tensor) -> Any:
 def test_what_a_plain_layer_may_not_do_later_is_refused(late: Callable[[Any, Tensor], Tensor], error: str) -> None:
     with pytest.raises(RoundPipeError, match=error):
         ran(module_of(late))
+
+
+def of_the_same_values(block: Any) -> None:
+    with torch.no_grad():
+        block.inner.weight.mul_(0.5 if Clock.is_late() else 1.0)
+
+
+def of_the_same_data(block: Any) -> None:
+    block.inner.weight.data.mul_(0.5 if Clock.is_late() else 1.0)
+
+
+def of_data_that_it_only_read(block: Any) -> None:
+    data = block.inner.weight.data
+    if Clock.is_late():
+        data.mul_(0.5)
+
+
+@pytest.mark.parametrize("write", [of_the_same_values, of_the_same_data, of_data_that_it_only_read])
+def test_a_write_to_weights_that_begins_to_change_them_is_refused(write: Callable[[Any], None]) -> None:
+    class Writing(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            write(self)
+            return super().forward(x)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        module = Steps(Net(Writing))
+    with pytest.raises(RoundPipeError, match="writes to its own parameters while it runs"):
+        ran(module, steps=3 * LATE)  # the weights are compared when the number of writes is a power of two
 
 
 def test_user_code_may_not_write_to_an_input_that_a_plain_layer_returns_later() -> None:

@@ -71,6 +71,20 @@ def clamps_itself(self: Any, x: Tensor) -> Tensor:
     return Block.forward(self, x)
 
 
+def clamps_its_data(self: Any, x: Tensor) -> Tensor:
+    self.inner.weight.data.clamp_(-0.1, 0.1)
+    return Block.forward(self, x)
+
+
+def sets_its_data(self: Any, x: Tensor) -> Tensor:
+    self.inner.weight.data = torch.nn.functional.normalize(self.inner.weight.data, dim=0)
+    return Block.forward(self, x)
+
+
+trap("a layer writes to its weights' data", "writes to its own parameters while it runs", forward=clamps_its_data)(
+    in_turn
+)
+trap("a layer sets its weights' data", "writes to its own parameters while it runs", forward=sets_its_data)(in_turn)
 trap("a layer writes to its weights", "writes to its own parameters while it runs", forward=clamps_itself)(in_turn)
 
 

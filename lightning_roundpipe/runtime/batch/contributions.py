@@ -19,14 +19,14 @@ SAMPLES, TARGETS, GIVEN, SUM, NOTHING, UNKNOWN = range(6)
 """What the losses of a batch are weighed by."""
 KINDS = (
     "its samples",
-    "the targets of its cross entropy",
+    "its targets",
     "what loss_weight returns",
     "nothing, as they are sums",
     "nothing, as it gave no gradients",
     "a sum-reduced cross entropy with further operations on it",
 )
 MOST = 8
-"""Cross entropies whose targets are compared."""
+"""Means whose targets are compared."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Contribution:
         kind: what the losses of its microbatches are weighed by.
         weight: their total weight.
         samples: number of samples.
-        counts: targets of each cross entropy.
-        mixed: whether the loss has other parts beside a cross entropy.
+        counts: targets of each mean over targets.
+        mixed: whether the loss has other parts beside these.
     """
 
     kind: int = NOTHING
@@ -102,11 +102,11 @@ def _refuse_spread(giving: Sequence[Contribution]) -> None:
     shares = [[c / t if t else 0.0 for c, t in zip(row, totals, strict=True)] for row in rows]
     samples = sum(each.samples for each in giving)
     if any(max(row) - min(row) > 1e-6 for row in shares):
-        reason = "computes several cross entropies, whose targets are"
+        reason = "computes several means over targets, which are"
     elif any(each.mixed for each in giving) and any(
         abs(row[0] - each.samples / samples) > 1e-6 for row, each in zip(shares, giving, strict=True) if samples
     ):
-        reason = "adds something else to a cross entropy, whose targets are, unlike samples,"
+        reason = "adds something else to a mean over targets, which are, unlike samples,"
     else:
         return
     raise RoundPipeError(

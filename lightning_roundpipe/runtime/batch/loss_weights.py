@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol
 
-from lightning_roundpipe.runtime.batch.contributions import GIVEN, SAMPLES, SUM, TARGETS, UNKNOWN, Contribution
+from lightning_roundpipe.runtime.batch.contributions import GIVEN, NOTHING, SAMPLES, SUM, TARGETS, UNKNOWN, Contribution
 from lightning_roundpipe.runtime.batch.losses import Counted
 
 Weights = Sequence[float] | Literal["sum"] | None
@@ -58,6 +58,8 @@ class Weighing:
         if self.given is not None and self.given != "sum":
             return self.given[run.index]
         counts = run.mode.counts.of
+        if run.mode.counts.lacking:
+            return 0.0
         return counts[0] if counts else float(self._sizes[run.index])
 
     def share(self, run: Weighed) -> float:
@@ -75,7 +77,9 @@ class Weighing:
 
     def contribution(self, runs: Sequence[Weighed], samples: int) -> Contribution:
         """Return how much the batch, of ``samples`` samples, counts beside the batches of other machines."""
-        modes = [run.mode for run in runs]
+        modes = [run.mode for run in runs if not run.mode.counts.lacking]
+        if not modes:
+            return Contribution(NOTHING, 0.0, samples)
         if self.given == "sum" or (self.given is None and all(mode.sums.whole for mode in modes)):
             return Contribution(SUM, 1.0, samples)
         if self.given is not None:

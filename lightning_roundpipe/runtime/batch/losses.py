@@ -7,8 +7,8 @@ loss functions that training_step calls tell which of the two a loss is, provide
     the loss's graph, from its root ── sums and differences of such nodes, and nothing else ── [2]
     all microbatches agree ── [3]
 
-A sum that is divided cannot be told from a mean: the divisor may belong to this microbatch or to the whole batch. The
-user has to say which.
+A sum that is divided cannot be told from a mean: the divisor may belong to this microbatch or to the whole batch. A
+rehearsal shows which (`loss_flow`), or the user has to say.
 """
 
 from __future__ import annotations
@@ -100,27 +100,30 @@ def _sums_rows(node: Any, samples: int) -> bool:
 
 
 class Counts:
-    """The target counts of the mean-reduced cross entropies of one microbatch.
+    """The target counts of the means of one microbatch: of cross entropies, and of the user's own (`own_means`).
 
     Attributes:
-        of: count of each cross entropy that the loss depends on, once judged. One that is only logged is left out.
+        of: count of each of them that the loss depends on, once judged. One that is only logged is left out.
         mixed: whether the loss also depends on layer outputs other than through these.
+        lacking: whether there are none, and the loss is zero for that reason.
     """
 
     def __init__(self) -> None:
         self.of: list[float] = []
-        self.mixed = False
+        self.mixed = self.lacking = False
         self._nodes: dict[Any, float] = {}
         self._results: list[tuple[Tensor, float]] = []
 
     def note(self, result: Any, count: float) -> None:
-        """Record that a loss function returned ``result``, a mean over ``count`` targets."""
-        if isinstance(result, Tensor) and result.grad_fn is not None:
+        """Record that ``result`` is a mean over ``count`` targets."""
+        if not isinstance(result, Tensor):
+            return
+        if result.grad_fn is not None:
             self._nodes[result.grad_fn] = count
-            self._results.append((result.detach(), count))
+        self._results.append((result.detach(), count))
 
     def behind(self, value: Any) -> float | None:
-        """Return the target count of ``value`` if a cross entropy returned it, else None."""
+        """Return the target count of ``value`` if it is such a mean, else None."""
         for result, count in self._results if isinstance(value, Tensor) else ():
             if value.data_ptr() == result.data_ptr() and value.shape == result.shape:
                 return count
@@ -175,6 +178,8 @@ def check_counts(modes: Sequence[Counted], sizes: Sequence[int], *, mixes: bool 
             differently over the microbatches, or one whose targets are distributed unlike the samples together with
             another loss, or sums with further operations on them.
     """
+    known = [i for i, m in enumerate(modes) if not m.counts.lacking]
+    modes, sizes = [modes[i] for i in known], [sizes[i] for i in known]
     if len(modes) < 2 or all(m.sums.whole for m in modes):
         return
     if any(m.sums.whole for m in modes) or any(m.sums.name and not m.counts.of for m in modes):
@@ -189,16 +194,16 @@ def check_counts(modes: Sequence[Counted], sizes: Sequence[int], *, mixes: bool 
     kinds = {len(m.counts.of) for m in modes}
     if len(kinds) > 1:
         raise RoundPipeError(
-            "some microbatches of this batch computed a cross entropy and others did not, so their weights in the "
-            "loss are unknown: set RoundPipeStrategy(loss_weight=...) to a function that returns the weight of a "
-            f"microbatch. Otherwise {_ALTERNATIVES}."
+            "some microbatches of this batch computed a mean over targets (a cross entropy, or one over a mask) and "
+            "others did not, so their weights in the loss are unknown: set RoundPipeStrategy(loss_weight=...) to a "
+            f"function that returns the weight of a microbatch. Otherwise {_ALTERNATIVES}."
         )
     totals = [sum(m.counts.of[k] for m in modes) for k in range(kinds.pop())]
     for mode in modes:
         shares = [c / t if t else 0.0 for c, t in zip(mode.counts.of, totals, strict=True)]
         if shares and max(shares) - min(shares) > 1e-6:
             raise RoundPipeError(
-                "training_step computes several cross entropies whose numbers of targets differ between microbatches "
+                "training_step computes several means over targets whose numbers differ between microbatches "
                 f"in different ways ({[m.counts.of for m in modes]}), so no single weight per microbatch gives the "
                 f"loss of the whole batch: {_ALTERNATIVES}."
             )

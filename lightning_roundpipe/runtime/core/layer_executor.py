@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any
 
 import torch
@@ -334,9 +334,11 @@ class LayerExecutor:
             )
             with computing, saved, watching, choosing, seen, borrowing, observed, tiled:
                 output = call.context.run(collecting, forwards.of(call.layer, replica), *args, **kwargs)
+        written = {i for i, p in enumerate(replica.parameters) if p._version != versions[i]}
         if isinstance(borrowing, Borrowing):
             call.layer.borrows = borrowing.found
-        written = [i for i, p in enumerate(replica.parameters) if p._version != versions[i]]
+            call.layer.reads_data |= borrowing.reads_data
+            written |= borrowing.written_by_data()
         if written:
             self._refuse_written(call.layer, written)
         if call.thread_state.grad and any(
@@ -413,11 +415,12 @@ class LayerExecutor:
     def _borrowing(self, layer: HostLayer, lender: Lender | None) -> contextlib.AbstractContextManager[Any]:
         """Return the mode that lends stand-ins for parameters of other modules.
 
-        Not needed for compiled layers, and for those that were seen to use none.
+        Not needed for compiled layers, and for those that were seen to use none and to leave ``.data`` alone.
         """
-        if lender is None or self._forwards.compiled or layer.borrows == []:
+        if lender is None or self._forwards.compiled or (layer.borrows == [] and not layer.reads_data):
             return _NOTHING
-        return Borrowing(self._masters, lender, self._device.torch_device, layer.borrows or [])
+        own = self._worker.replica(layer).parameters
+        return Borrowing(self._masters, lender, self._device.torch_device, layer.borrows or [], own)
 
     def _observed(self, layer: HostLayer, *, again: bool) -> contextlib.AbstractContextManager[None]:
         """Watch the forward hooks inside the layer. If it runs ``again``, leave out those that only observe.
@@ -433,21 +436,24 @@ class LayerExecutor:
         may = call.recomputed and call.layer.may_choose(call.state, relearn=call.measure)
         return DiscreteOpRecorder(self._device.torch_device, _tensors(leaves)) if may else None
 
-    def _refuse_written(self, layer: HostLayer, positions: list[int]) -> None:
+    def _refuse_written(self, layer: HostLayer, positions: Collection[int]) -> None:
         """Raise if the layer changed its own parameters, as a write to the replica is lost.
 
         A write that leaves the same values is allowed: registering and removing a parametrization does that (PEFT does
-        it around fused experts). Parameters that were seen once to keep their values are not compared again.
+        it around fused experts). Comparing takes a download, so it is done after the first write, the second, the
+        fourth and so on.
         """
         parameters = self._worker.replica(layer).parameters
-        for i in set(positions) - layer.rewritten:
+        for i in positions:
+            writes = layer.rewritten[i] = layer.rewritten.get(i, 0) + 1
+            if writes & (writes - 1):
+                continue
             master = layer.masters[i]
             if not torch.equal(parameters[i].detach().to(master.device), layer.read(master)):
                 raise RoundPipeError(
                     f"layer {layer.name!r} writes to its own parameters while it runs; on a worker that is lost. Write "
                     "to them between steps (in a hook of the LightningModule), or keep what changes in a buffer."
                 )
-            layer.rewritten.add(i)
 
     def _differs_without_grad(
         self, slot: Slot, call: Call, leaves: list[Any], first: LayerExecution, operations: OperationRecorder | None

@@ -111,6 +111,7 @@ class MicrobatchTask:
             accelerator=engine.worker_pool.accelerator, kept=self.kept, devices=engine.worker_pool.devices,
             aside=self.segments.paused, buffers=engine.model.buffers, offloaded=self.activations.offloaded,
             restore=self.activations.restore, observe=engine.learned.new_code.note(index) if step.in_parts else None,
+            countings=engine.learned.countings if step.in_parts else (),
         )  # fmt: skip
         self.logs = LogRecorder(engine.worker_pool.devices, self.mode.counts.behind)
         self.started = Waiter()

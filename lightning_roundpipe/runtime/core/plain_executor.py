@@ -58,7 +58,7 @@ def profile_of(
     does_more = (
         result.side_outputs or result.mutated or result.overlapping[0] or result.choices or not _is_plain(ran.output)
         or buffers.places or replica.unregistered_tensors or replica.has_hooks()
-        or layer.borrows != [] or layer.reaches_out or layer.rewritten
+        or layer.borrows != [] or layer.reaches_out or layer.rewritten or layer.reads_data
         or not (call.evaluates or layer.chooses is False)
     )  # fmt: skip
     modes = call.thread_state  # `locals` may hold the user's tensors; without a seed, grad is a rehearsal's

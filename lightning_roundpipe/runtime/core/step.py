@@ -498,7 +498,8 @@ class Step:
         return loss
 
     def _hint_at_sums(self) -> None:
-        if self.weighing.given is None and len(self.runs) > 1 and all(run.mode.sums.plain for run in self.runs):
+        modes = [run.mode for run in self.runs]
+        if self.weighing.given is None and len(modes) > 1 and all(m.sums.plain and not m.counts.of for m in modes):
             self.engine.hints.of_a_sum()
 
     def release(self) -> None:

@@ -83,10 +83,12 @@ class HostLayer:
         self.mutable_buffers: dict[int, tuple[nn.Module, str]] = {}
         """Buffers that the forward was seen to change: module and name by position."""
         self.caches_parametrizations = False
-        self.rewritten: set[int] = set()
-        """Positions of masters whose worker copies the forward was seen to write to without changing their values."""
+        self.rewritten: dict[int, int] = {}
+        """How often the forward was seen to write to the worker's copies of masters, by their position."""
         self.borrows: list[nn.Parameter] | None = None
         """Parameters of other modules that the layer's code computes with; None: it has not run yet."""
+        self.reads_data = False
+        """Whether the layer's code was seen to read or set the ``.data`` of its parameters: it may write there."""
         self.reaches_out: bool | None = None
         """Whether gradients leave the layer other than through its arguments; None: it has not run in training yet."""
         self.chooses: bool | None = False

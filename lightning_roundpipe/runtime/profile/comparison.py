@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from lightning_roundpipe.runtime.batch.logs import RULES, USUAL, Key, Said, ruled
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards
+from lightning_roundpipe.runtime.profile.recorded_operations import OperationRecorder
 from lightning_roundpipe.runtime.profile.verdict import Difference
 from lightning_roundpipe.runtime.user_code.left_behind import ABSENT
 
@@ -42,6 +43,7 @@ class Shown:
         elsewhere: changes to numbers and lengths in callbacks, data sets, globals, closures and classes, by path.
         alike: whether all random numbers were the same for a sample in any part.
         backwards: what the user's own backward code gives.
+        operations: what the last of its batches has called.
     """
 
     output: Any = None
@@ -56,6 +58,7 @@ class Shown:
     elsewhere: dict[str, Any] = field(default_factory=dict)
     alike: bool = True
     backwards: CustomBackwards | None = None
+    operations: OperationRecorder = field(default_factory=OperationRecorder)
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
         """Record a merged value; takes the place of ``LightningModule.log``."""
@@ -102,8 +105,13 @@ class Comparison:
         (one, spec), (other, found) = flatten(whole), flatten(parts)
         return bool(spec == found) and len(one) == len(other) and all(map(self._near, one, other))
 
-    def see_logs(self, whole: Shown, parts: Shown) -> None:
-        """Compare the logged values, in order under each name."""
+    def see_logs(self, whole: Shown, parts: Shown, known: Mapping[Key, str] | None = None) -> None:
+        """Compare the logged values, in order under each name.
+
+        Args:
+            whole, parts: the two sides.
+            known: rules that are known from how the values are computed; others are not tried if these fit.
+        """
         one, other = _by_name(whole.logged), _by_name(parts.logged)
         for name in {**one, **other}:
             a, b = one.get(name, []), other.get(name, [])
@@ -115,6 +123,8 @@ class Comparison:
                 x, y = _number(x), _number(y)
                 fitting = self.rules[name, nth] = [USUAL] if self._alike(x, y) else []
                 fitting += self._rules_for((name, nth), x, parts)
+                if known and known.get((name, nth)) in fitting:
+                    fitting[:] = [known[name, nth]]
                 if not fitting:
                     self.see(f"the logged {name!r}", x, y)
 

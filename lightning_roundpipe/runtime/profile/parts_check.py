@@ -38,7 +38,9 @@ from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.prediction import CallOrder
 from lightning_roundpipe.runtime.profile.comparison import LOSS, OUTPUT, Comparison, Shown
 from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards
+from lightning_roundpipe.runtime.profile.loss_flow import Coupling, LossFlow, flow_of
 from lightning_roundpipe.runtime.profile.outside_writes import OutsideWrites
+from lightning_roundpipe.runtime.profile.recorded_operations import OperationRecorder
 from lightning_roundpipe.runtime.profile.rehearsal import (
     CannotRehearse,
     Rehearsal,
@@ -111,6 +113,7 @@ class PartsCheck:
         self._left = LeftBehind(self._root, others)
         self._outside = OutsideWrites(self._modules.items(), others, code_of(self._root), self._inside)
         self._order = CallOrder()
+        self._flow = LossFlow()
         self._unsteady: set[str] = set()
         """What differs between two runs on the same samples (a time), and is not compared."""
         self._lost: Exception | None = None
@@ -138,7 +141,7 @@ class PartsCheck:
                 verdict.rules = in_both(found.rules, verdict.rules)
                 verdict.kept_rows |= found.kept_rows
                 verdict.lost_rows = [*found.lost_rows, *verdict.lost_rows]
-            differs = verdict.parts is not None and (full or not verdict.raised)
+            differs = verdict.coupling is not None or (verdict.parts is not None and (full or not verdict.raised))
             conclusive = not (verdict.why_not or verdict.raised or verdict.lopsided)
             if conclusive and not differs and verdict.keeps and rows[-1] != rows[0] and len(rows) - one > 1:
                 verdict = self._with_one_in_both(rows, one, models, verdict)
@@ -221,15 +224,22 @@ class PartsCheck:
                 if self._asked:
                     verdict.parts, verdict.raised = self._in_calls(whole_batch, sizes, models, draws, steady=True)
                     return verdict
-                whole = self._side(whole_batch(), [samples], draws, CustomBackwards(samples, lambda: draws.rows))
-                try:
-                    verdict.parts = self._in_parts(whole, whole_batch, parts, sizes, draws, verdict)
-                except CannotRehearse:
-                    raise
-                except Exception as error:
-                    if self._near is not None:
-                        raise  # as the step has not, on its parts
-                    verdict.parts, verdict.raised = Difference("training_step", None, _named(error)), True
+                backwards, known = CustomBackwards(samples, lambda: draws.rows), self._engine.learned.countings
+                whole = self._side(whole_batch(), [samples], draws, backwards, models)
+                for counts in (False, True):
+                    verdict.raised = False
+                    try:
+                        verdict.parts = self._in_parts(whole, whole_batch, parts, sizes, draws, verdict, models)
+                    except CannotRehearse:
+                        raise
+                    except Exception as error:
+                        if self._near is not None:
+                            raise  # as the step has not, on its parts
+                        verdict.parts, verdict.raised = Difference("training_step", None, _named(error)), True
+                    if counts and verdict.parts is not None:
+                        self._engine.learned.countings = known
+                    if counts or not self._counts_more():
+                        break
                 gathers = verdict.parts is not None and self._layers_gather(whole)
                 if gathers:
                     backwards = CustomBackwards(samples, lambda: draws.rows)
@@ -238,7 +248,9 @@ class PartsCheck:
                     verdict.parts, verdict.announced = found or verdict.parts, found is None
                 if not verdict.raised:
                     verdict.shared = self._shared(parts, sizes, draws)
-                if verdict.parts is not None and not verdict.announced:
+                if verdict.parts is None and verdict.coupling is not None and self._are_counted(verdict.coupling):
+                    verdict.coupling = None
+                if (verdict.parts is not None and not verdict.announced) or verdict.coupling is not None:
                     kept = [path.removeprefix("len(").partition("[")[0].rstrip(")") for path in whole.left]
                     verdict.left = [*dict.fromkeys(path for path in (*kept, *whole.settings) if self._counts(path))]
                     if models:
@@ -253,6 +265,22 @@ class PartsCheck:
         verdict.losses_inside = list(draws.losses_inside)
         return verdict
 
+    def _counts_more(self) -> bool:
+        """Let parts be weighted by the counts by which training_step divides, and return whether that is new."""
+        learned, coupling = self._engine.learned, self._flow.coupling
+        found = self._flow.countings | (frozenset() if coupling is None else coupling.countings)
+        if self._cutter.weighs or self._near is not None or found <= learned.countings:
+            return False
+        learned.countings |= found
+        return True
+
+    def _are_counted(self, coupling: Coupling) -> bool:
+        """Return whether the weights of parts are the counts that the loss is a mean by."""
+        if not coupling.by_counts:
+            return False
+        known = bool(coupling.countings) and coupling.countings <= self._engine.learned.countings
+        return known or self._cutter.weighs  # the user's are taken to be
+
     def _take(self, rows: list[int]) -> Any:
         """Return a copy of some samples of the batch: training_step may write to them."""
         first, end = rows[0], rows[-1] + 1
@@ -263,13 +291,20 @@ class PartsCheck:
 
     def _in_parts(
         self, whole: Shown, batch: Callable[[], list[Any]], parts: Callable[[], list[Any]], sizes: list[int],
-        draws: SameDraws, verdict: Verdict, *, steady: bool = False,
+        draws: SameDraws, verdict: Verdict, models: Sequence[ModelInterceptor] = (), *, steady: bool = False,
     ) -> Difference | None:  # fmt: skip
+        operations: list[OperationRecorder] = []
+
         def side(batches: list[Any], sizes: list[int]) -> Shown:
             backwards = CustomBackwards(sum(sizes), lambda: draws.rows, whole.backwards)
-            return self._side(batches, sizes, draws, backwards, steady=steady)
+            return self._side(batches, sizes, draws, backwards, models, steady=steady, operations=operations)
 
-        shown = side(parts(), sizes)
+        try:
+            shown = side(parts(), sizes)
+        finally:
+            if operations:
+                self._flow = flow_of(whole.operations, operations[0], (sum(sizes), sizes[0]))
+                verdict.coupling = self._flow.coupling
         verdict.lopsided, verdict.spread = 0.0 in shown.weights, shown.spread
         again = (lambda: side(batch(), [sum(sizes)]), lambda: side(parts(), sizes))
         return self._difference(whole, shown, sizes, again, verdict)
@@ -373,6 +408,7 @@ class PartsCheck:
     def _side(
         self, batches: list[Any], sizes: list[int], draws: SameDraws, backwards: CustomBackwards,
         models: Sequence[ModelInterceptor] = (), cut: Callable[[int], list[int]] | None = None, *, steady: bool = False,
+        operations: list[OperationRecorder] | None = None,
     ) -> Shown:  # fmt: skip
         """Run training_step on each of ``batches`` [1] [2] [3], and restore everything.
 
@@ -384,6 +420,7 @@ class PartsCheck:
             models: interceptors of the models whose calls ``cut`` applies to.
             cut: returns the sizes that a call of a model is cut into, for its number of samples.
             steady: whether to hold batch statistics and layer buffers fixed.
+            operations: takes what each of the batches has called.
         """
         if self._lost is not None:
             raise self._lost
@@ -437,6 +474,10 @@ class PartsCheck:
                     shown.alike &= draws.alike
                     loss = loss_of(output)
                     run.mode.judge(loss, sizes[index])
+                    run.operations.end(loss)
+                    shown.operations = run.operations
+                    if operations is not None:
+                        operations.append(run.operations)
                     if loss is not None:
                         run.weight = weighing.of(run)
                     run.output = detached(output)
@@ -502,7 +543,7 @@ class PartsCheck:
     ) -> Difference | None:  # fmt: skip
         comparison = Comparison(self._tolerance(), sizes, self._unsteady, unsteady)
         comparison.see(LOSS, whole.loss, parts.loss)
-        comparison.see_logs(whole, parts)
+        comparison.see_logs(whole, parts, {} if self._cutter.weighs else self._flow.rules)
         for name in () if self._again or self._near is not None else {**whole.metrics, **parts.metrics}:
             comparison.see(name, whole.metrics.get(name, ABSENT), parts.metrics.get(name, ABSENT))
         if whole.backwards is not None and parts.backwards is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -45,6 +46,7 @@ from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 from lightning_roundpipe.runtime.modes.model_calls import ModelCall
 from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards, GradEnd, code_in, hooked
 from lightning_roundpipe.runtime.profile.outside_writes import OutsideWrites
+from lightning_roundpipe.runtime.profile.recorded_operations import OperationRecorder
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
 from lightning_roundpipe.runtime.user_code.interception import Inside, calling, current
 from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode
@@ -92,9 +94,10 @@ class Rehearsal(Evaluation):
             if (run := me()) is not None:
                 run._stay_behind()
 
-        self.mode: UserCodeMode = _RehearsalUserCode(engine, about_to_write)
+        self.operations = OperationRecorder()
+        self.mode: UserCodeMode = _RehearsalUserCode(engine, about_to_write, self.operations)
         self._mode = self.mode
-        self.logs = LogRecorder(engine.worker_pool.devices, self.mode.counts.behind)
+        self.logs: LogRecorder = _NotedLogs(engine.worker_pool.devices, self.mode.counts.behind, self.operations)
         self._order = order
         self._draws, self._cut, self._renew, self._backwards = draws, cut, renew, backwards
         self._outside = outside
@@ -117,13 +120,15 @@ class Rehearsal(Evaluation):
             self._outside.enter()
             output = super().call(layer, args, kwargs)
             self._outside.leave(layer.name)
+            self.operations.see_layer(layer.name, (args, kwargs), output)
             return output
         whole = super().call
         return self.call_model(layer.name, lambda *a, **k: whole(layer, a, k), args, kwargs)
 
     def call_model(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._within or self._cut is None:
-            return function(*args, **kwargs)
+            with self.operations.within_model():
+                return function(*args, **kwargs)
         call: ModelCall[_RehearsalPart] = ModelCall(
             name, 0, TorchThreadState.capture(self._engine.worker_pool.device_types)
         )
@@ -182,6 +187,18 @@ class Rehearsal(Evaluation):
                 call.context, trainable=call.trainable,
             )  # fmt: skip
         return hand_back(call, recorded, traced, forward, args, kwargs, self._watched)[0]
+
+
+class _NotedLogs(LogRecorder):
+    """Lets ``operations`` know which values are logged."""
+
+    def __init__(self, devices: Sequence[Device], weigh: Any, operations: OperationRecorder) -> None:
+        super().__init__(devices, weigh)
+        self._operations = operations
+
+    def log(self, name: str, value: Any, **kwargs: Any) -> None:
+        self._operations.see_logged(name, value)
+        super().log(name, value, **kwargs)
 
 
 class _RehearsalPart:
@@ -291,14 +308,16 @@ class _RehearsalUserCode(UserCodeMode):
     shares its memory.
     """
 
-    def __init__(self, engine: EngineContext, about_to_write: Callable[[nn.Parameter], None]) -> None:
+    def __init__(
+        self, engine: EngineContext, about_to_write: Callable[[nn.Parameter], None], operations: OperationRecorder
+    ) -> None:
         model = engine.model
         super().__init__(
             model.bucket_of, lambda p: model.bucket_of[id(p)].read(p), model.formats, train=True,
             accelerator=engine.worker_pool.accelerator, devices=engine.worker_pool.devices, buffers=model.buffers,
-            observe=engine.learned.new_code.learn,
+            observe=engine.learned.new_code.learn, countings=engine.learned.countings,
         )  # fmt: skip
-        self._all, self._about_to_write = model.bucket_of, about_to_write
+        self._all, self._about_to_write, self._operations = model.bucket_of, about_to_write, operations
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -310,7 +329,9 @@ class _RehearsalUserCode(UserCodeMode):
             for value in tree_iter(args[:1]):
                 if isinstance(value, nn.Parameter) and id(value) in self._all and not _is_setting(func):
                     self._about_to_write(value)
-        return super().__torch_function__(func, types, args, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)
+        self._operations.see(func, args, kwargs or {}, result, sys._getframe(1))
+        return result
 
 
 def _is_known(tensor: Tensor) -> bool:

@@ -24,6 +24,7 @@ from lightning_roundpipe.runtime.batch.cutting import Cut, Cutter
 from lightning_roundpipe.runtime.batch.logs import OPEN, USUAL, Key
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.profile.first_batch import Planner
+from lightning_roundpipe.runtime.profile.loss_flow import Coupling
 from lightning_roundpipe.runtime.profile.outside_writes import BETWEEN
 from lightning_roundpipe.runtime.profile.parts_check import PartsCheck
 from lightning_roundpipe.runtime.profile.verdict import (
@@ -204,8 +205,11 @@ class Scope:
             learned.new_code.watched = False  # nor could what is new be compared
         elif verdict.parts is not None and not (verdict.announced or engine.hints.couples):
             self._part_ways(verdict, auto=auto, uneven=uneven, first=first or again, occasion=occasion)
-        elif verdict.collects is not None:
-            engine.hints.of_what_is_collected(str(verdict.collects))
+        else:
+            if verdict.collects is not None:
+                engine.hints.of_what_is_collected(str(verdict.collects))
+            if verdict.coupling is not None and not engine.hints.couples:
+                self._part_if_coupled(verdict, verdict.coupling, auto=auto, occasion=occasion)
 
     def _look_at_calls(
         self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...]
@@ -270,6 +274,19 @@ class Scope:
         else:
             engine.hints.of_the_scope(what)
             self.cuts_calls = True  # [2]
+            self._planner.forget()
+
+    def _part_if_coupled(self, verdict: Verdict, coupling: Coupling, *, auto: bool, occasion: str) -> None:
+        """Cut the calls of the model, if that gives the loss of any batch; else warn."""
+        hints, switches = self._engine.hints, auto and verdict.model is None and not coupling.within_model
+        if occasion:
+            hints.of_a_late_difference(occasion, described(verdict), switches=switches)
+        elif switches:
+            hints.of_the_scope(described(verdict))
+        else:
+            hints.of_a_coupling(described(verdict))
+        if switches:
+            self.cuts_calls = True
             self._planner.forget()
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.batch.logs import Key
+from lightning_roundpipe.runtime.profile.loss_flow import Coupling
 
 _NAMED = 3
 """Attributes that an error names at most."""
@@ -41,6 +42,7 @@ class Verdict:
     Attributes:
         samples: number of samples compared.
         parts: the first difference in parts of the batch; None if there is none.
+        coupling: what would make one in other batches, if there is none; None if nothing is known.
         model: the first difference with only the model's calls cut; None if there is none, or that was not tried.
         why_not: why there is no comparison; empty if there is one.
         left: paths of attributes and buffers that training_step changes, if parts differ.
@@ -61,6 +63,7 @@ class Verdict:
 
     samples: int
     parts: Difference | None = None
+    coupling: Coupling | None = None
     model: Difference | None = None
     why_not: str = ""
     left: list[str] = field(default_factory=list)
@@ -94,7 +97,7 @@ class Verdict:
 
 def described(verdict: Verdict) -> str:
     """Return the difference in parts as text for messages."""
-    return f"{verdict.parts} (compared on {plural(verdict.samples, 'sample')} of the batch)"
+    return f"{verdict.parts or verdict.coupling} (compared on {plural(verdict.samples, 'sample')} of the batch)"
 
 
 def in_both(one: dict[Key, list[str]], other: dict[Key, list[str]]) -> dict[Key, list[str]]:

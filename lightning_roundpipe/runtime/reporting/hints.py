@@ -144,6 +144,14 @@ class Hints:
             "model in it are cut, which gives what the whole batch gives. microbatch_scope='model' says so beforehand.",
         )
 
+    def of_a_coupling(self, what: str) -> None:
+        """Warning: batches are cut, and the loss of other batches may differ for the reason ``what``."""
+        self.warn(
+            "coupling",
+            f"in parts of the batch, {what}. If it matters, num_microbatches=1, or microbatch_scope='model' with the "
+            "loss computed in training_step, gives what the whole batch gives.",
+        )
+
     def of_a_late_difference(self, occasion: str, what: str, *, switches: bool) -> None:
         """Warning: the parts of a batch, which were trained on already, do not give what the whole gives.
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
-from lightning_roundpipe.runtime.user_code.graph_cuts import driven_backward
+from lightning_roundpipe.runtime.user_code.graph_cuts import driven_backward, witness
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
 from lightning_roundpipe.runtime.user_code.interception import current
 from lightning_roundpipe.runtime.user_code.mode import ACCESSORS, DATA, DTYPE, VIEWS, UserCodeMode
@@ -50,16 +50,24 @@ class Borrowing(TorchFunctionMode):
         lender: provides stand-ins.
         device: the device that the layer runs on.
         known: masters that the layer has computed with before.
+        own: the replica's parameters, in order.
 
     Attributes:
         found: the masters that the layer has computed with so far.
+        reads_data: whether the layer has read or set the ``.data`` of one of its own parameters.
     """
 
     def __init__(
-        self, masters: Container[int], lender: Lender, device: torch.device, known: Iterable[nn.Parameter] = ()
-    ) -> None:
+        self, masters: Container[int], lender: Lender, device: torch.device, known: Iterable[nn.Parameter] = (),
+        own: Sequence[Tensor] = (),
+    ) -> None:  # fmt: skip
         super().__init__()
         self.found = list(known)
+        self.reads_data = False
+        self._own = {id(parameter): i for i, parameter in enumerate(own) if parameter.is_floating_point()}
+        self._data: list[tuple[int, Tensor, int]] = []
+        """Per ``.data`` that was read: position of the parameter, the data's `witness`, and its version."""
+        self._set: set[int] = set()
         self._masters = masters
         self._lender = lender
         self._device = device
@@ -72,7 +80,18 @@ class Borrowing(TorchFunctionMode):
         if not IN_PLACE.fullmatch(name) and (name not in ACCESSORS or func in _READ):
             args = self.given_to_function(args)
             kwargs = {key: self._borrowed(value) for key, value in kwargs.items()}
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if name in ACCESSORS and args and id(args[0]) in self._own:
+            if func == DATA:
+                self._data.append((self._own[id(args[0])], witness(result), result._version))
+            elif func == _SET_DATA:
+                self._set.add(self._own[id(args[0])])
+            self.reads_data |= func in (DATA, _SET_DATA)
+        return result
+
+    def written_by_data(self) -> set[int]:
+        """Return positions of parameters that the layer has written to through their ``.data``."""
+        return self._set | {position for position, seen, version in self._data if seen._version != version}
 
     def given_to_function(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments for an autograd function, with stand-ins."""
@@ -88,6 +107,7 @@ class Borrowing(TorchFunctionMode):
         return value
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _READ = {*VIEWS, DATA, DTYPE, Tensor.device.__get__}
 """Attribute getters that give another result for the stand-in than for the master."""
 

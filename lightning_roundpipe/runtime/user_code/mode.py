@@ -9,14 +9,15 @@ Every torch function that user code calls passes through `UserCodeMode`, which d
   memory, because other copies would block the host until the device is ready.
 * It answers reads of device values from the host where possible (`known_values`). For any other read the host waits,
   and other microbatches run their user code meanwhile.
-* It counts the targets of mean-reduced cross entropies, which give the microbatch's weight in the loss of the whole
-  batch. It records sum-reduced losses: if the loss consists of these, the losses of microbatches are added.
+* It counts the targets of mean-reduced cross entropies, and those that training_step itself divides by, which give the
+  microbatch's weight in the loss of the whole batch. It records sum-reduced losses: if the loss consists of these, the
+  losses of microbatches are added.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -41,6 +42,7 @@ from lightning_roundpipe.runtime.user_code.graph_cuts import (
 from lightning_roundpipe.runtime.user_code.host_to_device import HostToDeviceCopier
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE, touched_by
 from lightning_roundpipe.runtime.user_code.known_values import KnownValues, waits
+from lightning_roundpipe.runtime.user_code.own_means import MAY_COUNT, Counting, OwnMeans
 from lightning_roundpipe.runtime.user_code.untraced import leave_untraced
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
@@ -140,6 +142,7 @@ class UserCodeMode(TorchFunctionMode):
         offloaded: tensors of user code that are on the host only.
         restore: brings such a tensor back, before user code touches it; does nothing for others.
         observe: called with the frame that calls a torch function, except in backward; see `new_code`.
+        countings: where training_step divides by counts of its own; see `own_means`.
 
     Attributes:
         returning: whether a backward runs; what it computes is not a loss.
@@ -160,9 +163,11 @@ class UserCodeMode(TorchFunctionMode):
         offloaded: Offloaded | None = None,
         restore: Callable[[Tensor], None] = lambda tensor: None,
         observe: Callable[[FrameType | None], None] | None = None,
+        countings: Collection[Counting] = (),
     ) -> None:
         super().__init__()
         leave_untraced(type(self).__torch_function__)
+        self._own_means = OwnMeans(countings, self._number) if countings else None
         self._observe = observe
         self.proxies = Proxies(read)
         self._read = read
@@ -218,11 +223,18 @@ class UserCodeMode(TorchFunctionMode):
         if self._replaces and not self._writes(name, args):
             args, kwargs = self._with_proxies(args, kwargs)
         if self._train:
-            if func in WITH_REDUCTION and torch.is_grad_enabled() and not self.returning:
-                return self._loss(func, args, kwargs)
             if func is torch.autograd.grad:
                 given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
                 refuse_layers_between(given["outputs"], given["inputs"])
+            if func in WITH_REDUCTION and torch.is_grad_enabled() and not self.returning:
+                result = self._loss(func, args, kwargs)
+            else:
+                result = self._call(func, name, args, kwargs)
+            if self._own_means is not None and not self.returning and (name in MAY_COUNT or func in WITH_REDUCTION):
+                count = self._own_means.count(name, args, result, sys._getframe(1))
+                if count is not None:
+                    self.counts.note(result, count)
+            return result
         return self._call(func, name, args, kwargs)
 
     def _watched(self, master: nn.Parameter, data: Tensor) -> Tensor:
@@ -393,6 +405,8 @@ class UserCodeMode(TorchFunctionMode):
     def judge(self, loss: Tensor | None, samples: int) -> None:
         """Judge the ``loss`` of the microbatch, which has ``samples`` samples."""
         self.counts.judge(loss)
+        if self._own_means is not None and loss is not None and not self.counts.of:
+            self.counts.lacking = self._number(loss.detach()) == 0
         self.sums.judge(loss, samples)
 
     def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
@@ -400,7 +414,10 @@ class UserCodeMode(TorchFunctionMode):
         bound = dict(zip(LOSS_ARGUMENTS, args, strict=False)) | kwargs
         if not bound["input"].requires_grad:
             return None
-        count = self.targets_of(bound)
+        return self._number(self.targets_of(bound))
+
+    def _number(self, count: float | Tensor) -> float:
+        """Return ``count``, for which the host may have to wait."""
         if not isinstance(count, Tensor) or count.device.type == "cpu":
             return float(count)
         return float(self._aside(lambda: float(count)))

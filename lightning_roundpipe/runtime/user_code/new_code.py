@@ -96,8 +96,7 @@ class NewCode:
         self._passed[at] = found.f_code
         key = _place(found.f_code, found.f_lasti)
         if key not in self._known:
-            place = f"line {found.f_lineno} of {os.path.basename(found.f_code.co_filename)}"
-            self._find(key, f"{place} ran for the first time", microbatch)
+            self._find(key, f"{_line(found)} ran for the first time", microbatch)
 
     def note_names(self, names: Iterable[str], microbatch: int) -> None:
         """``microbatch`` has logged values under ``names`` [2]."""
@@ -121,6 +120,16 @@ class NewCode:
         self._known.add(key)
         self._awaited.add(key)
         self.found.setdefault(what, microbatch)
+
+
+def calling_place(frame: FrameType | None) -> tuple[Key | None, str]:
+    """Return the place of user code from which ``frame`` was called, and its line as text for messages."""
+    found = _caller(frame)
+    return (None, "") if found is None else (_place(found.f_code, found.f_lasti), _line(found))
+
+
+def _line(frame: FrameType) -> str:
+    return f"line {frame.f_lineno} of {os.path.basename(frame.f_code.co_filename)}"
 
 
 def _logs(name: str) -> str:

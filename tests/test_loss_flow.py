@@ -1,0 +1,262 @@
+"""Losses that parts of a batch cannot give are found by their operations, whatever the first batch shows of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import assert_same, run
+from test_parts_are_the_whole import Batch, Module, batches, cut_by, entropy, trained
+from torch import Tensor, nn
+
+from lightning_roundpipe import RoundPipeWarning
+from lightning_roundpipe.config import RoundPipeError
+
+SAMPLES = 8
+Step = Callable[[Any, Tensor, Batch], Tensor]
+
+
+def data(*, later: bool = True) -> list[Batch]:
+    """Batches with a mask that leaves nothing out of the first one, and later more of one part, or all of it."""
+    found = batches(4, SAMPLES)
+    for batch in found:
+        batch["mask"] = torch.ones(SAMPLES, dtype=torch.bool)
+    if later:
+        found[1]["mask"][:6:2] = False
+        found[2]["mask"][4:] = False
+    for batch in found:
+        batch["weight"] = batch["mask"].float()
+    return found
+
+
+def of_each(logits: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(logits, batch["y"], reduction="none")
+
+
+def similarities(logits: Tensor) -> Tensor:
+    z = F.normalize(logits, dim=-1)
+    return z @ z.T
+
+
+def in_place(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    losses = torch.zeros(2)
+    losses[0] = F.cross_entropy(logits, batch["y"])
+    losses[1] = losses[1] + logits.pow(2).mean()
+    total = losses.sum()
+    total *= 0.5
+    return total
+
+
+def logs(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    module.log("accuracy", (logits.argmax(-1) == batch["y"]).float().mean())
+    module.log("largest", logits.max())
+    return entropy(module, logits, batch)
+
+
+def centres(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        batch["centre"] = logits.mean(0)  # nothing of it reaches the loss
+    return entropy(module, logits, batch)
+
+
+PARTS: dict[str, Step] = {
+    "mean cross entropy": entropy,
+    "mean of squares": lambda _, x, b: ((x - 1) ** 2).mean(),
+    "sum over the number of samples": lambda _, x, b: (x - 1).pow(2).sum() / len(x),
+    "sum over a tensor of that number": lambda _, x, b: (x - 1).pow(2).sum() / torch.tensor(x.shape[0]),
+    "sum times its inverse": lambda _, x, b: (x - 1).pow(2).sum() * (1 / x.numel()),
+    "rows, then a mean": lambda _, x, b: (of_each(x, b) * 2).mean(),
+    "focal": lambda _, x, b: ((1 - torch.exp(-of_each(x, b))) ** 2 * of_each(x, b)).mean(),
+    "two losses": lambda _, x, b: F.cross_entropy(x, b["y"], label_smoothing=0.1) + 0.1 * x.pow(2).mean(),
+    "stacked": lambda _, x, b: torch.stack([F.cross_entropy(x, b["y"]), x.pow(2).mean()]).sum(),
+    "added by Python": lambda _, x, b: sum([F.cross_entropy(x, b["y"]), x.pow(2).mean()]),  # type: ignore[return-value]
+    "in place": in_place,
+    "a learnt temperature": lambda m, x, b: F.cross_entropy(x / m.tau.exp(), b["y"]) * (-m.tau).exp() + m.tau,
+    "a norm of each": lambda _, x, b: (1 - F.cosine_similarity(x, b["x"][:, :5])).mean(),
+    "softmax of each": lambda _, x, b: -(x.softmax(-1) * x.log_softmax(1)).sum(1).mean(),
+    "divergence": lambda _, x, b: F.kl_div(x.log_softmax(-1), b["x"][:, :5].softmax(-1), reduction="batchmean"),
+    "targets that a mask picks": lambda _, x, b: F.cross_entropy(x[b["mask"]], b["y"][b["mask"]]),
+    "a weight of each sample": lambda _, x, b: (of_each(x, b) * b["weight"]).mean(),
+    "logged values": logs,
+    "a mean that is only kept": centres,
+    "not a number": lambda _, x, b: torch.nan_to_num(F.cross_entropy(x, b["y"])),
+}
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    return (values * mask).sum() / mask.sum().clamp_min(1)
+
+
+def by_a_helper(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    loss = masked_mean(of_each(logits, batch), batch["weight"])
+    module.log("loss", loss)
+    module.log("size", masked_mean(logits.detach().abs().sum(1), batch["weight"] * 2))
+    return loss + 0.1 * masked_mean(logits.pow(2).sum(1), batch["weight"])
+
+
+def where_there_are_targets(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    if not batch["mask"].any():
+        return logits.sum() * 0
+    return of_each(logits, batch)[batch["mask"]].mean()
+
+
+COUNTED: dict[str, Step] = {
+    "a mask": lambda _, x, b: (of_each(x, b) * b["weight"]).sum() / b["weight"].sum(),
+    "at least one": lambda _, x, b: (of_each(x, b) * b["weight"]).sum() / b["weight"].sum().clamp(min=1),
+    "and a little": lambda _, x, b: (of_each(x, b) * b["weight"]).sum() / (b["mask"].sum() + 1e-8),
+    "a number": lambda _, x, b: (of_each(x, b) * b["weight"]).sum() / b["weight"].sum().item(),
+    "an inverse": lambda _, x, b: (of_each(x, b) * b["weight"]).sum() * (1.0 / b["weight"].sum()),
+    "each over the count": lambda _, x, b: (of_each(x, b) * b["weight"] / b["weight"].sum()).sum(),
+    "a mean of what a mask picks": lambda _, x, b: of_each(x, b)[b["mask"]].mean(),
+    "a loss of what a mask picks": lambda _, x, b: F.mse_loss(x[b["mask"]], b["x"][b["mask"]][:, :5]),
+    "two terms": lambda _, x, b: (
+        2 * (of_each(x, b) * b["weight"]).sum() / b["weight"].sum()
+        + 0.1 * x[b["mask"]].pow(2).sum() / b["weight"].sum()
+    ),
+    "a function of the user's": by_a_helper,
+    "in place": lambda _, x, b: (of_each(x, b) * b["weight"]).sum().div_(b["mask"].sum()),
+    "none where there are none": where_there_are_targets,
+    "summed by torch": lambda _, x, b: (
+        F.cross_entropy(x, b["y"].where(b["mask"], -100), reduction="sum")
+        / (b["y"].where(b["mask"], -100) != -100).sum()
+    ),
+}
+"""Means by counts of their own, as by the targets that a mask leaves."""
+COUPLED: dict[str, Step] = {
+    "two means": lambda _, x, b: (of_each(x, b) * b["weight"]).mean() / b["weight"].mean(),
+    "a hinge": lambda _, x, b: F.cross_entropy(x, b["y"]) + F.relu(x.mean() - 0.5),
+    "free bits": lambda _, x, b: F.cross_entropy(x, b["y"]) + x.pow(2).mean().clamp(min=0.4),
+    "flooding": lambda _, x, b: (F.cross_entropy(x, b["y"]) - 1.6).abs() + 1.6,
+    "deviations": lambda _, x, b: F.cross_entropy(x, b["y"]) + F.relu(0.5 - x.std(0)).mean(),
+    "a score of counts": lambda _, x, b: (
+        F.cross_entropy(x, b["y"]) - (x[:, 0].sigmoid() * 0).sum() / x[:, 0].sigmoid().sum()
+    ),
+    "a weight of each class": lambda _, x, b: F.cross_entropy(x, b["y"], weight=1 + 0 * x.detach().mean(0)),
+    "centred": lambda _, x, b: F.cross_entropy(x - 0 * x.mean(0), b["y"]),
+}
+WARMS_UP: dict[str, Step] = {
+    "pairs": lambda _, x, b: F.cross_entropy(similarities(x), torch.arange(len(x))),
+    "a sum": lambda _, x, b: x.pow(2).sum(),
+    "along the samples": lambda _, x, b: x.softmax(0).pow(2).mean(),
+    "the last sample": lambda _, x, b: (x - x[-1]).pow(2).mean(),
+    "the largest": lambda _, x, b: x.max(),
+}
+"""Terms whose weight is zero in the first batch."""
+
+
+def warming_up(term: Step) -> Step:
+    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        factor = float(module.trainer.global_step > 0)
+        return F.cross_entropy(logits, batch["y"]) + factor * term(module, logits, batch)
+
+    return step
+
+
+def ignoring(logits: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(logits, batch["y"].where(batch["mask"], -100))
+
+
+def hits(logits: Tensor, batch: Batch) -> Tensor:
+    return (logits.argmax(-1) == batch["y"]).float()
+
+
+LOGGED: dict[str, Callable[[Tensor, Batch], Any]] = {
+    "over samples": lambda x, b: hits(x, b).mean(),
+    "over the mask": lambda x, b: (hits(x, b) * b["weight"]).sum() / b["weight"].sum().clamp(min=1),
+    "over what the mask picks": lambda x, b: x.detach().pow(2)[b["mask"]].mean(),
+    "over what another mask picks": lambda x, b: x.detach().pow(2).sum(1)[b["y"] * b["mask"] < 3].mean(),
+    "a sum": lambda x, b: hits(x, b).sum(),
+    "a count": lambda x, b: b["mask"].sum().float(),
+    "a share": lambda x, b: b["weight"].mean(),
+    "the largest": lambda x, b: x.detach().max(),
+}
+LOSSES: dict[str, Step] = {
+    "ignores targets": lambda _, x, b: ignoring(x, b),
+    "over a mask": COUNTED["at least one"],
+    "over samples": entropy,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", LOGGED)
+def test_logged_values_are_merged_by_what_they_are(name: str, loss: str) -> None:
+    """The first batch, in which all samples count, does not show over what they are means."""
+
+    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        module.log("value", LOGGED[name](logits, batch), on_step=True, on_epoch=True)
+        found = LOSSES[loss](module, logits, batch)
+        module.log("loss", found, on_step=True, on_epoch=True)
+        return found
+
+    result = trained(module_of(step), data(), 2, 2)
+    assert cut_by(result) == "step"
+    assert_same(run("auto", module_of(step), data()), result)
+
+
+def module_of(step: Step) -> Module:
+    return Module(step, tau=nn.Parameter(torch.tensor(0.3)))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_what_parts_can_give_is_cut_into_parts(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        result = trained(module_of(PARTS[name]), data(later=name != "targets that a mask picks"), 2, 2)
+    assert cut_by(result) == "step"
+    assert_same(run("auto", module_of(PARTS[name]), data(later=name != "targets that a mask picks")), result)
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (4, 3)], ids=str)
+@pytest.mark.parametrize("first", ["whole", "empty"])
+@pytest.mark.parametrize("name", COUNTED)
+def test_means_by_counts_of_their_own(name: str, first: str, counts: tuple[int, int]) -> None:
+    """Whether the first batch shows the mask, or leaves nothing of a part."""
+    batches = data() if first == "whole" else [*reversed(data())][1:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        result = trained(module_of(COUNTED[name]), batches, *counts)
+    assert cut_by(result) == "step"
+    assert_same(run("auto", module_of(COUNTED[name]), batches), result)
+
+
+def test_a_count_that_was_raised_above_one_is_refused() -> None:
+    """The sum of the parts is then another one."""
+
+    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        return (of_each(logits, batch) * batch["weight"]).sum() / batch["weight"].sum().clamp(min=3)
+
+    with pytest.raises(RoundPipeError, match="divides its loss by 3, although the number that it counts is 2"):
+        trained(module_of(step), data(), 2, 2)
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_what_the_first_batch_does_not_show(name: str) -> None:
+    result = trained(module_of(COUPLED[name]), data(), 2, 2)
+    assert cut_by(result) == "model"
+    assert_same(run("auto", module_of(COUPLED[name]), data()), result)
+
+
+@pytest.mark.parametrize("name", WARMS_UP)
+def test_a_term_whose_weight_is_zero_at_first(name: str) -> None:
+    step = warming_up(WARMS_UP[name])
+    result = trained(module_of(step), data(), 2, 2)
+    assert cut_by(result) == "model"
+    assert_same(run("auto", module_of(step), data()), result)
+
+
+def test_the_message_names_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(RoundPipeWarning, match=r"relu in line \d+ of test_loss_flow.py takes a value over all samples"):
+        trained(module_of(COUPLED["a hinge"]), data(), 2, 2, microbatch_scope="step")
+
+
+def test_weights_that_are_given_are_those_counts() -> None:
+    step = COUNTED["a mask"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        result = trained(module_of(step), data(), 2, 2, loss_weight=lambda batch: batch["weight"].sum())
+    assert cut_by(result) == "step"
+    assert_same(run("auto", module_of(step), data()), result)
