@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_same, run
-from test_parts_are_the_whole import Batch, Module, batches, cut_by, entropy, trained
+from harness import assert_same, ours, run
+from test_parts_are_the_whole import Batch, Module, batches, cut_by, entropy
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeWarning
@@ -18,6 +18,11 @@ from lightning_roundpipe.config import RoundPipeError
 
 SAMPLES = 8
 Step = Callable[[Any, Tensor, Batch], Tensor]
+
+
+def trained(module: Any, data: Any, microbatches: int, devices: int, **options: Any) -> Any:
+    layers = ["Linear", "Block", "Positions", "Squares"]
+    return run(ours(num_microbatches=microbatches, layers=layers, **options), module, data, devices=devices)
 
 
 def data(*, later: bool = True) -> list[Batch]:
@@ -63,6 +68,53 @@ def centres(module: Any, logits: Tensor, batch: Batch) -> Tensor:
     return entropy(module, logits, batch)
 
 
+def lengths(batch: Batch) -> Tensor:
+    return batch["y"] % 3 + 1
+
+
+def up_to_the_longest(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    longest = int(lengths(batch).max())
+    kept = torch.arange(longest) < lengths(batch)[:, None]
+    share = logits[:, :longest].masked_fill(~kept, -1e9).softmax(1)
+    return (share * logits[:, :longest]).sum(1).mean()
+
+
+def written_to_their_places(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    kept = torch.arange(5) < lengths(batch)[:, None]
+    squares = torch.zeros_like(logits)
+    squares[kept] = logits[kept].pow(2)
+    return (squares.sum(1) / lengths(batch)).mean()
+
+
+def packed(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    rows = nn.utils.rnn.pack_padded_sequence(logits[:, :, None], lengths(batch), batch_first=True, enforce_sorted=False)
+    padded, _ = nn.utils.rnn.pad_packed_sequence(rows, batch_first=True, total_length=5)
+    return padded.pow(2).sum((1, 2)).mean()
+
+
+class Positions(nn.Module):
+    """A layer that gives no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(0, 1, 5)[None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table[:, : x.shape[1]]
+
+
+class Squares(nn.Module):
+    """A layer that computes the loss, of what a mask leaves if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        each = (x * self.scale).pow(2).mean(1)
+        return each.mean() if weight is None else (each * weight).sum() / weight.sum()
+
+
 PARTS: dict[str, Step] = {
     "mean cross entropy": entropy,
     "mean of squares": lambda _, x, b: ((x - 1) ** 2).mean(),
@@ -83,6 +135,16 @@ PARTS: dict[str, Step] = {
     "a weight of each sample": lambda _, x, b: (of_each(x, b) * b["weight"]).mean(),
     "logged values": logs,
     "a mean that is only kept": centres,
+    "what is finite": lambda _, x, b: torch.where(torch.isfinite(x.pow(2).mean()), x.pow(2).mean(), torch.zeros(())),
+    "as many as there are": lambda _, x, b: x.pow(2).sum() / torch.ones_like(x).sum(),
+    "up to the longest": up_to_the_longest,
+    "written to their places": written_to_their_places,
+    "packed sequences": packed,
+    "a function of each": lambda _, x, b: torch.vmap(lambda row: (row - row.mean()).pow(2).sum())(x).mean(),
+    "a checked distribution": lambda _, x, b: -torch.distributions.Categorical(logits=x).log_prob(b["y"]).mean(),
+    "a loop": lambda _, x, b: torch.stack([x[i].pow(2).mean() for i in range(len(x))]).mean(),
+    "positions of a layer": lambda m, x, b: (x + m.positions(x)).pow(2).mean(),
+    "a loss of a layer": lambda m, x, b: m.squares(x),
     "not a number": lambda _, x, b: torch.nan_to_num(F.cross_entropy(x, b["y"])),
 }
 
@@ -104,6 +166,22 @@ def where_there_are_targets(module: Any, logits: Tensor, batch: Batch) -> Tensor
     return of_each(logits, batch)[batch["mask"]].mean()
 
 
+def in_a_loop(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    losses = [logits[i].pow(2).mean() * batch["weight"][i] for i in range(len(logits))]
+    return torch.stack(losses).sum() / batch["weight"].sum()
+
+
+class _MaskedMean(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, each: Tensor, weight: Tensor) -> Tensor:
+        context.save_for_backward(weight / weight.sum())
+        return (each * weight).sum() / weight.sum()
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad * context.saved_tensors[0], None
+
+
 COUNTED: dict[str, Step] = {
     "a mask": lambda _, x, b: (of_each(x, b) * b["weight"]).sum() / b["weight"].sum(),
     "at least one": lambda _, x, b: (of_each(x, b) * b["weight"]).sum() / b["weight"].sum().clamp(min=1),
@@ -118,6 +196,11 @@ COUNTED: dict[str, Step] = {
         + 0.1 * x[b["mask"]].pow(2).sum() / b["weight"].sum()
     ),
     "a function of the user's": by_a_helper,
+    "its own length": lambda _, x, b: of_each(x, b)[b["mask"]].sum() / len(of_each(x, b)[b["mask"]]),
+    "as many elements": lambda _, x, b: x[b["mask"]].pow(2).sum() / x[b["mask"]].numel(),
+    "picked by their indices": lambda _, x, b: of_each(x, b)[torch.where(b["mask"])[0]].mean(),
+    "in a loop": in_a_loop,
+    "picked by a list": lambda _, x, b: of_each(x, b)[[i for i, kept in enumerate(b["mask"].tolist()) if kept]].mean(),
     "in place": lambda _, x, b: (of_each(x, b) * b["weight"]).sum().div_(b["mask"].sum()),
     "none where there are none": where_there_are_targets,
     "summed by torch": lambda _, x, b: (
@@ -128,6 +211,19 @@ COUNTED: dict[str, Step] = {
 """Means by counts of their own, as by the targets that a mask leaves."""
 COUPLED: dict[str, Step] = {
     "two means": lambda _, x, b: (of_each(x, b) * b["weight"]).mean() / b["weight"].mean(),
+    "a multiple of a number": lambda _, x, b: (of_each(x, b) * b["weight"]).sum() / (b["mask"].sum().item() * 2),
+    "a number of numpy's": lambda _, x, b: (of_each(x, b) * b["weight"]).sum() / b["mask"].numpy().sum(),
+    "numbers that Python adds": lambda _, x, b: (of_each(x, b) * b["weight"]).sum() / sum(b["mask"].tolist()),
+    "a tensor of a number": lambda _, x, b: (
+        (of_each(x, b) * b["weight"]).sum() / torch.tensor(float(b["mask"].sum().item() * 2))
+    ),
+    "weights that are divided": lambda _, x, b: (of_each(x, b) * (b["weight"] / b["weight"].sum())).sum(),
+    "a product of weights": lambda _, x, b: torch.dot(of_each(x, b), b["weight"] / b["weight"].sum()),
+    "mean by given weights": lambda _, x, b: F.l1_loss(
+        x, b["x"][:, :5], weight=b["weight"][:, None].expand(-1, 5) + 1e-6
+    ),
+    "an autograd function": lambda _, x, b: _MaskedMean.apply(of_each(x, b), b["weight"]),
+    "a decision": lambda _, x, b: entropy(_, x, b) * (1.0 if entropy(_, x, b).detach() > 1.6 else 0.5),
     "a hinge": lambda _, x, b: F.cross_entropy(x, b["y"]) + F.relu(x.mean() - 0.5),
     "free bits": lambda _, x, b: F.cross_entropy(x, b["y"]) + x.pow(2).mean().clamp(min=0.4),
     "flooding": lambda _, x, b: (F.cross_entropy(x, b["y"]) - 1.6).abs() + 1.6,
@@ -142,6 +238,10 @@ WARMS_UP: dict[str, Step] = {
     "pairs": lambda _, x, b: F.cross_entropy(similarities(x), torch.arange(len(x))),
     "a sum": lambda _, x, b: x.pow(2).sum(),
     "along the samples": lambda _, x, b: x.softmax(0).pow(2).mean(),
+    "neighbours": lambda _, x, b: (x[1:] - x[:-1]).pow(2).mean(),
+    "the hardest": lambda _, x, b: of_each(x, b).topk(max(1, len(x) // 2))[0].mean(),
+    "another sample": lambda _, x, b: (x * x.index_select(0, (torch.arange(len(x)) + 1) % len(x))).mean(),
+    "a norm": lambda _, x, b: torch.linalg.vector_norm(x),
     "the last sample": lambda _, x, b: (x - x[-1]).pow(2).mean(),
     "the largest": lambda _, x, b: x.max(),
 }
@@ -198,7 +298,7 @@ def test_logged_values_are_merged_by_what_they_are(name: str, loss: str) -> None
 
 
 def module_of(step: Step) -> Module:
-    return Module(step, tau=nn.Parameter(torch.tensor(0.3)))
+    return Module(step, tau=nn.Parameter(torch.tensor(0.3)), positions=Positions(), squares=Squares())
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -248,6 +348,13 @@ def test_a_term_whose_weight_is_zero_at_first(name: str) -> None:
     assert_same(run("auto", module_of(step), data()), result)
 
 
+def test_a_layer_that_divides_by_a_count_is_said() -> None:
+    """Its own code shows it. Cut calls would cut the layer's, too."""
+    step = module_of(lambda module, x, b: module.squares(x, b["weight"]))
+    with pytest.warns(RoundPipeWarning, match=r"div in line \d+ of test_loss_flow.py divides by a count of its own"):
+        trained(step, data(), 2, 2)
+
+
 def test_the_message_names_the_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.warns(RoundPipeWarning, match=r"relu in line \d+ of test_loss_flow.py takes a value over all samples"):
         trained(module_of(COUPLED["a hinge"]), data(), 2, 2, microbatch_scope="step")
@@ -260,3 +367,13 @@ def test_weights_that_are_given_are_those_counts() -> None:
         result = trained(module_of(step), data(), 2, 2, loss_weight=lambda batch: batch["weight"].sum())
     assert cut_by(result) == "step"
     assert_same(run("auto", module_of(step), data()), result)
+
+
+def test_function_modes_get_the_weight_of_an_l1_loss() -> None:
+    """Torch 2.13 does not give it to them: each of two equal losses would be a plain mean."""
+
+    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        return F.l1_loss(logits, batch["x"][:, :5], weight=batch["x"][:, 1:].abs())
+
+    for parts in (1, 2):
+        assert_same(run("auto", module_of(step), data()), trained(module_of(step), data(), parts, 2))

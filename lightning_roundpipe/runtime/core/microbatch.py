@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.waiter import Waiter
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.batch.logs import LogRecorder
 from lightning_roundpipe.runtime.batch.loss_weights import Weighing
 from lightning_roundpipe.runtime.batch.microbatches import detached, filled_like, loss_of, seed_of
@@ -206,7 +207,13 @@ class MicrobatchTask:
         self._walk_tape()
 
     def _noted(self) -> contextlib.AbstractContextManager[None]:
-        return noted(lambda: FaultPlace(f"the code {self._last}", self._phase, self.index, self._slot, self._device))
+        return noted(self._place)
+
+    def _place(self) -> FaultPlace:
+        sizes = self._step.sizes
+        in_part = self._step.in_parts and self._phase == "forward"
+        samples = f"{sizes[self.index]} of {plural(sum(sizes), 'sample')}" if in_part else ""
+        return FaultPlace(f"the code {self._last}", self._phase, self.index, self._slot, self._device, samples)
 
     def _announce(self) -> None:
         if not self._announced:

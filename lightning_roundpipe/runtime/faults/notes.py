@@ -8,12 +8,15 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import NEW_PROCESS, DeviceOutOfMemory, is_sticky, sizeof
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.runtime.threads.sync import Cancelled
 
 _MARK = "roundpipe: "
+_OF_SHAPES = (RuntimeError, ValueError, IndexError)
+"""Exceptions of code that gets fewer samples than it expects."""
 _ELSEWHERE = "tensors to be on the same device"
 """What torch says if the operands of an operation are on several devices."""
 
@@ -27,13 +30,22 @@ class NumberedSlot(Protocol):
 
 
 class FaultPlace(NamedTuple):
-    """A place in a step. ``what`` names a layer, or code between layers; ``microbatch`` -1 is the whole batch."""
+    """A place in a step.
+
+    Attributes:
+        what: names a layer, or code between layers.
+        phase: "forward", "backward" or "evaluation".
+        microbatch: number of the microbatch; -1 is the whole batch.
+        slot, device: where it runs; None if they are not known.
+        samples: of training_step's code that runs on a part of the batch, such as "4 of 8 samples".
+    """
 
     what: str
     phase: str
     microbatch: int
     slot: NumberedSlot | None
     device: Device | None
+    samples: str = ""
 
     def __str__(self) -> str:
         phase = f"{self.phase} pass" if self.phase in ("forward", "backward") else self.phase
@@ -66,6 +78,15 @@ def add_note(error: BaseException, place: FaultPlace) -> None:
     if any(note.startswith(_MARK) for note in getattr(error, "__notes__", ())):
         return
     error.add_note(f"{_MARK}{place}")
+    if (
+        place.samples
+        and isinstance(error, _OF_SHAPES)
+        and not isinstance(error, (RoundPipeError, torch.OutOfMemoryError))
+    ):
+        error.add_note(
+            f"{_MARK}training_step runs on a part of the batch here, {place.samples}. If it needs all of them, set "
+            "microbatch_scope='model', which runs it once, or num_microbatches=1."
+        )
     # `DeviceOutOfMemory`, of a device that keeps its own accounts, says the same in its message.
     if isinstance(error, torch.OutOfMemoryError) and not isinstance(error, DeviceOutOfMemory) and place.device:
         resident = place.device.resident_by_purpose()

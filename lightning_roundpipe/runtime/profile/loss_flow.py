@@ -4,7 +4,7 @@ A comparison of values shows what the compared samples show: a mean over a mask 
 mask leaves nothing out, ``relu(mean - margin)`` has no gradient below its margin, and a term of weight zero no value.
 The operations that lead to the loss show it in every batch:
 
-    the rehearsals on the whole and on a part call the same operations, in order ── [1]
+    the rehearsals on the whole and on a part call the same operations, except for loops over samples ── [1]
     a tensor has a row for each sample if its size follows theirs; else it is a value over the samples ── [2]
     a loss is the mean or sum of its parts as long as only linear operations follow such a value ── [3]
     divided by a count that it has found in the batch, it is a mean by these counts ── [4]
@@ -14,6 +14,8 @@ Layers are operations like others. What an unknown operation does with rows is l
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -21,11 +23,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from lightning_roundpipe.runtime.batch.logs import USUAL, Key
 from lightning_roundpipe.runtime.profile.recorded_operations import (
     MADE,
     PICKING,
+    READING,
     SHAPED_LIKE,
     Operation,
     OperationRecorder,
@@ -40,7 +44,9 @@ _PASSING = {
     "split", "chunk", "movedim", "narrow", "index_select", "real", "atleast_1d", "cumsum", "get",
 }  # fmt: skip
 """Linear operations on one value [3]; ``nan_to_num`` is one for all values that a training survives."""
-_COMPARING = {"gt", "lt", "ge", "le", "eq", "ne", "isnan", "isinf", "isfinite", "logical_not", "logical_and", "and"}
+_COMPARING = {"gt", "lt", "ge", "le", "eq", "ne", "logical_not", "logical_and", "logical_or", "and", "or", "invert"}
+_GUARDS = {"isnan", "isinf", "isfinite"}
+"""Comparisons that have the same result for all values that a training survives."""
 _SUMMING = {
     "sum", "nansum", "dot", "vdot", "inner", "matmul", "rmatmul", "mm", "bmm", "mv", "einsum", "tensordot", "addmm",
     "baddbmm", "count_nonzero", "bincount", "histc", "trace", "scatter_add", "index_add", "linear",
@@ -48,9 +54,21 @@ _SUMMING = {
 _NOT_LINEAR = {
     "max", "amax", "min", "amin", "aminmax", "std", "var", "std_mean", "var_mean", "norm", "vector_norm", "matrix_norm",
     "logsumexp", "prod", "median", "nanmedian", "quantile", "nanquantile", "mode", "cov", "corrcoef", "topk",
-    "kthvalue", "dist", "any", "all", "argmax", "argmin",
+    "kthvalue", "dist", "any", "all", "argmax", "argmin", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm",
+    "linalg_det", "is_all_true", "is_any_true", "logdet", "slogdet", "cummax", "cummin",
 }  # fmt: skip
 """Operations on rows of which the result on the whole does not follow from those on parts as in a sum or mean."""
+_WRITING = {
+    "setitem", "index_add", "index_put", "index_copy", "index_fill", "scatter", "scatter_add", "scatter_reduce",
+    "masked_scatter", "masked_fill", "copy", "where",
+}  # fmt: skip
+"""Operations whose result has the rows of the tensor that they write to, or of their condition."""
+_PAIRING = {"pdist"}
+_PADDING = {"pad_packed_sequence", "pad_sequence", "to_padded_tensor"}
+"""Operations that give a row for each sample, of elements whose number depends on values."""
+_UNKNOWN = "comes from code whose operations torch does not show (an autograd.Function, TorchScript)"
+_MOST_REALIGNED = 2_000
+"""Operations in which the whole and the part may differ; they are aligned in quadratic time."""
 
 _DIVIDED = "divides by a count of its own in each part"
 _PICKED = "is a mean over the elements that a mask picks, whose number is another one in each part"
@@ -63,22 +81,26 @@ class Flow:
     Attributes:
         kind: "fixed" for one that does not; "rows" for one with something of each sample; "picked" for rows whose
             number depends on the values of the batch; "value" for one over the samples; "coupled" for one that parts
-            cannot give.
+            cannot give; "loose" for one that the part does not compute, as in a loop over samples.
         degree: how it grows with the number of samples: 0 as a mean does, 1 as a sum does; None if unknown.
         divisor: identifies the counts that it is a mean by; None if it is one by samples.
         countings: how to find these counts; None if that is unknown.
         inverse: whether it is one over such a count.
+        is_in_graph: whether the divisions by these counts are in autograd's graph, where weights are looked for.
         counts_targets: whether it is a mean over targets that are counted already.
+        of_layers: whether what layers have given is in it.
         why: what couples it, or divides it.
         within_model: whether that is in the model.
     """
 
-    kind: Literal["fixed", "rows", "picked", "value", "coupled"] = "fixed"
+    kind: Literal["fixed", "rows", "picked", "value", "coupled", "loose"] = "fixed"
     degree: float | None = 0.0
     divisor: int | None = None
     countings: frozenset[Counting] | None = frozenset()
     inverse: bool = False
+    is_in_graph: bool = True
     counts_targets: bool = False
+    of_layers: bool = False
     why: str = ""
     within_model: bool = False
 
@@ -114,142 +136,268 @@ class LossFlow:
         coupling: what keeps the loss from being a mean or sum of its parts; None if nothing does, or it is unknown.
         rules: the rules by which logged values of parts merge, as far as that is known, by name and number.
         countings: how to find the counts that logged values are means by.
+        opaque: names of layers whose own code decides what they show.
     """
 
     coupling: Coupling | None = None
     rules: Mapping[Key, str] = field(default_factory=dict)
     countings: frozenset[Counting] = frozenset()
+    opaque: frozenset[str] = frozenset()
 
 
 def flow_of(whole: OperationRecorder, part: OperationRecorder, samples: tuple[int, int]) -> LossFlow:
-    """Return what the operations of a rehearsal show, which is nothing if the part has called others than the whole.
+    """Return what the operations of a rehearsal show.
 
     Args:
         whole, part: the operations on the whole and on a part.
         samples: number of samples of each.
     """
-    if (part.loss, part.logged) != (whole.loss, whole.logged) or not _are_the_same(whole.operations, part.operations):
+    pairs = _aligned(whole.operations, part.operations)
+    if pairs is None or not (whole.is_complete and part.is_complete):
         return LossFlow()
-    flows = _Flows(whole, part, samples)
+    flows = _Flows(whole, part, samples, pairs)
     rules: dict[Key, str] = {}
     countings: frozenset[Counting] = frozenset()
     said: dict[str, int] = {}
-    for name, number in whole.logged:
+    for (name, value), (_, its) in zip(whole.logged, part.logged, strict=False):
         nth = said[name] = said.get(name, -1) + 1
-        flow = _FIXED if number is None else flows.of(number)
-        counted = flows.countings(flow)
+        flow = flows.of_logged(value, its)
+        counted = flows.countings(flow, value if type(value) is int else None)
         if flow.kind == "value" and (counted or flow.counts_targets):
             rules[name, nth] = USUAL
             countings |= counted
         elif flow.kind == "value" and flow.divisor is None and flow.degree in (0.0, 1.0):
             rules[name, nth] = "sum" if flow.degree else "mean over samples"
     coupling, loss = None, _FIXED if whole.loss is None else flows.of(whole.loss)
+    if loss.kind != "coupled" and flows.decided is not None:
+        loss = flows.decided
     if loss.kind == "coupled":
         coupling = Coupling(loss.why, loss.within_model)
     elif loss.divisor is not None:
-        counted = frozenset() if loss.counts_targets else flows.countings(loss)
+        counted = flows.countings(loss) if loss.is_in_graph and not loss.counts_targets else frozenset()
         coupling = Coupling(loss.why, loss.within_model, by_counts=True, countings=counted)
-    return LossFlow(coupling, rules, countings)
+    return LossFlow(coupling, rules, countings, frozenset(flows.opaque))
 
 
-def _are_the_same(one: Sequence[Operation], other: Sequence[Operation]) -> bool:
-    """Return whether both runs have called the same operations on the same tensors [1]."""
-    if len(one) != len(other):
-        return False
-    return all((a.name, a.given, a.made) == (b.name, b.given, b.made) for a, b in zip(one, other, strict=True))
+Pairs = list[tuple[Operation, Operation | None]]
+
+
+def _aligned(whole: Sequence[Operation], part: Sequence[Operation]) -> Pairs | None:
+    """Return the operations on the whole, each with that on the part if there is one [1]; None if they differ a lot."""
+    one, other = ([(x.name, x.place) for x in operations] for operations in (whole, part))
+    same = sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
+    rest = zip(reversed(one[same:]), reversed(other[same:]), strict=False)
+    end = sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], rest))
+    pairs: Pairs = list(zip(whole[:same], part[:same], strict=True))
+    left, right = len(whole) - end, len(part) - end
+    if max(left, right) - same > _MOST_REALIGNED:
+        return None
+    between: dict[int, Operation] = {}
+    matcher = difflib.SequenceMatcher(None, one[same:left], other[same:right], autojunk=False)
+    for block in matcher.get_matching_blocks():
+        between.update((same + block.a + i, part[same + block.b + i]) for i in range(block.size))
+    pairs += [(whole[i], between.get(i)) for i in range(same, left)]
+    return pairs + list(zip(whole[left:], part[right:], strict=True))
 
 
 class _Flows:
-    """Follows the samples through all operations."""
+    """Follows the samples through all operations.
 
-    def __init__(self, whole: OperationRecorder, part: OperationRecorder, samples: tuple[int, int]) -> None:
+    Attributes:
+        decided: a decision by a value over all samples that what layers have given is in; None if there was none.
+        opaque: names of layers that give a value over the samples, so that their own code decides what it is.
+    """
+
+    def __init__(
+        self, whole: OperationRecorder, part: OperationRecorder, samples: tuple[int, int], pairs: Pairs
+    ) -> None:  # fmt: skip
         self._whole, self._part = whole.tensors, part.tensors
         self._ratio = samples[0] / samples[1]
-        self._answers: list[tuple[float, float, int]] = []
-        """Numbers that user code has read on the whole and on the part, and the tensor that they come from."""
+        self.decided: Flow | None = None
+        self._same = whole.same
+        self.opaque: set[str] = set()
+        self._partner: dict[int, int] = {}
+        """Numbers of the part's tensors, by those of the whole's."""
+        self._numbers_read: list[tuple[float, float, int, Flow]] = []
+        """Numbers that user code has read of the whole and of the part, and the tensor that they come from."""
+        self._whole_numbers_read: set[float] = set()
+        self._reads = False
+        """Whether it has read anything of the batch, with which it may compute in Python."""
         self._flows: dict[int, Flow] = {}
         self._first: dict[int, int] = {}
         """By tensor, the first one that the same operation has given on the same tensors."""
         self._calls = Counter((one.place, one.called) for one in whole.operations)
         self._counting: Counter[Counting] = Counter()
+        self._made_by: dict[int, Operation] = {}
         seen: dict[Hashable, int] = {}
-        for one, other in zip(whole.operations, part.operations, strict=True):
+        for one, other in pairs:
+            self._pair(one, other)
             flows = [self.of(number) for number in one.given]
-            if any(flow.kind in ("value", "coupled") for flow in flows):
-                self._answers += [(a, b, one.given[0]) for a, b in zip(one.answers, other.answers, strict=False)]
+            self._see_read(one, other, flows)
             for number in one.made:
-                self._flows[number] = self._result(number, one, other, flows)
+                self._made_by[number] = one
+                self._flows[number] = self._of_result(number, one, other, flows)
             for at, number in enumerate(one.made):
                 given = tuple(self._first.get(x, x) for x in one.given)
                 self._first[number] = seen.setdefault((one.name, given, one.constants, at), number)
+        if whole.loss is not None and part.loss is not None:
+            self._meet(whole.loss, part.loss)
 
     def of(self, number: int) -> Flow:
         """Return the flow of a tensor."""
+        number = self._same.get(number, number)
         if number not in self._flows:
-            self._flows[number] = self._as_values_show(number)
+            found = self._as_values_show(number)
+            unknown = self._whole[number].has_history and found.kind == "value"
+            self._flows[number] = Flow("coupled", None, why=_UNKNOWN) if unknown else found
         return self._flows[number]
+
+    def _pair(self, one: Operation, other: Operation | None) -> None:
+        """Pair what ``one`` on the whole and ``other`` on the part take and give."""
+        if other is None:
+            return
+        for mine, its in zip(one.given, other.given, strict=False):
+            self._meet(mine, its)
+        self._partner.update(zip(one.made, other.made, strict=False))
+
+    def _meet(self, mine: int, its: int) -> None:
+        self._partner.setdefault(mine, its)
+        if self._flows.get(mine, _FIXED).kind == "loose":  # the part has computed another one
+            same = self._whole[mine].shape == self._part[its].shape
+            self._flows[mine] = replace(self._flows[mine], kind="value" if same else "rows", degree=None)
+
+    def _see_read(self, one: Operation, other: Operation | None, flows: list[Flow]) -> None:
+        """Note what Python reads of a tensor."""
+        if (one.name not in READING and one.name != "size") or not flows:
+            return
+        flow = flows[0]
+        if one.name == "bool":
+            decides = flow.of_layers and flow.kind in ("value", "coupled")
+            if decides and self.decided is None:
+                self.decided = self._coupled(one, "decides by a value over all samples")
+        if one.name == "size":
+            flow = Flow("value", 1.0)
+        if flow.kind != "fixed" and not flow.of_layers:
+            self._reads = True
+            self._whole_numbers_read.update(one.answers)
+        if flow.kind in ("value", "coupled") and other is not None:
+            both = zip(one.answers, other.answers, strict=False)
+            self._numbers_read += [(mine, its, one.given[0], flow) for mine, its in both]
 
     def _as_values_show(self, number: int, *, of_numbers: bool = False) -> Flow:
         """Return the flow of a tensor that follows from no other one, as its sizes and values show."""
-        one, other = self._whole[number], self._part[number]
+        one = self._whole[number]
         if one.is_parameter:
             return _FIXED
+        if number not in self._partner:
+            return Flow("loose")
+        other = self._part[self._partner[number]]
         if one.shape != other.shape:
             return _ROWS
-        if one.values is None or other.values is None or torch.equal(one.values, other.values):
+        if one.values is None or other.values is None or _are_alike(one.values, other.values):
             return _FIXED
-        number_of_samples = of_numbers and one.values.numel() == 1
-        if number_of_samples and math.isclose(float(one.values), float(other.values) * self._ratio):
-            return Flow(degree=1.0)
+        if of_numbers and one.values.numel() == 1:
+            mine, its = float(one.values), float(other.values)
+            if self._read(mine, its) is not None:
+                return Flow("value", 1.0)
+            if math.isclose(mine, its * self._ratio) and not self._reads:
+                return Flow(degree=1.0)
         return Flow("value", None)
 
-    def _result(self, number: int, one: Operation, other: Operation, flows: list[Flow]) -> Flow:
-        if one.name in SHAPED_LIKE:
+    def _of_result(self, number: int, one: Operation, other: Operation | None, flows: list[Flow]) -> Flow:
+        if one.name in SHAPED_LIKE and number in self._partner:
             return self._as_values_show(number)
         if (coupled := next((flow for flow in flows if flow.kind == "coupled"), None)) is not None:
             return coupled
+        of_layers = one.is_layer or any(
+            flow.of_layers or self._whole[x].is_parameter for x, flow in zip(one.given, flows, strict=True)
+        )
+        if other is None or number not in self._partner:
+            return Flow("loose", of_layers=of_layers)
+        flows = [replace(flow, kind="rows") if flow.kind == "loose" else flow for flow in flows]
+        found = self._result(number, one, other, flows)
+        return found if found.kind == "fixed" else replace(found, of_layers=of_layers)
+
+    def _result(self, number: int, one: Operation, other: Operation, flows: list[Flow]) -> Flow:
         rows = [flow for flow in flows if flow.kind in ("rows", "picked")]
         values = [flow for flow in flows if flow.kind == "value"]
         if one.is_layer:  # it may take counts, and what other layers give
             floats = [flow for x, flow in zip(one.given, flows, strict=True) if self._whole[x].dtype.is_floating_point]
             values = [flow for flow in floats if flow.kind == "value" and flow.degree is not None]
+        if one.name in _GUARDS and not rows:
+            return _FIXED
         if not rows and not values:
             if all(flow == _FIXED for flow in flows) or one.is_layer:
                 return self._as_values_show(number, of_numbers=one.name in MADE)
             return max(flows, key=lambda flow: flow.degree or 0.0)
-        if one.picks and rows:
+        if self._takes_what_was_read(one, other):
+            return self._coupled(one, "takes a number that was read from all samples")
+        if rows and (one.picks or not self._whole_numbers_read.isdisjoint(one.bounds)):
             return replace(rows[0], kind="picked")
-        if self._whole[number].shape != self._part[number].shape:
+        if self._scales(number, one, flows):
             if not rows:
                 return self._coupled(one, "gives samples a value over all samples")
-            return self._of_rows(number, one, other, rows, values)
+            return self._of_rows(number, one, other, flows, rows, values)
         if rows:
-            return self._reduced(number, one, rows, values)
+            return self._reduced(number, one, flows, rows, values)
         return self._of_values(number, one, other, flows, values)
+
+    def _scales(self, number: int, one: Operation, flows: list[Flow]) -> bool:
+        """Return whether a tensor has something of each sample, or of each that was picked, which may be as many."""
+        if self._whole[number].shape != self._part[self._partner[number]].shape:
+            return True
+        picked = [self._whole[x].shape for x, flow in zip(one.given, flows, strict=True) if flow.kind == "picked"]
+        return any(len(shape) > 0 and self._whole[number].shape[:1] == shape[:1] for shape in picked)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def _of_rows(self, number: int, one: Operation, other: Operation, rows: list[Flow], values: list[Flow]) -> Flow:
+    def _of_rows(
+        self, number: int, one: Operation, other: Operation, flows: list[Flow], rows: list[Flow], values: list[Flow]
+    ) -> Flow:  # fmt: skip
         """Return the flow of a result with rows."""
         if values:
             divided = self._divided(rows[0], values[0], one) if len(values) == 1 else None
             return divided or self._coupled(one, "combines samples with a value over all samples")
-        if any(self._are_samples(one.given[0], dim) for dim in one.along):
+        floats = self._whole[one.given[0]].dtype.is_floating_point
+        if floats and any(self._are_samples(one.given[0], dim) for dim in one.along):
             return self._coupled(one, "works along the samples")
-        if (
-            math.isclose(self._growth(number), self._ratio**2)
-            and max(map(self._growth, one.given)) < self._ratio * 1.01
-        ):
+        growth, grows = self._growth(number), [self._growth(x) for x in one.given]
+        of_pairs = math.isclose(growth, self._ratio**2) and max(grows) < self._ratio * 1.01
+        if of_pairs or one.name in _PAIRING:
             return self._coupled(one, "makes a value for each pair of samples")
-        divided_rows = [flow for flow in rows if flow.divisor is not None]
-        if len({flow.divisor for flow in divided_rows}) > 1:
-            return self._coupled(one, "combines means over different counts")
-        found = divided_rows[0] if divided_rows else rows[0]
-        picked = any(flow.kind == "picked" for flow in rows)
+        as_samples = flows[0].kind == "rows" and math.isclose(grows[0], self._ratio)
+        moves = as_samples and not math.isclose(growth, self._ratio) and not self._keeps_samples(one.given[0], number)
+        if one.name in PICKING and floats and moves:
+            return self._coupled(one, "takes some samples by their places in the batch")
+        found = self._product(one, rows)
+        if found.kind == "coupled":
+            return found
+        deciding = flows[:1] if one.name in _WRITING else rows
+        picked = one.name not in _PADDING and any(flow.kind == "picked" for flow in deciding)
         return self._scaled(replace(found, kind="picked" if picked else "rows"), one, other)
 
-    def _reduced(self, number: int, one: Operation, rows: list[Flow], values: list[Flow]) -> Flow:
+    def _product(self, one: Operation, rows: list[Flow]) -> Flow:
+        """Return the flow of what ``one`` makes of several tensors with rows, as far as divisors and degrees go."""
+        divided = [flow for flow in rows if flow.divisor is not None]
+        if len(divided) > 1 and (one.name not in ("add", "sub") or len({flow.divisor for flow in divided}) > 1):
+            return self._coupled(one, "combines means over counts")
+        found = divided[0] if divided else rows[0]
+        if one.name in ("add", "sub") or len(rows) == 1:
+            return found
+        degrees = [flow.degree for flow in rows]
+        known = [degree for degree in degrees if degree is not None]
+        sign = -1.0 if one.name == "div" else 1.0
+        total = known[0] + sign * sum(known[1:]) if len(known) == len(degrees) else None
+        return replace(found, degree=total)
+
+    def _reduced(
+        self, number: int, one: Operation, flows: list[Flow], rows: list[Flow], values: list[Flow]
+    ) -> Flow:  # fmt: skip
         """Return the flow of a value over the samples, from their rows."""
+        if one.is_layer and self._as_values_show(number) == _FIXED:
+            return _FIXED  # such as an embedding of positions
+        if one.is_layer and self._whole[number].dtype.is_floating_point:
+            self.opaque.add(one.name)
         if one.name in PICKING:
             fixed = self._as_values_show(number) == _FIXED
             return _FIXED if fixed else self._coupled(one, "takes a sample by its place in the batch")
@@ -259,14 +407,19 @@ class _Flows:
             return self._coupled(one, "is taken over the samples")
         if values:
             return self._coupled(one, "combines samples with a value over all samples")
-        value = replace(rows[0], kind="value")
+        found = self._product(one, rows)
+        if found.kind == "coupled":
+            return found
+        value = replace(found, kind="value")
         is_mean = one.reduction not in ("", "sum") or one.name in ("mean", "nanmean")
         if one.counts_targets and is_mean:
             return replace(value, counts_targets=True)
         if is_mean:
             if one.name == "nanmean":
                 return self._by_counts(value, -1 - number, None, one, _PICKED)
-            if any(flow.kind == "picked" for flow in rows):
+            if one.by_weights:
+                return self._by_counts(value, -1 - number, None, one, _DIVIDED)
+            if flows[0].kind == "picked":
                 return self._by_counts(value, -1 - number, "elements", one, _PICKED)
             return value
         if (one.reduction == "sum" or one.name in _SUMMING) and value.degree is not None:
@@ -280,6 +433,8 @@ class _Flows:
     ) -> Flow:  # fmt: skip
         """Return the flow of a result of values over the samples."""
         name, alone, first = one.name, len(values) == 1, values[0]
+        if name == "where" and alone and flows[0] == _FIXED:
+            return _changed(first)
         if one.is_layer:
             return self._as_values_show(number)
         if alone and (name in ("add", "sub") or name in _SUMMING or name in _PASSING):
@@ -342,7 +497,10 @@ class _Flows:
         """
         if flow.divisor is not None:
             return self._coupled(one, why)
-        degree = flow.degree if by is None or flow.degree is None or by.degree is None else flow.degree - by.degree
+        if by is None:
+            degree = flow.degree
+        else:
+            degree = None if flow.degree is None or by.degree is None else flow.degree - by.degree
         countings, shown = flow.countings, self._shown(one, how)
         if shown is None or countings is None:
             countings = None
@@ -351,9 +509,10 @@ class _Flows:
         else:
             countings = countings | by.countings | shown if by.countings is not None and by.degree == 1.0 else None
         divisor = None if divisor is None else self._first.get(divisor, divisor)
+        is_in_graph = flow.is_in_graph and any(self._whole[x].requires_grad for x in one.made)
         return replace(
-            flow, degree=degree, divisor=divisor, countings=countings, why=_described(one, why),
-            within_model=one.within_model,
+            flow, degree=degree, divisor=divisor, countings=countings, is_in_graph=is_in_graph,
+            why=_described(one, why), within_model=one.within_model,
         )  # fmt: skip
 
     def _added(self, one: Operation, values: list[Flow]) -> Flow:
@@ -379,26 +538,44 @@ class _Flows:
                 factor = self.of(mine)
                 grows = sign * (factor.degree or 0.0) if factor.kind == "fixed" else 0.0
             elif type(mine) is float and type(its) is float:
+                powers = [p for p in (0.0, 1.0, -1.0) if math.isclose(mine, its * self._ratio**p)]
                 if (read := self._read(mine, its)) is not None:
                     if sign > 0 or flow.counts_targets:
                         return self._coupled(one, "multiplies by a number that was read from the batch")
-                    return self._by_counts(flow, read, "divisor", one, _DIVIDED, self.of(read))
-                powers = [p for p in (0.0, 1.0, -1.0) if math.isclose(mine, its * self._ratio**p)]
+                    return self._by_counts(flow, read[0], "divisor", one, _DIVIDED, read[1])
+                if self._reads and (mine != its or mine == 1.0):
+                    return self._by_counts(flow, -1, None, one, "may divide by a number that was read from the batch")
                 grows = sign * powers[0] if powers else None
             else:
                 continue
             flow = replace(flow, degree=None if flow.degree is None or grows is None else flow.degree + grows)
         return flow
 
-    def countings(self, flow: Flow) -> frozenset[Counting]:
+    def countings(self, flow: Flow, logged: int | None = None) -> frozenset[Counting]:
         """Return how to find the counts that a value is a mean by; nothing if that is unknown.
 
-        A place may call a function several times, for other purposes, too; then it shows nothing.
+        A place may call a function several times, for other purposes, too; then it shows nothing. A ``logged`` value
+        has the count of the operation that gave it.
         """
         found = flow.countings if flow.degree == 0.0 and flow.divisor is not None else None
         if not found or any(self._calls[c.place, c.called] != self._counting[c] for c in found):
             return frozenset()
+        if logged is not None:
+            by = self._made_by.get(logged)
+            while by is not None and by.name in ("detach", "alias", "get"):
+                by = self._made_by.get(by.given[0])
+            if by is None or not any((by.place, by.called) == (c.place, c.called) for c in found):
+                return frozenset()
         return found
+
+    def of_logged(self, mine: int | float | None, its: int | float | None) -> Flow:
+        """Return the flow of a logged value."""
+        if type(mine) is int:
+            return self.of(mine)
+        if type(mine) is not float or type(its) is not float or mine.is_integer():  # as many numbers are
+            return _FIXED
+        read = self._read(mine, its)
+        return _FIXED if read is None else replace(read[1], countings=None)
 
     # -- what is seen -------------------------------------------------------------------------------------------------
 
@@ -406,25 +583,61 @@ class _Flows:
         number = one.operands[at] if len(one.operands) > at else None
         return self.of(number) if type(number) is int else None
 
-    def _read(self, mine: float, its: float) -> int | None:
-        """Return the tensor from which user code has read these two numbers; None if there is none."""
-        for one, other, number in self._answers:
+    def _read(self, mine: float, its: float) -> tuple[int, Flow] | None:
+        """Return the tensor from which user code has read these two numbers, and its flow; None if there is none."""
+        for one, other, number, flow in self._numbers_read:
             if math.isclose(one, mine, rel_tol=1e-6) and math.isclose(other, its, rel_tol=1e-6):
-                return number
+                return number, flow
         return None
+
+    def _takes_what_was_read(self, one: Operation, other: Operation) -> bool:
+        """Return whether a number that was read from all samples is an operand, other than to multiply or divide.
+
+        Whole numbers are not looked at, as others are equal to them by chance.
+        """
+        if one.name in ("mul", "div") or not one.operands:
+            return False
+        both = zip(one.operands, other.operands, strict=False)
+        numbers = [(a, b) for a, b in both if type(a) is float and type(b) is float and not a.is_integer()]
+        return any(self._read(mine, its) is not None for mine, its in numbers)
 
     def _growth(self, number: int) -> float:
         """Return how many times as many elements the tensor has on the whole."""
-        one, other = math.prod(self._whole[number].shape), math.prod(self._part[number].shape)
+        if number not in self._partner:
+            return 1.0
+        one, other = math.prod(self._whole[number].shape), math.prod(self._part[self._partner[number]].shape)
         return one / other if other else 1.0
+
+    def _keeps_samples(self, given: int, made: int) -> bool:
+        """Return whether a result has as many samples, in the same dimension, as what it is taken from."""
+        dims = len(self._whole[given].shape)
+        along = [d for d in range(dims) if self._are_samples(given, d - dims)]
+        for tensors, a, b in (
+            (self._whole, given, made),
+            (self._part, self._partner[given], self._partner[made]),
+        ):
+            one, other = tensors[a].shape, tensors[b].shape
+            if any(d >= len(other) or one[d] != other[d] for d in along):
+                return False
+        return bool(along)
 
     def _are_samples(self, number: int, dim: int) -> bool:
         """Return whether the samples are along dimension ``dim`` of the tensor, counted from the last."""
-        one, other = self._whole[number].shape, self._part[number].shape
-        return len(one) == len(other) and -dim <= len(one) and one[dim] != other[dim]
+        if number not in self._partner:
+            return False
+        one, other = self._whole[number].shape, self._part[self._partner[number]].shape
+        of_both = len(one) == len(other) and -dim <= len(one) and other[dim]
+        return bool(of_both) and math.isclose(one[dim] / other[dim], self._ratio)
 
     def _coupled(self, one: Operation, does: str) -> Flow:
         return Flow("coupled", None, why=_described(one, does), within_model=one.within_model)
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same values, up to rounding: kernels depend on the number of samples."""
+    if one.dtype is not other.dtype or not one.dtype.is_floating_point:
+        return torch.equal(one, other)
+    return torch.allclose(one, other, rtol=math.sqrt(torch.finfo(one.dtype).eps), equal_nan=True)
 
 
 def _changed(flow: Flow) -> Flow:
@@ -433,4 +646,5 @@ def _changed(flow: Flow) -> Flow:
 
 
 def _described(one: Operation, does: str) -> str:
-    return f"{one.name} in {one.line} {does}" if one.line else f"{one.name} {does}"
+    name = f"layer {one.name!r}" if one.is_layer else one.name
+    return f"{name} in {one.line} {does}" if one.line else f"{name} {does}"

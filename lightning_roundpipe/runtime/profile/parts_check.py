@@ -114,6 +114,8 @@ class PartsCheck:
         self._outside = OutsideWrites(self._modules.items(), others, code_of(self._root), self._inside)
         self._order = CallOrder()
         self._flow = LossFlow()
+        self._looked_into: frozenset[str] = frozenset()
+        """Names of layers whose own code is recorded."""
         self._unsteady: set[str] = set()
         """What differs between two runs on the same samples (a time), and is not compared."""
         self._lost: Exception | None = None
@@ -225,8 +227,8 @@ class PartsCheck:
                     verdict.parts, verdict.raised = self._in_calls(whole_batch, sizes, models, draws, steady=True)
                     return verdict
                 backwards, known = CustomBackwards(samples, lambda: draws.rows), self._engine.learned.countings
-                whole = self._side(whole_batch(), [samples], draws, backwards, models)
-                for counts in (False, True):
+                whole, counts = self._side(whole_batch(), [samples], draws, backwards, models), False
+                while True:
                     verdict.raised = False
                     try:
                         verdict.parts = self._in_parts(whole, whole_batch, parts, sizes, draws, verdict, models)
@@ -236,15 +238,21 @@ class PartsCheck:
                         if self._near is not None:
                             raise  # as the step has not, on its parts
                         verdict.parts, verdict.raised = Difference("training_step", None, _named(error)), True
+                    if not self._flow.opaque <= self._looked_into:
+                        self._looked_into |= self._flow.opaque
+                        backwards = CustomBackwards(samples, lambda: draws.rows)
+                        whole = self._side(whole_batch(), [samples], draws, backwards, models)
+                        continue
                     if counts and verdict.parts is not None:
                         self._engine.learned.countings = known
                     if counts or not self._counts_more():
                         break
+                    counts = True
                 gathers = verdict.parts is not None and self._layers_gather(whole)
                 if gathers:
                     backwards = CustomBackwards(samples, lambda: draws.rows)
-                    whole = self._side(whole_batch(), [samples], draws, backwards, steady=True)
-                    found = self._in_parts(whole, whole_batch, parts, sizes, draws, verdict, steady=True)
+                    whole = self._side(whole_batch(), [samples], draws, backwards, models, steady=True)
+                    found = self._in_parts(whole, whole_batch, parts, sizes, draws, verdict, models, steady=True)
                     verdict.parts, verdict.announced = found or verdict.parts, found is None
                 if not verdict.raised:
                     verdict.shared = self._shared(parts, sizes, draws)
@@ -459,7 +467,16 @@ class PartsCheck:
             ):
                 for index, (batch, rows) in enumerate(zip(batches, microbatches.rows_of(sizes), strict=True)):
                     run = Rehearsal(
-                        engine, index, draws, self._written, self._order, backwards, self._outside, cut, renew
+                        engine,
+                        index,
+                        draws,
+                        self._written,
+                        self._order,
+                        backwards,
+                        self._outside,
+                        cut,
+                        renew,
+                        self._looked_into,
                     )
                     current.append(run)
                     draws.begin(rows)

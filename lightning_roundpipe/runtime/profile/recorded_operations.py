@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+import torchmetrics
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_roundpipe.runtime.batch.losses import COUNTED, WITH_REDUCTION, reduction_of
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
 from lightning_roundpipe.runtime.user_code.new_code import Key, calling_place
+from lightning_roundpipe.runtime.user_code.untraced import leave_untraced
 
 _KEPT_ELEMENTS = 1 << 16
 """Elements of a tensor whose values are kept, at most."""
 _KEPT_ANSWERS = 64
 """Numbers of one answer that are kept, at most."""
+_MOST_OPERATIONS = 20_000
+"""Operations that are recorded at most: each takes up to 0.1 ms."""
 
 _SPELLINGS = {
     "truediv": "div", "true_divide": "div", "divide": "div", "itruediv": "div", "rdiv": "rtruediv",
@@ -38,16 +48,28 @@ PICKING = {"select", "narrow", "index_select", "unbind", "split", "chunk", "take
 """Operations that take some elements of their argument."""
 MADE = {"tensor", "as_tensor", "full", "scalar_tensor", "from_numpy"}
 """Operations that make a tensor of Python's numbers."""
-_SELECTING = {"masked_select", "nonzero", "argwhere", "unique", "unique_consecutive"}
+_SELECTING = {"masked_select", "nonzero", "argwhere", "unique", "unique_consecutive", "pack_padded_sequence"}
 """Operations whose result is as long as the values say."""
 _ALONG = {
-    "softmax": 1, "log_softmax": 1, "softmin": 1, "cumsum": 1, "cumprod": 1, "logcumsumexp": 1, "sort": 1, "argsort": 1,
-    "flip": 1, "roll": 2, "normalize": 2,
+    "softmax": 1, "log_softmax": 1, "softmin": 1, "cumsum": 1, "cumprod": 1, "logcumsumexp": 1, "cummax": 1,
+    "cummin": 1, "sort": 1, "argsort": 1, "flip": 1, "roll": 2, "normalize": 2, "topk": 2, "diff": 2, "renorm": 2,
+    "unfold": 1, "index_select": 1, "gather": 1, "take_along_dim": 2, "chunk": 2, "split": 2,
 }  # fmt: skip
-"""Operations that join what is along a dimension, and the position of that argument."""
-_ANSWERING = {"item", "tolist", "float", "int", "index"}
+"""Operations that join or move what is along a dimension, and the position of that argument."""
+_DEFAULT_DIMENSION = {"normalize": 1, "chunk": 0, "split": 0}
+"""That argument's default, where it is not the last dimension."""
+READING = {"item", "tolist", "float", "int", "index", "bool", "numpy", "array"}
+"""Operations that give Python the values of a tensor."""
+_SIZES = {"len", "numel", "size", "nelement"}
 _GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
+_SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_DIVIDED_BY_WEIGHTS = {F.mse_loss, F.l1_loss, F.huber_loss}
+"""Losses that are a mean by their weights, if they get any."""
 _IGNORED = {"set", "delete", "requires_grad", "retain_grad", "register_hook", "backward"}
+_OVERRIDES = os.path.join("torch", "overrides.py")
+_LIBRARIES = tuple(os.path.join(os.path.dirname(str(package.__file__)), "") for package in (torch, torchmetrics))
+"""Folders of code that puts samples back to where it has taken them from."""
 
 
 @dataclass
@@ -64,6 +86,7 @@ class TensorSeen:
     dtype: torch.dtype
     requires_grad: bool
     is_parameter: bool
+    has_history: bool
     values: Tensor | None = None
 
 
@@ -83,8 +106,10 @@ class Operation:
         made: numbers of the tensors that it gives or writes to.
         answers: the Python numbers that it gives.
         reduction: of a loss function; empty for others.
+        by_weights: whether it is a mean by weights that it is given.
         counts_targets: whether a loss function counts its targets.
         picks: whether the values of its arguments say how many elements it takes.
+        bounds: the whole numbers in an index.
         along: the dimensions along which it joins elements, counted from the last.
     """
 
@@ -100,8 +125,10 @@ class Operation:
     made: list[int] = field(default_factory=list)
     answers: list[float] = field(default_factory=list)
     reduction: str = ""
+    by_weights: bool = False
     counts_targets: bool = False
     picks: bool = False
+    bounds: list[int] = field(default_factory=list)
     along: tuple[int, ...] = ()
 
 
@@ -112,18 +139,26 @@ class OperationRecorder:
 
     Attributes:
         operations: in order.
+        is_complete: whether these are all.
         tensors: by their number.
         loss: number of the loss, once the run has ended; None if no operation has given it.
-        logged: the names of logged values, in order, and their numbers, if operations have given them.
+        same: by number of a tensor, that of the one that it stands for: where a layer's code is recorded, user code and
+            this code have tensors of their own.
+        logged: the names of logged values, in order, and the values: numbers of tensors, or Python's numbers as floats.
     """
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
+        self.is_complete = True
         self.tensors: list[TensorSeen] = []
         self.loss: int | None = None
-        self.logged: list[tuple[str, int | None]] = []
+        self.same: dict[int, int] = {}
+        self.logged: list[tuple[str, int | float | None]] = []
         self._within_model = 0
         self._numbers: Any = WeakTensorKeyDictionary()
+        self._made_by_python: set[int] = set()
+        self._picked: set[int] = set()
+        """Tensors whose sizes depend on values."""
 
     @contextlib.contextmanager
     def within_model(self) -> Iterator[None]:
@@ -141,46 +176,89 @@ class OperationRecorder:
         called = getattr(func, "__name__", "")
         bare = called.strip("_")
         name = _SPELLINGS.get(bare, bare)
+        if func == _SET_DATA:
+            name, called = "copy", "copy_"
         if name in _IGNORED or func == _GRAD:
             return
+        if func == _SHAPE or name in _SIZES:
+            if self._numbers.get(args[0]) not in self._picked:
+                return
+            name = "size"
         given, made = _tensors_in((args, kwargs)), _tensors_in(result)
         target = args[0] if IN_PLACE.fullmatch(called) and args and isinstance(args[0], Tensor) else None
-        answers: list[float] = []
-        if name in _ANSWERING:
-            answers = [float(x) for x in tree_leaves(result)[:_KEPT_ANSWERS] if type(x) in (int, float)]
-        if not made and not answers and target is None:
+        if not made and target is None and name not in READING and name != "size":
+            return
+        by_library = _called_from(frame, func).f_code.co_filename.startswith(_LIBRARIES)
+        if name == "bool" and by_library:
+            return  # such as checks of arguments
+        if len(self.operations) >= _MOST_OPERATIONS:
+            self.is_complete = False
             return
         place, line = calling_place(frame)
-        operation = Operation(name, called, False, line, place, self._within_model > 0, answers=answers)
+        operation = Operation(name, called, False, line, place, self._within_model > 0)
+        if name in READING or name == "size":
+            numbers = itertools.islice(tree_leaves(result), _KEPT_ANSWERS)
+            operation.answers = [float(x) for x in numbers if _is_number(x)]
         if func in WITH_REDUCTION:
             operation.reduction, operation.counts_targets = reduction_of(func, args, kwargs), func in COUNTED
+            operation.by_weights = func in _DIVIDED_BY_WEIGHTS and isinstance(kwargs.get("weight"), Tensor)
         operation.given = [self._number(x) for x in given]
-        first = (*args, *(kwargs[key] for key in ("other", "value") if key in kwargs))[:2]
+        first = (*args, *(kwargs[key] for key in ("other", "value", "min", "max") if key in kwargs))[:2]
         operation.operands = tuple(self._operand(x) for x in first)
         others = (x for x in tree_leaves((args, kwargs)) if not isinstance(x, Tensor))
         operation.constants = tuple(f"{type(x).__name__} {x}"[:64] for x in itertools.islice(others, 64))
-        if name in ("select", *_SELECTING):
-            operation.picks = name != "select" or any(x.dtype in (torch.bool, torch.uint8) for x in given[1:])
-        if name in _ALONG and given:
+        if name == "select":
+            index = args[1] if len(args) > 1 else None
+            listed = any(isinstance(x, (list, np.ndarray)) for x in (index if isinstance(index, tuple) else [index]))
+            operation.picks = listed or any(x.dtype in (torch.bool, torch.uint8) for x in given[1:])
+            indices = {self._numbers.get(x) for x in given[1:]}
+            operation.picks |= bool(indices & (self._made_by_python | self._picked))
+            operation.bounds = _bounds(index)
+        operation.picks |= name in _SELECTING or (name == "where" and len(given) == 1)
+        if name in _ALONG and given and not by_library:
             operation.along = _dimensions(name, args, kwargs, given[0].dim())
         if target is not None:
             written = [target] if target._base is None else [target, target._base]
             made = [*written, *(x for x in made if all(x is not y for y in written))]
         keeps = name in PICKING or name in MADE or name in SHAPED_LIKE
         operation.made = [self._renumber(x, keeps) for x in made]
+        if name in MADE:
+            self._made_by_python.update(operation.made)
+        if target is None and (operation.picks or any(x in self._picked for x in operation.given)):
+            self._picked.update(operation.made)
         self.operations.append(operation)
 
     def see_layer(self, name: str, given: Any, output: Any) -> None:
         """Record a call of a layer."""
-        operation = Operation(f"layer {name!r}", is_layer=True, within_model=self._within_model > 0)
+        operation = Operation(name, is_layer=True, within_model=self._within_model > 0)
         with torch._C.DisableTorchFunction():
             operation.given = [self._number(x) for x in _tensors_in(given)]
             operation.made = [self._renumber(x, True) for x in _tensors_in(output)]
         self.operations.append(operation)
 
+    def inside(self) -> TorchFunctionMode:
+        """Return the mode that records what a layer's own code calls, as if user code had called it."""
+        return _Inside(self)
+
+    def see_inside(self, given: Iterable[tuple[Any, Any]], output: Iterable[tuple[Any, Any]]) -> None:
+        """Record that a layer whose code was recorded was called.
+
+        Args:
+            given: pairs of what user code has passed, and what the layer's code got.
+            output: pairs of what user code gets, and what the layer's code returned.
+        """
+        with torch._C.DisableTorchFunction():
+            for outer, inner in given:
+                if isinstance(outer, Tensor) and isinstance(inner, Tensor):
+                    self.same[self._number(inner)] = self._number(outer)
+            for outer, inner in output:
+                if isinstance(outer, Tensor) and isinstance(inner, Tensor) and outer is not inner:
+                    self.same[self._renumber(outer, True)] = self._number(inner)
+
     def see_logged(self, name: str, value: Any) -> None:
         """Record that user code has logged ``value``."""
-        self.logged.append((name, self._numbers.get(value) if isinstance(value, Tensor) else None))
+        number = float(value) if _is_number(value) else None
+        self.logged.append((name, self._numbers.get(value) if isinstance(value, Tensor) else number))
 
     def end(self, loss: Tensor | None) -> None:
         """The run has ended and returned ``loss``."""
@@ -189,7 +267,7 @@ class OperationRecorder:
     def _operand(self, value: Any) -> int | float | None:
         if isinstance(value, Tensor):
             return self._number(value)
-        return float(value) if type(value) in (int, float) else None
+        return float(value) if _is_number(value) else None
 
     def _number(self, tensor: Tensor) -> int:
         known = self._numbers.get(tensor)
@@ -197,12 +275,60 @@ class OperationRecorder:
 
     def _renumber(self, tensor: Tensor, keeps: bool) -> int:
         number = self._numbers[tensor] = len(self.tensors)
-        seen = TensorSeen(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, isinstance(tensor, nn.Parameter))
-        if keeps and not seen.is_parameter and tensor.numel() <= _KEPT_ELEMENTS:
-            with contextlib.suppress(Exception):  # a subclass, or one without memory
+        is_parameter = isinstance(tensor, nn.Parameter)
+        seen = TensorSeen((), tensor.dtype, tensor.requires_grad, is_parameter, tensor.grad_fn is not None)
+        with contextlib.suppress(Exception):  # tensors of other layouts, and those inside of torch.func transforms
+            seen.shape = tuple(tensor.shape)
+            if (
+                keeps
+                and not is_parameter
+                and tensor.numel() <= _KEPT_ELEMENTS
+                and not is_functorch_wrapped_tensor(tensor)
+            ):
                 seen.values = tensor.detach().cpu().clone()
         self.tensors.append(seen)
         return number
+
+
+class _Inside(TorchFunctionMode):
+    """Records the code of a layer. It has no place in user code: nothing is counted there."""
+
+    def __init__(self, recorder: OperationRecorder) -> None:
+        super().__init__()
+        leave_untraced(_Inside.__torch_function__)
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        before = len(self._recorder.operations)
+        with self._recorder.within_model():
+            self._recorder.see(func, args, kwargs or {}, result, sys._getframe(1))
+        for operation in self._recorder.operations[before:]:
+            operation.place = None
+        return result
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+def _bounds(index: Any) -> list[int]:
+    """Return the whole numbers in an index."""
+    found = []
+    for item in index if isinstance(index, tuple) else (index,):
+        found += [x for x in ((item.start, item.stop) if isinstance(item, slice) else (item,)) if type(x) is int]
+    return found
+
+
+def _called_from(frame: FrameType, func: Any) -> FrameType:
+    """Return the frame that has called ``func``, which may itself be Python code that torch's overrides have left."""
+    own = getattr(func, "__code__", None)
+    found: FrameType | None = frame
+    while found is not None and (found.f_code is own or found.f_code.co_filename.endswith(_OVERRIDES)):
+        found = found.f_back
+    return found or frame
 
 
 def _tensors_in(tree: Any) -> list[Tensor]:
@@ -214,6 +340,6 @@ def _dimensions(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], count:
     at = _ALONG[name]
     given = args[at] if len(args) > at else next((kwargs[key] for key in ("dim", "dims") if key in kwargs), None)
     if given is None:
-        given = 1 if name == "normalize" else -1
+        given = _DEFAULT_DIMENSION.get(name, -1)
     found = given if isinstance(given, (tuple, list)) else (given,)
     return tuple(d if d < 0 else d - count for d in found if type(d) is int)

@@ -17,7 +17,7 @@ import functools
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ from lightning_roundpipe.runtime.profile.outside_writes import OutsideWrites
 from lightning_roundpipe.runtime.profile.recorded_operations import OperationRecorder
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
 from lightning_roundpipe.runtime.user_code.interception import Inside, calling, current
-from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode
+from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode, completed
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 from lightning_roundpipe.runtime.user_code.untraced import leave_untraced
 
@@ -77,12 +77,14 @@ class Rehearsal(Evaluation):
         outside: observes the shared state that user code changes.
         cut: returns the sizes that a call of a model is cut into, for its number of samples; None keeps calls whole.
         renew: called before each of these parts.
+        inside: names of layers whose own code is recorded.
     """
 
     def __init__(
         self, engine: EngineContext, index: int, draws: SameDraws, written: Written, order: CallOrder,
         backwards: CustomBackwards, outside: OutsideWrites,
         cut: Callable[[int], list[int]] | None = None, renew: Callable[[], None] = lambda: None,
+        inside: Container[str] = (),
     ) -> None:  # fmt: skip
         super().__init__(engine)
         self.index, self.weight = index, 0.0
@@ -101,7 +103,9 @@ class Rehearsal(Evaluation):
         self._order = order
         self._draws, self._cut, self._renew, self._backwards = draws, cut, renew, backwards
         self._outside = outside
-        self._executors = [_Runner(engine, worker, draws, backwards) for worker in engine.worker_pool.workers]
+        workers, self._inside = engine.worker_pool.workers, inside
+        self._runners = [_Runner(engine, worker, draws, backwards, self.operations, inside) for worker in workers]
+        self._executors = [*self._runners]
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with TorchThreadState.capture(self._engine.worker_pool.device_types).entered(), self._draws:
@@ -120,7 +124,12 @@ class Rehearsal(Evaluation):
             self._outside.enter()
             output = super().call(layer, args, kwargs)
             self._outside.leave(layer.name)
-            self.operations.see_layer(layer.name, (args, kwargs), output)
+            if layer.name in self._inside:
+                runner = self._runners[layer.index % len(self._runners)]
+                with torch._C.DisableTorchFunction():
+                    self.operations.see_inside(runner.given, zip(flatten(output)[0], runner.returned, strict=False))
+            else:
+                self.operations.see_layer(layer.name, (args, kwargs), output)
             return output
         whole = super().call
         return self.call_model(layer.name, lambda *a, **k: whole(layer, a, k), args, kwargs)
@@ -215,7 +224,10 @@ class _RehearsalPart:
 class _Runner(LayerExecutor):
     """Runs layers uncompiled, under the random numbers of the rehearsal, and looks for the user's backward code."""
 
-    def __init__(self, engine: EngineContext, worker: Any, draws: SameDraws, backwards: CustomBackwards) -> None:
+    def __init__(
+        self, engine: EngineContext, worker: Any, draws: SameDraws, backwards: CustomBackwards,
+        operations: OperationRecorder, inside: Container[str],
+    ) -> None:  # fmt: skip
         super().__init__(
             worker,
             lambda: engine.learned.randomness,
@@ -224,13 +236,20 @@ class _Runner(LayerExecutor):
             LayerCompiler(),
             masters=engine.model.bucket_of,
         )
-        self._draws, self._backwards = draws, backwards
+        self._draws, self._backwards, self._operations, self._inside = draws, backwards, operations, inside
+        self.given: list[tuple[Any, Any]] = []
+        """What user code has passed to the last call whose code was recorded, and what the code got."""
+        self.returned: list[Any] = []
+        """What that code has returned."""
         self._names = {id(p): name for name, p in engine.model.module.named_parameters()}
 
     def _run(self, slot: Slot, call: Call, *args: Any, **kwargs: Any) -> LayerExecution:
         outside, self._draws.hooked = self._draws.hooked, False
         try:
             ran = super()._run(slot, call, *args, **kwargs)
+            if call.layer.name in self._inside:
+                self.given = [(call.originals[i], inner) for i, inner in ran.given.items()]
+                self.returned = ran.output.leaves
             roots = [t for t in ran.tensors() if t.requires_grad]
             if roots and (code := hooked(code_in(roots)[0], self._draws.hooked)):
                 self._look_back(call, ran, roots, code)
@@ -252,7 +271,8 @@ class _Runner(LayerExecutor):
 
     @contextlib.contextmanager
     def _watching(self, layer: HostLayer) -> Iterator[None]:
-        with super()._watching(layer), self._draws:
+        recording = self._operations.inside() if layer.name in self._inside else contextlib.nullcontext()
+        with super()._watching(layer), self._draws, recording:
             yield
 
 
@@ -329,8 +349,9 @@ class _RehearsalUserCode(UserCodeMode):
             for value in tree_iter(args[:1]):
                 if isinstance(value, nn.Parameter) and id(value) in self._all and not _is_setting(func):
                     self._about_to_write(value)
+        kwargs = completed(func, kwargs or {}, sys._getframe(1))
         result = super().__torch_function__(func, types, args, kwargs)
-        self._operations.see(func, args, kwargs or {}, result, sys._getframe(1))
+        self._operations.see(func, args, kwargs, result, sys._getframe(1))
         return result
 
 

@@ -149,7 +149,8 @@ class Hints:
         self.warn(
             "coupling",
             f"in parts of the batch, {what}. If it matters, num_microbatches=1, or microbatch_scope='model' with the "
-            "loss computed in training_step, gives what the whole batch gives.",
+            "loss computed in training_step, gives what the whole batch gives; for a mean by counts, so does a "
+            "loss_weight that returns them.",
         )
 
     def of_a_late_difference(self, occasion: str, what: str, *, switches: bool) -> None:

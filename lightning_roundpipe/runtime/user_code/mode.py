@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
@@ -192,7 +193,7 @@ class UserCodeMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = completed(func, kwargs or {}, sys._getframe(1))
         name = getattr(func, "__name__", "")
         if self._observe is not None and not self.returning:
             self._observe(sys._getframe(1))
@@ -435,6 +436,23 @@ class UserCodeMode(TorchFunctionMode):
         # Class weights enter the denominator of a weighted mean, so they enter the count.
         found: Tensor = kept.sum() if weight is None else weight.detach()[target[kept].to(weight.device)].sum()
         return found
+
+
+def completed(func: Callable[..., Any], kwargs: dict[str, Any], frame: FrameType) -> dict[str, Any]:
+    """Return the keyword arguments with that which torch forgets to give to function modes: the weight of `F.l1_loss`.
+
+    Args:
+        func: the function.
+        kwargs: its arguments as torch gives them.
+        frame: the frame that has called the mode.
+    """
+    if func is not F.l1_loss or "weight" in kwargs:
+        return kwargs
+    found: FrameType | None = frame
+    while found is not None and found.f_code is not F.l1_loss.__code__:
+        found = found.f_back
+    weight = None if found is None else found.f_locals.get("weight")
+    return kwargs if weight is None else kwargs | {"weight": weight}
 
 
 def is_stand_in(value: object) -> bool:
