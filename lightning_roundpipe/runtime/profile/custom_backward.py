@@ -27,7 +27,8 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from lightning_roundpipe.runtime.layer_calls.recompute_check import sums_of
 
-_TORCHS = ("torch", "lightning_roundpipe")
+_LINEAR = ("torch", "lightning_roundpipe", "bitsandbytes")
+"""Packages whose autograd functions have backwards that are linear in the incoming gradient."""
 _REGISTERED = "torch._library"
 """The package in which torch makes an autograd function of a custom operator's backward: that is the user's code."""
 
@@ -204,7 +205,7 @@ def _own(node: Any) -> str:
         module = function.__module__
         if function is BackwardHookFunction:
             return "a backward hook of a module"
-        library = module.partition(".")[0] in _TORCHS and not module.startswith(_REGISTERED)
+        library = module.partition(".")[0] in _LINEAR and not module.startswith(_REGISTERED)
         return "" if library else f"torch.autograd.Function {function.__qualname__!r}"
     name = str(node.name())
     return name if "CppNode" in name else ""
