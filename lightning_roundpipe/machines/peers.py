@@ -37,6 +37,7 @@ from torch.distributed.rendezvous import rendezvous
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.machines.file_tensors import FileTensors
 from lightning_roundpipe.machines.liveness import Liveness
+from lightning_roundpipe.messages import plural
 
 MAIN, GRADIENTS, WEIGHTS = "main", "gradients", "weights"
 """The purposes of process groups."""
@@ -313,7 +314,8 @@ def _connected(rank: int, size: int, timeout: float) -> Peers:
     ours = not dist.is_initialized()
     try:
         if ours:
-            started = _store(rank, size, patience)
+            started = _store(rank, patience)
+            _await_all(started, rank, size, patience)
             dist.init_process_group("gloo", store=started, rank=rank, world_size=size, timeout=patience)
         everyone = list(range(size))
         groups: dict[str, list[Any]] = {MAIN: [dist.new_group(everyone, timeout=patience, backend="gloo")]}
@@ -342,13 +344,34 @@ def _connected(rank: int, size: int, timeout: float) -> Peers:
     return Peers(rank, names, liveness, groups)
 
 
-def _store(rank: int, size: int, patience: timedelta) -> Any:
+def _await_all(store: Any, rank: int, size: int, patience: timedelta) -> None:
+    """Wait until all machines have come to the store.
+
+    Raises:
+        RuntimeError: some have not; it names them.
+    """
+    keys = [f"here/{other}" for other in range(size)]
+    store.set(keys[rank], socket.gethostname())
+    try:
+        store.wait(keys, patience)
+    except RuntimeError as error:
+        came = [store.check([key]) for key in keys]
+        here = ", ".join(f"{i} ({store.get(key).decode()})" for i, key in enumerate(keys) if came[i])
+        missing = ", ".join(str(i) for i in range(size) if not came[i])
+        if not missing:
+            raise
+        raise RuntimeError(
+            f"{plural(came.count(False), 'machine')} did not come: {missing}. Here are {here}."
+        ) from error
+
+
+def _store(rank: int, patience: timedelta) -> Any:
     """Return the job's store, without what processes that torchrun has replaced have left in it.
 
     The store of ``torchrun --master-addr`` outlives them, with addresses at which nobody answers. One that fails ends
     all others, so processes that belong together are the same restart of their machines.
     """
-    store, _, _ = next(rendezvous("env://", rank, size, timeout=patience))
+    store, _, _ = next(rendezvous("env://", rank, 1, timeout=patience))  # would wait for ``size`` and name none
     store.set_timeout(patience)
     return dist.distributed_c10d.PrefixStore(f"roundpipe/start/{store.add(f'roundpipe/starts/{rank}', 1)}", store)
 

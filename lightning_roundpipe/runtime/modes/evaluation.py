@@ -93,7 +93,7 @@ class Evaluation:
         self._order, self._profiles = engine.learned.order, engine.learned.profiles
         self._ahead, self._written = bool(engine.options.prefetch), False
         self._foreseen: Slot | None = None
-        self._wrongly_foreseen: set[Worker] = set()
+        self._cancelled_uploads: set[Worker] = set()
         """Workers with uploads that no call has waited for."""
         self._cancel_scope = WatchedCancelScope(engine.worker_pool)
         self.recorder = Recorder()
@@ -126,7 +126,7 @@ class Evaluation:
                 output = function(*args, **kwargs)
                 self._watched.assert_unmodified()
             self._drop_foreseen()
-            for worker in self._wrongly_foreseen:  # the caller may write to weights next, which uploads still read
+            for worker in self._cancelled_uploads:  # the caller may write to weights next, which uploads still read
                 worker.run(worker.device.weights_up.synchronize, self._cancel_scope)
         except BaseException as error:
             self._cancel_scope.fail(error)
@@ -273,7 +273,7 @@ class Evaluation:
         return functools.partial(_run_on_the_host, forward, accelerator)
 
     def _adapt(self, call: Call) -> None:
-        """Change ``call`` before it runs; subclasses override this."""
+        """Take the profile of the layer's last call, if it fits. A rehearsal takes none, and looks at the call instead."""
         profile = self._profiles.get(call.layer.index)
         if profile is not None and profile.fits(call):
             call.profile = profile
@@ -320,7 +320,7 @@ class Evaluation:
             return
         worker = self._engine.worker_pool.workers[slot.worker]
         worker.post(lambda: worker.cancel(slot), self._cancel_scope)
-        self._wrongly_foreseen.add(worker)
+        self._cancelled_uploads.add(worker)
 
     def _stay_behind(self) -> None:
         """Stop prefetching for the rest of the batch: user code may write to weights without raising their versions."""
