@@ -273,7 +273,7 @@ class Evaluation:
         return functools.partial(_run_on_the_host, forward, accelerator)
 
     def _adapt(self, call: Call) -> None:
-        """Take the profile of the layer's last call, if it fits. A rehearsal takes none, and looks at the call instead."""
+        """Take the profile of the layer's last call, if it fits. A rehearsal takes none, but looks at the call."""
         profile = self._profiles.get(call.layer.index)
         if profile is not None and profile.fits(call):
             call.profile = profile

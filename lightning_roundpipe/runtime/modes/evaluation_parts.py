@@ -129,9 +129,11 @@ class Parting:
         sizes = self._sizes_of(samples) if samples > 1 else []
         whole = _Whole(evaluation, function, args, kwargs)
         self.expected = False
-        if len(sizes) < 2 or torch.is_grad_enabled() or evaluation.follows_writes or self._hooked_or_training():
+        if len(sizes) < 2 or torch.is_grad_enabled() or evaluation.follows_writes:
             return whole()
-        kind = (name, repr(spec), *map(_kind, given), *self._flags())
+        if (flags := self._flags()) is None:
+            return whole()
+        kind = (name, repr(spec), *map(_kind, given), *flags)
         known = self._known.get(kind) or _CallKind()
         if known.cut is False or (kind not in self._known and len(self._known) >= KINDS):
             return whole()
@@ -163,23 +165,24 @@ class Parting:
         elif earlier and not agrees:
             self._engine.hints.of_uneven_evaluation(name)
 
-    def _hooked_or_training(self) -> bool:
-        """Return whether modules have forward hooks, which would run once for each part, or are in training mode."""
-        hooks = torch.nn.modules.module
-        listening = hooks._global_forward_hooks or hooks._global_forward_pre_hooks
-        return bool(listening) or any(
-            m.training or m._forward_hooks or m._forward_pre_hooks for m in self._engine.model.module.modules()
-        )
+    def _flags(self) -> list[Any] | None:
+        """Return the attributes by which code between layers chooses what to do: public ones, truth values and text.
 
-    def _flags(self) -> list[Any]:
-        """Return the attributes by which code between layers chooses what to do: public ones, truth values and text."""
-        return [
-            value
-            for module in self._engine.model.module.modules()
-            if id(module) not in self._in_layers
-            for name, value in vars(module).items()
-            if type(value) in (bool, str) and not name.startswith("_")
-        ]
+        Returns:
+            The values in the order of modules. None if a module is in training mode, or has a forward hook, which would
+            run once for each part.
+        """
+        hooks = torch.nn.modules.module
+        if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+            return None
+        found: list[Any] = []
+        for module in self._engine.model.module.modules():
+            if module.training or module._forward_hooks or module._forward_pre_hooks:
+                return None
+            if id(module) not in self._in_layers:
+                attributes = vars(module).items()
+                found += [v for name, v in attributes if type(v) in (bool, str) and not name.startswith("_")]
+        return found
 
     def _samples(self, leaves: list[Any], args: Any, kwargs: Any) -> int:
         """Return the number of samples; 0 if the call cannot be cut."""
