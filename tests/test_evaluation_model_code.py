@@ -90,6 +90,22 @@ class AppendsToItsList(Module):
         return self.model(given), given[-1]
 
 
+class CountsLater(Module):
+    """From the third batch on, which is compared again."""
+
+    class kind(Model):
+        batch, seen = 0, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.batch >= 2:
+                self.seen += 1
+            return self.rows(x) * (1 + self.seen)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.model.batch = batch_idx  # type: ignore[assignment]
+        return self.model(batch)
+
+
 class _Centres(Model):
     def forward(self, x: Tensor) -> Tensor:
         return self.rows(x - x.mean(0))
@@ -224,7 +240,7 @@ class Counts(Module):
 
 CODE = [
     InPlace, FillsItsDict, ReplacesInItsDict, AppendsToItsList, Masks, MasksFinitely, TurnsAFlag, TurnsToTraining,
-    AsksForANumber, AsksWhetherEqual, WritesInALayer, ReturnsOneTensorTwice, ReturnsAnObject, Counts,
+    AsksForANumber, AsksWhetherEqual, WritesInALayer, ReturnsOneTensorTwice, ReturnsAnObject, Counts, CountsLater,
 ]  # fmt: skip
 
 

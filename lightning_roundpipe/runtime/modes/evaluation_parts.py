@@ -92,6 +92,12 @@ class _CallKind:
     calls: int = 0
     branches: Branches = frozenset()
 
+    @property
+    def compares(self) -> bool:
+        """Whether the next attempt is compared with the whole: the first, the third, the seventh and so on."""
+        number = self.calls + 1
+        return number & (number + 1) == 0
+
     def know(self, trace: Trace, seconds: list[float]) -> None:
         self.trace, self.seconds = trace, seconds
         self.plans.clear()
@@ -143,8 +149,14 @@ class Parting:
             if output is None:
                 return self._look(known, whole, samples)  # [2]
         else:
+            with torch._C.DisableTorchFunction():
+                effects = CallEffects(self._engine) if known.compares else None
             output = self._in_parts(known, name, whole)  # [4]
-            if output is None or not output.agrees:
+            with torch._C.DisableTorchFunction():
+                has_effects = effects is not None and effects.found()  # which the examined call did not have
+                if effects is not None and has_effects:
+                    effects.undo()
+            if output is None or not output.agrees or has_effects:
                 if output is not None or known.cut is None:
                     self._decide(known, name, False)
                 return whole()
@@ -294,8 +306,8 @@ class Parting:
         """Return the output; None if the call cannot be made in parts."""
         engine, evaluation, trace = self._engine, whole.evaluation, known.trace
         assert trace is not None
+        compared = COMPARED if known.compares else 0
         known.calls += 1
-        compared = COMPARED if (known.calls & (known.calls + 1)) == 0 else 0  # 1, 3, 7, ...
         evaluation.stop_foreseeing()
         call = EvaluatedCall(name, 0, engine.thread_state())
         call.settle = self._settle
