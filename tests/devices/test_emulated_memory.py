@@ -399,7 +399,9 @@ def test_an_address_is_tracked_again_for_its_next_storage(make: MakeDevice) -> N
         device.track_until_freed([tensor := torch.ones(256)], "outputs")
         address = tensor.untyped_storage()._cdata
         del tensor
-        kept = [other for other in (torch.ones(512) for _ in range(20)) if other.untyped_storage()._cdata == address]
+        others = [torch.ones(512) for _ in range(200)]  # all at once, so that they take free addresses, too
+        kept = [other for other in others if other.untyped_storage()._cdata == address]
+        del others
         if kept:
             break
     assert kept, "the allocator gives the address again"
