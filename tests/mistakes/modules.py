@@ -547,6 +547,14 @@ MODULES = [
     ),
     Mistake(
         SECTION,
+        "a mean over a mask whose count is raised to more than 1, such as by `clamp(min=3)`, and a part with fewer",
+        "a microbatch divides its loss by …, although the number that it counts is …",
+        "set microbatch_scope='model' or num_microbatches=1",
+        (lambda user: user.fit(_Clamped(mlp()), zoo.make_batches("mlp", 2), num_microbatches=2),),
+        finished=1,
+    ),
+    Mistake(
+        SECTION,
         "layers are called in another order than the first microbatch did",
         "microbatch … called layer '…' after layer '…' where layer '…' was expected",
         "Set num_microbatches=1",
@@ -651,6 +659,15 @@ class _Summed(zoo.PlainClassifier):
     def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
         logits = self.model(batch["x"])
         return F.cross_entropy(logits, batch["y"], reduction="sum") / 8, logits
+
+
+class _Clamped(zoo.PlainClassifier):
+    """The first part of the second batch has two targets."""
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        losses = F.cross_entropy(self.model(batch["x"]), batch["y"], reduction="none")
+        kept = (torch.arange(len(losses)) >= batch_idx).float()
+        return (losses * kept).sum() / kept.sum().clamp(min=3)
 
 
 class _Sizeless(zoo.PlainClassifier):
