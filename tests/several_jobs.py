@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -53,6 +54,14 @@ def global_batches(name: str, count: int, samples: int) -> list[Any]:
 def part(batch: Any, rank: int, machines: int) -> Any:
     """The samples of one machine."""
     return {key: torch.tensor_split(value, machines)[rank] for key, value in batch.items()}
+
+
+def mean_of_targets(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    logits = module.model(input_ids=batch["input_ids"]).logits[:, :-1]
+    targets = batch["labels"][:, 1:]
+    each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets.clamp(min=0), reduction="none")
+    kept = (targets != -100).float()
+    return (each * kept).sum() / kept.sum()
 
 
 def with_optimizer(module: Any, name: str) -> Any:
@@ -141,6 +150,7 @@ def train(
     nothing_on: int | None = None,
     late: float = 0.0,
     scaled: bool = False,
+    own_mean: bool = False,
     more: Sequence[pl.Callback] = (),
     **trainer: Any,
 ) -> dict[str, Any]:
@@ -157,12 +167,15 @@ def train(
         repeated: whether all batches are the same one.
         nothing_on: a machine whose samples have no targets.
         late: seconds for which the last machine sleeps in a backward.
+        own_mean: whether training_step itself computes the mean over the targets.
         more: other callbacks.
         scaled: whether to compute in fp16 with a loss scale, which ``precision=`` refuses on the CPU.
     """
     import zoo
 
     module = with_optimizer(zoo.make_module(model, lora), optimizer)
+    if own_mean:
+        module.training_step = functools.partial(mean_of_targets, module)
     drawn = set[float]()
 
     def drops(layer: torch.nn.Module, args: Any, out: Tensor) -> Tensor:

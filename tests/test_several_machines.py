@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
         "steps": 5,
         "devices": [2, 1],
     },
+    "a mean of its own": {"own_mean": True, "optimizer": "sgd"},
     "stale": {"options": {"staleness": 1}},
     "stale, clipped, state everywhere": {
         "options": {"staleness": 1, "shard_optimizer": False},
@@ -37,6 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
     "values clipped": {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
     "dropout": {"dropout": 0.2},
 }
+QUICKLY = ("adamw", "clipped and accumulated", "a mean of its own")
+"""Those that are compared in each run of the tests."""
 UNEVEN: dict[str, Any] = {"dropout": 0.2, "samples": 3, "steps": 1}
 """Two samples, and so two microbatches, on the first machine, and one on the second one."""
 NEEDS_OURS = ("stale", "stale, clipped, state everywhere", "dropout")
@@ -74,7 +77,7 @@ def test_two_machines_are_one_with_all_samples(tmp_path: Path) -> None:
     Machines with different numbers of microbatches draw different numbers: the number of a machine's first microbatch
     was its rank times its own count, so the second machine's only one drew what the first machine's second one drew.
     """
-    first, second = (found[0]["drawn"] for found in compare(tmp_path, ["adamw", "clipped and accumulated"], UNEVEN))
+    first, second = (found[0]["drawn"] for found in compare(tmp_path, [*QUICKLY], UNEVEN))
     assert len(first) == 2 * len(second) > 0
     assert not first & second
 
@@ -94,7 +97,7 @@ def test_slurm_with_one_task_on_each_machine(names: bool, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_in_other_ways(tmp_path: Path) -> None:
-    compare(tmp_path, [name for name in CASES if name not in ("adamw", "clipped and accumulated")])
+    compare(tmp_path, [name for name in CASES if name not in QUICKLY])
 
 
 # -------------------------------------------------------------------------------------------------------- checkpoints
