@@ -122,7 +122,16 @@ def test_what_is_done_to_a_sum_is_said_by_loss_weight(kind: str, microbatches: i
     assert_same(expected, run(strategy, summed, batches, devices=2))
 
 
-@pytest.mark.parametrize("kind", ["by a constant", "by its targets", "by its samples"])
+def test_a_sum_over_its_targets_is_weighed_by_them() -> None:
+    summed, batches = (
+        Summed(zoo.make_module("mlp").model, DIVIDED["by its targets"][0]),
+        zoo.make_batches("mlp", samples=7),
+    )
+    expected = run("auto", summed, batches)
+    assert_same(expected, run(ours(num_microbatches=3, microbatch_scope="step"), summed, batches, devices=2))
+
+
+@pytest.mark.parametrize("kind", ["by a constant", "by its samples"])
 def test_the_remedies_that_the_error_of_a_sum_names(kind: str) -> None:
     """`loss_weight` is in the test above; the others are right whatever is done to the sum."""
     summed, batches = Summed(zoo.make_module("mlp").model, DIVIDED[kind][0]), zoo.make_batches("mlp", samples=7)

@@ -13,6 +13,7 @@ once, nothing has to be merged, and its values are issued at that moment.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,17 +36,25 @@ class LogRecorder:
 
     Args:
         devices: devices on which logged values may lie.
-        weigh: returns the weight of a value that has one of its own, such as its number of targets, else None.
+        weigh: returns the weight of a value that has one of its own, such as its number of targets, else None. The
+            second argument is that of ``counted``.
+        counted: by logged value, where its weight is found.
     """
 
-    def __init__(self, devices: Sequence[Device] = (), weigh: Callable[[Any], float | None] = lambda _: None) -> None:
+    def __init__(
+        self, devices: Sequence[Device] = (), weigh: Callable[[Any, Any], float | None] = lambda *_: None,
+        counted: Mapping[Key, Any] | None = None,
+    ) -> None:  # fmt: skip
         self.calls: list[tuple[str, Any, dict[str, Any]]] = []
         self.weights: list[float | None] = []
-        self._devices, self._weigh = devices, weigh
+        self._devices, self._weigh, self._counted = devices, weigh, counted or {}
+        self._said: collections.Counter[str] = collections.Counter()
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
+        counted = self._counted.get((name, self._said[name]))
+        self._said[name] += 1
         self.calls.append((name, self._kept(value), kwargs))
-        self.weights.append(self._weigh(value))
+        self.weights.append(self._weigh(value, counted))
 
     def take(self) -> LogRecorder:
         """Return a recorder with what was logged so far, and forget it here."""
@@ -60,7 +69,7 @@ class LogRecorder:
 
     def another(self) -> LogRecorder:
         """Return an empty recorder for the same devices."""
-        return LogRecorder(self._devices, self._weigh)
+        return LogRecorder(self._devices, self._weigh, self._counted)
 
     def _kept(self, value: Any) -> Any:
         """Return a copy of ``value``, because user code may write to it later."""
@@ -432,6 +441,8 @@ def issue(
 
 USUAL = "by what the loss weighs"
 """Rule: merge by ``reduce_fx``, and means by the weights of the loss."""
+BY_ITS_COUNT = "mean by its own count"
+"""Rule: merge as a mean by what each part has counted, whatever ``reduce_fx`` says of steps."""
 OPEN = "unknown"
 """Rule: merge as `USUAL`, without knowing that it is right."""
 
@@ -441,6 +452,7 @@ def _mean(values: Tensor, weights: Sequence[float]) -> Tensor:
 
 
 RULES: dict[str, Callable[[Tensor, Sequence[float], Sequence[float]], Tensor]] = {
+    BY_ITS_COUNT: lambda v, weights, sizes: _mean(v, weights),
     "mean over samples": lambda v, weights, sizes: _mean(v, sizes),
     "sum": lambda v, weights, sizes: v.sum(0),
     "largest": lambda v, weights, sizes: v.amax(0),

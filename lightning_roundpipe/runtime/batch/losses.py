@@ -105,17 +105,20 @@ class Counts:
     Attributes:
         of: count of each of them that the loss depends on, once judged. One that is only logged is left out.
         mixed: whether the loss also depends on layer outputs other than through these.
+        latest: the last count; None if there was none.
         lacking: whether there are none, and the loss is zero for that reason.
     """
 
     def __init__(self) -> None:
         self.of: list[float] = []
         self.mixed = self.lacking = False
+        self.latest: float | None = None
         self._nodes: dict[Any, float] = {}
         self._results: list[tuple[Tensor, float]] = []
 
     def note(self, result: Any, count: float) -> None:
         """Record that ``result`` is a mean over ``count`` targets."""
+        self.latest = count
         if not isinstance(result, Tensor):
             return
         if result.grad_fn is not None:

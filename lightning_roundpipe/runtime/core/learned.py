@@ -12,7 +12,7 @@ from lightning_roundpipe.runtime.memory.host_model import HostModel
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.user_code.module_state import ModuleStateIsolation
 from lightning_roundpipe.runtime.user_code.new_code import NewCode
-from lightning_roundpipe.runtime.user_code.own_means import Counting
+from lightning_roundpipe.runtime.user_code.own_means import Counted
 from lightning_roundpipe.runtime.user_code.rng import Randomness
 
 
@@ -39,7 +39,7 @@ class Learned:
             lock.
         logs_in_backward: whether user code logs in backward.
         log_rules: how logged values of microbatches are merged, where that is not a mean; see `logs.RULES`.
-        countings: where training_step divides its loss by counts of its own.
+        counted: where training_step divides its loss, and logged values, by counts of its own.
         kept_rows: paths of the attributes that keep something of each sample; a step leaves there what all microbatches
             have left, if user code runs before the next one.
         read_between_steps: whether it does.
@@ -54,7 +54,7 @@ class Learned:
         self.order = CallOrder()
         self.read_by_user_code: frozenset[ParamBucket] = frozenset()
         self.log_rules: dict[Key, str] = {}
-        self.countings: frozenset[Counting] = frozenset()
+        self.counted = Counted()
         self.kept_rows: set[str] = set()
         self.new_code = NewCode()
         self.forget()

@@ -112,9 +112,9 @@ class MicrobatchTask:
             accelerator=engine.worker_pool.accelerator, kept=self.kept, devices=engine.worker_pool.devices,
             aside=self.segments.paused, buffers=engine.model.buffers, offloaded=self.activations.offloaded,
             restore=self.activations.restore, observe=engine.learned.new_code.note(index) if step.in_parts else None,
-            countings=engine.learned.countings if step.in_parts else (),
+            counted=engine.learned.counted if step.in_parts else None,
         )  # fmt: skip
-        self.logs = LogRecorder(engine.worker_pool.devices, self.mode.counts.behind)
+        self.logs = LogRecorder(engine.worker_pool.devices, self.mode.weight_of, engine.learned.counted.of_logs)
         self.started = Waiter()
         self.passed = Waiter()
         """Woken when ``output`` is set and only the tape is left; the output is computed once ``computed`` is done."""

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.runtime.batch.logs import USUAL, Key
+from lightning_roundpipe.runtime.batch.logs import BY_ITS_COUNT, Key
 from lightning_roundpipe.runtime.profile.recorded_operations import (
     MADE,
     PICKING,
@@ -34,9 +34,11 @@ from lightning_roundpipe.runtime.profile.recorded_operations import (
     Operation,
     OperationRecorder,
 )
+from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
 from lightning_roundpipe.runtime.user_code.own_means import Counting, How
 
-_ADDING = {"add", "sub", "stack", "cat", "concat", "hstack", "vstack", "lerp", "setitem", "copy"}
+_JOINING = {"stack", "cat", "concat", "hstack", "vstack"}
+_ADDING = {"add", "sub", "lerp", "setitem", "copy"} | _JOINING
 _PASSING = {
     "neg", "positive", "reshape", "flatten", "squeeze", "unsqueeze", "expand", "expand_as", "permute", "transpose", "t",
     "contiguous", "clone", "detach", "alias", "to", "type", "float", "double", "half", "bfloat16", "long", "int", "cpu",
@@ -55,7 +57,7 @@ _NOT_LINEAR = {
     "max", "amax", "min", "amin", "aminmax", "std", "var", "std_mean", "var_mean", "norm", "vector_norm", "matrix_norm",
     "logsumexp", "prod", "median", "nanmedian", "quantile", "nanquantile", "mode", "cov", "corrcoef", "topk",
     "kthvalue", "dist", "any", "all", "argmax", "argmin", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm",
-    "linalg_det", "is_all_true", "is_any_true", "logdet", "slogdet", "cummax", "cummin",
+    "linalg_det", "nuclear_norm", "msort", "is_all_true", "is_any_true", "logdet", "slogdet", "cummax", "cummin",
 }  # fmt: skip
 """Operations on rows of which the result on the whole does not follow from those on parts as in a sum or mean."""
 _WRITING = {
@@ -69,6 +71,11 @@ _PADDING = {"pad_packed_sequence", "pad_sequence", "to_padded_tensor"}
 _UNKNOWN = "comes from code whose operations torch does not show (an autograd.Function, TorchScript)"
 _MOST_REALIGNED = 2_000
 """Operations in which the whole and the part may differ; they are aligned in quadratic time."""
+
+_NEGLIGIBLE = 1e-5
+"""What may be added to a count, so that it is not zero."""
+_COUNTS = ("divisor", "inverse", "elements", "targets")
+_RANDOM = ("rand", "bernoulli", "dropout", "multinomial", "normal")
 
 _DIVIDED = "divides by a count of its own in each part"
 _PICKED = "is a mean over the elements that a mask picks, whose number is another one in each part"
@@ -85,6 +92,7 @@ class Flow:
         degree: how it grows with the number of samples: 0 as a mean does, 1 as a sum does; None if unknown.
         divisor: identifies the counts that it is a mean by; None if it is one by samples.
         countings: how to find these counts; None if that is unknown.
+        nth: which of the counts that are found there it is a mean by.
         inverse: whether it is one over such a count.
         is_in_graph: whether the divisions by these counts are in autograd's graph, where weights are looked for.
         counts_targets: whether it is a mean over targets that are counted already.
@@ -97,6 +105,7 @@ class Flow:
     degree: float | None = 0.0
     divisor: int | None = None
     countings: frozenset[Counting] | None = frozenset()
+    nth: int = 0
     inverse: bool = False
     is_in_graph: bool = True
     counts_targets: bool = False
@@ -125,7 +134,7 @@ class Coupling:
     countings: frozenset[Counting] = frozenset()
 
     def __str__(self) -> str:
-        return f"the loss may be another one, though not on the samples that were compared: {self.why}"
+        return f"the loss may differ from the whole batch's, though not on the samples that were compared: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -135,48 +144,55 @@ class LossFlow:
     Attributes:
         coupling: what keeps the loss from being a mean or sum of its parts; None if nothing does, or it is unknown.
         rules: the rules by which logged values of parts merge, as far as that is known, by name and number.
-        countings: how to find the counts that logged values are means by.
+        log_counts: where the counts are found that logged values are means by, and which of them, by name and number.
+        countings: all that finding these takes.
         opaque: names of layers whose own code decides what they show.
     """
 
     coupling: Coupling | None = None
     rules: Mapping[Key, str] = field(default_factory=dict)
+    log_counts: Mapping[Key, tuple[Counting, int]] = field(default_factory=dict)
     countings: frozenset[Counting] = frozenset()
     opaque: frozenset[str] = frozenset()
 
 
-def flow_of(whole: OperationRecorder, part: OperationRecorder, samples: tuple[int, int]) -> LossFlow:
+def flow_of(
+    whole: OperationRecorder, part: OperationRecorder, samples: tuple[int, int], *, has_numbers: bool = False
+) -> LossFlow:  # fmt: skip
     """Return what the operations of a rehearsal show.
 
     Args:
         whole, part: the operations on the whole and on a part.
         samples: number of samples of each.
+        has_numbers: whether the batch has numbers of Python's in it.
     """
     pairs = _aligned(whole.operations, part.operations)
     if pairs is None or not (whole.is_complete and part.is_complete):
         return LossFlow()
-    flows = _Flows(whole, part, samples, pairs)
+    flows = _Flows(whole, part, samples, pairs, has_numbers=has_numbers)
     rules: dict[Key, str] = {}
+    log_counts: dict[Key, tuple[Counting, int]] = {}
     countings: frozenset[Counting] = frozenset()
-    said: dict[str, int] = {}
-    for (name, value), (_, its) in zip(whole.logged, part.logged, strict=False):
-        nth = said[name] = said.get(name, -1) + 1
-        flow = flows.of_logged(value, its)
-        counted = flows.countings(flow, value if type(value) is int else None)
-        if flow.kind == "value" and (counted or flow.counts_targets):
-            rules[name, nth] = USUAL
+    its_values = _by_key(part.logged)
+    for key, value in _by_key(whole.logged).items():
+        flow = flows.of_logged(value, its_values.get(key))
+        counted = flows.countings(flow)
+        shown = [counting for counting in counted if counting.how in _COUNTS]
+        if flow.kind == "value" and len(shown) == 1:
+            rules[key], log_counts[key] = BY_ITS_COUNT, (shown[0], flow.nth)
             countings |= counted
-        elif flow.kind == "value" and flow.divisor is None and flow.degree in (0.0, 1.0):
-            rules[name, nth] = "sum" if flow.degree else "mean over samples"
-    coupling, loss = None, _FIXED if whole.loss is None else flows.of(whole.loss)
-    if loss.kind != "coupled" and flows.decided is not None:
-        loss = flows.decided
-    if loss.kind == "coupled":
-        coupling = Coupling(loss.why, loss.within_model)
-    elif loss.divisor is not None:
-        counted = flows.countings(loss) if loss.is_in_graph and not loss.counts_targets else frozenset()
-        coupling = Coupling(loss.why, loss.within_model, by_counts=True, countings=counted)
-    return LossFlow(coupling, rules, countings, frozenset(flows.opaque))
+        elif flow.kind == "value" and flow.divisor is None and not flow.counts_targets and flow.degree in (0.0, 1.0):
+            rules[key] = "sum" if flow.degree else "mean over samples"
+    return LossFlow(flows.coupling(whole.loss), rules, log_counts, countings, frozenset(flows.opaque))
+
+
+def _by_key(logged: Sequence[tuple[str, int | float | None]]) -> dict[Key, int | float | None]:
+    said: Counter[str] = Counter()
+    found: dict[Key, int | float | None] = {}
+    for name, value in logged:
+        found[name, said[name]] = value
+        said[name] += 1
+    return found
 
 
 Pairs = list[tuple[Operation, Operation | None]]
@@ -204,31 +220,34 @@ class _Flows:
     """Follows the samples through all operations.
 
     Attributes:
-        decided: a decision by a value over all samples that what layers have given is in; None if there was none.
         opaque: names of layers that give a value over the samples, so that their own code decides what it is.
     """
 
     def __init__(
-        self, whole: OperationRecorder, part: OperationRecorder, samples: tuple[int, int], pairs: Pairs
+        self, whole: OperationRecorder, part: OperationRecorder, samples: tuple[int, int], pairs: Pairs, *,
+        has_numbers: bool,
     ) -> None:  # fmt: skip
         self._whole, self._part = whole.tensors, part.tensors
         self._ratio = samples[0] / samples[1]
-        self.decided: Flow | None = None
+        self._decided: tuple[Operation, Flow] | None = None
+        """The first decision by a value over the batch that layers' outputs are in."""
         self._same = whole.same
         self.opaque: set[str] = set()
         self._partner: dict[int, int] = {}
         """Numbers of the part's tensors, by those of the whole's."""
-        self._numbers_read: list[tuple[float, float, int, Flow]] = []
-        """Numbers that user code has read of the whole and of the part, and the tensor that they come from."""
+        self._numbers_read: list[tuple[float, float, Operation, Flow]] = []
+        """Numbers that user code has read of the whole and of the part, how, and the flow of what they come from."""
         self._whole_numbers_read: set[float] = set()
-        self._reads = False
-        """Whether it has read anything of the batch, with which it may compute in Python."""
+        self._reads, self._chooses = has_numbers, False
+        """Whether it has read anything of the batch, with which it may compute in Python, and whether it has
+        chosen what to do by it."""
         self._flows: dict[int, Flow] = {}
         self._first: dict[int, int] = {}
         """By tensor, the first one that the same operation has given on the same tensors."""
         self._calls = Counter((one.place, one.called) for one in whole.operations)
         self._counting: Counter[Counting] = Counter()
         self._made_by: dict[int, Operation] = {}
+        self._order = {id(one): i for i, (one, _) in enumerate(pairs)}
         seen: dict[Hashable, int] = {}
         for one, other in pairs:
             self._pair(one, other)
@@ -239,9 +258,27 @@ class _Flows:
                 self._flows[number] = self._of_result(number, one, other, flows)
             for at, number in enumerate(one.made):
                 given = tuple(self._first.get(x, x) for x in one.given)
-                self._first[number] = seen.setdefault((one.name, given, one.constants, at), number)
+                if not any(name in one.name for name in _RANDOM):
+                    self._first[number] = seen.setdefault((one.called, given, one.constants, at), number)
         if whole.loss is not None and part.loss is not None:
             self._meet(whole.loss, part.loss)
+
+    def coupling(self, loss: int | None) -> Coupling | None:
+        """Return what keeps the loss from being a mean or sum of its parts."""
+        flow = _FIXED if loss is None else self.of(loss)
+        if flow.kind != "coupled" and self._decided is not None and self._follows(loss, self._decided[0]):
+            flow = self._decided[1]
+        if flow.kind == "coupled":
+            return Coupling(flow.why, flow.within_model)
+        if flow.divisor is None:
+            return None
+        counted = self.countings(flow) if flow.is_in_graph and not flow.counts_targets else frozenset()
+        return Coupling(flow.why, flow.within_model, by_counts=True, countings=counted)
+
+    def _follows(self, number: int | None, one: Operation) -> bool:
+        """Return whether a tensor was computed after ``one``."""
+        by = None if number is None else self._made_by.get(number)
+        return by is not None and self._order[id(by)] > self._order[id(one)]
 
     def of(self, number: int) -> Flow:
         """Return the flow of a tensor."""
@@ -272,17 +309,19 @@ class _Flows:
             return
         flow = flows[0]
         if one.name == "bool":
-            decides = flow.of_layers and flow.kind in ("value", "coupled")
-            if decides and self.decided is None:
-                self.decided = self._coupled(one, "decides by a value over all samples")
+            if flow.of_layers and flow.kind in ("value", "coupled") and self._decided is None:
+                self._decided = one, self._coupled(one, "branches on a value over the batch")
+            self._chooses |= not flow.of_layers and flow.kind in ("rows", "picked", "loose")
         if one.name == "size":
             flow = Flow("value", 1.0)
         if flow.kind != "fixed" and not flow.of_layers:
             self._reads = True
             self._whole_numbers_read.update(one.answers)
         if flow.kind in ("value", "coupled") and other is not None:
-            both = zip(one.answers, other.answers, strict=False)
-            self._numbers_read += [(mine, its, one.given[0], flow) for mine, its in both]
+            both = [*zip(one.answers, other.answers, strict=False)]
+            if one.name == "size" and len(one.answers) > 1:  # a shape, of which other sizes are fixed
+                both = [(mine, its) for mine, its in both if mine != its]
+            self._numbers_read += [(mine, its, one, flow) for mine, its in both]
 
     def _as_values_show(self, number: int, *, of_numbers: bool = False) -> Flow:
         """Return the flow of a tensor that follows from no other one, as its sizes and values show."""
@@ -312,8 +351,13 @@ class _Flows:
         of_layers = one.is_layer or any(
             flow.of_layers or self._whole[x].is_parameter for x, flow in zip(one.given, flows, strict=True)
         )
+        if one.name == "select" and (one.picks or not self._whole_numbers_read.isdisjoint(one.bounds)):
+            return Flow("picked", of_layers=of_layers)
         if other is None or number not in self._partner:
-            return Flow("loose", of_layers=of_layers)
+            picked = any(flow.kind == "picked" for flow in flows) and one.name not in _PADDING
+            return Flow("picked" if picked else "loose", of_layers=of_layers)
+        if self._chooses and one.name in _JOINING and len(one.given) != len(other.given):
+            return Flow("picked", of_layers=of_layers)
         flows = [replace(flow, kind="rows") if flow.kind == "loose" else flow for flow in flows]
         found = self._result(number, one, other, flows)
         return found if found.kind == "fixed" else replace(found, of_layers=of_layers)
@@ -331,12 +375,12 @@ class _Flows:
                 return self._as_values_show(number, of_numbers=one.name in MADE)
             return max(flows, key=lambda flow: flow.degree or 0.0)
         if self._takes_what_was_read(one, other):
-            return self._coupled(one, "takes a number that was read from all samples")
+            return self._coupled(one, "uses a number that was read from the batch")
         if rows and (one.picks or not self._whole_numbers_read.isdisjoint(one.bounds)):
             return replace(rows[0], kind="picked")
         if self._scales(number, one, flows):
             if not rows:
-                return self._coupled(one, "gives samples a value over all samples")
+                return self._coupled(one, "broadcasts a value over the batch to its samples")
             return self._of_rows(number, one, other, flows, rows, values)
         if rows:
             return self._reduced(number, one, flows, rows, values)
@@ -357,18 +401,19 @@ class _Flows:
         """Return the flow of a result with rows."""
         if values:
             divided = self._divided(rows[0], values[0], one) if len(values) == 1 else None
-            return divided or self._coupled(one, "combines samples with a value over all samples")
+            return divided or self._coupled(one, "broadcasts a value over the batch to its samples")
         floats = self._whole[one.given[0]].dtype.is_floating_point
         if floats and any(self._are_samples(one.given[0], dim) for dim in one.along):
-            return self._coupled(one, "works along the samples")
+            return self._coupled(one, "operates along the batch dimension")
         growth, grows = self._growth(number), [self._growth(x) for x in one.given]
         of_pairs = math.isclose(growth, self._ratio**2) and max(grows) < self._ratio * 1.01
         if of_pairs or one.name in _PAIRING:
             return self._coupled(one, "makes a value for each pair of samples")
         as_samples = flows[0].kind == "rows" and math.isclose(grows[0], self._ratio)
-        moves = as_samples and not math.isclose(growth, self._ratio) and not self._keeps_samples(one.given[0], number)
-        if one.name in PICKING and floats and moves:
-            return self._coupled(one, "takes some samples by their places in the batch")
+        picks = as_samples and one.name in PICKING and not one.restores
+        moves = one.moves or (picks and not self._keeps_samples(one.given[0], number))
+        if floats and moves:
+            return self._coupled(one, "selects samples by their position in the batch")
         found = self._product(one, rows)
         if found.kind == "coupled":
             return found
@@ -400,20 +445,21 @@ class _Flows:
             self.opaque.add(one.name)
         if one.name in PICKING:
             fixed = self._as_values_show(number) == _FIXED
-            return _FIXED if fixed else self._coupled(one, "takes a sample by its place in the batch")
+            return _FIXED if fixed else self._coupled(one, "selects a sample by its position in the batch")
         if one.name in _NOT_LINEAR:
             if not self._whole[number].dtype.is_floating_point:
                 return _FIXED  # the longest of lengths and the like
-            return self._coupled(one, "is taken over the samples")
+            return self._coupled(one, "reduces the batch other than by a mean or sum")
         if values:
-            return self._coupled(one, "combines samples with a value over all samples")
+            return self._coupled(one, "broadcasts a value over the batch to its samples")
         found = self._product(one, rows)
         if found.kind == "coupled":
             return found
         value = replace(found, kind="value")
         is_mean = one.reduction not in ("", "sum") or one.name in ("mean", "nanmean")
         if one.counts_targets and is_mean:
-            return replace(value, counts_targets=True)
+            shown = self._shown(one, "targets")
+            return replace(value, counts_targets=True, countings=shown, nth=self._nth(shown))
         if is_mean:
             if one.name == "nanmean":
                 return self._by_counts(value, -1 - number, None, one, _PICKED)
@@ -437,8 +483,12 @@ class _Flows:
             return _changed(first)
         if one.is_layer:
             return self._as_values_show(number)
+        counts = not any(self._whole[x].requires_grad for x in one.given)
         if alone and (name in ("add", "sub") or name in _SUMMING or name in _PASSING):
-            return _changed(first)
+            added = [x for x in one.operands if type(x) is float] if name in ("add", "sub") else [0.0]
+            is_count = counts and first.divisor is None and not first.counts_targets
+            keeps = len(added) == 1 and abs(added[0]) < _NEGLIGIBLE
+            return replace(first, countings=None) if is_count and not keeps else _changed(first)
         if name in _ADDING or name in _PASSING:
             return self._added(one, values)
         if alone and (name == "mul" or (name == "div" and self._operand(one, 0) is first)):
@@ -447,18 +497,19 @@ class _Flows:
             divided = self._divided(first, values[1], one)
             if divided is None and name == "mul":
                 divided = self._divided(values[1], first, one)
-            return divided or self._coupled(one, "joins two values over all samples")
-        if not any(self._whole[x].requires_grad for x in one.given):  # counts
+            return divided or self._coupled(one, "multiplies or divides two values over the batch")
+        if counts:
             if name in _COMPARING:
                 return replace(first, degree=None, countings=None)
             if name in ("where", "maximum", "max"):
                 return replace(first, countings=None)
             if name == "clamp" and alone:
                 return replace(first, countings=None if first.countings else self._shown(one, "at least"))
-            if alone and name in ("reciprocal", "rtruediv", "div"):
-                by = one.given[flows.index(first)]
-                return replace(_changed(first), divisor=by, inverse=True)
-        return self._coupled(one, "takes a value over all samples")
+            numbers = [pair for pair in zip(one.operands, other.operands, strict=False) if type(pair[0]) is float]
+            if alone and name in ("reciprocal", "rtruediv", "div") and all(mine == its for mine, its in numbers):
+                degree = None if first.degree is None else -first.degree
+                return replace(_changed(first), degree=degree, divisor=one.given[flows.index(first)], inverse=True)
+        return self._coupled(one, "is applied to a mean or sum over the batch")
 
     def _divided(self, dividend: Flow, by: Flow, one: Operation) -> Flow | None:
         """Return the flow of a mean by counts [4]; None if it is something else."""
@@ -477,9 +528,15 @@ class _Flows:
         """Return what ``one`` shows of a count; None if that is unknown."""
         if how is None or one.place is None:
             return None
+        if IN_PLACE.fullmatch(one.called) and how == "at least":  # it would be seen when it is raised already
+            return None
         counting = Counting(one.place, one.called, how)
         self._counting[counting] += 1
         return frozenset({counting})
+
+    def _nth(self, shown: frozenset[Counting] | None) -> int:
+        """Return how many counts the place has shown before this one."""
+        return max((self._counting[counting] - 1 for counting in shown or ()), default=0)
 
     def _by_counts(
         self, flow: Flow, divisor: int | None, how: How | None, one: Operation,
@@ -500,22 +557,26 @@ class _Flows:
         if by is None:
             degree = flow.degree
         else:
-            degree = None if flow.degree is None or by.degree is None else flow.degree - by.degree
+            sign = 1.0 if by.inverse else -1.0
+            degree = None if flow.degree is None or by.degree is None else flow.degree + sign * by.degree
         countings, shown = flow.countings, self._shown(one, how)
         if shown is None or countings is None:
             countings = None
         elif by is None:
             countings |= shown
         else:
-            countings = countings | by.countings | shown if by.countings is not None and by.degree == 1.0 else None
+            known = by.countings is not None and by.degree == (-1.0 if by.inverse else 1.0)
+            is_number = divisor is None or divisor < 0 or self._whole[divisor].shape == ()
+            countings = countings | by.countings | shown if known and is_number and by.countings is not None else None
         divisor = None if divisor is None else self._first.get(divisor, divisor)
         is_in_graph = flow.is_in_graph and any(self._whole[x].requires_grad for x in one.made)
         return replace(
-            flow, degree=degree, divisor=divisor, countings=countings, is_in_graph=is_in_graph,
+            flow, degree=degree, divisor=divisor, countings=countings, nth=self._nth(shown), is_in_graph=is_in_graph,
             why=_described(one, why), within_model=one.within_model,
         )  # fmt: skip
 
     def _added(self, one: Operation, values: list[Flow]) -> Flow:
+        values = [_changed(flow) for flow in values]
         if len({flow.divisor for flow in values}) > 1 or any(flow.inverse for flow in values):
             return self._coupled(one, "adds means over different counts")
         known = [flow for flow in values if flow.degree is not None]
@@ -542,7 +603,7 @@ class _Flows:
                 if (read := self._read(mine, its)) is not None:
                     if sign > 0 or flow.counts_targets:
                         return self._coupled(one, "multiplies by a number that was read from the batch")
-                    return self._by_counts(flow, read[0], "divisor", one, _DIVIDED, read[1])
+                    return self._by_a_number(flow, *read, one)
                 if self._reads and (mine != its or mine == 1.0):
                     return self._by_counts(flow, -1, None, one, "may divide by a number that was read from the batch")
                 grows = sign * powers[0] if powers else None
@@ -551,31 +612,27 @@ class _Flows:
             flow = replace(flow, degree=None if flow.degree is None or grows is None else flow.degree + grows)
         return flow
 
-    def countings(self, flow: Flow, logged: int | None = None) -> frozenset[Counting]:
+    def countings(self, flow: Flow) -> frozenset[Counting]:
         """Return how to find the counts that a value is a mean by; nothing if that is unknown.
 
-        A place may call a function several times, for other purposes, too; then it shows nothing. A ``logged`` value
-        has the count of the operation that gave it.
+        A place may call a function several times, for other purposes, too; then it shows nothing.
         """
-        found = flow.countings if flow.degree == 0.0 and flow.divisor is not None else None
+        is_mean = flow.divisor is not None or flow.counts_targets
+        found = flow.countings if flow.degree == 0.0 and is_mean else None
         if not found or any(self._calls[c.place, c.called] != self._counting[c] for c in found):
             return frozenset()
-        if logged is not None:
-            by = self._made_by.get(logged)
-            while by is not None and by.name in ("detach", "alias", "get"):
-                by = self._made_by.get(by.given[0])
-            if by is None or not any((by.place, by.called) == (c.place, c.called) for c in found):
-                return frozenset()
         return found
 
     def of_logged(self, mine: int | float | None, its: int | float | None) -> Flow:
         """Return the flow of a logged value."""
         if type(mine) is int:
             return self.of(mine)
-        if type(mine) is not float or type(its) is not float or mine.is_integer():  # as many numbers are
+        if type(mine) is not float or type(its) is not float:
             return _FIXED
         read = self._read(mine, its)
-        return _FIXED if read is None else replace(read[1], countings=None)
+        if read is not None and mine.is_integer() and read[1].degree != 0.0:  # as many numbers are
+            return _FIXED
+        return _FIXED if read is None else read[1]
 
     # -- what is seen -------------------------------------------------------------------------------------------------
 
@@ -583,12 +640,19 @@ class _Flows:
         number = one.operands[at] if len(one.operands) > at else None
         return self.of(number) if type(number) is int else None
 
-    def _read(self, mine: float, its: float) -> tuple[int, Flow] | None:
-        """Return the tensor from which user code has read these two numbers, and its flow; None if there is none."""
-        for one, other, number, flow in self._numbers_read:
+    def _read(self, mine: float, its: float) -> tuple[Operation, Flow] | None:
+        """Return how user code has read these two numbers, and the flow of what from; None if it has not."""
+        for one, other, by, flow in self._numbers_read if mine or its else ():
             if math.isclose(one, mine, rel_tol=1e-6) and math.isclose(other, its, rel_tol=1e-6):
-                return number, flow
+                return by, flow
         return None
+
+    def _by_a_number(self, flow: Flow, reading: Operation, by: Flow, one: Operation) -> Flow:
+        """Return the flow of a quotient by a number that user code has read."""
+        shown = self._shown(reading, "read") if reading.called not in ("__get__", "tolist", "numpy") else None
+        known = shown is not None and len(reading.answers) == 1 and not by.countings and by.countings is not None
+        number = -1 - self._first.get(reading.given[0], reading.given[0])
+        return self._by_counts(flow, number, "divisor", one, _DIVIDED, replace(by, countings=shown if known else None))
 
     def _takes_what_was_read(self, one: Operation, other: Operation) -> bool:
         """Return whether a number that was read from all samples is an operand, other than to multiply or divide.
@@ -612,14 +676,13 @@ class _Flows:
         """Return whether a result has as many samples, in the same dimension, as what it is taken from."""
         dims = len(self._whole[given].shape)
         along = [d for d in range(dims) if self._are_samples(given, d - dims)]
+        kept = True
         for tensors, a, b in (
             (self._whole, given, made),
             (self._part, self._partner[given], self._partner[made]),
         ):
-            one, other = tensors[a].shape, tensors[b].shape
-            if any(d >= len(other) or one[d] != other[d] for d in along):
-                return False
-        return bool(along)
+            kept &= all(tensors[a].shape[d] in tensors[b].shape for d in along)
+        return kept and bool(along)
 
     def _are_samples(self, number: int, dim: int) -> bool:
         """Return whether the samples are along dimension ``dim`` of the tensor, counted from the last."""
@@ -642,7 +705,8 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
 
 def _changed(flow: Flow) -> Flow:
     """Return the flow of a count that is no longer that which a place in user code shows."""
-    return replace(flow, countings=None) if flow.divisor is None and flow.countings else flow
+    is_count = flow.divisor is None and not flow.counts_targets
+    return replace(flow, countings=None) if is_count and flow.countings else flow
 
 
 def _described(one: Operation, does: str) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 from lightning_roundpipe.runtime.batch import microbatches
@@ -60,6 +61,7 @@ from lightning_roundpipe.runtime.user_code.left_behind import (
     SavedAttributes,
     code_of,
 )
+from lightning_roundpipe.runtime.user_code.own_means import Counted
 from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, derive
 
 FEW = 2
@@ -114,6 +116,7 @@ class PartsCheck:
         self._outside = OutsideWrites(self._modules.items(), others, code_of(self._root), self._inside)
         self._order = CallOrder()
         self._flow = LossFlow()
+        self._has_numbers = any(type(leaf) in (int, float) for leaf in tree_leaves(batch))
         self._looked_into: frozenset[str] = frozenset()
         """Names of layers whose own code is recorded."""
         self._unsteady: set[str] = set()
@@ -226,8 +229,9 @@ class PartsCheck:
                 if self._asked:
                     verdict.parts, verdict.raised = self._in_calls(whole_batch, sizes, models, draws, steady=True)
                     return verdict
-                backwards, known = CustomBackwards(samples, lambda: draws.rows), self._engine.learned.countings
-                whole, counts = self._side(whole_batch(), [samples], draws, backwards, models), False
+                backwards, known = CustomBackwards(samples, lambda: draws.rows), self._engine.learned.counted
+                whole = self._side(whole_batch(), [samples], draws, backwards, models)
+                counts, settled = False, False
                 while True:
                     verdict.raised = False
                     try:
@@ -243,9 +247,11 @@ class PartsCheck:
                         backwards = CustomBackwards(samples, lambda: draws.rows)
                         whole = self._side(whole_batch(), [samples], draws, backwards, models)
                         continue
-                    if counts and verdict.parts is not None:
-                        self._engine.learned.countings = known
-                    if counts or not self._counts_more():
+                    if settled or (counts and verdict.parts is None):
+                        break
+                    if counts:  # what was counted does not help
+                        self._engine.learned.counted, settled = known, True
+                    elif not self._counts_more():
                         break
                     counts = True
                 gathers = verdict.parts is not None and self._layers_gather(whole)
@@ -275,18 +281,20 @@ class PartsCheck:
 
     def _counts_more(self) -> bool:
         """Let parts be weighted by the counts by which training_step divides, and return whether that is new."""
-        learned, coupling = self._engine.learned, self._flow.coupling
-        found = self._flow.countings | (frozenset() if coupling is None else coupling.countings)
-        if self._cutter.weighs or self._near is not None or found <= learned.countings:
-            return False
-        learned.countings |= found
-        return True
+        learned, flow = self._engine.learned, self._flow
+        known, more = learned.counted, flow.countings
+        of_loss = False
+        if flow.coupling is not None and not self._cutter.weighs and self._near is None:
+            more |= flow.coupling.countings
+            of_loss = bool(flow.coupling.countings)
+        learned.counted = Counted(known.sites | more, known.of_loss or of_loss, {**known.of_logs, **flow.log_counts})
+        return learned.counted != known
 
     def _are_counted(self, coupling: Coupling) -> bool:
         """Return whether the weights of parts are the counts that the loss is a mean by."""
         if not coupling.by_counts:
             return False
-        known = bool(coupling.countings) and coupling.countings <= self._engine.learned.countings
+        known = bool(coupling.countings) and coupling.countings <= self._engine.learned.counted.sites
         return known or self._cutter.weighs  # the user's are taken to be
 
     def _take(self, rows: list[int]) -> Any:
@@ -311,7 +319,8 @@ class PartsCheck:
             shown = side(parts(), sizes)
         finally:
             if operations:
-                self._flow = flow_of(whole.operations, operations[0], (sum(sizes), sizes[0]))
+                samples = sum(sizes), sizes[0]
+                self._flow = flow_of(whole.operations, operations[0], samples, has_numbers=self._has_numbers)
                 verdict.coupling = self._flow.coupling
         verdict.lopsided, verdict.spread = 0.0 in shown.weights, shown.spread
         again = (lambda: side(batch(), [sum(sizes)]), lambda: side(parts(), sizes))
@@ -560,7 +569,7 @@ class PartsCheck:
     ) -> Difference | None:  # fmt: skip
         comparison = Comparison(self._tolerance(), sizes, self._unsteady, unsteady)
         comparison.see(LOSS, whole.loss, parts.loss)
-        comparison.see_logs(whole, parts, {} if self._cutter.weighs else self._flow.rules)
+        comparison.see_logs(whole, parts, self._flow.rules)
         for name in () if self._again or self._near is not None else {**whole.metrics, **parts.metrics}:
             comparison.see(name, whole.metrics.get(name, ABSENT), parts.metrics.get(name, ABSENT))
         if whole.backwards is not None and parts.backwards is not None:

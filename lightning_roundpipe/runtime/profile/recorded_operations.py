@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_roundpipe.runtime.batch.losses import COUNTED, WITH_REDUCTION, reduction_of
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
-from lightning_roundpipe.runtime.user_code.new_code import Key, calling_place
+from lightning_roundpipe.runtime.user_code.new_code import Key, line_of, place_of
 from lightning_roundpipe.runtime.user_code.untraced import leave_untraced
 
 _KEPT_ELEMENTS = 1 << 16
@@ -34,10 +34,10 @@ _MOST_OPERATIONS = 20_000
 """Operations that are recorded at most: each takes up to 0.1 ms."""
 
 _SPELLINGS = {
-    "truediv": "div", "true_divide": "div", "divide": "div", "itruediv": "div", "rdiv": "rtruediv",
-    "iadd": "add", "radd": "add", "isub": "sub", "subtract": "sub", "rsub": "sub", "imul": "mul", "rmul": "mul",
-    "multiply": "mul", "negative": "neg", "pos": "positive", "clip": "clamp", "clamp_min": "clamp",
-    "clamp_max": "clamp", "getitem": "select", "reshape_as": "reshape", "view_as": "reshape", "view": "reshape",
+    "truediv": "div", "true_divide": "div", "divide": "div", "itruediv": "div", "rdiv": "rtruediv", "iadd": "add",
+    "radd": "add", "isub": "sub", "subtract": "sub", "rsub": "sub", "imul": "mul", "rmul": "mul", "multiply": "mul",
+    "negative": "neg", "pos": "positive", "clip": "clamp", "clamp_min": "clamp", "getitem": "select",
+    "reshape_as": "reshape", "view_as": "reshape", "view": "reshape",
 }  # fmt: skip
 SHAPED_LIKE = {
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros",
@@ -68,8 +68,9 @@ _DIVIDED_BY_WEIGHTS = {F.mse_loss, F.l1_loss, F.huber_loss}
 """Losses that are a mean by their weights, if they get any."""
 _IGNORED = {"set", "delete", "requires_grad", "retain_grad", "register_hook", "backward"}
 _OVERRIDES = os.path.join("torch", "overrides.py")
-_LIBRARIES = tuple(os.path.join(os.path.dirname(str(package.__file__)), "") for package in (torch, torchmetrics))
-"""Folders of code that puts samples back to where it has taken them from."""
+_TORCH, _METRICS = (os.path.join(os.path.dirname(str(package.__file__)), "") for package in (torch, torchmetrics))
+_RESTORING = (_METRICS, os.path.join(_TORCH, "nn", "utils", ""), os.path.join(_TORCH, "nn", "modules", "rnn"))
+"""Code that puts samples back to where it has taken them from."""
 
 
 @dataclass
@@ -110,6 +111,8 @@ class Operation:
         counts_targets: whether a loss function counts its targets.
         picks: whether the values of its arguments say how many elements it takes.
         bounds: the whole numbers in an index.
+        moves: whether an index gives samples other places.
+        restores: whether a library calls it that puts samples back to their places.
         along: the dimensions along which it joins elements, counted from the last.
     """
 
@@ -129,6 +132,8 @@ class Operation:
     counts_targets: bool = False
     picks: bool = False
     bounds: list[int] = field(default_factory=list)
+    moves: bool = False
+    restores: bool = False
     along: tuple[int, ...] = ()
 
 
@@ -172,41 +177,56 @@ class OperationRecorder:
     def see(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, frame: FrameType
     ) -> None:
-        """Record that ``frame`` has called ``func``, a torch function, which returned ``result``."""
+        """Record that ``frame`` has called ``func``, a torch function, which returned ``result``.
+
+        What cannot be recorded makes the recording incomplete.
+        """
+        try:
+            self._see(func, args, kwargs, result, frame)
+        except Exception:  # user code must not see it
+            self.is_complete = False
+
+    def _see(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, frame: FrameType
+    ) -> None:
         called = getattr(func, "__name__", "")
+        if called == "__get__" and not isinstance(result, Tensor) and func != _SHAPE:
+            return
         bare = called.strip("_")
         name = _SPELLINGS.get(bare, bare)
         if func == _SET_DATA:
             name, called = "copy", "copy_"
         if name in _IGNORED or func == _GRAD:
             return
+        if name == "clamp" and (kwargs.get("max") is not None or (len(args) > 2 and args[2] is not None)):
+            name = "clamp_max"
         if func == _SHAPE or name in _SIZES:
-            if self._numbers.get(args[0]) not in self._picked:
+            if not self._picked or not args or self._numbers.get(args[0]) not in self._picked:
                 return
             name = "size"
-        given, made = _tensors_in((args, kwargs)), _tensors_in(result)
+        made = _tensors_in(result)
         target = args[0] if IN_PLACE.fullmatch(called) and args and isinstance(args[0], Tensor) else None
         if not made and target is None and name not in READING and name != "size":
             return
-        by_library = _called_from(frame, func).f_code.co_filename.startswith(_LIBRARIES)
-        if name == "bool" and by_library:
+        given, others = _tensors_in((args, kwargs)), _others_in((args, kwargs))
+        caller = _called_from(frame, func).f_code.co_filename
+        if name == "bool" and caller.startswith((_TORCH, _METRICS)):
             return  # such as checks of arguments
         if len(self.operations) >= _MOST_OPERATIONS:
             self.is_complete = False
             return
-        place, line = calling_place(frame)
-        operation = Operation(name, called, False, line, place, self._within_model > 0)
+        operation = Operation(name, called, False, line_of(frame), place_of(frame), self._within_model > 0)
         if name in READING or name == "size":
             numbers = itertools.islice(tree_leaves(result), _KEPT_ANSWERS)
             operation.answers = [float(x) for x in numbers if _is_number(x)]
         if func in WITH_REDUCTION:
             operation.reduction, operation.counts_targets = reduction_of(func, args, kwargs), func in COUNTED
             operation.by_weights = func in _DIVIDED_BY_WEIGHTS and isinstance(kwargs.get("weight"), Tensor)
+        operation.restores = caller.startswith(_RESTORING)
         operation.given = [self._number(x) for x in given]
-        first = (*args, *(kwargs[key] for key in ("other", "value", "min", "max") if key in kwargs))[:2]
+        first = (*args, *(kwargs[key] for key in ("other", "value", "min") if key in kwargs))[:2]
         operation.operands = tuple(self._operand(x) for x in first)
-        others = (x for x in tree_leaves((args, kwargs)) if not isinstance(x, Tensor))
-        operation.constants = tuple(f"{type(x).__name__} {x}"[:64] for x in itertools.islice(others, 64))
+        operation.constants = tuple(f"{type(x).__name__} {x}"[:64] for x in others[:64])
         if name == "select":
             index = args[1] if len(args) > 1 else None
             listed = any(isinstance(x, (list, np.ndarray)) for x in (index if isinstance(index, tuple) else [index]))
@@ -214,8 +234,10 @@ class OperationRecorder:
             indices = {self._numbers.get(x) for x in given[1:]}
             operation.picks |= bool(indices & (self._made_by_python | self._picked))
             operation.bounds = _bounds(index)
+            operation.picks |= any(isinstance(x, Tensor) for x in _ends(index))
+            operation.moves = not operation.restores and _moves(args[0], index)
         operation.picks |= name in _SELECTING or (name == "where" and len(given) == 1)
-        if name in _ALONG and given and not by_library:
+        if name in _ALONG and given and not operation.restores:
             operation.along = _dimensions(name, args, kwargs, given[0].dim())
         if target is not None:
             written = [target] if target._base is None else [target, target._base]
@@ -314,12 +336,31 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
-def _bounds(index: Any) -> list[int]:
-    """Return the whole numbers in an index."""
+def _ends(index: Any) -> list[Any]:
+    """Return the ends of the slices in an index."""
     found = []
     for item in index if isinstance(index, tuple) else (index,):
-        found += [x for x in ((item.start, item.stop) if isinstance(item, slice) else (item,)) if type(x) is int]
+        found += [item.start, item.stop] if isinstance(item, slice) else []
     return found
+
+
+def _bounds(index: Any) -> list[int]:
+    """Return the whole numbers in an index."""
+    items = [x for x in (index if isinstance(index, tuple) else (index,)) if type(x) is int]
+    return items + [x for x in _ends(index) if type(x) is int]
+
+
+def _moves(taken: Tensor, index: Any) -> bool:
+    """Return whether an index takes all rows of a tensor in another order, or some of them more than once."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    if (
+        not isinstance(first, Tensor)
+        or first.dim() != 1
+        or not taken.dim()
+        or first.dtype not in (torch.int32, torch.int64)
+    ):
+        return False
+    return len(first) == len(taken) and not torch.equal(first.cpu().long(), torch.arange(len(first)))
 
 
 def _called_from(frame: FrameType, func: Any) -> FrameType:
@@ -332,7 +373,22 @@ def _called_from(frame: FrameType, func: Any) -> FrameType:
 
 
 def _tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [leaf for leaf in _leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _others_in(tree: Any) -> list[Any]:
+    return [leaf for leaf in _leaves(tree) if not isinstance(leaf, Tensor)]
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """Return the leaves of a tree, as `tree_leaves` does, which takes five times as long for plain containers."""
+    if type(tree) in (tuple, list):
+        return [leaf for item in tree for leaf in _leaves(item)]
+    if type(tree) is dict:
+        return [leaf for item in tree.values() for leaf in _leaves(item)]
+    return [tree] if isinstance(tree, (Tensor, int, float, str, type(None))) else tree_leaves(tree)
 
 
 def _dimensions(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> tuple[int, ...]:

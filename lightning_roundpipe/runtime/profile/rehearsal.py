@@ -99,7 +99,9 @@ class Rehearsal(Evaluation):
         self.operations = OperationRecorder()
         self.mode: UserCodeMode = _RehearsalUserCode(engine, about_to_write, self.operations)
         self._mode = self.mode
-        self.logs: LogRecorder = _NotedLogs(engine.worker_pool.devices, self.mode.counts.behind, self.operations)
+        self.logs: LogRecorder = _NotedLogs(
+            engine.worker_pool.devices, self.mode.weight_of, engine.learned.counted.of_logs, self.operations
+        )
         self._order = order
         self._draws, self._cut, self._renew, self._backwards = draws, cut, renew, backwards
         self._outside = outside
@@ -201,8 +203,10 @@ class Rehearsal(Evaluation):
 class _NotedLogs(LogRecorder):
     """Lets ``operations`` know which values are logged."""
 
-    def __init__(self, devices: Sequence[Device], weigh: Any, operations: OperationRecorder) -> None:
-        super().__init__(devices, weigh)
+    def __init__(
+        self, devices: Sequence[Device], weigh: Any, counted: Any, operations: OperationRecorder
+    ) -> None:  # fmt: skip
+        super().__init__(devices, weigh, counted)
         self._operations = operations
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
@@ -335,7 +339,7 @@ class _RehearsalUserCode(UserCodeMode):
         super().__init__(
             model.bucket_of, lambda p: model.bucket_of[id(p)].read(p), model.formats, train=True,
             accelerator=engine.worker_pool.accelerator, devices=engine.worker_pool.devices, buffers=model.buffers,
-            observe=engine.learned.new_code.learn, countings=engine.learned.countings,
+            observe=engine.learned.new_code.learn, counted=engine.learned.counted,
         )  # fmt: skip
         self._all, self._about_to_write, self._operations = model.bucket_of, about_to_write, operations
 
@@ -349,7 +353,9 @@ class _RehearsalUserCode(UserCodeMode):
             for value in tree_iter(args[:1]):
                 if isinstance(value, nn.Parameter) and id(value) in self._all and not _is_setting(func):
                     self._about_to_write(value)
-        kwargs = completed(func, kwargs or {}, sys._getframe(1))
+        kwargs = kwargs or {}
+        if func is F.l1_loss:
+            kwargs = completed(kwargs, sys._getframe(1))
         result = super().__torch_function__(func, types, args, kwargs)
         self._operations.see(func, args, kwargs, result, sys._getframe(1))
         return result

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.batch.cutting import Cut, Cutter
-from lightning_roundpipe.runtime.batch.logs import OPEN, USUAL, Key
+from lightning_roundpipe.runtime.batch.logs import BY_ITS_COUNT, OPEN, USUAL, Key
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.profile.first_batch import Planner
 from lightning_roundpipe.runtime.profile.loss_flow import Coupling
@@ -139,7 +139,7 @@ class Scope:
         try:
             self._look(PartsCheck, function, batch, rest, seed, sizes, first=False, occasion=occasion, near=near)
             for key in self._fitting.keys() - known:
-                if (rule := self._engine.learned.log_rules[key]) not in (USUAL, OPEN):
+                if (rule := self._engine.learned.log_rules[key]) not in (USUAL, OPEN, BY_ITS_COUNT):
                     self._engine.hints.of_a_new_log(key[0], rule)
         finally:
             new_code.accept()

@@ -148,9 +148,9 @@ class Hints:
         """Warning: batches are cut, and the loss of other batches may differ for the reason ``what``."""
         self.warn(
             "coupling",
-            f"in parts of the batch, {what}. If it matters, num_microbatches=1, or microbatch_scope='model' with the "
-            "loss computed in training_step, gives what the whole batch gives; for a mean by counts, so does a "
-            "loss_weight that returns them.",
+            f"in parts of the batch, {what}. Where it differs, the loss of the parts is trained on. Set "
+            "num_microbatches=1, or microbatch_scope='model' with the loss computed in training_step; for a mean by "
+            "counts, a loss_weight that returns them is enough.",
         )
 
     def of_a_late_difference(self, occasion: str, what: str, *, switches: bool) -> None:

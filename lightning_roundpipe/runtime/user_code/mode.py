@@ -17,7 +17,7 @@ Every torch function that user code calls passes through `UserCodeMode`, which d
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -43,7 +43,7 @@ from lightning_roundpipe.runtime.user_code.graph_cuts import (
 from lightning_roundpipe.runtime.user_code.host_to_device import HostToDeviceCopier
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE, touched_by
 from lightning_roundpipe.runtime.user_code.known_values import KnownValues, waits
-from lightning_roundpipe.runtime.user_code.own_means import MAY_COUNT, Counting, OwnMeans
+from lightning_roundpipe.runtime.user_code.own_means import Counted, Counting, OwnMeans
 from lightning_roundpipe.runtime.user_code.untraced import leave_untraced
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
@@ -143,7 +143,7 @@ class UserCodeMode(TorchFunctionMode):
         offloaded: tensors of user code that are on the host only.
         restore: brings such a tensor back, before user code touches it; does nothing for others.
         observe: called with the frame that calls a torch function, except in backward; see `new_code`.
-        countings: where training_step divides by counts of its own; see `own_means`.
+        counted: what training_step counts itself.
 
     Attributes:
         returning: whether a backward runs; what it computes is not a loss.
@@ -164,11 +164,12 @@ class UserCodeMode(TorchFunctionMode):
         offloaded: Offloaded | None = None,
         restore: Callable[[Tensor], None] = lambda tensor: None,
         observe: Callable[[FrameType | None], None] | None = None,
-        countings: Collection[Counting] = (),
+        counted: Counted | None = None,
     ) -> None:
         super().__init__()
         leave_untraced(type(self).__torch_function__)
-        self._own_means = OwnMeans(countings, self._number) if countings else None
+        self._own_means = OwnMeans(counted.sites, self._number) if counted is not None and counted.sites else None
+        self._counts_loss = counted is not None and counted.of_loss
         self._observe = observe
         self.proxies = Proxies(read)
         self._read = read
@@ -193,7 +194,9 @@ class UserCodeMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = completed(func, kwargs or {}, sys._getframe(1))
+        kwargs = kwargs or {}
+        if func is F.l1_loss:
+            kwargs = completed(kwargs, sys._getframe(1))
         name = getattr(func, "__name__", "")
         if self._observe is not None and not self.returning:
             self._observe(sys._getframe(1))
@@ -231,8 +234,9 @@ class UserCodeMode(TorchFunctionMode):
                 result = self._loss(func, args, kwargs)
             else:
                 result = self._call(func, name, args, kwargs)
-            if self._own_means is not None and not self.returning and (name in MAY_COUNT or func in WITH_REDUCTION):
-                count = self._own_means.count(name, args, result, sys._getframe(1))
+            own = self._own_means
+            if own is not None and name in own.called and not self.returning:
+                count = own.count(name, args, kwargs, result, sys._getframe(1), self.counts.latest)
                 if count is not None:
                     self.counts.note(result, count)
             return result
@@ -403,10 +407,21 @@ class UserCodeMode(TorchFunctionMode):
             self.sums.note(result, COUNTED.get(func, ""))
         return result
 
+    def weight_of(self, value: Any, counted: tuple[Counting, int] | None) -> float | None:
+        """Return the weight of a logged value that is a mean over counted targets; None for others.
+
+        Args:
+            value: the value.
+            counted: where its targets were seen to be counted, and which of the counts are its.
+        """
+        if counted is not None and self._own_means is not None:
+            return self._own_means.nth(*counted)
+        return self.counts.behind(value)
+
     def judge(self, loss: Tensor | None, samples: int) -> None:
         """Judge the ``loss`` of the microbatch, which has ``samples`` samples."""
         self.counts.judge(loss)
-        if self._own_means is not None and loss is not None and not self.counts.of:
+        if self._counts_loss and loss is not None and not self.counts.of:
             self.counts.lacking = self._number(loss.detach()) == 0
         self.sums.judge(loss, samples)
 
@@ -438,16 +453,13 @@ class UserCodeMode(TorchFunctionMode):
         return found
 
 
-def completed(func: Callable[..., Any], kwargs: dict[str, Any], frame: FrameType) -> dict[str, Any]:
-    """Return the keyword arguments with that which torch forgets to give to function modes: the weight of `F.l1_loss`.
+def completed(kwargs: dict[str, Any], frame: FrameType) -> dict[str, Any]:
+    """Return the keyword arguments of `F.l1_loss` with its weight, which torch does not pass to function modes.
 
     Args:
-        func: the function.
-        kwargs: its arguments as torch gives them.
+        kwargs: the arguments as torch passes them.
         frame: the frame that has called the mode.
     """
-    if func is not F.l1_loss or "weight" in kwargs:
-        return kwargs
     found: FrameType | None = frame
     while found is not None and found.f_code is not F.l1_loss.__code__:
         found = found.f_back

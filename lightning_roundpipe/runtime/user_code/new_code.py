@@ -122,10 +122,16 @@ class NewCode:
         self.found.setdefault(what, microbatch)
 
 
-def calling_place(frame: FrameType | None) -> tuple[Key | None, str]:
-    """Return the place of user code from which ``frame`` was called, and its line as text for messages."""
+def place_of(frame: FrameType | None) -> Key | None:
+    """Return the place in user code from which ``frame`` was called; None if there is none."""
     found = _caller(frame)
-    return (None, "") if found is None else (_place(found.f_code, found.f_lasti), _line(found))
+    return None if found is None else _place(found.f_code, found.f_lasti)
+
+
+def line_of(frame: FrameType | None) -> str:
+    """Return the line of that place as text for messages; empty if there is none."""
+    found = _caller(frame)
+    return "" if found is None else _line(found)
 
 
 def _line(frame: FrameType) -> str:

@@ -4,14 +4,17 @@ A rehearsal has found where training_step divides by such a count (`loss_flow`).
 the targets of a cross entropy are counted:
 
     count = mask.sum().clamp(min=1) ── "at least": what it was before is remembered ── [1]
-    (losses * mask).sum() / count ── "divisor": the count; "inverse": one over a factor ── [2]
-    losses[mask].mean() ── "elements": of the first argument ── [3]
+    n = mask.sum().item() ── "read": the number is remembered, as Python may raise it to one, too ── [2]
+    (losses * mask).sum() / count ── "divisor": the count; "inverse": one over a factor ── [3]
+    losses[mask].mean() ── "elements": of the first argument ── [4]
+    F.cross_entropy(logits, targets) ── "targets": those that are counted anyway, for logged values that follow ── [5]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Literal
 
@@ -19,16 +22,9 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.user_code.new_code import Key, calling_place
+from lightning_roundpipe.runtime.user_code.new_code import Key, place_of
 
-MAY_COUNT = frozenset({
-    "div", "div_", "divide", "divide_", "true_divide", "true_divide_", "__truediv__", "__itruediv__", "mul", "mul_",
-    "multiply", "__mul__", "__rmul__", "__imul__", "mean", "clamp", "clamp_min", "clip",
-})  # fmt: skip
-"""Names of the torch functions that may be a `Counting`, except for losses."""
-
-
-How = Literal["divisor", "inverse", "elements", "at least"]
+How = Literal["divisor", "inverse", "elements", "at least", "read", "targets"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +36,21 @@ class Counting:
     how: How
 
 
+@dataclass(frozen=True)
+class Counted:
+    """What training_step counts itself.
+
+    Attributes:
+        sites: where counts are found.
+        of_loss: whether the loss is a mean by such counts, and not only logged values.
+        of_logs: for logged values that are, where their count is found, and which one, by name and number.
+    """
+
+    sites: frozenset[Counting] = frozenset()
+    of_loss: bool = False
+    of_logs: Mapping[tuple[str, int], tuple[Counting, int]] = field(default_factory=dict)
+
+
 class OwnMeans:
     """Finds the counts of one microbatch.
 
@@ -49,45 +60,89 @@ class OwnMeans:
     """
 
     def __init__(self, countings: Collection[Counting], read: Callable[[Tensor], float]) -> None:
-        self._how = {(counting.place, counting.called): counting.how for counting in countings}
+        self._how = {(counting.place, counting.called): counting for counting in countings}
+        self.called = frozenset(counting.called for counting in countings)
+        """Names of the functions to call `count` for."""
+        self._found_at: defaultdict[Counting, list[float]] = defaultdict(list)
         self._read = read
         self._before: list[tuple[Tensor, Tensor]] = []
-        """Counts that are at least something, and what they were before."""
+        """Counts that are at least something, and what they were before [1]."""
+        self._numbers: list[float] = []
+        """Counts that Python has read [2]."""
 
-    def count(self, name: str, args: tuple[Any, ...], result: Any, frame: FrameType | None) -> float | None:
+    def count(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, frame: FrameType | None,
+        targets: float | None = None,
+    ) -> float | None:  # fmt: skip
         """Return what ``result``, which the torch function ``name`` gave, is a mean over; None if it is no mean.
+
+        Args:
+            name, args, kwargs, result: the function, its arguments, and its result.
+            frame: the frame that has called it.
+            targets: the targets that the last cross entropy has counted.
 
         Raises:
             RoundPipeError: if a count has been raised to another one than that of the whole batch.
         """
-        place = calling_place(frame)[0]
-        how = None if place is None else self._how.get((place, name))
-        if how is None or not isinstance(result, Tensor):
+        place = place_of(frame)
+        counting = None if place is None else self._how.get((place, name))
+        if counting is None:
+            return None
+        if counting.how == "targets":
+            if targets is not None:
+                self._found_at[counting].append(targets)
+            return None
+        if counting.how == "read":
+            self._numbers.append(float(result))
+            return None
+        first, second = _operands(args, kwargs)
+        if counting.how == "at least":
+            self._before.append((result, first))
             return None
         with torch.no_grad():
-            if how == "at least":
-                self._before.append((result, args[0]))
-                return None
-            if how == "elements":
-                return float(args[0].numel())
-            if how == "inverse":
-                factors = [x for x in args[:2] if not (isinstance(x, Tensor) and x.requires_grad)]
-                return 1.0 / self._value(factors[0]) if len(factors) == 1 else None
-            return self._counted(args[1])
+            found = self._found(counting.how, first, second, result)
+        if found is not None:
+            self._found_at[counting].append(found)
+        return found
 
-    def _counted(self, divisor: Any) -> float:
+    def nth(self, counting: Counting, number: int) -> float | None:
+        """Return a count that ``counting`` has shown, by how many it had shown before; None if it has not."""
+        found = self._found_at[counting]
+        return found[number] if len(found) > number else None
+
+    def _found(self, how: How, first: Any, second: Any, result: Tensor) -> float | None:
+        if how == "elements":
+            return float(first.numel())
+        if how == "inverse":
+            factors = [x for x in (first, second) if not (isinstance(x, Tensor) and x.requires_grad)]
+            return 1.0 / self._value(factors[0]) if len(factors) == 1 else None
+        return self._counted(second, result)
+
+    def _counted(self, divisor: Any, result: Tensor) -> float:
+        """Return the count behind a divisor, which may have been raised to one where there are no targets."""
         value = self._value(divisor)
-        before = next((before for raised, before in self._before if raised is divisor), None)
-        if before is None:
+        if isinstance(divisor, Tensor):
+            before = next((before for raised, before in self._before if raised is divisor), None)
+            count = value if before is None else self._value(before)
+        elif self._numbers:
+            count = value if value in self._numbers else min(self._numbers)
+        else:  # Python has taken a number in place of the tensor
+            count = 0.0
+        if count == value:
             return value
-        count = self._value(before)
-        if count and count != value:
+        if count or bool(result.any()):
             raise RoundPipeError(
-                f"a microbatch divides its loss by {value:g}, although the number that it counts is {count:g}; in the "
-                "whole batch it may be larger: set microbatch_scope='model' or num_microbatches=1, which compute the "
-                "loss on the whole batch."
+                f"a microbatch divides its loss by {value:g}, although the number that it counts is {count:g}, so the "
+                "losses of microbatches do not add up to that of the batch: set microbatch_scope='model' or "
+                "num_microbatches=1, which compute the loss on the whole batch."
             )
         return count
 
     def _value(self, number: Any) -> float:
         return self._read(number) if isinstance(number, Tensor) else float(number)
+
+
+def _operands(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the first two operands of a torch function, however they were given."""
+    found = [*args, *(kwargs[key] for key in ("input", "self", "other") if key in kwargs), None, None]
+    return found[0], found[1]
