@@ -133,6 +133,9 @@ PARTS: dict[str, Step] = {
     "divergence": lambda _, x, b: F.kl_div(x.log_softmax(-1), b["x"][:, :5].softmax(-1), reduction="batchmean"),
     "targets that a mask picks": lambda _, x, b: F.cross_entropy(x[b["mask"]], b["y"][b["mask"]]),
     "a weight of each sample": lambda _, x, b: (of_each(x, b) * b["weight"]).mean(),
+    "casts of a mask": lambda _, x, b: (
+        (of_each(x, b) * b["mask"].float() * b["mask"].int()).sum() * b["mask"].any().bool() / len(x)
+    ),
     "logged values": logs,
     "a mean that is only kept": centres,
     "what is finite": lambda _, x, b: torch.where(torch.isfinite(x.pow(2).mean()), x.pow(2).mean(), torch.zeros(())),

@@ -29,7 +29,6 @@ from lightning_roundpipe.runtime.batch.logs import BY_ITS_COUNT, Key
 from lightning_roundpipe.runtime.profile.recorded_operations import (
     MADE,
     PICKING,
-    READING,
     SHAPED_LIKE,
     Operation,
     OperationRecorder,
@@ -39,11 +38,11 @@ from lightning_roundpipe.runtime.user_code.own_means import Counting, How
 
 _JOINING = {"stack", "cat", "concat", "hstack", "vstack"}
 _ADDING = {"add", "sub", "lerp", "setitem", "copy"} | _JOINING
-_PASSING = {
+_PASSING = PICKING | {
     "neg", "positive", "reshape", "flatten", "squeeze", "unsqueeze", "expand", "expand_as", "permute", "transpose", "t",
     "contiguous", "clone", "detach", "alias", "to", "type", "float", "double", "half", "bfloat16", "long", "int", "cpu",
-    "cuda", "type_as", "select", "mean", "nanmean", "as_tensor", "nan_to_num", "broadcast_to", "repeat", "unbind",
-    "split", "chunk", "movedim", "narrow", "index_select", "real", "atleast_1d", "cumsum", "get",
+    "cuda", "type_as", "mean", "nanmean", "as_tensor", "nan_to_num", "broadcast_to", "repeat", "movedim", "real",
+    "atleast_1d", "cumsum", "get",
 }  # fmt: skip
 """Linear operations on one value [3]; ``nan_to_num`` is one for all values that a training survives."""
 _COMPARING = {"gt", "lt", "ge", "le", "eq", "ne", "logical_not", "logical_and", "logical_or", "and", "or", "invert"}
@@ -75,6 +74,8 @@ _MOST_REALIGNED = 2_000
 _NEGLIGIBLE = 1e-5
 """What may be added to a count, so that it is not zero."""
 _COUNTS = ("divisor", "inverse", "elements", "targets")
+_MANY = ("__get__", "size", "tolist", "numpy", "__array__")
+"""Operations that may give Python more than one number."""
 _RANDOM = ("rand", "bernoulli", "dropout", "multinomial", "normal")
 
 _DIVIDED = "divides by a count of its own in each part"
@@ -285,7 +286,7 @@ class _Flows:
         number = self._same.get(number, number)
         if number not in self._flows:
             found = self._as_values_show(number)
-            unknown = self._whole[number].has_history and found.kind == "value"
+            unknown = self._whole[number].has_grad_fn and found.kind == "value"
             self._flows[number] = Flow("coupled", None, why=_UNKNOWN) if unknown else found
         return self._flows[number]
 
@@ -305,7 +306,7 @@ class _Flows:
 
     def _see_read(self, one: Operation, other: Operation | None, flows: list[Flow]) -> None:
         """Note what Python reads of a tensor."""
-        if (one.name not in READING and one.name != "size") or not flows:
+        if not one.reads or not flows:
             return
         flow = flows[0]
         if one.name == "bool":
@@ -649,7 +650,7 @@ class _Flows:
 
     def _by_a_number(self, flow: Flow, reading: Operation, by: Flow, one: Operation) -> Flow:
         """Return the flow of a quotient by a number that user code has read."""
-        shown = self._shown(reading, "read") if reading.called not in ("__get__", "tolist", "numpy") else None
+        shown = self._shown(reading, "read") if reading.called not in _MANY else None
         known = shown is not None and len(reading.answers) == 1 and not by.countings and by.countings is not None
         number = -1 - self._first.get(reading.given[0], reading.given[0])
         return self._by_counts(flow, number, "divisor", one, _DIVIDED, replace(by, countings=shown if known else None))
@@ -710,5 +711,5 @@ def _changed(flow: Flow) -> Flow:
 
 
 def _described(one: Operation, does: str) -> str:
-    name = f"layer {one.name!r}" if one.is_layer else one.name
+    name = f"layer {one.name!r}" if one.is_layer else "indexing" if one.called == "__getitem__" else one.name
     return f"{name} in {one.line} {does}" if one.line else f"{name} {does}"

@@ -61,7 +61,7 @@ from lightning_roundpipe.runtime.user_code.left_behind import (
     SavedAttributes,
     code_of,
 )
-from lightning_roundpipe.runtime.user_code.own_means import Counted
+from lightning_roundpipe.runtime.user_code.own_means import OwnCounts
 from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, derive
 
 FEW = 2
@@ -287,7 +287,7 @@ class PartsCheck:
         if flow.coupling is not None and not self._cutter.weighs and self._near is None:
             more |= flow.coupling.countings
             of_loss = bool(flow.coupling.countings)
-        learned.counted = Counted(known.sites | more, known.of_loss or of_loss, {**known.of_logs, **flow.log_counts})
+        learned.counted = OwnCounts(known.sites | more, known.of_loss or of_loss, {**known.of_logs, **flow.log_counts})
         return learned.counted != known
 
     def _are_counted(self, coupling: Coupling) -> bool:

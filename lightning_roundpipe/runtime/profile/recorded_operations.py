@@ -58,8 +58,8 @@ _ALONG = {
 """Operations that join or move what is along a dimension, and the position of that argument."""
 _DEFAULT_DIMENSION = {"normalize": 1, "chunk": 0, "split": 0}
 """That argument's default, where it is not the last dimension."""
-READING = {"item", "tolist", "float", "int", "index", "bool", "numpy", "array"}
-"""Operations that give Python the values of a tensor."""
+_READING = {"item", "tolist", "float", "int", "index", "bool", "numpy", "array"}
+"""Operations that give Python the values of a tensor; some are also names of casts, which give a tensor."""
 _SIZES = {"len", "numel", "size", "nelement"}
 _GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
@@ -80,14 +80,15 @@ class TensorSeen:
     Attributes:
         shape, dtype, requires_grad: the tensor's.
         is_parameter: whether it is a parameter.
-        values: a copy on the host; None if it is large, or an operation has given it from which it follows.
+        has_grad_fn: whether autograd has its history.
+        values: a copy on the host; None for large tensors, and for results that follow from their inputs.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
     is_parameter: bool
-    has_history: bool
+    has_grad_fn: bool
     values: Tensor | None = None
 
 
@@ -105,6 +106,7 @@ class Operation:
         operands: its first two arguments: the number of a tensor, or a Python number as a float; None for others.
         constants: its other arguments, as text.
         made: numbers of the tensors that it gives or writes to.
+        reads: whether it gives Python values of a tensor, or sizes that depend on values.
         answers: the Python numbers that it gives.
         reduction: of a loss function; empty for others.
         by_weights: whether it is a mean by weights that it is given.
@@ -126,6 +128,7 @@ class Operation:
     operands: tuple[int | float | None, ...] = ()
     constants: tuple[str, ...] = ()
     made: list[int] = field(default_factory=list)
+    reads: bool = False
     answers: list[float] = field(default_factory=list)
     reduction: str = ""
     by_weights: bool = False
@@ -206,17 +209,19 @@ class OperationRecorder:
             name = "size"
         made = _tensors_in(result)
         target = args[0] if IN_PLACE.fullmatch(called) and args and isinstance(args[0], Tensor) else None
-        if not made and target is None and name not in READING and name != "size":
+        reads = not made and (name in _READING or name == "size")
+        if not made and target is None and not reads:
             return
         given, others = _tensors_in((args, kwargs)), _others_in((args, kwargs))
         caller = _called_from(frame, func).f_code.co_filename
-        if name == "bool" and caller.startswith((_TORCH, _METRICS)):
+        if reads and name == "bool" and caller.startswith((_TORCH, _METRICS)):
             return  # such as checks of arguments
         if len(self.operations) >= _MOST_OPERATIONS:
             self.is_complete = False
             return
         operation = Operation(name, called, False, line_of(frame), place_of(frame), self._within_model > 0)
-        if name in READING or name == "size":
+        operation.reads = reads
+        if reads:
             numbers = itertools.islice(tree_leaves(result), _KEPT_ANSWERS)
             operation.answers = [float(x) for x in numbers if _is_number(x)]
         if func in WITH_REDUCTION:

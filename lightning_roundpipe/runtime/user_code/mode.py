@@ -43,7 +43,7 @@ from lightning_roundpipe.runtime.user_code.graph_cuts import (
 from lightning_roundpipe.runtime.user_code.host_to_device import HostToDeviceCopier
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE, touched_by
 from lightning_roundpipe.runtime.user_code.known_values import KnownValues, waits
-from lightning_roundpipe.runtime.user_code.own_means import Counted, Counting, OwnMeans
+from lightning_roundpipe.runtime.user_code.own_means import Counting, OwnCounts, OwnMeans
 from lightning_roundpipe.runtime.user_code.untraced import leave_untraced
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
@@ -164,7 +164,7 @@ class UserCodeMode(TorchFunctionMode):
         offloaded: Offloaded | None = None,
         restore: Callable[[Tensor], None] = lambda tensor: None,
         observe: Callable[[FrameType | None], None] | None = None,
-        counted: Counted | None = None,
+        counted: OwnCounts | None = None,
     ) -> None:
         super().__init__()
         leave_untraced(type(self).__torch_function__)

@@ -37,7 +37,7 @@ class Counting:
 
 
 @dataclass(frozen=True)
-class Counted:
+class OwnCounts:
     """What training_step counts itself.
 
     Attributes:
