@@ -27,15 +27,14 @@ WORKSPACE = 4 * 1024
 """cuBLAS's for a microbatch's thread, see `fake_cuda`: planned, and not played here."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lora", "plan", "options"),
     [
         ("llama", False, harness.halves(LLAMA, 4), {}),
         pytest.param("llama", True, harness.halves(LLAMA, 4), {}, marks=pytest.mark.slow),
         pytest.param("gpt2", False, harness.halves(7, 4), {}, marks=pytest.mark.slow),
-        ("mlp", False, harness.single(6, 4), {}),
-        ("llama", False, harness.per_call(LLAMA, 4), {"token_tiles": 8}),
+        pytest.param("mlp", False, harness.single(6, 4), {}, marks=pytest.mark.slow),
+        pytest.param("llama", False, harness.per_call(LLAMA, 4), {"token_tiles": 8}, marks=pytest.mark.slow),
         pytest.param("llama", False, harness.per_call(LLAMA, 4), {}, marks=pytest.mark.slow),
         pytest.param("bert", False, harness.per_call(6, 4), {}, marks=pytest.mark.slow),
         pytest.param("t5", False, harness.per_call(9, 4), {}, marks=pytest.mark.slow),

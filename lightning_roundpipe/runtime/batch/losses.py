@@ -14,7 +14,7 @@ rehearsal shows which (`loss_flow`), or the user has to say.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch.nn.functional as F
@@ -107,12 +107,14 @@ class Counts:
         mixed: whether the loss also depends on layer outputs other than through these.
         latest: the last count; None if there was none.
         lacking: whether there are none, and the loss is zero for that reason.
+        seen: counts of the user's own by where they are found, in order.
     """
 
     def __init__(self) -> None:
         self.of: list[float] = []
         self.mixed = self.lacking = False
         self.latest: float | None = None
+        self.seen: dict[Hashable, list[float]] = {}
         self._nodes: dict[Any, float] = {}
         self._results: list[tuple[Tensor, float]] = []
 
@@ -125,8 +127,15 @@ class Counts:
             self._nodes[result.grad_fn] = count
         self._results.append((result.detach(), count))
 
-    def behind(self, value: Any) -> float | None:
-        """Return the target count of ``value`` if it is such a mean, else None."""
+    def behind(self, value: Any, counted: tuple[Hashable, int] | None = None) -> float | None:
+        """Return the target count of ``value`` if it is such a mean, else None.
+
+        Args:
+            value: what is logged.
+            counted: where its targets were seen to be counted, and which of the counts there are its.
+        """
+        if counted is not None and (found := self.seen.get(counted[0])):
+            return found[counted[1]] if len(found) > counted[1] else None
         for result, count in self._results if isinstance(value, Tensor) else ():
             if value.data_ptr() == result.data_ptr() and value.shape == result.shape:
                 return count

@@ -100,7 +100,7 @@ class Rehearsal(Evaluation):
         self.mode: UserCodeMode = _RehearsalUserCode(engine, about_to_write, self.operations)
         self._mode = self.mode
         self.logs: LogRecorder = _NotedLogs(
-            engine.worker_pool.devices, self.mode.weight_of, engine.learned.counted.of_logs, self.operations
+            engine.worker_pool.devices, self.mode.counts.behind, engine.learned.counted.of_logs, self.operations
         )
         self._order = order
         self._draws, self._cut, self._renew, self._backwards = draws, cut, renew, backwards

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -43,7 +44,7 @@ from lightning_roundpipe.runtime.user_code.graph_cuts import (
 from lightning_roundpipe.runtime.user_code.host_to_device import HostToDeviceCopier
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE, touched_by
 from lightning_roundpipe.runtime.user_code.known_values import KnownValues, waits
-from lightning_roundpipe.runtime.user_code.own_means import Counting, OwnCounts, OwnMeans
+from lightning_roundpipe.runtime.user_code.own_means import OwnCounts, OwnMeans
 from lightning_roundpipe.runtime.user_code.untraced import leave_untraced
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
@@ -168,12 +169,14 @@ class UserCodeMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         leave_untraced(type(self).__torch_function__)
-        self._own_means = OwnMeans(counted.sites, self._number) if counted is not None and counted.sites else None
+        self._number = partial(number_of, aside=aside)
+        self.counts = Counts()
+        sites = counted.sites if counted is not None else frozenset()
+        self._own_means = OwnMeans(sites, self._number, self.counts.seen) if sites else None
         self._counts_loss = counted is not None and counted.of_loss
         self._observe = observe
         self.proxies = Proxies(read)
         self._read = read
-        self.counts = Counts()
         self.sums = Sums()
         self.returning = False
         self._data: list[tuple[nn.Parameter, Tensor, int]] = []
@@ -407,17 +410,6 @@ class UserCodeMode(TorchFunctionMode):
             self.sums.note(result, COUNTED.get(func, ""))
         return result
 
-    def weight_of(self, value: Any, counted: tuple[Counting, int] | None) -> float | None:
-        """Return the weight of a logged value that is a mean over counted targets; None for others.
-
-        Args:
-            value: the value.
-            counted: where its targets were seen to be counted, and which of the counts are its.
-        """
-        if counted is not None and self._own_means is not None:
-            return self._own_means.nth(*counted)
-        return self.counts.behind(value)
-
     def judge(self, loss: Tensor | None, samples: int) -> None:
         """Judge the ``loss`` of the microbatch, which has ``samples`` samples."""
         self.counts.judge(loss)
@@ -432,12 +424,6 @@ class UserCodeMode(TorchFunctionMode):
             return None
         return self._number(self.targets_of(bound))
 
-    def _number(self, count: float | Tensor) -> float:
-        """Return ``count``, for which the host may have to wait."""
-        if not isinstance(count, Tensor) or count.device.type == "cpu":
-            return float(count)
-        return float(self._aside(lambda: float(count)))
-
     def targets_of(self, bound: Mapping[str, Any]) -> float | Tensor:
         """Return the number of targets of a cross entropy with the arguments ``bound``."""
         logits, target = bound["input"], bound["target"]
@@ -451,6 +437,13 @@ class UserCodeMode(TorchFunctionMode):
         # Class weights enter the denominator of a weighted mean, so they enter the count.
         found: Tensor = kept.sum() if weight is None else weight.detach()[target[kept].to(weight.device)].sum()
         return found
+
+
+def number_of(count: float | Tensor, *, aside: Callable[[Callable[[], Any]], Any]) -> float:
+    """Return ``count``, for which the host may have to wait: on a GPU, by way of ``aside``."""
+    if not isinstance(count, Tensor) or count.device.type == "cpu":
+        return float(count)
+    return float(aside(lambda: float(count)))
 
 
 def completed(kwargs: dict[str, Any], frame: FrameType) -> dict[str, Any]:

@@ -12,8 +12,7 @@ the targets of a cross entropy are counted:
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Literal
@@ -57,13 +56,17 @@ class OwnMeans:
     Args:
         countings: where they are.
         read: returns the value of a tensor, which may be on a device.
+        seen: gets the counts that each of them shows, in order.
     """
 
-    def __init__(self, countings: Collection[Counting], read: Callable[[Tensor], float]) -> None:
+    def __init__(
+        self, countings: Collection[Counting], read: Callable[[Tensor], float],
+        seen: MutableMapping[Any, list[float]],
+    ) -> None:  # fmt: skip
         self._how = {(counting.place, counting.called): counting for counting in countings}
         self.called = frozenset(counting.called for counting in countings)
         """Names of the functions to call `count` for."""
-        self._found_at: defaultdict[Counting, list[float]] = defaultdict(list)
+        self._seen = seen
         self._read = read
         self._before: list[tuple[Tensor, Tensor]] = []
         """Counts that are at least something, and what they were before [1]."""
@@ -90,7 +93,7 @@ class OwnMeans:
             return None
         if counting.how == "targets":
             if targets is not None:
-                self._found_at[counting].append(targets)
+                self._seen.setdefault(counting, []).append(targets)
             return None
         if counting.how == "read":
             self._numbers.append(float(result))
@@ -102,13 +105,8 @@ class OwnMeans:
         with torch.no_grad():
             found = self._found(counting.how, first, second, result)
         if found is not None:
-            self._found_at[counting].append(found)
+            self._seen.setdefault(counting, []).append(found)
         return found
-
-    def nth(self, counting: Counting, number: int) -> float | None:
-        """Return a count that ``counting`` has shown, by how many it had shown before; None if it has not."""
-        found = self._found_at[counting]
-        return found[number] if len(found) > number else None
 
     def _found(self, how: How, first: Any, second: Any, result: Tensor) -> float | None:
         if how == "elements":
