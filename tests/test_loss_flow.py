@@ -395,6 +395,34 @@ def test_a_count_that_was_raised_above_one_is_refused() -> None:
         trained(module_of(step), data(), 2, 2)
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_batch_without_targets_is_said(*, own: bool, first: bool) -> None:
+    """Its parts count nothing, so that nothing comes from them: no zeros, which an optimizer would make a step of."""
+
+    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        if own:
+            return masked_mean(of_each(logits, batch), batch["weight"])
+        return F.cross_entropy(logits, batch["y"])
+
+    batches = data()
+    batches[2]["weight"] = torch.zeros(SAMPLES)
+    if not own:
+        batches[2]["y"] = torch.full((SAMPLES,), -100)
+    with pytest.warns(RoundPipeWarning, match="a batch has no targets"):
+        trained(module_of(step), [*reversed(batches)][1:] if first else batches, 2, 2)
+
+
+def test_divisors_that_cancel_are_refused() -> None:
+    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        return (of_each(logits, batch) * batch["weight"]).sum() / batch["weight"].sum()
+
+    batches = data()
+    batches[1]["weight"][4:] *= -batches[1]["weight"][:4].sum() / batches[1]["weight"][4:].sum()
+    with pytest.raises(RoundPipeError, match="divides its loss by numbers that add up to zero"):
+        trained(module_of(step), batches, 2, 2)
+
+
 @pytest.mark.parametrize("name", COUPLED)
 def test_what_the_first_batch_does_not_show(name: str) -> None:
     result = trained(module_of(COUPLED[name]), data(), 2, 2)

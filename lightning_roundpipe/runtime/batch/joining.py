@@ -64,6 +64,12 @@ def join(
     weights = [run.weight for run in runs]
     if not any(weights):
         weights = [float(size) for size in sizes]
+    elif not sum(weights):
+        raise RoundPipeError(
+            f"training_step divides its loss by numbers that add up to zero over the microbatches ({weights}), so the "
+            "loss of the whole batch is no number: set microbatch_scope='model' or num_microbatches=1, which compute "
+            "the loss on the whole batch as it stands."
+        )
     losses = [loss for output in outputs if (loss := loss_of(output)) is not None]
     added = losses if len(losses) == len(outputs) and weighing.adds(runs[0]) else None
     said = gathered([run.logs for run in runs])

@@ -488,6 +488,8 @@ class Step:
         if len(joined.losses) < len(self.runs):
             return joined.output
         self._hint_at_sums()
+        if self.engine.exchange is None and not any(run.weight for run in self.runs):
+            self.engine.hints.of_no_targets()
         self.has_loss = True
         differentiable = any(run.differentiable for run in self.runs)
         gradients = self._gradients()

@@ -136,6 +136,15 @@ class Hints:
             "samples.",
         )
 
+    def of_no_targets(self) -> None:
+        """Warning: no part of a batch has a target, so none counts."""
+        self.warn(
+            "no targets",
+            "a batch has no targets, so that no parameter gets a gradient from it and the optimizer leaves all as they "
+            "are. Plain training has gradients of zeros there, with which weight decay and momentum go on. Leave such "
+            "batches out of the data, or return None from training_step for them.",
+        )
+
     def of_the_scope(self, what: str) -> None:
         """Hint: only the model's calls are cut, as ``what`` differs in parts of the batch."""
         self.say(
