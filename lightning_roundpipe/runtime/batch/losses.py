@@ -100,7 +100,7 @@ def _sums_rows(node: Any, samples: int) -> bool:
 
 
 class Counts:
-    """The target counts of the means of one microbatch: of cross entropies, and of the user's own (`own_means`).
+    """The target counts of the means of one microbatch: of cross entropies, and of the user's own (`target_counts`).
 
     Attributes:
         of: count of each of them that the loss depends on, once judged. One that is only logged is left out.

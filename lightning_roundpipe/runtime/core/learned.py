@@ -12,8 +12,8 @@ from lightning_roundpipe.runtime.memory.host_model import HostModel
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.user_code.module_state import ModuleStateIsolation
 from lightning_roundpipe.runtime.user_code.new_code import NewCode
-from lightning_roundpipe.runtime.user_code.own_means import OwnCounts
 from lightning_roundpipe.runtime.user_code.rng import Randomness
+from lightning_roundpipe.runtime.user_code.target_counts import CountSites
 
 
 class Learned:
@@ -54,7 +54,7 @@ class Learned:
         self.order = CallOrder()
         self.read_by_user_code: frozenset[ParamBucket] = frozenset()
         self.log_rules: dict[Key, str] = {}
-        self.counted = OwnCounts()
+        self.counted = CountSites()
         self.kept_rows: set[str] = set()
         self.new_code = NewCode()
         self.forget()

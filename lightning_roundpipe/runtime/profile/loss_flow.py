@@ -34,7 +34,7 @@ from lightning_roundpipe.runtime.profile.recorded_operations import (
     OperationRecorder,
 )
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
-from lightning_roundpipe.runtime.user_code.own_means import Counting, How
+from lightning_roundpipe.runtime.user_code.target_counts import CountSite, How
 
 _JOINING = {"stack", "cat", "concat", "hstack", "vstack"}
 _ADDING = {"add", "sub", "lerp", "setitem", "copy"} | _JOINING
@@ -89,10 +89,10 @@ class Flow:
     Attributes:
         kind: "fixed" for one that does not; "rows" for one with something of each sample; "picked" for rows whose
             number depends on the values of the batch; "value" for one over the samples; "coupled" for one that parts
-            cannot give; "loose" for one that the part does not compute, as in a loop over samples.
+            cannot give; "unpaired" for one that the part does not compute, as in a loop over samples.
         degree: how it grows with the number of samples: 0 as a mean does, 1 as a sum does; None if unknown.
         divisor: identifies the counts that it is a mean by; None if it is one by samples.
-        countings: how to find these counts; None if that is unknown.
+        sites: how to find these counts; None if that is unknown.
         nth: which of the counts that are found there it is a mean by.
         inverse: whether it is one over such a count.
         is_in_graph: whether the divisions by these counts are in autograd's graph, where weights are looked for.
@@ -102,10 +102,10 @@ class Flow:
         within_model: whether that is in the model.
     """
 
-    kind: Literal["fixed", "rows", "picked", "value", "coupled", "loose"] = "fixed"
+    kind: Literal["fixed", "rows", "picked", "value", "coupled", "unpaired"] = "fixed"
     degree: float | None = 0.0
     divisor: int | None = None
-    countings: frozenset[Counting] | None = frozenset()
+    sites: frozenset[CountSite] | None = frozenset()
     nth: int = 0
     inverse: bool = False
     is_in_graph: bool = True
@@ -126,13 +126,13 @@ class Coupling:
         why: describes it.
         within_model: whether it is in the model, so that cut calls do not help.
         by_counts: whether the loss is a mean by counts that each part finds.
-        countings: how to find these; empty if that is unknown.
+        sites: how to find these; empty if that is unknown.
     """
 
     why: str
     within_model: bool = False
     by_counts: bool = False
-    countings: frozenset[Counting] = frozenset()
+    sites: frozenset[CountSite] = frozenset()
 
     def __str__(self) -> str:
         return f"the loss may differ from the whole batch's, though not on the samples that were compared: {self.why}"
@@ -146,15 +146,15 @@ class LossFlow:
         coupling: what keeps the loss from being a mean or sum of its parts; None if nothing does, or it is unknown.
         rules: the rules by which logged values of parts merge, as far as that is known, by name and number.
         log_counts: where the counts are found that logged values are means by, and which of them, by name and number.
-        countings: all that finding these takes.
-        opaque: names of layers whose own code decides what they show.
+        sites: all that finding these takes.
+        reducing_layers: names of layers whose own code decides what they show.
     """
 
     coupling: Coupling | None = None
     rules: Mapping[Key, str] = field(default_factory=dict)
-    log_counts: Mapping[Key, tuple[Counting, int]] = field(default_factory=dict)
-    countings: frozenset[Counting] = frozenset()
-    opaque: frozenset[str] = frozenset()
+    log_counts: Mapping[Key, tuple[CountSite, int]] = field(default_factory=dict)
+    sites: frozenset[CountSite] = frozenset()
+    reducing_layers: frozenset[str] = frozenset()
 
 
 def flow_of(
@@ -172,19 +172,19 @@ def flow_of(
         return LossFlow()
     flows = _Flows(whole, part, samples, pairs, has_numbers=has_numbers)
     rules: dict[Key, str] = {}
-    log_counts: dict[Key, tuple[Counting, int]] = {}
-    countings: frozenset[Counting] = frozenset()
+    log_counts: dict[Key, tuple[CountSite, int]] = {}
+    sites: frozenset[CountSite] = frozenset()
     its_values = _by_key(part.logged)
     for key, value in _by_key(whole.logged).items():
         flow = flows.of_logged(value, its_values.get(key))
-        counted = flows.countings(flow)
-        shown = [counting for counting in counted if counting.how in _COUNTS]
+        counted = flows.sites(flow)
+        shown = [site for site in counted if site.how in _COUNTS]
         if flow.kind == "value" and len(shown) == 1:
             rules[key], log_counts[key] = BY_ITS_COUNT, (shown[0], flow.nth)
-            countings |= counted
+            sites |= counted
         elif flow.kind == "value" and flow.divisor is None and not flow.counts_targets and flow.degree in (0.0, 1.0):
             rules[key] = "sum" if flow.degree else "mean over samples"
-    return LossFlow(flows.coupling(whole.loss), rules, log_counts, countings, frozenset(flows.opaque))
+    return LossFlow(flows.coupling(whole.loss), rules, log_counts, sites, frozenset(flows.reducing_layers))
 
 
 def _by_key(logged: Sequence[tuple[str, int | float | None]]) -> dict[Key, int | float | None]:
@@ -221,7 +221,7 @@ class _Flows:
     """Follows the samples through all operations.
 
     Attributes:
-        opaque: names of layers that give a value over the samples, so that their own code decides what it is.
+        reducing_layers: names of layers that give a value over the samples, so that their own code decides what it is.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class _Flows:
         self._decided: tuple[Operation, Flow] | None = None
         """The first decision by a value over the batch that layers' outputs are in."""
         self._same = whole.same
-        self.opaque: set[str] = set()
+        self.reducing_layers: set[str] = set()
         self._partner: dict[int, int] = {}
         """Numbers of the part's tensors, by those of the whole's."""
         self._numbers_read: list[tuple[float, float, Operation, Flow]] = []
@@ -246,7 +246,7 @@ class _Flows:
         self._first: dict[int, int] = {}
         """By tensor, the first one that the same operation has given on the same tensors."""
         self._calls = Counter((one.place, one.called) for one in whole.operations)
-        self._counting: Counter[Counting] = Counter()
+        self._seen_sites: Counter[CountSite] = Counter()
         self._made_by: dict[int, Operation] = {}
         self._order = {id(one): i for i, (one, _) in enumerate(pairs)}
         seen: dict[Hashable, int] = {}
@@ -273,8 +273,8 @@ class _Flows:
             return Coupling(flow.why, flow.within_model)
         if flow.divisor is None:
             return None
-        counted = self.countings(flow) if flow.is_in_graph and not flow.counts_targets else frozenset()
-        return Coupling(flow.why, flow.within_model, by_counts=True, countings=counted)
+        counted = self.sites(flow) if flow.is_in_graph and not flow.counts_targets else frozenset()
+        return Coupling(flow.why, flow.within_model, by_counts=True, sites=counted)
 
     def _follows(self, number: int | None, one: Operation) -> bool:
         """Return whether a tensor was computed after ``one``."""
@@ -300,7 +300,7 @@ class _Flows:
 
     def _meet(self, mine: int, its: int) -> None:
         self._partner.setdefault(mine, its)
-        if self._flows.get(mine, _FIXED).kind == "loose":  # the part has computed another one
+        if self._flows.get(mine, _FIXED).kind == "unpaired":  # the part has computed another one
             same = self._whole[mine].shape == self._part[its].shape
             self._flows[mine] = replace(self._flows[mine], kind="value" if same else "rows", degree=None)
 
@@ -312,7 +312,7 @@ class _Flows:
         if one.name == "bool":
             if flow.of_layers and flow.kind in ("value", "coupled") and self._decided is None:
                 self._decided = one, self._coupled(one, "branches on a value over the batch")
-            self._chooses |= not flow.of_layers and flow.kind in ("rows", "picked", "loose")
+            self._chooses |= not flow.of_layers and flow.kind in ("rows", "picked", "unpaired")
         if one.name == "size":
             flow = Flow("value", 1.0)
         if flow.kind != "fixed" and not flow.of_layers:
@@ -330,7 +330,7 @@ class _Flows:
         if one.is_parameter:
             return _FIXED
         if number not in self._partner:
-            return Flow("loose")
+            return Flow("unpaired")
         other = self._part[self._partner[number]]
         if one.shape != other.shape:
             return _ROWS
@@ -356,10 +356,10 @@ class _Flows:
             return Flow("picked", of_layers=of_layers)
         if other is None or number not in self._partner:
             picked = any(flow.kind == "picked" for flow in flows) and one.name not in _PADDING
-            return Flow("picked" if picked else "loose", of_layers=of_layers)
+            return Flow("picked" if picked else "unpaired", of_layers=of_layers)
         if self._chooses and one.name in _JOINING and len(one.given) != len(other.given):
             return Flow("picked", of_layers=of_layers)
-        flows = [replace(flow, kind="rows") if flow.kind == "loose" else flow for flow in flows]
+        flows = [replace(flow, kind="rows") if flow.kind == "unpaired" else flow for flow in flows]
         found = self._result(number, one, other, flows)
         return found if found.kind == "fixed" else replace(found, of_layers=of_layers)
 
@@ -443,7 +443,7 @@ class _Flows:
         if one.is_layer and self._as_values_show(number) == _FIXED:
             return _FIXED  # such as an embedding of positions
         if one.is_layer and self._whole[number].dtype.is_floating_point:
-            self.opaque.add(one.name)
+            self.reducing_layers.add(one.name)
         if one.name in PICKING:
             fixed = self._as_values_show(number) == _FIXED
             return _FIXED if fixed else self._coupled(one, "selects a sample by its position in the batch")
@@ -460,7 +460,7 @@ class _Flows:
         is_mean = one.reduction not in ("", "sum") or one.name in ("mean", "nanmean")
         if one.counts_targets and is_mean:
             shown = self._shown(one, "targets")
-            return replace(value, counts_targets=True, countings=shown, nth=self._nth(shown))
+            return replace(value, counts_targets=True, sites=shown, nth=self._nth(shown))
         if is_mean:
             if one.name == "nanmean":
                 return self._by_counts(value, -1 - number, None, one, _PICKED)
@@ -489,7 +489,7 @@ class _Flows:
             added = [x for x in one.operands if type(x) is float] if name in ("add", "sub") else [0.0]
             is_count = counts and first.divisor is None and not first.counts_targets
             keeps = len(added) == 1 and abs(added[0]) < _NEGLIGIBLE
-            return replace(first, countings=None) if is_count and not keeps else _changed(first)
+            return replace(first, sites=None) if is_count and not keeps else _changed(first)
         if name in _ADDING or name in _PASSING:
             return self._added(one, values)
         if alone and (name == "mul" or (name == "div" and self._operand(one, 0) is first)):
@@ -501,11 +501,11 @@ class _Flows:
             return divided or self._coupled(one, "multiplies or divides two values over the batch")
         if counts:
             if name in _COMPARING:
-                return replace(first, degree=None, countings=None)
+                return replace(first, degree=None, sites=None)
             if name in ("where", "maximum", "max"):
-                return replace(first, countings=None)
+                return replace(first, sites=None)
             if name == "clamp" and alone:
-                return replace(first, countings=None if first.countings else self._shown(one, "at least"))
+                return replace(first, sites=None if first.sites else self._shown(one, "at least"))
             numbers = [pair for pair in zip(one.operands, other.operands, strict=False) if type(pair[0]) is float]
             if alone and name in ("reciprocal", "rtruediv", "div") and all(mine == its for mine, its in numbers):
                 degree = None if first.degree is None else -first.degree
@@ -525,19 +525,19 @@ class _Flows:
             return None
         return self._by_counts(dividend, number, "divisor", one, _DIVIDED, by)
 
-    def _shown(self, one: Operation, how: How | None) -> frozenset[Counting] | None:
+    def _shown(self, one: Operation, how: How | None) -> frozenset[CountSite] | None:
         """Return what ``one`` shows of a count; None if that is unknown."""
         if how is None or one.place is None:
             return None
         if IN_PLACE.fullmatch(one.called) and how == "at least":  # it would be seen when it is raised already
             return None
-        counting = Counting(one.place, one.called, how)
-        self._counting[counting] += 1
-        return frozenset({counting})
+        site = CountSite(one.place, one.called, how)
+        self._seen_sites[site] += 1
+        return frozenset({site})
 
-    def _nth(self, shown: frozenset[Counting] | None) -> int:
+    def _nth(self, shown: frozenset[CountSite] | None) -> int:
         """Return how many counts the place has shown before this one."""
-        return max((self._counting[counting] - 1 for counting in shown or ()), default=0)
+        return max((self._seen_sites[site] - 1 for site in shown or ()), default=0)
 
     def _by_counts(
         self, flow: Flow, divisor: int | None, how: How | None, one: Operation,
@@ -560,19 +560,19 @@ class _Flows:
         else:
             sign = 1.0 if by.inverse else -1.0
             degree = None if flow.degree is None or by.degree is None else flow.degree + sign * by.degree
-        countings, shown = flow.countings, self._shown(one, how)
-        if shown is None or countings is None:
-            countings = None
+        sites, shown = flow.sites, self._shown(one, how)
+        if shown is None or sites is None:
+            sites = None
         elif by is None:
-            countings |= shown
+            sites |= shown
         else:
-            known = by.countings is not None and by.degree == (-1.0 if by.inverse else 1.0)
+            known = by.sites is not None and by.degree == (-1.0 if by.inverse else 1.0)
             is_number = divisor is None or divisor < 0 or self._whole[divisor].shape == ()
-            countings = countings | by.countings | shown if known and is_number and by.countings is not None else None
+            sites = sites | by.sites | shown if known and is_number and by.sites is not None else None
         divisor = None if divisor is None else self._first.get(divisor, divisor)
         is_in_graph = flow.is_in_graph and any(self._whole[x].requires_grad for x in one.made)
         return replace(
-            flow, degree=degree, divisor=divisor, countings=countings, nth=self._nth(shown), is_in_graph=is_in_graph,
+            flow, degree=degree, divisor=divisor, sites=sites, nth=self._nth(shown), is_in_graph=is_in_graph,
             why=_described(one, why), within_model=one.within_model,
         )  # fmt: skip
 
@@ -583,11 +583,11 @@ class _Flows:
         known = [flow for flow in values if flow.degree is not None]
         if len({flow.degree for flow in known}) > 1:
             return self._coupled(one, "adds a sum over the samples and a mean")
-        countings: frozenset[Counting] | None = frozenset()
+        sites: frozenset[CountSite] | None = frozenset()
         for flow in values:
-            countings = None if countings is None or flow.countings is None else countings | flow.countings
+            sites = None if sites is None or flow.sites is None else sites | flow.sites
         counts_targets = any(flow.counts_targets for flow in values)
-        return replace((known or values)[0], countings=countings, counts_targets=counts_targets)
+        return replace((known or values)[0], sites=sites, counts_targets=counts_targets)
 
     def _scaled(self, flow: Flow, one: Operation, other: Operation) -> Flow:
         """Return the flow of a product with, or quotient by, something that is the same for all samples."""
@@ -613,14 +613,14 @@ class _Flows:
             flow = replace(flow, degree=None if flow.degree is None or grows is None else flow.degree + grows)
         return flow
 
-    def countings(self, flow: Flow) -> frozenset[Counting]:
+    def sites(self, flow: Flow) -> frozenset[CountSite]:
         """Return how to find the counts that a value is a mean by; nothing if that is unknown.
 
         A place may call a function several times, for other purposes, too; then it shows nothing.
         """
         is_mean = flow.divisor is not None or flow.counts_targets
-        found = flow.countings if flow.degree == 0.0 and is_mean else None
-        if not found or any(self._calls[c.place, c.called] != self._counting[c] for c in found):
+        found = flow.sites if flow.degree == 0.0 and is_mean else None
+        if not found or any(self._calls[c.place, c.called] != self._seen_sites[c] for c in found):
             return frozenset()
         return found
 
@@ -651,9 +651,9 @@ class _Flows:
     def _by_a_number(self, flow: Flow, reading: Operation, by: Flow, one: Operation) -> Flow:
         """Return the flow of a quotient by a number that user code has read."""
         shown = self._shown(reading, "read") if reading.called not in _MANY else None
-        known = shown is not None and len(reading.answers) == 1 and not by.countings and by.countings is not None
+        known = shown is not None and len(reading.answers) == 1 and not by.sites and by.sites is not None
         number = -1 - self._first.get(reading.given[0], reading.given[0])
-        return self._by_counts(flow, number, "divisor", one, _DIVIDED, replace(by, countings=shown if known else None))
+        return self._by_counts(flow, number, "divisor", one, _DIVIDED, replace(by, sites=shown if known else None))
 
     def _takes_what_was_read(self, one: Operation, other: Operation) -> bool:
         """Return whether a number that was read from all samples is an operand, other than to multiply or divide.
@@ -707,7 +707,7 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
 def _changed(flow: Flow) -> Flow:
     """Return the flow of a count that is no longer that which a place in user code shows."""
     is_count = flow.divisor is None and not flow.counts_targets
-    return replace(flow, countings=None) if is_count and flow.countings else flow
+    return replace(flow, sites=None) if is_count and flow.sites else flow
 
 
 def _described(one: Operation, does: str) -> str:

@@ -61,8 +61,8 @@ from lightning_roundpipe.runtime.user_code.left_behind import (
     SavedAttributes,
     code_of,
 )
-from lightning_roundpipe.runtime.user_code.own_means import OwnCounts
 from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, derive
+from lightning_roundpipe.runtime.user_code.target_counts import CountSites
 
 FEW = 2
 """Samples of a part in a rehearsal; one more in the first of two parts that are unequal."""
@@ -242,8 +242,8 @@ class PartsCheck:
                         if self._near is not None:
                             raise  # as the step has not, on its parts
                         verdict.parts, verdict.raised = Difference("training_step", None, _named(error)), True
-                    if not self._flow.opaque <= self._looked_into:
-                        self._looked_into |= self._flow.opaque
+                    if not self._flow.reducing_layers <= self._looked_into:
+                        self._looked_into |= self._flow.reducing_layers
                         backwards = CustomBackwards(samples, lambda: draws.rows)
                         whole = self._side(whole_batch(), [samples], draws, backwards, models)
                         continue
@@ -282,19 +282,19 @@ class PartsCheck:
     def _counts_more(self) -> bool:
         """Let parts be weighted by the counts by which training_step divides, and return whether that is new."""
         learned, flow = self._engine.learned, self._flow
-        known, more = learned.counted, flow.countings
+        known, more = learned.counted, flow.sites
         of_loss = False
         if flow.coupling is not None and not self._cutter.weighs and self._near is None:
-            more |= flow.coupling.countings
-            of_loss = bool(flow.coupling.countings)
-        learned.counted = OwnCounts(known.sites | more, known.of_loss or of_loss, {**known.of_logs, **flow.log_counts})
+            more |= flow.coupling.sites
+            of_loss = bool(flow.coupling.sites)
+        learned.counted = CountSites(known.sites | more, known.of_loss or of_loss, {**known.of_logs, **flow.log_counts})
         return learned.counted != known
 
     def _are_counted(self, coupling: Coupling) -> bool:
         """Return whether the weights of parts are the counts that the loss is a mean by."""
         if not coupling.by_counts:
             return False
-        known = bool(coupling.countings) and coupling.countings <= self._engine.learned.counted.sites
+        known = bool(coupling.sites) and coupling.sites <= self._engine.learned.counted.sites
         return known or self._cutter.weighs  # the user's are taken to be
 
     def _take(self, rows: list[int]) -> Any:

@@ -44,7 +44,7 @@ from lightning_roundpipe.runtime.user_code.graph_cuts import (
 from lightning_roundpipe.runtime.user_code.host_to_device import HostToDeviceCopier
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE, touched_by
 from lightning_roundpipe.runtime.user_code.known_values import KnownValues, waits
-from lightning_roundpipe.runtime.user_code.own_means import OwnCounts, OwnMeans
+from lightning_roundpipe.runtime.user_code.target_counts import CountSites, TargetCounts
 from lightning_roundpipe.runtime.user_code.untraced import leave_untraced
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
@@ -165,14 +165,14 @@ class UserCodeMode(TorchFunctionMode):
         offloaded: Offloaded | None = None,
         restore: Callable[[Tensor], None] = lambda tensor: None,
         observe: Callable[[FrameType | None], None] | None = None,
-        counted: OwnCounts | None = None,
+        counted: CountSites | None = None,
     ) -> None:
         super().__init__()
         leave_untraced(type(self).__torch_function__)
         self._number = partial(number_of, aside=aside)
         self.counts = Counts()
         sites = counted.sites if counted is not None else frozenset()
-        self._own_means = OwnMeans(sites, self._number, self.counts.seen) if sites else None
+        self._target_counts = TargetCounts(sites, self._number, self.counts.seen) if sites else None
         self._counts_loss = counted is not None and counted.of_loss
         self._observe = observe
         self.proxies = Proxies(read)
@@ -237,7 +237,7 @@ class UserCodeMode(TorchFunctionMode):
                 result = self._loss(func, args, kwargs)
             else:
                 result = self._call(func, name, args, kwargs)
-            own = self._own_means
+            own = self._target_counts
             if own is not None and name in own.called and not self.returning:
                 count = own.count(name, args, kwargs, result, sys._getframe(1), self.counts.latest)
                 if count is not None:

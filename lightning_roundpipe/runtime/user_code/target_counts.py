@@ -27,7 +27,7 @@ How = Literal["divisor", "inverse", "elements", "at least", "read", "targets"]
 
 
 @dataclass(frozen=True)
-class Counting:
+class CountSite:
     """A call of a torch function in user code that shows a count, and how."""
 
     place: Key
@@ -36,7 +36,7 @@ class Counting:
 
 
 @dataclass(frozen=True)
-class OwnCounts:
+class CountSites:
     """What training_step counts itself.
 
     Attributes:
@@ -45,26 +45,25 @@ class OwnCounts:
         of_logs: for logged values that are, where their count is found, and which one, by name and number.
     """
 
-    sites: frozenset[Counting] = frozenset()
+    sites: frozenset[CountSite] = frozenset()
     of_loss: bool = False
-    of_logs: Mapping[tuple[str, int], tuple[Counting, int]] = field(default_factory=dict)
+    of_logs: Mapping[tuple[str, int], tuple[CountSite, int]] = field(default_factory=dict)
 
 
-class OwnMeans:
+class TargetCounts:
     """Finds the counts of one microbatch.
 
     Args:
-        countings: where they are.
+        sites: where they are.
         read: returns the value of a tensor, which may be on a device.
         seen: gets the counts that each of them shows, in order.
     """
 
     def __init__(
-        self, countings: Collection[Counting], read: Callable[[Tensor], float],
-        seen: MutableMapping[Any, list[float]],
+        self, sites: Collection[CountSite], read: Callable[[Tensor], float], seen: MutableMapping[Any, list[float]],
     ) -> None:  # fmt: skip
-        self._how = {(counting.place, counting.called): counting for counting in countings}
-        self.called = frozenset(counting.called for counting in countings)
+        self._sites = {(site.place, site.called): site for site in sites}
+        self.called = frozenset(site.called for site in sites)
         """Names of the functions to call `count` for."""
         self._seen = seen
         self._read = read
@@ -88,24 +87,24 @@ class OwnMeans:
             RoundPipeError: if a count has been raised to another one than that of the whole batch.
         """
         place = place_of(frame)
-        counting = None if place is None else self._how.get((place, name))
-        if counting is None:
+        site = None if place is None else self._sites.get((place, name))
+        if site is None:
             return None
-        if counting.how == "targets":
+        if site.how == "targets":
             if targets is not None:
-                self._seen.setdefault(counting, []).append(targets)
+                self._seen.setdefault(site, []).append(targets)
             return None
-        if counting.how == "read":
+        if site.how == "read":
             self._numbers.append(float(result))
             return None
         first, second = _operands(args, kwargs)
-        if counting.how == "at least":
+        if site.how == "at least":
             self._before.append((result, first))
             return None
         with torch.no_grad():
-            found = self._found(counting.how, first, second, result)
+            found = self._found(site.how, first, second, result)
         if found is not None:
-            self._seen.setdefault(counting, []).append(found)
+            self._seen.setdefault(site, []).append(found)
         return found
 
     def _found(self, how: How, first: Any, second: Any, result: Tensor) -> float | None:
