@@ -225,13 +225,12 @@ class PartsCheck:
             def parts() -> list[Any]:
                 return [self._take(rows[:one]), self._take(rows[one:])]
 
-            with without_dropout(), seeding_noted(draws):
-                if self._asked:
-                    verdict.parts, verdict.raised = self._in_calls(whole_batch, sizes, models, draws, steady=True)
-                    return verdict
-                backwards, known = CustomBackwards(samples, lambda: draws.rows), self._engine.learned.counted
-                whole = self._side(whole_batch(), [samples], draws, backwards, models)
-                counts, settled = False, False
+            def on_whole(*, steady: bool = False) -> Shown:
+                backwards = CustomBackwards(samples, lambda: draws.rows)
+                return self._side(whole_batch(), [samples], draws, backwards, models, steady=steady)
+
+            def compared(whole: Shown) -> Shown:
+                """Compare the parts with it, and return what the whole shows: again, where layers are looked into."""
                 while True:
                     verdict.raised = False
                     try:
@@ -242,22 +241,25 @@ class PartsCheck:
                         if self._near is not None:
                             raise  # as the step has not, on its parts
                         verdict.parts, verdict.raised = Difference("training_step", None, _named(error)), True
-                    if not self._flow.reducing_layers <= self._looked_into:
-                        self._looked_into |= self._flow.reducing_layers
-                        backwards = CustomBackwards(samples, lambda: draws.rows)
-                        whole = self._side(whole_batch(), [samples], draws, backwards, models)
-                        continue
-                    if settled or (counts and verdict.parts is None):
-                        break
-                    if counts:  # what was counted does not help
-                        self._engine.learned.counted, settled = known, True
-                    elif not self._counts_more():
-                        break
-                    counts = True
+                    if self._flow.reducing_layers <= self._looked_into:
+                        return whole
+                    self._looked_into |= self._flow.reducing_layers
+                    whole = on_whole()
+
+            with without_dropout(), seeding_noted(draws):
+                if self._asked:
+                    verdict.parts, verdict.raised = self._in_calls(whole_batch, sizes, models, draws, steady=True)
+                    return verdict
+                learned = self._engine.learned
+                whole, known = compared(on_whole()), learned.counted
+                if self._counts_more():
+                    whole = compared(whole)
+                    if verdict.parts is not None:  # what was counted does not help
+                        learned.counted = known
+                        whole = compared(whole)
                 gathers = verdict.parts is not None and self._layers_gather(whole)
                 if gathers:
-                    backwards = CustomBackwards(samples, lambda: draws.rows)
-                    whole = self._side(whole_batch(), [samples], draws, backwards, models, steady=True)
+                    whole = on_whole(steady=True)
                     found = self._in_parts(whole, whole_batch, parts, sizes, draws, verdict, models, steady=True)
                     verdict.parts, verdict.announced = found or verdict.parts, found is None
                 if not verdict.raised:
