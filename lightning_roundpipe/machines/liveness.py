@@ -226,18 +226,17 @@ class Liveness:
         seen.update({other: (0, time.monotonic()) for other in self._others})
         while not self._over.is_set():
             (beats, answered), now = self._beats, time.monotonic()
-            if now - answered > self._timeout / 2:  # [2]
-                self._fail(
-                    f"{self._keeper()} has not answered for {now - answered:.0f} seconds: it has died, hangs, or its "
-                    "network is down (machine_timeout says how long to wait)."
-                )
+            silent = {self._keeper(): now - answered}
             for other, beat in beats.items():
                 if beat["n"] != seen[other][0] or beat["run"] < self._run:
                     seen[other] = beat["n"], now
-                elif now - seen[other][1] > self._timeout / 2:  # [2]
+                elif now - answered < 2 * BEAT:  # while the store answers; without it, nobody is heard of
+                    silent[self.name_of(other)] = now - seen[other][1]
+            for who, seconds in silent.items():
+                if seconds > self._timeout / 2:  # [2]
                     self._fail(
-                        f"{self.name_of(other)} has not answered for {now - seen[other][1]:.0f} seconds: it has died, "
-                        "hangs, or its network is down (machine_timeout says how long to wait)."
+                        f"{who} has not answered for {seconds:.0f} seconds: it has died, hangs, or its network is down "
+                        "(machine_timeout says how long to wait)."
                     )
             self._look_for_stuck(beats)
             if self.failure is not None and not self._told and now - self._failed_at > self._timeout / 2:  # [5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -136,6 +137,19 @@ def test_a_store_that_does_not_come_back(rank: int, pair: Any) -> None:
         machines[rank].check()
     machines[rank].fail(ValueError("the same"))
     goes_on.set()
+
+
+def test_the_machine_that_keeps_the_store_falls_silent_with_it(pair: Any) -> None:
+    """Its last message is older than the store's last answer, so its silence is the first that is too long."""
+    board, (first, second), _ = pair(timeout=2.0)
+    until(lambda: second._beats[0])
+    first._over.set()
+    time.sleep(0.1)
+    goes_on = threading.Event()
+    board.set = lambda *_: goes_on.wait(20)
+    until(lambda: second.failure)
+    goes_on.set()
+    assert re.search(r"^machine 0 \(a\), which keeps the job's store, has not answered for", second.failure)
 
 
 def test_a_broken_connection_is_explained_by_what_comes_later(pair: Any) -> None:
