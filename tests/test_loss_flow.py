@@ -137,6 +137,8 @@ PARTS: dict[str, Step] = {
         (of_each(x, b) * b["mask"].float() * b["mask"].int()).sum() * b["mask"].any().bool() / len(x)
     ),
     "logged values": logs,
+    "slices that take all samples": lambda _, x, b: F.cross_entropy(x[: len(x), 0:][:100, ..., 0:5][-8:], b["y"]),
+    "slices of features": lambda _, x, b: (x[..., 1:3] - x[:, None, 2:4][:, 0, -2:]).pow(2).mean(),
     "a mean that is only kept": centres,
     "what is finite": lambda _, x, b: torch.where(torch.isfinite(x.pow(2).mean()), x.pow(2).mean(), torch.zeros(())),
     "as many as there are": lambda _, x, b: x.pow(2).sum() / torch.ones_like(x).sum(),
@@ -220,6 +222,9 @@ COUNTED: dict[str, Step] = {
 }
 """Means by counts of their own, as by the targets that a mask leaves."""
 COUPLED: dict[str, Step] = {
+    "the first few": lambda _, x, b: F.cross_entropy(x[:6], b["y"][:6]),
+    "the last few": lambda _, x, b: entropy(_, x, b) + x[-5:, 1:].pow(2).mean(),
+    "all but one": lambda _, x, b: (x[..., 1:, 2:4] - 1).pow(2).mean(),
     "two means": lambda _, x, b: (of_each(x, b) * b["weight"]).mean() / b["weight"].mean(),
     "at least one, in place": lambda _, x, b: (of_each(x, b) * b["weight"]).sum() / b["weight"].sum().clamp_(min=1),
     "one more": lambda _, x, b: (of_each(x, b) * b["weight"]).sum() / (b["weight"].sum() + 1),
@@ -411,6 +416,18 @@ def test_a_batch_without_targets_is_said(*, own: bool, first: bool) -> None:
         batches[2]["y"] = torch.full((SAMPLES,), -100)
     with pytest.warns(RoundPipeWarning, match="a batch has no targets"):
         trained(module_of(step), [*reversed(batches)][1:] if first else batches, 2, 2)
+
+
+@pytest.mark.parametrize("how", ["divisor", "inverse"])
+def test_a_sum_of_all_over_a_count_of_none_is_refused(how: str) -> None:
+    """As detection losses do: the sum over all anchors, divided by the number of positives."""
+
+    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        total, count = of_each(logits, batch).sum(), batch["weight"].sum()
+        return total / count if how == "divisor" else total * (1 / count)
+
+    with pytest.raises(RoundPipeError, match="divides by a count of 0 what it has summed up nevertheless"):
+        trained(module_of(step), data(), 2, 2)
 
 
 def test_divisors_that_cancel_are_refused() -> None:

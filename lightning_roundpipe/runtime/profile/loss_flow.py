@@ -158,13 +158,13 @@ class LossFlow:
 
 
 def flow_of(
-    whole: OperationRecorder, part: OperationRecorder, samples: tuple[int, int], *, has_numbers: bool = False
-) -> LossFlow:  # fmt: skip
+    whole: OperationRecorder, part: OperationRecorder, samples: tuple[int, int, int], *, has_numbers: bool = False
+) -> LossFlow:
     """Return what the operations of a rehearsal show.
 
     Args:
         whole, part: the operations on the whole and on a part.
-        samples: number of samples of each.
+        samples: number of samples of each, and of the batch that they are taken from.
         has_numbers: whether the batch has numbers of Python's in it.
     """
     pairs = _aligned(whole.operations, part.operations)
@@ -225,11 +225,11 @@ class _Flows:
     """
 
     def __init__(
-        self, whole: OperationRecorder, part: OperationRecorder, samples: tuple[int, int], pairs: Pairs, *,
+        self, whole: OperationRecorder, part: OperationRecorder, samples: tuple[int, int, int], pairs: Pairs, *,
         has_numbers: bool,
     ) -> None:  # fmt: skip
         self._whole, self._part = whole.tensors, part.tensors
-        self._ratio = samples[0] / samples[1]
+        self._ratio, self._samples = samples[0] / samples[1], samples[2]
         self._decided: tuple[Operation, Flow] | None = None
         """The first decision by a value over the batch that layers' outputs are in."""
         self._same = whole.same
@@ -413,6 +413,7 @@ class _Flows:
         as_samples = flows[0].kind == "rows" and math.isclose(grows[0], self._ratio)
         picks = as_samples and one.name in PICKING and not one.restores
         moves = one.moves or (picks and not self._keeps_samples(one.given[0], number))
+        moves |= as_samples and not one.restores and self._bounds_samples(one, other)
         if floats and moves:
             return self._coupled(one, "selects samples by their position in the batch")
         found = self._product(one, rows)
@@ -672,6 +673,11 @@ class _Flows:
             return 1.0
         one, other = math.prod(self._whole[number].shape), math.prod(self._part[self._partner[number]].shape)
         return one / other if other else 1.0
+
+    def _bounds_samples(self, one: Operation, other: Operation) -> bool:
+        """Return whether an index takes no more than so many samples, or leaves so many out, whatever the batch has."""
+        both = {*one.ends} & {*other.ends}
+        return any(abs(bound) < self._samples and self._are_samples(one.given[0], dim) for dim, bound in both)
 
     def _keeps_samples(self, given: int, made: int) -> bool:
         """Return whether a result has as many samples, in the same dimension, as what it is taken from."""

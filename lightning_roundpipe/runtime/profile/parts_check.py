@@ -50,6 +50,7 @@ from lightning_roundpipe.runtime.profile.rehearsal import (
     seeding_noted,
     without_dropout,
 )
+from lightning_roundpipe.runtime.profile.unlike_samples import unlike_parts
 from lightning_roundpipe.runtime.profile.verdict import Difference, Verdict, in_both
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, ModelInterceptor, intercepted
 from lightning_roundpipe.runtime.user_code.left_behind import (
@@ -150,6 +151,8 @@ class PartsCheck:
             conclusive = not (verdict.why_not or verdict.raised or verdict.lopsided)
             if conclusive and not differs and verdict.keeps and rows[-1] != rows[0] and len(rows) - one > 1:
                 verdict = self._with_one_in_both(rows, one, models, verdict)
+            if conclusive and not differs and self._near is None:
+                verdict = self._with_unlike_samples(rows, one, models, verdict)
             if differs or (conclusive and not self._engine.learned.new_code.is_awaited):
                 return verdict
             if found is None or conclusive or found.why_not or (found.raised and not verdict.why_not):
@@ -169,7 +172,22 @@ class PartsCheck:
         User code may keep something for each class or user, which parts differ in only where one comes in both. It is
         not the only comparison, as parts may have equal numbers of targets for it.
         """
-        other = self._rehearse([*rows[:-1], rows[0]], one, models)
+        return self._with_others([*rows[:-1], rows[0]], one, models, verdict)
+
+    def _with_unlike_samples(
+        self, rows: list[int], one: int, models: Sequence[ModelInterceptor], verdict: Verdict
+    ) -> Verdict:  # fmt: skip
+        """Rehearse once more on samples that are less alike than those that were compared, if the batch has any."""
+        for others, first in unlike_parts(self._batch, sum(self._sizes), rows, one):
+            if verdict.parts is None and verdict.coupling is None:
+                verdict = self._with_others(others, first, models, verdict)
+        return verdict
+
+    def _with_others(
+        self, rows: list[int], one: int, models: Sequence[ModelInterceptor], verdict: Verdict
+    ) -> Verdict:  # fmt: skip
+        """Rehearse on ``rows`` and return what this and ``verdict`` have shown together."""
+        other = self._rehearse(rows, one, models)
         if self._lost is not None:
             raise self._lost
         if other.why_not or other.raised or other.lopsided:
@@ -321,7 +339,7 @@ class PartsCheck:
             shown = side(parts(), sizes)
         finally:
             if operations:
-                samples = sum(sizes), sizes[0]
+                samples = sum(sizes), sizes[0], sum(self._sizes)
                 self._flow = flow_of(whole.operations, operations[0], samples, has_numbers=self._has_numbers)
                 verdict.coupling = self._flow.coupling
         verdict.lopsided, verdict.spread = 0.0 in shown.weights, shown.spread

@@ -113,6 +113,7 @@ class Operation:
         counts_targets: whether a loss function counts its targets.
         picks: whether the values of its arguments say how many elements it takes.
         bounds: the whole numbers in an index.
+        ends: the dimensions that an index slices, counted from the last, with the whole numbers that bound the slice.
         moves: whether an index gives samples other places.
         restores: whether a library calls it that puts samples back to their places.
         along: the dimensions along which it joins elements, counted from the last.
@@ -135,6 +136,7 @@ class Operation:
     counts_targets: bool = False
     picks: bool = False
     bounds: list[int] = field(default_factory=list)
+    ends: list[tuple[int, int]] = field(default_factory=list)
     moves: bool = False
     restores: bool = False
     along: tuple[int, ...] = ()
@@ -239,6 +241,7 @@ class OperationRecorder:
             indices = {self._numbers.get(x) for x in given[1:]}
             operation.picks |= bool(indices & (self._made_by_python | self._picked))
             operation.bounds = _bounds(index)
+            operation.ends = _ends_by_dimension(index, given[0].dim())
             operation.picks |= any(isinstance(x, Tensor) for x in _ends(index))
             operation.moves = not operation.restores and _moves(args[0], index)
         operation.picks |= name in _SELECTING or (name == "where" and len(given) == 1)
@@ -353,6 +356,22 @@ def _bounds(index: Any) -> list[int]:
     """Return the whole numbers in an index."""
     items = [x for x in (index if isinstance(index, tuple) else (index,)) if type(x) is int]
     return items + [x for x in _ends(index) if type(x) is int]
+
+
+def _ends_by_dimension(index: Any, count: int) -> list[tuple[int, int]]:
+    """Return the whole numbers that bound slices, each with its dimension, of ``count``, counted from the last."""
+    items, found = index if isinstance(index, tuple) else (index,), []
+    if any(not isinstance(x, (slice, int, type(None), type(...))) for x in items):
+        return []  # a tensor may index several dimensions
+    dim = -count
+    for item in items:
+        if item is ...:
+            dim = -sum(1 for x in items[items.index(...) + 1 :] if x is not None)
+            continue
+        if isinstance(item, slice):
+            found += [(dim, x) for x in (item.start, item.stop) if type(x) is int and x]
+        dim += item is not None
+    return found
 
 
 def _moves(taken: Tensor, index: Any) -> bool:

@@ -103,6 +103,8 @@ class TargetCounts:
             return None
         with torch.no_grad():
             found = self._found(site.how, first, second, result)
+            if found == 0 and bool(result.isinf().any()):  # nothing over nothing is not a number
+                raise _not_added("divides by a count of 0 what it has summed up nevertheless")
         if found is not None:
             self._seen.setdefault(site, []).append(found)
         return found
@@ -128,15 +130,18 @@ class TargetCounts:
         if count == value:
             return value
         if count or bool(result.any()):
-            raise RoundPipeError(
-                f"a microbatch divides its loss by {value:g}, although the number that it counts is {count:g}, so the "
-                "losses of microbatches do not add up to that of the batch: set microbatch_scope='model' or "
-                "num_microbatches=1, which compute the loss on the whole batch."
-            )
+            raise _not_added(f"divides its loss by {value:g}, although the number that it counts is {count:g}")
         return count
 
     def _value(self, number: Any) -> float:
         return self._read(number) if isinstance(number, Tensor) else float(number)
+
+
+def _not_added(what: str) -> RoundPipeError:
+    return RoundPipeError(
+        f"a microbatch {what}, so the losses of microbatches do not add up to that of the batch: set "
+        "microbatch_scope='model' or num_microbatches=1, which compute the loss on the whole batch."
+    )
 
 
 def _operands(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -1,0 +1,113 @@
+"""What depends on the longest sample of a batch is found although the first few samples are equally long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import assert_same, ours, run
+from test_parts_are_the_whole import Module, batches, cut_by
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.profile.unlike_samples import unlike_parts
+
+LENGTHS = [5, 5, 5, 5, 5, 2, 5, 1]
+Step = Callable[[Any, Tensor, dict[str, Tensor]], Tensor]
+
+
+def data(lengths: list[int]) -> list[dict[str, Tensor]]:
+    found = batches(3)
+    for batch in found:
+        batch["n"] = torch.tensor(lengths)
+        batch["mask"] = torch.arange(5) < batch["n"][:, None]
+    return found
+
+
+def squares(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return logits.pow(2) * batch["mask"]
+
+
+def longest(batch: dict[str, Tensor]) -> int:
+    return int(batch["n"].max())
+
+
+LONGEST: dict[str, Step] = {
+    "divided by it": lambda _, x, b: (squares(x, b).sum(1) / b["n"].max()).mean(),
+    "divided by Python's number": lambda _, x, b: (squares(x, b).sum(1) / max(b["n"].tolist())).mean(),
+    "trimmed": lambda _, x, b: squares(x, b)[:, : longest(b)].mean(),
+    "trimmed by the mask": lambda _, x, b: x[:, b["mask"].any(0)].pow(2).mean(),
+    "any of one kind": lambda _, x, b: squares(x, b).mean() * (1 + b["mask"][:, 4].any()),
+    "the largest class": lambda _, x, b: F.mse_loss(x[:, : longest(b)], F.one_hot(b["n"] - 1).float()),
+}
+
+
+@pytest.mark.parametrize("name", LONGEST)
+@pytest.mark.parametrize("lengths", [LENGTHS, [2, 2, 2, 2, 2, 5, 2, 2]], ids=["a short one", "a long one"])
+def test_the_longest_of_a_batch(name: str, lengths: list[int]) -> None:
+    result = run(ours(num_microbatches=4), Module(LONGEST[name]), data(lengths), devices=2)
+    assert cut_by(result) == "model"
+    assert_same(run("auto", Module(LONGEST[name]), data(lengths)), result)
+
+
+def test_what_the_mask_leaves_needs_no_longest() -> None:
+    def step(module: Any, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        kept = batch["mask"][:, : longest(batch)]
+        return (logits[:, : longest(batch)].pow(2) * kept).sum(1).mean()
+
+    result = run(ours(num_microbatches=4), Module(step), data(LENGTHS), devices=2)
+    assert cut_by(result) == "step"
+    assert_same(run("auto", Module(step), data(LENGTHS)), result)
+
+
+class Trims(nn.Module):
+    """A model that pads to the longest of the samples that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(1, 4), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        h: Tensor = self.first(x[:, : int(n.max()), None]).tanh()
+        return self.last(h.mean(1))
+
+
+def test_a_model_that_trims_is_refused() -> None:
+    def step(module: Any, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(module.trims(batch["x"], batch["n"]) + logits, batch["y"])
+
+    with pytest.raises(RoundPipeError, match="neither does cutting the calls of the model alone.*num_microbatches=1"):
+        run(ours(num_microbatches=4), Module(step, trims=Trims()), data(LENGTHS), devices=2)
+
+
+# ---------------------------------------------------------------------------------------------------- which samples
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (torch.tensor(LENGTHS), [([0, 1, 5, 7], 2)]),
+        ([torch.ones(n) for n in LENGTHS], [([0, 1, 5, 7], 2)]),
+        ({"mask": torch.arange(5) < torch.tensor(LENGTHS)[:, None], "x": torch.rand(8, 3) + 1}, [([0, 1, 5, 7], 2)]),
+        (torch.where(torch.arange(5) < torch.tensor(LENGTHS)[:, None], 3, -100), [([0, 1, 5, 7], 2)]),
+        (torch.full((8,), 3), []),
+        (torch.tensor([1, 2, 3, 4, 5, 6, 7, 8]), []),
+        (torch.rand(8), []),
+        (torch.tensor([[5, 5, 5, 5, 5, 2, 5, 1]]), []),
+        ("text", []),
+    ],
+    ids=["numbers", "a list", "a mask", "targets", "alike", "compared already", "no whole numbers", "not samples", "text"],
+)
+def test_samples_that_are_compared_as_well(batch: Any, expected: Any) -> None:
+    assert unlike_parts(batch, 8, [0, 1, 2, 3], 2) == expected
+
+
+def test_different_sizes_are_compared_apart() -> None:
+    """Two more comparisons at most; one if it serves for both."""
+    n = torch.tensor(LENGTHS)
+    assert unlike_parts((n, 2 * n), 8, [2, 3, 4, 6], 2) == [([0, 1, 5, 7], 2)]
+    many = [torch.ones(8, dtype=torch.long).index_fill(0, torch.tensor([i]), 5) for i in range(8)]
+    assert len(unlike_parts(tuple(many), 8, [0, 0, 0, 0], 2)) == 2
