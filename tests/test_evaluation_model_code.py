@@ -227,6 +227,17 @@ class WritesInALayer(Module):
             return self.last(self.block(hidden, x.amax(1) > 50)) + hidden.sum(1, keepdim=True)  # type: ignore[no-any-return]
 
 
+class MapsOverSamples(Module):
+    """Writes to a layer's outputs within ``torch.vmap``, as masks of `flex_attention` are made in it."""
+
+    class kind(Model):
+        def forward(self, x: Tensor) -> Any:
+            h = self.first(x)
+            before = self.last(h)
+            torch.vmap(lambda row: row.tanh_().mul_(2))(h)
+            return before, self.last(h)
+
+
 class Counts(Module):
     class kind(Model):
         def forward(self, x: Tensor) -> Tensor:
@@ -240,7 +251,8 @@ class Counts(Module):
 
 CODE = [
     InPlace, FillsItsDict, ReplacesInItsDict, AppendsToItsList, Masks, MasksFinitely, TurnsAFlag, TurnsToTraining,
-    AsksForANumber, AsksWhetherEqual, WritesInALayer, ReturnsOneTensorTwice, ReturnsAnObject, Counts, CountsLater,
+    AsksForANumber, AsksWhetherEqual, WritesInALayer, ReturnsOneTensorTwice, ReturnsAnObject, MapsOverSamples, Counts,
+    CountsLater,
 ]  # fmt: skip
 
 

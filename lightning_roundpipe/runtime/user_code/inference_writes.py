@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 IN_PLACE = re.compile(
     r"[a-z].*[^_]_|__(setitem|i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))__"
@@ -62,6 +63,8 @@ def writes_of(storage: torch.UntypedStorage) -> int:
 
 def touched(tensor: Tensor, *, written: bool = False) -> None:
     """Count that ``tensor`` may have been written to, or was if ``written``."""
+    while is_functorch_wrapped_tensor(tensor):  # within vmap, where only the tensor inside has a storage
+        tensor = get_unwrapped(tensor)
     if tensor.is_inference() and tensor.layout is torch.strided:
         storage = tensor.untyped_storage()  # torch keeps this Python object as long as the storage lives
         setattr(storage, _TOUCHED, getattr(storage, _TOUCHED, 0) + 1)
