@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, create_mask
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_roundpipe.runtime.layer_calls import arguments
@@ -81,6 +82,25 @@ def test_objects_that_hold_tensors_are_taken_apart() -> None:
     [(made, empty, last), _] = unflatten([two, shared, one, shared], spec)
     assert made is not value[0][0] and made.a is two and made.b == [shared] and made.c == {"d": one}
     assert type(made.c) is type(empty) is Registry and last is shared
+
+
+def test_a_block_mask_is_taken_apart_with_what_its_function_sees() -> None:
+    """Packed documents' numbers, in a closure of a closure, are tensors of the call like any others."""
+    numbers = torch.arange(12).repeat(2, 1) // 5
+
+    def same(row: Any, head: Any, query: Any, key: Any) -> Any:
+        return numbers[row, query] == numbers[row, key]
+
+    mask = create_block_mask(and_masks(same, lambda row, head, q, k: k <= q), 2, None, 12, 12, "cpu", BLOCK_SIZE=4)
+    leaves, spec = flatten(((mask,), {}))
+    assert sum(leaf is numbers for leaf in leaves) == 1
+    moved = [leaf.clone() if leaf is numbers else leaf for leaf in leaves]
+    ((again,), _) = unflatten(moved, spec)
+    assert type(again) is BlockMask and torch.equal(again.to_dense(), mask.to_dense())
+    expected = create_mask(mask.mask_mod, 2, None, 12, 12, "cpu")
+    numbers.zero_()  # which the other one does not see
+    assert torch.equal(create_mask(again.mask_mod, 2, None, 12, 12, "cpu"), expected)
+    assert flatten(((again,), {}))[1] == spec
 
 
 def test_what_a_layer_may_change_is_found_on_both_sides() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 import types
 from collections import UserDict
 from collections.abc import Iterable, Iterator
@@ -131,6 +132,25 @@ class _Lean:
         return Logits(self.head, hidden, self.steps, self.rows)
 
 
+class _Block:
+    """What a mask of `flex_attention` consists of beside its tensors, of which some are in its function's closures.
+
+    A copy of the object would leave those where user code made them.
+    """
+
+    def __init__(self, kind: Any, context: Any) -> None:
+        self.kind, self.context = kind, context
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Block) and self.kind is other.kind
+
+    def __hash__(self) -> int:
+        return hash(self.kind)
+
+    def of(self, *parts: Any) -> Any:
+        return self.kind._unflatten(parts, self.context)
+
+
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
     torch.sparse_bsr: ("crow_indices", "col_indices"),
@@ -146,11 +166,19 @@ def _is_sparse(value: Any) -> bool:
 def _opened(value: Any) -> _Opened:
     if type(value) is Logits:
         return _Opened(_Lean(value._head, value._steps, value._rows), {"hidden": value._hidden})
+    if _is_block_mask(value):
+        parts, context = value._flatten()
+        return _Opened(_Block(type(value), context), dict(enumerate(parts)))
     return _Sparse.opened(value) if _is_sparse(value) else _Opened(_Shell(value), _contents(value))
 
 
+def _is_block_mask(value: Any) -> bool:
+    flex = sys.modules.get("torch.nn.attention.flex_attention")  # whose import takes long, and which few use
+    return flex is not None and type(value) is flex.BlockMask and hasattr(value, "_flatten")
+
+
 def _close(contents: Any, shell: Any) -> Any:
-    if isinstance(shell, (_Sparse, _Lean)):
+    if isinstance(shell, (_Sparse, _Lean, _Block)):
         (parts,) = contents
         return shell.of(*parts.values())
     fresh = copy.copy(shell.value)
