@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -17,6 +18,8 @@ from lightning_roundpipe.runtime.threads.sync import Cancelled
 _MARK = "roundpipe: "
 _OF_SHAPES = (RuntimeError, ValueError, IndexError)
 """Exceptions of code that gets fewer samples than it expects."""
+_FLEX = "flex_attention.py"
+"""Torch's file of an attention that is made for GPUs: on a CPU it has no backward, and compiles only some lengths."""
 _ELSEWHERE = "tensors to be on the same device"
 """What torch says if the operands of an operation are on several devices."""
 
@@ -95,7 +98,6 @@ def add_note(error: BaseException, place: FaultPlace) -> None:
             f"{_MARK}{_named(place.device)} held {held or 'nothing'}. Set a smaller microbatch_size (or more "
             "num_microbatches), or a smaller memory_budget, so that stages get smaller."
         )
-
     on_gpu = place.device is not None and place.device.torch_device.type != "cpu"
     if on_gpu and _ELSEWHERE in str(error) and "cpu" in str(error):
         error.add_note(
@@ -104,6 +106,17 @@ def add_note(error: BaseException, place: FaultPlace) -> None:
             "backward, TorchScript, another thread) has to move them itself, as in weight.to(x.device), or to be in a "
             "layer. Tensors that a module keeps are buffers: self.register_buffer."
         )
+    if not on_gpu and _passed(error, _FLEX):
+        error.add_note(
+            f"{_MARK}this device is a CPU, for which torch's flex_attention has no backward and compiles only some "
+            "lengths. Make the model with attn_implementation='sdpa'; attend_without_masks(model) of "
+            "lightning_roundpipe.model.fused_attention then does without masks of length x length."
+        )
+
+
+def _passed(error: BaseException, file: str) -> bool:
+    """Return whether the exception came through code of a file of this name."""
+    return any(frame.f_code.co_filename.endswith(file) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 @contextlib.contextmanager

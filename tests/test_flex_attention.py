@@ -1,0 +1,103 @@
+"""Models with ``attn_implementation="flex_attention"``, which torch makes for GPUs: on a CPU it has no backward."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import ours, quiet, trainer_of
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, MistralConfig
+
+LENGTH = 16
+CONFIG = MistralConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+    num_hidden_layers=2, initializer_range=0.3, sliding_window=8,
+)  # fmt: skip
+
+
+class Task(pl.LightningModule):
+    def __init__(self, implementation: str = "flex_attention") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation=implementation)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch, use_cache=False).loss
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("loss", self.model(**batch, use_cache=False).loss)
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.1)
+
+
+def batch(kind: str) -> dict[str, Tensor]:
+    ids = torch.randint(64, (4, LENGTH), generator=torch.Generator().manual_seed(0))
+    given = {"input_ids": ids, "labels": ids}
+    if kind == "packed":
+        given["position_ids"] = (torch.arange(LENGTH) % 10).repeat(4, 1)
+    elif kind == "padded":
+        given["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [12], [9], [14]])).long()
+    return given
+
+
+def remedies_of_training(task: pl.LightningModule, given: Any, microbatches: int) -> list[str]:
+    """Train on a batch; return the notes of the error that name the setting."""
+    trainer = trainer_of(ours(num_microbatches=microbatches), devices=2)
+    with quiet(), pytest.raises(NotImplementedError, match="backward on CPU") as failed:
+        trainer.fit(task, DataLoader([given], batch_size=None))
+    return [n for n in getattr(failed.value, "__notes__", []) if "attn_implementation='sdpa'" in n]
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)[:, None]
+        return x + flex_attention(h, h, h)[:, 0]  # type: ignore[index]
+
+
+class Small(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Attending(), Attending())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_an_error_of_training_on_a_cpu_has_a_remedy(microbatches: int) -> None:
+    assert len(remedies_of_training(Small(), torch.randn(4, LENGTH, 16), microbatches)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["whole", "packed", "padded"])
+def test_of_a_language_model_too(kind: str) -> None:
+    assert len(remedies_of_training(Task(), batch(kind), 2)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles the attention")
+@pytest.mark.parametrize("kind", ["whole", "padded"])
+def test_evaluation_is_that_of_eager_attention(kind: str) -> None:
+    """Not packed: torch 2.13's code for that does not compile on a CPU, in plain evaluation neither."""
+    found = []
+    for implementation in ("eager", "flex_attention"):
+        trainer = trainer_of(ours(num_microbatches=2), devices=2)
+        with quiet():
+            found.append(trainer.validate(Task(implementation), DataLoader([batch(kind)] * 2, batch_size=None)))
+    assert found[1][0]["loss"] == pytest.approx(found[0][0]["loss"], rel=1e-5)
