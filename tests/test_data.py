@@ -138,6 +138,17 @@ def test_settings_that_cannot_be_are_named() -> None:
         PackedText({"a": "b"}, None, 16, 4)
     with pytest.raises(ValueError, match=r"data\.sequence_length=1 "):
         packed(sequence_length=1)
+    for settings in ({"vocab_size": 0}, {"vocab_size": -3}, {"sequences": 0}, {"sequences": -1}, {"batch_size": 0}):
+        [(name, value)] = settings.items()
+        with pytest.raises(ValueError, match=rf"^data\.{name}={value} must be at least 1\.$"):
+            RandomTokens(**({"vocab_size": 50, "sequence_length": 8, "batch_size": 2} | settings))
+    for make in (lambda: RandomTokens(50, 8, 2, num_workers=-1), lambda: packed(num_workers=-1)):
+        with pytest.raises(
+            ValueError, match=r"^data\.num_workers=-1 must be at least 0, which loads in this process\.$"
+        ):
+            make()
+    with pytest.raises(ValueError, match=r"^data\.max_validation_sequences=0 must be at least 1\.$"):
+        packed(max_validation_sequences=0)
     with pytest.raises(ValueError, match=r"data\.sequence_length=5000 is longer than all text for training"):
         packed(sequence_length=5000)
     with pytest.raises(ValueError, match=r"data\.batch_size=1000 is more than there are sequences for training, \d+"):

@@ -46,7 +46,7 @@ class PackedText(LightningDataModule):
                 "data=topics needs the model's tokenizer, and this model has none. Choose a pretrained model "
                 "(model=smollm2) or data=random_tokens."
             )
-        check_sizes(sequence_length, batch_size)
+        check_sizes(sequence_length, batch_size, num_workers, max_validation_sequences=max_validation_sequences)
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.num_workers = num_workers

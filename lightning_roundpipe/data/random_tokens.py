@@ -34,7 +34,7 @@ class RandomTokens(LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        check_sizes(sequence_length, batch_size)
+        check_sizes(sequence_length, batch_size, num_workers, vocab_size=vocab_size, sequences=sequences)
         generator = torch.Generator().manual_seed(seed)
         number = 4 * batch_size if sequences is None else sequences
         self.training = torch.randint(vocab_size, (number, sequence_length), generator=generator)

@@ -13,14 +13,17 @@ from typing_extensions import override
 Batch = dict[str, Tensor]
 
 
-def check_sizes(sequence_length: int, batch_size: int) -> None:
-    """Raise ``ValueError`` for batches without a target."""
+def check_sizes(sequence_length: int, batch_size: int, num_workers: int = 0, **others: int | None) -> None:
+    """Raise ``ValueError`` for batches without a target, and for numbers that cannot be. ``others`` are at least 1."""
     if sequence_length < 2:
         raise ValueError(
             f"data.sequence_length={sequence_length} is too short: the first token of a sequence is not a target."
         )
-    if batch_size < 1:
-        raise ValueError(f"data.batch_size={batch_size} must be at least 1.")
+    for name, value in {"batch_size": batch_size, **others}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"data.{name}={value} must be at least 1.")
+    if num_workers < 0:
+        raise ValueError(f"data.num_workers={num_workers} must be at least 0, which loads in this process.")
 
 
 class Sequences(Dataset[Batch]):

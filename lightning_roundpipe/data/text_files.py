@@ -104,7 +104,7 @@ class TextFiles(LightningDataModule):
         for name, value in (("rows", rows), ("loss_on", loss_on), ("too_long", too_long)):
             if value not in _CHOICES[name]:
                 raise ValueError(f"data.{name}={value!r} must be {' or '.join(map(repr, _CHOICES[name]))}.")
-        check_sizes(sequence_length, batch_size)
+        check_sizes(sequence_length, batch_size, num_workers, max_validation_sequences=max_validation_sequences)
         if validation_path is None and not 0 < validation_fraction < 1:
             raise ValueError(f"data.validation_fraction={validation_fraction!r} must lie between 0 and 1.")
         self.fields = Fields(format, fields)

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lightning_roundpipe.export.gguf_tokenizer import write_tokenizer
 from lightning_roundpipe.export.weights import Weights
+from lightning_roundpipe.model.rope import llama3_factors
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 """GGUF's names of them by ``model_type``."""
@@ -30,6 +31,12 @@ ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_mo
 _TYPES = {"auto": "F16", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "q8_0": "Q8_0"}
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
 """llama.cpp's numbers for files that have most weights in a type."""
+
+_USUAL_ROPE: dict[str, Any] = {
+    "partial_rotary_factor": 1, "attention_factor": None, "beta_fast": 32, "beta_slow": 1, "mscale": None,
+    "mscale_all_dim": None, "truncate": True,
+}  # fmt: skip
+"""Figures of rotary embeddings that a file is not given, and what llama.cpp takes for them."""
 
 _OTHERWISE = "Export safetensors, and convert those with llama.cpp's convert_hf_to_gguf.py"
 
@@ -63,6 +70,9 @@ def check_architecture(config: PretrainedConfig) -> None:
     rope = _rope(config)
     if (way := rope.get("rope_type", "default")) not in ("default", "linear", "yarn", "llama3"):
         raise ValueError(f"format=gguf: a model with rope_type={way!r} is not written. {_OTHERWISE}.")
+    for name, usual in _USUAL_ROPE.items():
+        if rope.get(name) not in (None, usual):
+            raise ValueError(f"format=gguf: a model with {name}={rope[name]!r} is not written. {_OTHERWISE}.")
     if find_spec("gguf") is None:
         raise ImportError("format=gguf needs the package gguf: pip install gguf")
 
@@ -243,17 +253,8 @@ def _paired(weight: Tensor, heads: int) -> Tensor:
 
 
 def _rope_factors(config: PretrainedConfig) -> Any:
-    """Return what each frequency of the rotary embedding is divided by, for Llama 3.1's scaling; None for others.
-
-    llama.cpp reads them as a tensor. The formula is that of Hugging Face's ``_compute_llama3_parameters``.
-    """
+    """Return what each frequency of the rotary embedding is divided by, for Llama 3.1's scaling; None for others."""
     rope = _rope(config)
     if rope.get("rope_type") != "llama3":
         return None
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    base, factor = float(rope["rope_theta"]), float(rope["factor"])
-    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-    trained = float(rope["original_max_position_embeddings"])
-    turns = trained / (2 * math.pi * base ** (np.arange(0, width, 2, dtype=np.float64) / width))
-    smooth = np.clip((turns - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+    return llama3_factors(rope, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

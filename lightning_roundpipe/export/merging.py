@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from lightning_roundpipe.export.quantised import packed_parts
 from lightning_roundpipe.messages import plural
 
 _IN_PEFT = "base_model.model."
@@ -120,13 +121,16 @@ class Adapters:
             setattr(owner, attribute, Parameter(torch.zeros(shape, dtype=torch.float32)))
         at = {name: name.find(_IN_PEFT) for name in trained}
         tensors = {name[at[name] :]: tensor for name, tensor in trained.items() if at[name] >= 0}
+        for name in packed_parts(tensors):  # of the base model, in a checkpoint that has all of it
+            del tensors[name]
         if not tensors:
             raise ValueError(f"{self._where} holds no adapters of PEFT: no weight has {_IN_PEFT!r} in its name.")
         try:
-            if any(
-                ".default" in name for name in tensors
-            ):  # a state dict: files of adapters leave the adapter's name out
-                result = self._model.load_state_dict(tensors, strict=False)
+            if any(".default" in name for name in tensors):
+                # A state dict: files of adapters leave the adapter's name out.
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # the base model's
+                    result = self._model.load_state_dict(tensors, strict=False)
             else:
                 result = set_peft_model_state_dict(self._model, tensors)
         except (RuntimeError, KeyError) as error:

@@ -8,6 +8,7 @@ of eight bits has the scale of each row beside it, as ``SCB``.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -122,6 +123,21 @@ class Dequantised:
 def is_quantised(names: Iterable[str]) -> bool:
     """Return whether tensors of these names are weights that bitsandbytes has quantised."""
     return any(_STATE in name or name.rpartition(".")[2] == _SCALES for name in names)
+
+
+def packed_parts(names: Iterable[str]) -> set[str]:
+    """Return those of ``names`` that are quantised weights, and what is stored beside these."""
+    names = list(names)
+    heads: set[str] = set()
+    found: set[str] = set()
+    for name in names:
+        if (at := name.find(_STATE)) >= 0:
+            heads.add(name[:at])
+        elif name.rpartition(".")[2] == _SCALES:
+            module = name.rpartition(".")[0]
+            found |= {name, f"{module}.weight", f"{module}.{_FORMAT}"}
+    beside = {name for name in names if heads.intersection(itertools.accumulate(name.split("."), "{}.{}".format))}
+    return (found | beside).intersection(names)
 
 
 def method(config: Mapping[str, Any]) -> str | None:

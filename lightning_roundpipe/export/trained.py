@@ -313,7 +313,8 @@ def _state_of(path: Path) -> Mapping[str, Tensor]:
 
 
 def _trained_part(path: Path) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in _state_of(path).items() if "base_model.model." in name}
+    """Return what the adapted model has in a checkpoint. It stays in the file: all of the base model may be in it."""
+    return {name: tensor for name, tensor in _state_of(path).items() if "base_model.model." in name}
 
 
 def _prefix(state: Mapping[str, Tensor], names: Iterable[str], where: str) -> str:

@@ -34,7 +34,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from lightning_roundpipe.messages import first_line, plural
-from lightning_roundpipe.model import quantize
+from lightning_roundpipe.model import gguf_facts, quantize
 from lightning_roundpipe.model.quantize_weight import UnfitModelError
 from lightning_roundpipe.model.rope import stretch
 from lightning_roundpipe.model.weight_files import check_file, from_the_hub, weight_files
@@ -363,12 +363,14 @@ def _from_gguf(path: Path, setting: str, remedy: str, source: str, packing: _Pac
     folder, name = str(path.parent), path.name
     parsing_once = _parsing_once()
     with _reading(path, setting, remedy), parsing_once():
-        config = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
+        gguf_facts.complete(config, path, setting)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
 
     def load() -> PreTrainedModel:
         with _reading(path, setting, remedy), parsing_once():
-            model = _whole_model(folder, gguf_file=name, **_unpacked())
+            model = _whole_model(folder, gguf_file=name, config=config, **_unpacked())
+            gguf_facts.check_biases(model, path, setting)
         _forget_quantisation(model)
         if packing.quantization is not None:
             quantize.quantize(model, packing.quantization, double_quantization=packing.double)

@@ -80,11 +80,11 @@ def stored_quantization(config: PretrainedConfig, setting: str, quantization: st
         ImportError: a package is missing.
     """
     stored: Any = getattr(config, "quantization_config", None)
-    if stored is None:
+    if not stored:
         return None
     stored = stored if isinstance(stored, dict) else stored.to_dict()
     packed = stored.get("load_in_4bit") or stored.get("load_in_8bit")
-    method = "bitsandbytes" if packed else stored.get("quant_method")
+    method = "bitsandbytes" if packed else stored.get("quant_method") or "what config.json does not name"
     if method != "bitsandbytes":
         raise ValueError(
             f"{setting} is quantised with {method}, and only bitsandbytes' formats can be trained: "

@@ -26,7 +26,7 @@ _PIECE = 1 << 19
 
 
 class UnfitModelError(ValueError):
-    """A model whose weights cannot be packed as asked, whatever its files are like."""
+    """A model that cannot be packed or read as asked, although its files are whole."""
 
 
 class BrokenWeightsError(ValueError):

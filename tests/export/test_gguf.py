@@ -16,7 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lightning_roundpipe.export import export, from_run
+from lightning_roundpipe.export.gguf_file import GgufFile
 from lightning_roundpipe.export.gguf_tokenizer import _RULES, write_tokenizer
+from lightning_roundpipe.model.loading import from_folder
 
 gguf: Any = pytest.importorskip("gguf")
 
@@ -195,6 +197,101 @@ def test_rotary_scaling(tmp_path: Path) -> None:
     assert said["qwen2.rope.scaling.original_context_length"] == 64
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+UNREAD: dict[str, tuple[str, dict[str, Any]]] = {
+    "wide heads": ("qwen3", {"head_dim": 32}),
+    "narrow heads": ("qwen3", {"head_dim": 16}),
+    "small experts": ("qwen3_moe", {"moe_intermediate_size": 32, "head_dim": 32, "num_experts": 4}),
+    "wide experts": ("qwen3_moe", {"moe_intermediate_size": 1536, "num_experts": 2}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64, "rope_theta": 5e5}}),
+    "linear": ("qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "yarn": ("qwen3", {"head_dim": 16, "rope_parameters": YARN}),
+}
+"""What transformers does not read of a file, and takes a default for."""
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_read_again_as_it_was(case: str, tmp_path: Path) -> None:
+    """Scaled rotary embeddings were left out without a word, and sizes that differ from defaults made loading fail."""
+    kind, settings = UNREAD[case]
+    experts = {"num_experts_per_tok": 2, "norm_topk_prob": True} if kind == "qwen3_moe" else {}
+    base = make_base(tmp_path / "base", kind, words(GPT2), max_position_embeddings=256, **(settings | experts))
+    trained = from_run(adapted(base, tmp_path / "adapters", target_modules=["q_proj"]), base=str(base))
+    export(trained, tmp_path / "plain", dtype="float32")
+    export(trained, tmp_path / "gguf", format="gguf", dtype="float32")
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    again = from_folder(tmp_path / "gguf", gguf_file="model-F32.gguf")
+    torch.testing.assert_close(logits(again.model), logits(wanted), atol=1e-5, rtol=1e-5)
+    assert again.config.max_position_embeddings == 256
+
+
+def rewritten(base: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, add: Any) -> Path:
+    """A GGUF file of the model in ``base`` to whose figures ``add`` has added some."""
+    facts = GgufFile._add_facts
+    with monkeypatch.context() as patch:
+        patch.setattr(GgufFile, "_add_facts", lambda self, writer: (facts(self, writer), add(writer)))
+        export(from_run(adapted(base, folder / "adapters"), base=str(base)), folder / "gguf", format="gguf")
+    return folder / "gguf"
+
+
+def _factors(name: str, values: list[float]) -> Any:
+    """Adds a tensor that llama.cpp divides frequencies by, which the file begins with."""
+
+    def add(writer: Any) -> None:
+        factors = np.array(values, np.float32)
+        writer.add_tensor_info(name, factors.shape, factors.dtype, factors.nbytes)
+        write = writer.write_ti_data_to_file
+        writer.write_ti_data_to_file = lambda: (write(), writer.write_tensor_data(factors))
+
+    return add
+
+
+def _long(writer: Any) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+
+
+def _fast(writer: Any) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_yarn_beta_fast(16.0)
+
+
+@pytest.mark.parametrize(
+    ("add", "what"),
+    [
+        (_factors("rope_freqs.weight", [1, 1, 2, 3, 4, 5, 6, 7]), r"rope_freqs\.weight"),
+        (_factors("rope_factors_long.weight", [1, 1, 2, 3, 4, 5, 6, 7]), r"rope_factors_long\.weight"),
+        (_long, r"rope\.scaling\.type=longrope"),
+        (_fast, r"rope\.scaling\.type=yarn, .*rope\.scaling\.yarn_beta_fast=16\.0"),
+    ],
+)
+def test_rotary_scalings_that_are_not_read_are_refused(
+    add: Any, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = rewritten(make_base(tmp_path / "base", "llama", words(GPT2)), tmp_path, monkeypatch, add)
+    with pytest.raises(ValueError, match=rf"^model\.folder=.* has a rotary scaling \({what}.*Take the same model as"):
+        from_folder(folder, gguf_file="model-F16.gguf")
+
+
+def test_factors_of_one_scale_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old files of Llama 2 have them."""
+    base = make_base(tmp_path / "base", "llama", words(GPT2))
+    folder = rewritten(base, tmp_path, monkeypatch, _factors("rope_freqs.weight", [1] * 8))
+    assert from_folder(folder, gguf_file="model-F16.gguf").config.rope_parameters["rope_type"] == "default"
+
+
+def test_biases_that_are_not_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model was loaded without them."""
+    monkeypatch.setattr("lightning_roundpipe.export.job.check_architecture", lambda config: None)
+    base = make_base(tmp_path / "base", "llama", words(GPT2), attention_bias=True)
+    folder = rewritten(base, tmp_path, monkeypatch, lambda writer: None)
+    loaded = from_folder(folder, gguf_file="model-F16.gguf")
+    with pytest.raises(ValueError, match=r"^model\.folder=.* has biases, blk\.0\.attn_.*\.bias among them.*Take the"):
+        loaded.model  # noqa: B018
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_tokenizer(rule: str, tmp_path: Path) -> None:
     tokenizer = words(RULES[rule])
@@ -261,6 +358,10 @@ def test_the_tokenizer_of_a_gguf_file_is_kept(tmp_path: Path) -> None:
             "the architecture 'gpt2' are not written, only llama, qwen2",
         ),
         ("llama", {"attention_bias": True}, "attention_bias=True is not written"),
+        ("llama", {"rope_parameters": YARN | {"beta_fast": 16.0}}, r"beta_fast=16\.0 is not written"),
+        ("qwen2", {"rope_parameters": YARN | {"attention_factor": 1.5}}, r"attention_factor=1\.5 is not written"),
+        ("qwen3", {"rope_parameters": YARN | {"truncate": False}}, "truncate=False is not written"),
+        ("llama", {"rope_parameters": HALF}, r"partial_rotary_factor=0\.5 is not written"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not written"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not written"),
         ("qwen3_moe", {"norm_topk_prob": False, "num_experts": 2}, "norm_topk_prob=False is not written"),

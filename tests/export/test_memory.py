@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -25,28 +26,30 @@ import json, sys
 import psutil
 from lightning_roundpipe.callbacks.peak_host_memory import forget_peak, peak_bytes
 from lightning_roundpipe.export import export, from_checkpoint, from_run
+from peft import LoraConfig
 
-folder, shard = sys.argv[1], int(sys.argv[2])
+folder, shard, lora = sys.argv[1], int(sys.argv[2]), LoraConfig(**json.loads(sys.argv[3]))
 base = f"{folder}/base"
 small = from_run(f"{folder}/small_adapters", base=f"{folder}/small_base")
 for format in ("safetensors", "gguf"):  # imports, and what libraries keep
     export(small, f"{folder}/small_{format}", format)
-adapters = from_run(f"{folder}/adapters", base=base)
+adapters = lambda: from_run(f"{folder}/adapters", base=base)
 for name, trained, format in (
     ("merged", adapters, "safetensors"),
     ("gguf", adapters, "gguf"),
-    ("all", from_checkpoint(f"{folder}/all.ckpt", base), "safetensors"),
+    ("all", lambda: from_checkpoint(f"{folder}/all.ckpt", base), "safetensors"),
+    ("script", lambda: from_checkpoint(f"{folder}/script.ckpt", base, lora), "safetensors"),
 ):
     forget_peak()
     before = psutil.Process().memory_info().rss
-    export(trained, f"{folder}/{name}", format, max_shard_size=shard)
+    export(trained(), f"{folder}/{name}", format, max_shard_size=shard)
     print(name, peak_bytes() - before)
 """
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 216 MiB, adapters for it and a checkpoint of all of its weights; and another one of one layer."""
+    """A model of 216 MiB, adapters for it, checkpoints of all weights without and with them; and one of one layer."""
     folder = tmp_path_factory.mktemp("models")
     for name, layers in (("", LAYERS), ("small_", 1)):
         model = from_config("llama", **(SIZES | HEADS | {"num_hidden_layers": layers})).model
@@ -55,6 +58,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
             torch.save({"state_dict": {f"model.{k}": v for k, v in model.state_dict().items()}}, folder / "all.ckpt")
         adapted = get_peft_model(model, LoraConfig(**LORA))
         adapted.save_pretrained(folder / f"{name}adapters", save_embedding_layers=False)
+        if not name:  # as Lightning writes it: with the base model's weights
+            torch.save({"state_dict": {f"net.{k}": v for k, v in adapted.state_dict().items()}}, folder / "script.ckpt")
     return folder
 
 
@@ -62,16 +67,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_peak(models: Path) -> None:
     pytest.importorskip("gguf")
-    command = [sys.executable, "-c", PROGRAM, str(models), str(SHARD)]
+    command = [sys.executable, "-c", PROGRAM, str(models), str(SHARD), json.dumps(LORA)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     size = sum(path.stat().st_size for path in (models / "base").glob("*.safetensors"))
     assert size > 13 * SHARD
     peaks = {name: int(peak) for name, peak in (line.split() for line in done.stdout.splitlines())}
-    assert peaks.keys() == {"merged", "gguf", "all"}
+    assert peaks.keys() == {"merged", "gguf", "all", "script"}
     for name, peak in peaks.items():
         # One file's weights, what is read of another, a layer in fp32 twice, and what the allocator keeps.
         assert peak < 4 * SHARD, f"{name}: {peak / MIB:.0f} MiB"
-    for name in ("merged", "all"):
+    for name in ("merged", "all", "script"):
         assert len(list((models / name).glob("model-*.safetensors"))) > 12
         AutoModelForCausalLM.from_pretrained(models / name)

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_roundpipe import extras
-from lightning_roundpipe.export import export, from_run
+from lightning_roundpipe.export import export, from_checkpoint, from_run
+from lightning_roundpipe.model import quantize
 from lightning_roundpipe.model.loading import from_config
 
 functional: Any = pytest.importorskip("bitsandbytes.functional")
@@ -139,6 +140,32 @@ def test_the_original_weights_instead(tmp_path: Path) -> None:
     export(from_run(tmp_path / "adapters", base=str(tmp_path / "original")), tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+@pytest.mark.parametrize("base", ["16 bits", "packed"])
+def test_a_checkpoint_of_a_script_with_packed_weights(quantization: str, base: str, tmp_path: Path) -> None:
+    """It was refused as one of another base model: packed weights have other sizes."""
+    plain, _ = make_quantised(tmp_path / "made", "nf4")
+    plain = plain.with_name("plain")
+    model = quantize.from_pretrained(plain, quantization, dtype="float32")
+    model.save_pretrained(tmp_path / "packed")
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4, init_lora_weights=False)
+    torch.manual_seed(1)
+    task = torch.nn.ModuleDict({"net": get_peft_model(model, lora)})
+    torch.save({"state_dict": task.state_dict()}, tmp_path / "a.ckpt")
+    named = str(plain if base == "16 bits" else tmp_path / "packed")
+    trained = from_checkpoint(tmp_path / "a.ckpt", named, lora)
+    export(trained, tmp_path / "merged", dtype="float32")
+    task["net"].save_pretrained(tmp_path / "adapters", save_embedding_layers=False)
+    export(from_run(tmp_path / "adapters", base=named), tmp_path / "wanted", dtype="float32")
+    wanted, found = (load_file(tmp_path / name / "model.safetensors") for name in ("wanted", "merged"))
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    if base == "packed" and quantization == "nf4":
+        assert torch.allclose(
+            logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), logits(task["net"]), atol=1e-2
+        )
 
 
 def test_without_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

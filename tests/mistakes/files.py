@@ -12,6 +12,8 @@ import pytest
 import torch
 import zoo
 
+from lightning_roundpipe.export import export, from_checkpoint
+from lightning_roundpipe.export.gguf_file import GgufFile
 from lightning_roundpipe.model.loading import Pretrained, from_config, from_folder, from_name, from_package
 from mistakes.user import Mistake, User
 
@@ -192,6 +194,23 @@ def _one_file(user: User) -> Pretrained:
 def _gguf_as_it_is(user: User) -> Pretrained:
     (user.folder / "a.gguf").write_bytes(b"GGUF")
     return from_folder(user.folder, "a.gguf", dtype="auto")
+
+
+def _gguf_with_another_scaling(user: User) -> Pretrained:
+    gguf: Any = pytest.importorskip("gguf")
+    facts = GgufFile._add_facts
+
+    def of_long_rope(file: Any, writer: Any) -> None:
+        facts(file, writer)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+
+    user.monkeypatch.setattr(GgufFile, "_add_facts", of_long_rope)
+    from_config("llama", **LLAMA).model.save_pretrained(user.folder / "model")
+    task = {f"model.{name}": value for name, value in from_folder(user.folder / "model").model.state_dict().items()}
+    torch.save({"state_dict": task}, user.folder / "a.ckpt")
+    trained = from_checkpoint(user.folder / "a.ckpt", str(user.folder / "model"))
+    export(trained, user.folder / "gguf", format="gguf")
+    return from_folder(user.folder / "gguf", "model-F16.gguf")
 
 
 def _without_configuration(change: Callable[[Path], Any] = _nothing) -> Callable[[Path], Any]:
@@ -417,6 +436,13 @@ MODELS = [
         "model.dtype='…' must be 'float32'",
         "which model.gguf_file='…' becomes",
         (_gguf_as_it_is,),
+    ),
+    Mistake(
+        SECTION,
+        "a GGUF file with a rotary scaling that is not known here",
+        "model.folder='…' has a rotary scaling (…) that is not read from GGUF files",
+        "Take the same model as safetensors",
+        (_gguf_with_another_scaling,),
     ),
     Mistake(
         SECTION,
