@@ -79,7 +79,7 @@ def test_a_model_that_trims_is_refused() -> None:
     def step(module: Any, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(module.trims(batch["x"], batch["n"]) + logits, batch["y"])
 
-    with pytest.raises(RoundPipeError, match="neither does cutting the calls of the model alone.*num_microbatches=1"):
+    with pytest.raises(RoundPipeError, match="neither does cutting the calls of the model alone"):
         run(ours(num_microbatches=4), Module(step, trims=Trims()), data(LENGTHS), devices=2)
 
 
@@ -99,7 +99,7 @@ def test_a_model_that_trims_is_refused() -> None:
         (torch.tensor([[5, 5, 5, 5, 5, 2, 5, 1]]), []),
         ("text", []),
     ],
-    ids=["numbers", "a list", "a mask", "targets", "alike", "compared already", "no whole numbers", "not samples", "text"],
+    ids=["numbers", "list", "mask", "targets", "alike", "compared already", "no whole numbers", "not samples", "text"],
 )
 def test_samples_that_are_compared_as_well(batch: Any, expected: Any) -> None:
     assert unlike_parts(batch, 8, [0, 1, 2, 3], 2) == expected

@@ -67,7 +67,7 @@ def join(
     elif not sum(weights):
         raise RoundPipeError(
             f"training_step divides its loss by numbers that add up to zero over the microbatches ({weights}), so the "
-            "loss of the whole batch is no number: set microbatch_scope='model' or num_microbatches=1, which compute "
+            "loss of the whole batch is not defined: set microbatch_scope='model' or num_microbatches=1, which compute "
             "the loss on the whole batch as it stands."
         )
     losses = [loss for output in outputs if (loss := loss_of(output)) is not None]
