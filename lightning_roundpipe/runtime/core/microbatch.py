@@ -51,6 +51,7 @@ from lightning_roundpipe.runtime.user_code.graph_cuts import GraphCut, driven_ba
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 from lightning_roundpipe.runtime.user_code.module_state import SegmentKey
+from lightning_roundpipe.runtime.user_code.padded_encoders import PaddedCalls
 from lightning_roundpipe.runtime.user_code.rng import Seed
 
 
@@ -61,11 +62,13 @@ class TaskStep(Protocol):
         sizes: number of samples of each microbatch.
         weighing: how much each microbatch counts in the loss of the batch.
         in_parts: whether ``training_step`` runs once for each of several microbatches.
+        padded_calls: compares what microbatches do with padding.
     """
 
     sizes: list[int]
     weighing: Weighing
     in_parts: bool
+    padded_calls: PaddedCalls
 
     @property
     def spec(self) -> StepSpec: ...
@@ -179,6 +182,7 @@ class MicrobatchTask:
             with self._noted():
                 output = function(*args)
                 self._watched.assert_unmodified()
+                self._step.padded_calls.compare(None, self.mode.padded_calls)
                 with torch._C.DisableTorchFunction():
                     self._check_after()
                 loss = loss_of(output)

@@ -45,6 +45,7 @@ from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.threads.sync import CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import Task
 from lightning_roundpipe.runtime.user_code.interception import Inside, current
+from lightning_roundpipe.runtime.user_code.padded_encoders import PaddedCalls
 from lightning_roundpipe.runtime.user_code.thread_state import apply_context
 
 
@@ -75,6 +76,7 @@ class Step:
         seconds: duration from ``started``, once the step is over.
         runs: the microbatches.
         in_parts: whether ``training_step`` runs once for each of several microbatches.
+        padded_calls: compares what microbatches do with padding.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class Step:
         self.retries = so_far(engine.worker_pool.devices)
         """Number of allocation retries of each device before the step."""
         self.runs: list[MicrobatchTask] = []
+        self.padded_calls = PaddedCalls()
         self.gradients: StepGradients | None = None
         """The gradients behind the merged loss; None until that exists."""
         self.has_loss = False

@@ -108,6 +108,7 @@ class PartRun(MicrobatchTask):
             self._surroundings = Surroundings()
             with self._noted():
                 output = function(*args, **kwargs)
+                self._step.padded_calls.compare(self._call.number, self.mode.padded_calls)
                 self._watched.assert_unmodified()
                 with torch._C.DisableTorchFunction():
                     self.activations.restore_all()  # the batch's code holds what the model returns

@@ -22,6 +22,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.thread_owner import behalf, working
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.reporting.hints import PACKED_ROWS
+from lightning_roundpipe.runtime.user_code.padded_encoders import as_plain
 
 
 class CallContext(Protocol):
@@ -205,7 +206,8 @@ def intercepted(
     for interceptor in interceptors:
         interceptor.install(fail)
     try:
-        yield
+        with as_plain():
+            yield
     finally:
         for interceptor in interceptors:
             interceptor.remove()

@@ -148,6 +148,7 @@ class UserCodeMode(TorchFunctionMode):
 
     Attributes:
         returning: whether a backward runs; what it computes is not a loss.
+        padded_calls: of each call of an encoder with a padding mask, what `PaddedCalls` compares.
     """
 
     def __init__(
@@ -179,6 +180,7 @@ class UserCodeMode(TorchFunctionMode):
         self._read = read
         self.sums = Sums()
         self.returning = False
+        self.padded_calls: list[bool | None] = []
         self._data: list[tuple[nn.Parameter, Tensor, int]] = []
         """Per ``.data`` of a master that was read: the master, the data's `witness`, and the version at that time."""
         self._masters = masters
