@@ -7,7 +7,8 @@ result is the same but for rounding:
         it draws, logs, keeps or changes something ── that is put back; [2]
         it does not call the layers that are expected, in their order ── [2]
     whole, examined ── draws, logs, keeps or changes something: never cut ── [2]
-    the 1st, 3rd, 7th, ... call in parts ── the samples of two parts once more, as one part ── [3]
+    the 1st, 3rd, 7th, ... call in parts, and where parts differ in a new way (`compared_parts`)
+        ── the samples of two parts once more, as one part ── [3]
         the outputs differ: never cut
     later calls ── another order of layers, an error, a branch not taken at [3]: whole after all ── [4]
 
@@ -43,6 +44,7 @@ from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten, is_cache, unflatten
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.call_effects import CallEffects
+from lightning_roundpipe.runtime.modes.compared_parts import Numbers, Pairs, numbers_of
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 from lightning_roundpipe.runtime.modes.evaluation_step import (
     Branches,
@@ -59,8 +61,6 @@ KINDS = 64
 """Kinds of calls to know at most: some models are given another number in each call."""
 LOOKS = 3
 """Calls to examine at most while another dimension of an output is as long as the batch."""
-COMPARED = 2
-"""Parts whose samples also run as one."""
 ROUNDING = 1e-3
 """Tolerated difference between whole and parts, relative to the largest value: the rounding of low precision."""
 
@@ -79,6 +79,7 @@ class _CallKind:
         seconds: forward time of each of them, for a sample.
         plans: the stages over them, by the sizes of the microbatches.
         calls: attempts in parts, by a known trace or successful.
+        pairs: chooses the parts of each comparison.
         branches: truth values of tensors that user code branched on in compared parts, with every prefix.
     """
 
@@ -90,13 +91,13 @@ class _CallKind:
     seconds: list[float] = field(default_factory=list)
     plans: dict[tuple[int, ...], ForwardPlan] = field(default_factory=dict)
     calls: int = 0
+    pairs: Pairs = field(default_factory=Pairs)
     branches: Branches = frozenset()
 
-    @property
-    def compares(self) -> bool:
-        """Whether the next attempt is compared with the whole: the first, the third, the seventh and so on."""
+    def compared(self, numbers: Numbers, parts: int) -> tuple[int, ...]:
+        """Return which parts of the next attempt are compared: two in the first, the third, the seventh and so on."""
         number = self.calls + 1
-        return number & (number + 1) == 0
+        return self.pairs.next(numbers, parts) if number & (number + 1) == 0 or self.pairs.is_new(numbers) else ()
 
     def know(self, trace: Trace, seconds: list[float]) -> None:
         self.trace, self.seconds = trace, seconds
@@ -144,14 +145,17 @@ class Parting:
         if known.cut is False or (kind not in self._known and len(self._known) >= KINDS):
             return whole()
         self._known[kind] = known
+        with torch._C.DisableTorchFunction():
+            numbers = numbers_of(leaves, sizes)
         if known.trace is None:
-            output = self._try(known, name, whole)  # [1]
+            output = self._try(known, name, whole, numbers, len(sizes))  # [1]
             if output is None:
                 return self._look(known, whole, samples)  # [2]
         else:
+            compared = known.compared(numbers, len(sizes))
             with torch._C.DisableTorchFunction():
-                effects = CallEffects(self._engine) if known.compares else None
-            output = self._in_parts(known, name, whole)  # [4]
+                effects = CallEffects(self._engine) if compared else None
+            output = self._in_parts(known, name, whole, compared)  # [4]
             with torch._C.DisableTorchFunction():
                 has_effects = effects is not None and effects.found()  # which the examined call did not have
                 if effects is not None and has_effects:
@@ -162,6 +166,7 @@ class Parting:
                 return whole()
         if output.compared:
             self._decide(known, name, True)
+            known.pairs.note(numbers, output.compared)
         self.expected = True
         output.keep_cache()
         return output.whole
@@ -214,8 +219,15 @@ class Parting:
 
     # -- the first call -----------------------------------------------------------------------------------------------
 
-    def _try(self, known: _CallKind, name: str, whole: _Whole) -> _Parted | None:
+    def _try(self, known: _CallKind, name: str, whole: _Whole, numbers: Numbers, parts: int) -> _Parted | None:
         """Make the first call in parts, by the layer calls that are expected.
+
+        Args:
+            known: what is known of its kind.
+            name: the model's name.
+            whole: the call.
+            numbers: what tells its samples apart.
+            parts: how many parts it has.
 
         Returns:
             The output; None if nothing is known yet, or the parts differ from the whole, which decides. What the
@@ -230,14 +242,14 @@ class Parting:
             return None
         known.know(trace_of(layer for layer, _ in expected), [seconds for _, seconds in expected])
         known.home = None
-        output = self._in_parts(known, name, whole)
+        output = self._in_parts(known, name, whole, known.compared(numbers, parts))
         with torch._C.DisableTorchFunction():
             if output is not None and output.clean and not effects.found():
                 if output.agrees:
                     return output
                 self._decide(known, name, False)
             else:
-                known.trace, known.calls, known.branches = None, 0, frozenset()
+                known.trace, known.calls, known.branches, known.pairs = None, 0, frozenset(), Pairs()
             effects.undo()
         return None
 
@@ -302,11 +314,17 @@ class Parting:
 
     # -- in parts -----------------------------------------------------------------------------------------------------
 
-    def _in_parts(self, known: _CallKind, name: str, whole: _Whole) -> _Parted | None:
-        """Return the output; None if the call cannot be made in parts."""
+    def _in_parts(self, known: _CallKind, name: str, whole: _Whole, compared: tuple[int, ...]) -> _Parted | None:
+        """Return the output; None if the call cannot be made in parts.
+
+        Args:
+            known: what is known of calls of this kind.
+            name: the model's name.
+            whole: the call.
+            compared: the parts whose samples also run as one part, which comes last; none if there is no comparison.
+        """
         engine, evaluation, trace = self._engine, whole.evaluation, known.trace
         assert trace is not None
-        compared = COMPARED if known.compares else 0
         known.calls += 1
         evaluation.stop_foreseeing()
         call = EvaluatedCall(name, 0, engine.thread_state())
@@ -317,9 +335,9 @@ class Parting:
                 parts = call.split_with_cache(
                     whole.args, whole.kwargs, self._sizes_of, engine.model.bucket_of, evaluation.locate
                 )
-                sizes, few = list(call.sizes), sum(call.sizes[:compared])
+                sizes, few = list(call.sizes), sum(call.sizes[part] for part in compared)
                 if compared:
-                    parts, sizes = [*parts, self._few(call, whole, evaluation)], [*sizes, few]
+                    parts, sizes = [*parts, self._few(call, whole, compared)], [*sizes, few]
             except (ValueError, RoundPipeError):
                 return None
             step = EvaluationStep(engine, evaluation, trace, self._plan(known, sizes), sizes, known.branches, compared)
@@ -336,9 +354,9 @@ class Parting:
                 agrees = True
                 if compared:
                     alone = call.pop_last(few).merge(known.home, lambda _: None)  # [3]
-                    agrees = _agree(alone, call.beginning(compared).merge(known.home, lambda _: None))
+                    agrees = _agree(alone, call.only(compared).merge(known.home, lambda _: None))
                 merged = call.merge(known.home, lambda _: None)
-                return _Parted(merged, bool(compared), agrees, not call.alike, call.keep_cache)
+                return _Parted(merged, compared, agrees, not call.alike, call.keep_cache)
             except RoundPipeError:
                 return None  # `merge` cannot put the outputs together
             finally:
@@ -356,21 +374,16 @@ class Parting:
         known.know(Trace(calls), [min(times) for times in taken])
         known.home = evaluation.home_of(calls[-1].layer)
 
-    def _few(self, call: EvaluatedCall, whole: _Whole, evaluation: Evaluation) -> tuple[Any, Any]:
+    def _few(self, call: EvaluatedCall, whole: _Whole, compared: tuple[int, ...]) -> tuple[Any, Any]:
         """Return the arguments of the call with the samples of the compared parts alone, as one part."""
-        samples = sum(call.sizes[:COMPARED])
-        sizes = [samples, sum(call.sizes) - samples] if len(call.sizes) > COMPARED else [samples]
-        alone = EvaluatedCall(call.name, 0, call.thread_state)
-        masters = self._engine.model.bucket_of
         leaves, spec = flatten((whole.args, whole.kwargs))
-        args, kwargs = without_caches(leaves, spec)
-        part = alone.split(args, kwargs, lambda _: sizes, masters, evaluation.locate)[0]
+        part = call.part_of_parts(*without_caches(leaves, spec), compared, self._engine.model.bucket_of)
         if call.cache is None:
             return part
         caches = parts_of(call.cache, call.sizes)
         assert caches is not None, "the call was cut"
         self._settle()
-        cache = joined(caches[:COMPARED], call.sizes[:COMPARED])
+        cache = joined([caches[index] for index in compared], [call.sizes[index] for index in compared])
         filled = [cache if is_cache(old) else new for old, new in zip(leaves, flatten(part)[0], strict=True)]
         args, kwargs = unflatten(filled, spec)
         return args, kwargs
@@ -405,14 +418,14 @@ class _Parted:
 
     Attributes:
         whole: that of all samples.
-        compared: whether some parts were compared with their samples as one part.
+        compared: the parts that were compared with their samples as one part, if any.
         agrees: whether these gave the same; True if nothing was compared.
         clean: whether every output has a row for each sample or is a known loss.
         keep_cache: lets the cache that the call was given stand for those of the parts.
     """
 
     whole: Any
-    compared: bool
+    compared: tuple[int, ...]
     agrees: bool
     clean: bool
     keep_cache: Callable[[], None]

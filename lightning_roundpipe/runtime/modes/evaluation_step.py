@@ -21,7 +21,9 @@ from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.planning.forward_plan import ForwardPlan
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.known_losses import Weight, combined_losses
+from lightning_roundpipe.runtime.batch.samples import listed_samples
 from lightning_roundpipe.runtime.core.call import Call, Forward
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
@@ -64,9 +66,8 @@ class EvaluationStep(ModelStep):
         plan: the stages over them.
         sizes: number of samples of each part.
         branches: the branches that parts may take.
-        compared: parts, the first ones, whose outputs are compared afterwards: these may take any branch, and the
-            others any that one of these takes. If there are some, one more part comes last, with the samples of all
-            of these.
+        compared: the parts whose outputs are compared afterwards: these may take any branch, and the others any that
+            one of these takes. If there are some, one more part comes last, with the samples of all of these.
 
     Attributes:
         unsplittable: whether a part failed or did what only a whole call may do; the output is then unusable.
@@ -74,7 +75,7 @@ class EvaluationStep(ModelStep):
 
     def __init__(
         self, engine: EngineContext, evaluation: Evaluation, trace: Trace, plan: ForwardPlan,
-        sizes: list[int], branches: Branches, compared: int,
+        sizes: list[int], branches: Branches, compared: tuple[int, ...],
     ) -> None:  # fmt: skip
         super().__init__(engine, (0,), lambda _: sizes, isolated=False, recorder=evaluation.recorder)
         self.unsplittable = False
@@ -100,16 +101,19 @@ class EvaluationStep(ModelStep):
                 queue.clear()
         self.cancel_scope.raise_error()
         self.branches |= self._taken(self.compared)
-        self.unsplittable |= not self._taken(len(call.sizes)) <= self.branches
+        self.unsplittable |= not self._taken(range(len(call.sizes))) <= self.branches
 
     def give_up(self, *_: Any, **__: Any) -> NoReturn:
         """Mark the call `unsplittable` and leave the part. It stands in for ``log`` and other callbacks."""
         self.unsplittable = True  # the model's code may catch any exception
         raise _Unsplittable
 
-    def _taken(self, parts: int) -> Branches:
-        """Return the branches that the first ``parts`` parts took, with every prefix."""
-        decisions = [run.mode.decisions for run in self._evaluated[:parts]]
+    def samples_of(self, part: int) -> int:
+        return self._part_sizes[part]
+
+    def _taken(self, parts: Sequence[int]) -> Branches:
+        """Return the branches that ``parts`` took, with every prefix."""
+        decisions = [run.mode.decisions for run in self._evaluated if run.index in parts]
         return frozenset(tuple(taken[: i + 1]) for taken in decisions for i in range(len(taken)))
 
     def made(self) -> list[int]:
@@ -174,7 +178,7 @@ class _EvaluationPart(PartRun):
         self.firsts: list[int] = []
         """Of each leaf of the output, the place of the first one that is the same object."""
         self.mode: EvaluationUserCode = EvaluationUserCode(
-            step.engine, step.give_up, self.segments.paused, self._decided
+            step.engine, step.give_up, self.segments.paused, self._decided, step.samples_of(self.index)
         )
 
     def forward(
@@ -273,9 +277,27 @@ class EvaluatedCall(ModelCall[PartRun]):
         if self.cache is not None:
             take_place(self.cache, self.caches, self.sizes, self.settle)
 
-    def beginning(self, parts: int) -> EvaluatedCall:
-        """Return the call of the first ``parts`` parts alone."""
-        return self._of([copy.copy(run) for run in self.runs[:parts]], self.sizes[:parts])  # `merge` takes outputs
+    def part_of_parts(self, args: Any, kwargs: Any, parts: Sequence[int], masters: Collection[int]) -> tuple[Any, Any]:
+        """Return the arguments of the samples of ``parts`` together; see `split`."""
+        ranges = [microbatches.rows_of(self.sizes)[part] for part in parts]
+        samples, listed = sum(self.sizes), listed_samples((args, kwargs)) is not None
+        taken: dict[int, Any] = {}
+
+        def take(value: Any, rows: microbatches.Rows | None) -> Any:
+            if rows is None or id(value) in masters:
+                return value
+            if id(value) not in taken:
+                taken[id(value)] = torch.cat([value[part] for part in ranges])
+            return taken[id(value)]
+
+        rows = [row for part in ranges for row in range(part.start, part.stop)]
+        found: tuple[Any, Any] = microbatches.part_of((args, kwargs), rows, samples, listed, take)
+        return found
+
+    def only(self, parts: Sequence[int]) -> EvaluatedCall:
+        """Return the call of ``parts`` alone."""
+        runs = [copy.copy(self.runs[part]) for part in parts]  # `merge` takes outputs
+        return self._of(runs, [self.sizes[part] for part in parts])
 
     def pop_last(self, size: int) -> EvaluatedCall:
         """Take the last part, of ``size`` samples, out of this call, and return it as a call by itself."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_roundpipe.model.lean_loss import LOSS_ARGUMENTS
 from lightning_roundpipe.runtime.batch.known_losses import KnownLosses
@@ -26,8 +26,10 @@ class EvaluationUserCode(UserCodeMode):
     Args:
         engine: the context of the engine.
         touched: called before user code writes to a master, or reads its ``.data``, through which it may write to it.
+            In a part also before it takes rows by a number that only the whole batch has.
         aside: see `UserCodeMode`.
         decided: called when user code asks for a tensor's truth value or number, with all of them so far.
+        samples: how many samples a part has; 0 if user code runs on the whole batch.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class EvaluationUserCode(UserCodeMode):
         touched: Callable[[], None],
         aside: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
         decided: Callable[[list[Any]], None] = lambda decisions: None,
+        samples: int = 0,
     ) -> None:
         formats = engine.model.formats
         super().__init__(
@@ -48,7 +51,7 @@ class EvaluationUserCode(UserCodeMode):
             aside=aside,
             buffers=engine.model.buffers,
         )
-        self._all, self._touched, self._decided = engine.model.bucket_of, touched, decided
+        self._all, self._touched, self._decided, self._samples = engine.model.bucket_of, touched, decided, samples
         self.decisions: list[Any] = []
         """The truth values and numbers of tensors that user code asked for."""
         self.losses = KnownLosses()
@@ -60,6 +63,8 @@ class EvaluationUserCode(UserCodeMode):
         target = args[0] if args else None
         writes = func == DATA or (IN_PLACE.fullmatch(name) and name != "requires_grad_")
         if writes and isinstance(target, nn.Parameter) and id(target) in self._all:
+            self._touched()
+        if self._samples and name == "__getitem__" and _is_beyond(target, args[1], self._samples):
             self._touched()
         result = super().__torch_function__(func, types, args, kwargs)
         if func in WITH_REDUCTION:
@@ -75,3 +80,12 @@ class EvaluationUserCode(UserCodeMode):
             self.decisions.append(result)
             self._decided(self.decisions)
         return result
+
+
+def _is_beyond(tensor: Any, index: Any, samples: int) -> bool:
+    """Return whether ``index`` begins or ends at a row that a part of so many samples lacks, as in ``h[4:]``."""
+    rows = index[0] if isinstance(index, tuple) and index else index
+    if not isinstance(rows, slice) or not isinstance(tensor, Tensor) or len(tensor) != samples:
+        return False
+    bounds = [bound for bound in (rows.start, rows.stop) if isinstance(bound, int)]
+    return any(abs(bound) > samples for bound in bounds) or rows.start == samples or rows.stop == -samples
