@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from harness import assert_same, assert_tensors_same, loader, ours, quiet, run, trainer_of
 from torch import Tensor, nn
 
+from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.config import RoundPipeError
 
 WIDTH, LONGEST = 16, 6
@@ -160,6 +161,24 @@ def test_whatever_the_encoder_is(options: dict[str, Any]) -> None:
 def test_whatever_the_layers_are(layers: list[str]) -> None:
     """The whole encoder, or nothing of it."""
     assert_predicted_as_plain(made(), layers=layers)
+
+
+COMPILED = {"compile_layers": {"backend": "eager"}}
+
+
+@pytest.mark.slow
+def test_compiled_layers_of_an_encoder() -> None:
+    assert_predicted_as_plain(made(), **COMPILED)
+
+
+def test_a_compiled_encoder_is_said() -> None:
+    """Torch's compiler leaves the fast path out. Nothing is said of an encoder that has none."""
+    strategies = [ours(layers=["TransformerEncoder", "Linear"], **COMPILED) for _ in range(2)]
+    with pytest.warns(RoundPipeWarning, match=r"layer 'encoder' .*enable_nested_tensor=False"):
+        trainer_of(strategies[0]).predict(made(), loader(batches(1)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        trainer_of(strategies[1]).predict(made(enable_nested_tensor=False), loader(batches(1)))
 
 
 @pytest.mark.parametrize("mask_check", [False, True])

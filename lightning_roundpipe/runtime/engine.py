@@ -123,6 +123,8 @@ class Engine:
         self._retries = Retries(devices, self.hints)
         self._report: Callable[[], Report] | None = None
         self.hints.of_cuts(found)
+        if options.compile_layers:
+            self.hints.of_compiled(model.layers)
         dtype, limit = options.reduce_dtype, options.watchdog_timeout
         self.worker_pool = WorkerPool(
             devices, limit, prefetch=bool(options.prefetch), elsewhere=peers.liveness.says if peers is not None else str

@@ -102,6 +102,19 @@ class Hints:
             self.cuts = "; ".join(refined.summary())
             self.say("cuts", f"cut {self.cuts}: two of them with their gradients do not fit on a device.")
 
+    def of_compiled(self, layers: Sequence[HostLayer]) -> None:
+        """Warning: a compiled `nn.TransformerEncoder` pads otherwise in eval mode than one that is not compiled."""
+        for layer in layers:
+            encoders = [m for m in layer.module.modules() if isinstance(m, nn.TransformerEncoder)]
+            if any(getattr(m, "use_nested_tensor", False) and getattr(m, "mask_check", True) for m in encoders):
+                self.warn(
+                    "compiled",
+                    f"layer {layer.name!r} is or has an nn.TransformerEncoder, which is compiled. With a "
+                    "src_key_padding_mask in eval mode, torch then leaves padded positions as they are; without "
+                    "compile_layers they are zero. Make it with enable_nested_tensor=False, which leaves them in both "
+                    "cases, or make its layers the strategy's (layers=['TransformerEncoderLayer', ...]).",
+                )
+
     def of_logs_read(self) -> None:
         """Hint: `training_step` looks for what it has logged, which other microbatches have not logged yet."""
         self.say(
