@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch._inductor.config
 from harness import ours, quiet, trainer_of
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
@@ -20,6 +22,13 @@ CONFIG = MistralConfig(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
     num_hidden_layers=2, initializer_range=0.3, sliding_window=8,
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def compiled_here() -> Iterator[None]:
+    """Not on a pool of threads, which PyTorch keeps until the process ends."""
+    with torch._inductor.config.patch(compile_threads=1):
+        yield
 
 
 class Task(pl.LightningModule):

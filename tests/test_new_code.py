@@ -108,18 +108,17 @@ def test_a_later_logged_value_that_is_no_mean() -> None:
 
 
 def test_what_other_samples_do(verdicts: list[Verdict]) -> None:
-    """Only the last microbatch of the first batch has a target of class 4."""
+    """Only the last microbatch of the first batch has a number of that size."""
 
     def finds(module: Any, logits: Tensor, batch: Batch) -> Tensor:
         loss = entropy(module, logits, batch)
-        if bool((batch["y"] == 4).any()):
+        if bool((batch["x"] > 40).any()):
             loss = loss + logits.std(0).mean()
         return loss
 
     data = data_of(3, 16)
     for batch in data:
-        batch["y"].clamp_(max=3)
-        batch["y"][-1] = 4
+        batch["x"][-1, 0] = 50.0
     result, said = said_by(finds, data, 4)
     assert "std" not in said and "ran for the first time" in said
     assert len(verdicts) == 2

@@ -81,15 +81,25 @@ def _forward(
     self: nn.TransformerEncoder, src: Tensor, mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None,
     is_causal: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    if torch.compiler.is_compiling() or src_key_padding_mask is None or not torch._C._is_torch_function_mode_enabled():
+    if (
+        torch.compiler.is_compiling()
+        or not torch._C._is_torch_function_mode_enabled()
+        or src_key_padding_mask is None
+        or mask is not None
+        or self.layers[0].training
+        or not getattr(self, "use_nested_tensor", False)
+    ):
         return _PLAIN(self, src, mask, src_key_padding_mask, is_causal)
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     padding = None
     if all(type(mode).__module__.startswith(_OURS) for mode in modes):
+        on_host = (
+            src_key_padding_mask.cpu()
+        )  # PyTorch waits for it, too; by way of the modes, other parts run meanwhile
         with contextlib.ExitStack() as stack:
             for _ in modes:
                 stack.enter_context(_pop_mode_temporarily())
-            padding = _padding(self, src, mask, src_key_padding_mask, is_causal)
+            padding = _padding(self, src, on_host)
             padded = bool(padding.any()) if padding is not None else True
         for mode in modes:
             getattr(mode, "padded_calls", []).append(padding is not None if padded else None)
@@ -100,23 +110,21 @@ def _forward(
     return out if self.norm is None else self.norm(out)
 
 
-def _padding(
-    encoder: nn.TransformerEncoder, src: Tensor, mask: Tensor | None, src_key_padding_mask: Tensor,
-    is_causal: bool | None,
-) -> Tensor | None:  # fmt: skip
-    """Return where the call pads a nested tensor; None if it makes none [1]. Without modes, as in plain evaluation."""
+def _padding(encoder: nn.TransformerEncoder, src: Tensor, mask: Tensor) -> Tensor | None:
+    """Return where the call pads a nested tensor; None if it makes none [1]. Without modes, as in plain evaluation.
+
+    Args:
+        encoder: the encoder.
+        src: its input.
+        mask: its ``src_key_padding_mask``, on the host.
+    """
     if type(src) is not Tensor or src.is_nested:
         return None
-    # One feature a token is enough, and the mask may be on the host.
-    tokens = torch.ones(
-        *src.shape[:-1],
-        1,
-        device=src_key_padding_mask.device,
-        requires_grad=src.requires_grad and torch.is_grad_enabled(),
-    )
+    wanted = src.requires_grad and torch.is_grad_enabled()
+    tokens = torch.ones(*src.shape[:-1], 1, requires_grad=wanted)  # one feature a token is enough
     first = _First(encoder.layers[0])
     alone: Any = _StandIn(encoder, layers=[first], norm=None)
-    out = _PLAIN(alone, tokens, mask, src_key_padding_mask, is_causal)
+    out = _PLAIN(alone, tokens, None, mask)
     return out[..., 0] == 0 if first.nested else None
 
 
