@@ -23,6 +23,8 @@ from lightning_roundpipe.runtime.batch.microbatches import rows_of
 Numbers = dict[int, list[tuple[float, float]]]
 """By the place of an argument, the least and the largest number of the samples of each part."""
 
+MOST_ELEMENTS = 1 << 20
+"""Elements of a tensor that is looked at, at most: each evaluated call does so. Images are no lengths."""
 GROWTH = 2
 """How many times as much numbers must differ as in comparisons before to be compared at once."""
 
@@ -80,7 +82,7 @@ def numbers_of(leaves: Sequence[Any], sizes: list[int]) -> Numbers:
 
 def _of_samples(tensor: Tensor) -> list[float] | None:
     plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_nested
-    if not plain or not tensor.dim() or not tensor.numel():
+    if not plain or not tensor.dim() or not 0 < tensor.numel() <= MOST_ELEMENTS:
         return None
     whole = not (tensor.is_floating_point() or tensor.is_complex())
     if whole and (tensor.dim() == 1 or tensor.dtype is torch.bool or bool(((tensor == 0) | (tensor == 1)).all())):

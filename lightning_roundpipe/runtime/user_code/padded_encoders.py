@@ -93,9 +93,8 @@ def _forward(
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     padding = None
     if all(type(mode).__module__.startswith(_OURS) for mode in modes):
-        on_host = (
-            src_key_padding_mask.cpu()
-        )  # PyTorch waits for it, too; by way of the modes, other parts run meanwhile
+        # PyTorch waits for the mask, too. Under the modes, other parts run meanwhile.
+        on_host = src_key_padding_mask.cpu()
         with contextlib.ExitStack() as stack:
             for _ in modes:
                 stack.enter_context(_pop_mode_temporarily())

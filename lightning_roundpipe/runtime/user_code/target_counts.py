@@ -103,7 +103,7 @@ class TargetCounts:
             return None
         with torch.no_grad():
             found = self._found(site.how, first, second, result)
-            if found == 0 and bool(result.isinf().any()):  # nothing over nothing is not a number
+            if found == 0 and self._value(result.isinf().any()):  # nothing over nothing is not a number
                 raise _not_added("divides by a count of 0 what it has summed up nevertheless")
         if found is not None:
             self._seen.setdefault(site, []).append(found)
@@ -129,7 +129,7 @@ class TargetCounts:
             count = 0.0
         if count == value:
             return value
-        if count or bool(result.any()):
+        if count or self._value(result.any()):
             raise _not_added(f"divides its loss by {value:g}, although the number that it counts is {count:g}")
         return count
 
