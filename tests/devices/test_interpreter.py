@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -118,8 +119,10 @@ class TestUnwalkedObjects:
             assert not any(found is kept for found in gc.get_objects())
             made = {"made": [1]}
             with unwalked_objects():
-                assert gc.get_freeze_count() == many
-            assert gc.get_freeze_count() == many
+                assert any(found is made for found in gc.get_objects())
+            # Not equal: other threads of the process may drop objects that they held when the run began.
+            assert many // 2 < gc.get_freeze_count() <= many
+            assert not any(found is kept for found in gc.get_objects())
             assert any(found is made for found in gc.get_objects())
         assert not gc.get_freeze_count()
         assert any(found is kept for found in gc.get_objects())
@@ -138,11 +141,14 @@ class TestUnwalkedObjects:
         assert gone() is None
 
     def test_what_the_user_has_set_aside_stays_there(self) -> None:
+        kept = {"kept": [1]}
         gc.freeze()
-        before = gc.get_freeze_count()
-        with unwalked_objects():
-            assert gc.get_freeze_count() == before
-        assert gc.get_freeze_count() == before
+        made = {"made": [1]}
+        for inside in (unwalked_objects(), nullcontext()):
+            with inside:
+                found = gc.get_objects()
+                assert any(each is made for each in found)
+                assert not any(each is kept for each in found)
 
     def test_nothing_happens_without_a_collector(self) -> None:
         gc.disable()
