@@ -801,8 +801,11 @@ def test_a_later_part_without_what_a_logged_value_is_a_mean_of() -> None:
     data[0]["y"][:] = 4
     data[1]["y"][:] = torch.tensor([4, 1, 2, 4, 1, 1, 1, 1])
     module = Module(logs_a_rare_target, by_hand=True)
+    result = trained(module, data, 2, 2)
+    assert cut_by(result) == "model"
+    assert_same(run("auto", module, data), result)
     with pytest.warns(RoundPipeWarning, match="^roundpipe: the logged 'by hand' is NaN in some microbatches"):
-        trained(module, data, 2, 2)
+        trained(module, data, 2, 2, microbatch_scope="step")
 
 
 def keeps_a_prototype_of_each_class(module: Any, logits: Tensor, batch: Batch) -> Tensor:

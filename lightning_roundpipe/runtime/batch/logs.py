@@ -387,13 +387,15 @@ def gathered(recorders: Sequence[LogRecorder]) -> Said:
     return merged
 
 
-def undecided(said: Said, rules: Mapping[Key, str]) -> list[str]:
-    """Return names of values whose merging rule is `OPEN`, because they were zero so far, and that are non-zero now."""
-    return [
-        key[0]
-        for key, parts in said.items()
-        if rules.get(key) == OPEN and any(bool(torch.as_tensor(p.value).any()) for p in parts)
-    ]
+def undecided(said: Said, rules: Mapping[Key, str]) -> dict[str, int]:
+    """Return values of several microbatches whose merging rule is `OPEN`: the name, and where it is not zero."""
+    found: dict[str, int] = {}
+    for (name, nth), parts in said.items():
+        if len(parts) > 1 and rules.get((name, nth)) == OPEN:
+            for p in parts:
+                if bool(torch.as_tensor(p.value).any()):
+                    found[name] = p.part
+    return found
 
 
 def lost(said: Said, weights: Sequence[float]) -> list[str]:
@@ -427,10 +429,10 @@ def issue(
         given = [p.kwargs.get("batch_size") for p in parts]
         if None not in given:
             kwargs["batch_size"] = sum(given)
-        elif len(parts) < len(sizes):
-            kwargs["batch_size"] = sum(sizes[p.part] for p in parts)  # otherwise Lightning infers it from the batch
         values, rule = [p.value for p in parts], (rules or {}).get((name, nth), USUAL)
         mine = [weights[p.part] if p.weight is None else p.weight for p in parts]
+        if not any(mine):  # whatever it is where nothing is counted
+            mine = [float(sizes[p.part]) for p in parts]
         if rule in RULES and len(values) > 1:
             merged: Any = ruled(rule, values, mine, [sizes[p.part] for p in parts])
         else:
@@ -443,6 +445,8 @@ USUAL = "by what the loss weighs"
 """Rule: merge by ``reduce_fx``, and means by the weights of the loss."""
 BY_ITS_COUNT = "mean by its own count"
 """Rule: merge as a mean by what each part has counted, whatever ``reduce_fx`` says of steps."""
+OF_MEANS = ("exp of the mean", "root of the mean")
+"""Rules of functions of a mean, of which there are others over samples."""
 OPEN = "unknown"
 """Rule: merge as `USUAL`, without knowing that it is right."""
 

@@ -132,14 +132,18 @@ class Counts:
 
         Args:
             value: what is logged.
-            counted: where its targets were seen to be counted, and which of the counts there are its.
+            counted: where its targets were seen to be counted, and which of the counts there are its; a negative
+                number if ``value`` is such a mean itself, or something in its place.
         """
-        if counted is not None and (found := self.seen.get(counted[0])):
-            return found[counted[1]] if len(found) > counted[1] else None
         for result, count in self._results if isinstance(value, Tensor) else ():
             if value.data_ptr() == result.data_ptr() and value.shape == result.shape:
                 return count
-        return None
+        if counted is None:
+            return None
+        found = self.seen.get(counted[0], [0.0])  # where nothing is counted, code may log something in its place
+        if counted[1] < 0:
+            return 0.0
+        return found[counted[1]] if len(found) > counted[1] else None
 
     def judge(self, loss: Tensor | None) -> None:
         """Set the attributes from the graph of ``loss``. Keeps nothing of the graph."""

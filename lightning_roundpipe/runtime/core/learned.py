@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime.batch.log_rules import Fitting
 from lightning_roundpipe.runtime.batch.logs import Key
 from lightning_roundpipe.runtime.core.call import CallProfile
 from lightning_roundpipe.runtime.core.prediction import CallOrder
@@ -38,6 +39,7 @@ class Learned:
         read_by_user_code: buckets that user code reads. The next step waits for them before it takes the user-code
             lock.
         logs_in_backward: whether user code logs in backward.
+        log_fits: what comparisons have shown of logged values.
         log_rules: how logged values of microbatches are merged, where that is not a mean; see `logs.RULES`.
         counted: where training_step divides its loss, and logged values, by counts of its own.
         kept_rows: paths of the attributes that keep something of each sample; a step leaves there what all microbatches
@@ -53,6 +55,7 @@ class Learned:
         self.plans = self.shares = self.logs_in_backward = self.mixes = self.read_between_steps = False
         self.order = CallOrder()
         self.read_by_user_code: frozenset[ParamBucket] = frozenset()
+        self.log_fits: dict[Key, Fitting] = {}
         self.log_rules: dict[Key, str] = {}
         self.counted = CountSites()
         self.kept_rows: set[str] = set()

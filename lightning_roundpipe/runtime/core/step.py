@@ -487,7 +487,9 @@ class Step:
         )  # only calls of the model are cut
         joined = join(module, self.runs, sizes, self.weighing, rules, mixes=mixes)
         if joined.losses and len(self.runs) > 1:
-            self.engine.hints.of_logs(undecided(joined.said, rules), lost(joined.said, joined.weights))
+            unknown = undecided(joined.said, rules)
+            self.engine.learned.new_code.note_values(unknown)
+            self.engine.hints.of_logs([*unknown], lost(joined.said, joined.weights))
         if len(joined.losses) < len(self.runs):
             return joined.output
         self._hint_at_sums()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_roundpipe.runtime.batch.log_rules import Fitting, fitting_of
 from lightning_roundpipe.runtime.batch.logs import RULES, USUAL, Key, Said, ruled
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards
@@ -83,7 +84,7 @@ class Comparison:
         self._tolerance, self._sizes = tolerance, sizes
         self._ignored, self._collected = {*ignored}, collected
         self.found: Difference | None = None
-        self.rules: dict[Key, list[str]] = {}
+        self.rules: dict[Key, Fitting] = {}
         self.kept_rows: set[str] = set()
         self.lost_rows: list[str] = []
         self.open = False
@@ -105,12 +106,12 @@ class Comparison:
         (one, spec), (other, found) = flatten(whole), flatten(parts)
         return bool(spec == found) and len(one) == len(other) and all(map(self._near, one, other))
 
-    def see_logs(self, whole: Shown, parts: Shown, known: Mapping[Key, str] | None = None) -> None:
+    def see_logs(self, whole: Shown, parts: Shown, known: Mapping[Key, Collection[str]] | None = None) -> None:
         """Compare the logged values, in order under each name.
 
         Args:
             whole, parts: the two sides.
-            known: rules that are known from how the values are computed; others are not tried if these fit.
+            known: rules of which each is one, from how the values are computed; others are not tried if these fit.
         """
         one, other = _by_name(whole.logged), _by_name(parts.logged)
         for name in {**one, **other}:
@@ -121,17 +122,19 @@ class Comparison:
                 if isinstance(x, Metric):
                     continue
                 x, y = _number(x), _number(y)
-                fitting = self.rules[name, nth] = [USUAL] if self._alike(x, y) else []
-                fitting += self._rules_for((name, nth), x, parts)
-                if known and known.get((name, nth)) in fitting:
-                    fitting[:] = [known[name, nth]]
-                if not fitting:
+                key = name, nth
+                rules = [USUAL] if self._alike(x, y) else []
+                rules += self._rules_for(key, x, parts)
+                values = [_number(said.value) for said in parts.said.get(key, [])]
+                numbers = [float(v) for v in values if isinstance(v, Tensor) and v.numel() == 1]
+                self.rules[key] = fitting_of(rules, numbers, (known or {}).get(key, ()))
+                if not rules:
                     self.see(f"the logged {name!r}", x, y)
 
     def _rules_for(self, key: Key, whole: Any, parts: Shown) -> list[str]:
         """Return the rules by which the parts' values merge into ``whole``."""
         said = parts.said.get(key, [])
-        if len(said) < 2 or not isinstance(whole, Tensor):
+        if not said or not isinstance(whole, Tensor):
             return []
         values, sizes = [_number(p.value) for p in said], [float(self._sizes[p.part]) for p in said]
         weights = [parts.weights[p.part] if p.weight is None else p.weight for p in said]

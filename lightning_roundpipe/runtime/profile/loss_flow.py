@@ -18,14 +18,14 @@ import difflib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.runtime.batch.logs import BY_ITS_COUNT, Key
+from lightning_roundpipe.runtime.batch.logs import BY_ITS_COUNT, OF_MEANS, Key
 from lightning_roundpipe.runtime.profile.recorded_operations import (
     MADE,
     PICKING,
@@ -59,6 +59,23 @@ _NOT_LINEAR = {
     "linalg_det", "nuclear_norm", "msort", "is_all_true", "is_any_true", "logdet", "slogdet", "cummax", "cummin",
 }  # fmt: skip
 """Operations on rows of which the result on the whole does not follow from those on parts as in a sum or mean."""
+_EXTREMES = {
+    "max": "largest",
+    "amax": "largest",
+    "any": "largest",
+    "min": "smallest",
+    "amin": "smallest",
+    "all": "smallest",
+}
+"""Operations on rows, and the rule by which parts merge into their results."""
+_CASTING = {
+    "to", "type", "float", "double", "half", "bfloat16", "long", "int", "cpu", "cuda", "detach", "clone", "squeeze",
+    "unsqueeze", "reshape", "flatten", "contiguous", "alias",
+}  # fmt: skip
+"""Operations that keep the value of a number."""
+_DISTINCT = {"unique", "unique_consecutive"}
+_UNRULED = "none"
+"""The rule of counts that are compared, and of numbers of distinct values: there is none."""
 _WRITING = {
     "setitem", "index_add", "index_put", "index_copy", "index_fill", "scatter", "scatter_add", "scatter_reduce",
     "masked_scatter", "masked_fill", "copy", "where",
@@ -100,6 +117,7 @@ class Flow:
         of_layers: whether what layers have given is in it.
         why: what couples it, or divides it.
         within_model: whether that is in the model.
+        rule: the rule of `logs.RULES` by which parts merge if this is logged, of what is no mean or sum.
     """
 
     kind: Literal["fixed", "rows", "picked", "value", "coupled", "unpaired"] = "fixed"
@@ -113,6 +131,7 @@ class Flow:
     of_layers: bool = False
     why: str = ""
     within_model: bool = False
+    rule: str = field(default="", compare=False)
 
 
 _FIXED, _ROWS = Flow(), Flow("rows")
@@ -127,15 +146,20 @@ class Coupling:
         within_model: whether it is in the model, so that cut calls do not help.
         by_counts: whether the loss is a mean by counts that each part finds.
         sites: how to find these; empty if that is unknown.
+        log: the name of the logged value, if it is not about the loss.
+        is_guessed: whether comparisons have shown too little of it, and no operation does.
     """
 
     why: str
     within_model: bool = False
     by_counts: bool = False
     sites: frozenset[CountSite] = frozenset()
+    log: str = ""
+    is_guessed: bool = False
 
     def __str__(self) -> str:
-        return f"the loss may differ from the whole batch's, though not on the samples that were compared: {self.why}"
+        what = f"the logged {self.log!r}" if self.log else "the loss"
+        return f"{what} may differ from the whole batch's, though not on the samples that were compared: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -144,47 +168,108 @@ class LossFlow:
 
     Attributes:
         coupling: what keeps the loss from being a mean or sum of its parts; None if nothing does, or it is unknown.
-        rules: the rules by which logged values of parts merge, as far as that is known, by name and number.
-        log_counts: where the counts are found that logged values are means by, and which of them, by name and number.
+        rules: the rules by which logged values of parts may merge, as far as that is known, by name and number.
+        log_counts: where the counts are found that logged values are means by, and which of them, by name and number;
+            see `Counts.behind`.
         sites: all that finding these takes.
+        coupled_logs: what keeps other logged values from following from those of parts, by name and number.
         reducing_layers: names of layers whose own code decides what they show.
     """
 
     coupling: Coupling | None = None
-    rules: Mapping[Key, str] = field(default_factory=dict)
+    rules: Mapping[Key, frozenset[str]] = field(default_factory=dict)
     log_counts: Mapping[Key, tuple[CountSite, int]] = field(default_factory=dict)
     sites: frozenset[CountSite] = frozenset()
+    coupled_logs: Mapping[Key, Coupling] = field(default_factory=dict)
     reducing_layers: frozenset[str] = frozenset()
+
+    def with_logs_of(self, other: LossFlow) -> LossFlow:
+        """Return this with what ``other``, the flow into another part, shows of logged values beside it."""
+        rules = {**other.rules, **self.rules}
+        log_counts = {
+            key: (self if key in self.rules else other).log_counts[key]
+            for key in rules
+            if key in (self if key in self.rules else other).log_counts
+        }
+        coupled = {key: why for key, why in {**other.coupled_logs, **self.coupled_logs}.items() if key not in rules}
+        return replace(self, rules=rules, log_counts=log_counts, sites=self.sites | other.sites, coupled_logs=coupled)
+
+
+def flow_in_parts(
+    whole: OperationRecorder, parts: Sequence[OperationRecorder], sizes: Sequence[int], batch: int, *,
+    has_numbers: bool = False,
+) -> LossFlow:  # fmt: skip
+    """Return what the operations of a rehearsal in parts show.
+
+    The first part shows it of the loss. A logged value may be one of another part only, as behind ``if mask.any()``.
+
+    Args:
+        whole, has_numbers: see `flow_of`.
+        parts: the operations on each part.
+        sizes: number of samples of each part.
+        batch: number of samples of the batch that they are taken from.
+    """
+    found = LossFlow()
+    calls = [Counter((one.place, one.called) for one in run.operations) for run in (whole, *parts)]
+    uneven = frozenset(place for place, count in calls[0].items() if any(part[place] != count > 1 for part in calls))
+    for number, (part, size) in enumerate(zip(parts, sizes, strict=False)):
+        samples = sum(sizes), size, batch
+        if number == 0:
+            found = flow_of(whole, part, samples, has_numbers=has_numbers, uneven=uneven)
+        elif not found.rules.keys() >= _by_key(whole.logged).keys():
+            found = found.with_logs_of(flow_of(whole, part, samples, has_numbers=has_numbers, uneven=uneven))
+    return found
 
 
 def flow_of(
-    whole: OperationRecorder, part: OperationRecorder, samples: tuple[int, int, int], *, has_numbers: bool = False
-) -> LossFlow:
+    whole: OperationRecorder, part: OperationRecorder, samples: tuple[int, int, int], *, has_numbers: bool = False,
+    uneven: Collection[tuple[Hashable, str]] = (),
+) -> LossFlow:  # fmt: skip
     """Return what the operations of a rehearsal show.
 
     Args:
         whole, part: the operations on the whole and on a part.
         samples: number of samples of each, and of the batch that they are taken from.
         has_numbers: whether the batch has numbers of Python's in it.
+        uneven: places, and what they call several times, as often as the samples say.
     """
     pairs = _aligned(whole.operations, part.operations)
     if pairs is None or not (whole.is_complete and part.is_complete):
         return LossFlow()
     flows = _Flows(whole, part, samples, pairs, has_numbers=has_numbers)
-    rules: dict[Key, str] = {}
+    rules: dict[Key, frozenset[str]] = {}
     log_counts: dict[Key, tuple[CountSite, int]] = {}
+    coupled: dict[Key, Coupling] = {}
     sites: frozenset[CountSite] = frozenset()
     its_values = _by_key(part.logged)
     for key, value in _by_key(whole.logged).items():
         flow = flows.of_logged(value, its_values.get(key))
         counted = flows.sites(flow)
         shown = [site for site in counted if site.how in _COUNTS]
-        if flow.kind == "value" and len(shown) == 1:
-            rules[key], log_counts[key] = BY_ITS_COUNT, (shown[0], flow.nth)
+        over_samples = flow.divisor is None and not flow.counts_targets
+        is_itself = type(value) is int and flow.kind == "value" and flows.is_shown_at(value, shown)
+        is_mean = flow.kind == "value" or flow.rule in OF_MEANS
+        if is_mean and len(shown) == 1 and (is_itself or (shown[0].place, shown[0].called) not in uneven):
+            rules[key] = frozenset({flow.rule or BY_ITS_COUNT})
+            log_counts[key] = shown[0], -1 if is_itself else flow.nth
             sites |= counted
-        elif flow.kind == "value" and flow.divisor is None and not flow.counts_targets and flow.degree in (0.0, 1.0):
-            rules[key] = "sum" if flow.degree else "mean over samples"
-    return LossFlow(flows.coupling(whole.loss), rules, log_counts, sites, frozenset(flows.reducing_layers))
+        elif flow.rule in OF_MEANS:
+            rules[key] = frozenset({f"{flow.rule} over samples" if over_samples else flow.rule})
+        elif flow.rule == _UNRULED:
+            coupled[key] = Coupling("it compares counts over the batch", flow.within_model, log=key[0])
+        elif flow.rule:
+            rules[key] = frozenset({flow.rule})
+        elif flow.kind == "value" and over_samples and flow.degree in (0.0, 1.0):
+            rules[key] = frozenset({"sum" if flow.degree else "mean over samples"})
+        elif flow.kind == "coupled" or (flow.kind == "value" and flow.divisor is not None):
+            coupled[key] = Coupling(flow.why, flow.within_model, log=key[0])
+        elif read := flows.rules_of_number(value, its_values.get(key)):
+            if read == {_UNRULED}:
+                coupled[key] = Coupling("the number of distinct values does not follow from those of parts", log=key[0])
+            elif _UNRULED not in read:
+                rules[key] = read
+    reducing = frozenset(flows.reducing_layers)
+    return LossFlow(flows.coupling(whole.loss), rules, log_counts, sites, coupled, reducing)
 
 
 def _by_key(logged: Sequence[tuple[str, int | float | None]]) -> dict[Key, int | float | None]:
@@ -238,6 +323,8 @@ class _Flows:
         """Numbers of the part's tensors, by those of the whole's."""
         self._numbers_read: list[tuple[float, float, Operation, Flow]] = []
         """Numbers that user code has read of the whole and of the part, how, and the flow of what they come from."""
+        self._rules_read: list[tuple[float, float, str]] = []
+        """Numbers that it has read of what parts merge into by a rule, and the rule."""
         self._whole_numbers_read: set[float] = set()
         self._reads, self._chooses = has_numbers, False
         """Whether it has read anything of the batch, with which it may compute in Python, and whether it has
@@ -318,6 +405,10 @@ class _Flows:
         if flow.kind != "fixed" and not flow.of_layers:
             self._reads = True
             self._whole_numbers_read.update(one.answers)
+        if other is not None and len(one.answers) == len(other.answers) == 1:
+            is_sum = flow.kind == "value" and flow.degree == 1.0 and flow.divisor is None and not flow.counts_targets
+            rule = flows[0].rule or ("sum" if is_sum else "")
+            self._rules_read.append((one.answers[0], other.answers[0], rule))
         if flow.kind in ("value", "coupled") and other is not None:
             both = [*zip(one.answers, other.answers, strict=False)]
             if one.name == "size" and len(one.answers) > 1:  # a shape, of which other sizes are fixed
@@ -348,7 +439,7 @@ class _Flows:
         if one.name in SHAPED_LIKE and number in self._partner:
             return self._as_values_show(number)
         if (coupled := next((flow for flow in flows if flow.kind == "coupled"), None)) is not None:
-            return coupled
+            return replace(coupled, rule=self._rule(one, other, flows))
         of_layers = one.is_layer or any(
             flow.of_layers or self._whole[x].is_parameter for x, flow in zip(one.given, flows, strict=True)
         )
@@ -361,7 +452,38 @@ class _Flows:
             return Flow("picked", of_layers=of_layers)
         flows = [replace(flow, kind="rows") if flow.kind == "unpaired" else flow for flow in flows]
         found = self._result(number, one, other, flows)
+        if found.kind != "rows" and flows:
+            found = self._by_rule(found, self._rule(one, other, flows), flows[0])
         return found if found.kind == "fixed" else replace(found, of_layers=of_layers)
+
+    def _rule(self, one: Operation, other: Operation | None, flows: list[Flow]) -> str:
+        """Return by which rule parts merge into a result that is not linear; nothing if that is unknown."""
+        if len(flows) != 1 or len(one.made) != 1 or one.is_layer or other is None:
+            return ""
+        [given], number = flows, (*one.operands, None)[1] if len(one.operands) > 1 else None
+        if given.kind in ("rows", "picked"):
+            return _UNRULED if one.name in _DISTINCT else _EXTREMES.get(one.name, "")
+        if (given.kind == "value" and one.name in _COMPARING) or (
+            given.rule == _UNRULED and one.name in ("mean", "sum")
+        ):
+            return _UNRULED
+        if given.kind == "value" and given.degree == 0.0:
+            is_root = one.name == "sqrt" or (one.name == "pow" and number == 0.5)
+            return "exp of the mean" if one.name == "exp" else "root of the mean" if is_root else ""
+        is_factor = (
+            one.name in ("mul", "div") and type(number) is float and number > 0 and one.operands == other.operands
+        )
+        keeps = one.name in _CASTING or (is_factor and given.rule != "exp of the mean")
+        return given.rule if keeps else ""
+
+    def _by_rule(self, found: Flow, rule: str, given: Flow) -> Flow:
+        """Return ``found``, that parts merge into by ``rule``, with the counts of the mean that it is a function of."""
+        if rule not in OF_MEANS:
+            return replace(found, rule=rule)
+        return replace(
+            found, rule=rule, degree=given.degree, divisor=given.divisor, sites=given.sites, nth=given.nth,
+            counts_targets=given.counts_targets,
+        )  # fmt: skip
 
     def _result(self, number: int, one: Operation, other: Operation, flows: list[Flow]) -> Flow:
         rows = [flow for flow in flows if flow.kind in ("rows", "picked")]
@@ -632,9 +754,24 @@ class _Flows:
         if type(mine) is not float or type(its) is not float:
             return _FIXED
         read = self._read(mine, its)
-        if read is not None and mine.is_integer() and read[1].degree != 0.0:  # as many numbers are
-            return _FIXED
-        return _FIXED if read is None else read[1]
+        if read is not None and not (mine.is_integer() and read[1].degree != 0.0):
+            return read[1]
+        return _FIXED
+
+    def rules_of_number(self, mine: int | float | None, its: int | float | None) -> frozenset[str]:
+        """Return the rules of which a logged number may be one; nothing if it may be another number by chance."""
+        if type(mine) is not float or type(its) is not float:
+            return frozenset()
+        found = frozenset(rule for one, other, rule in self._rules_read if (one, other) == (mine, its))
+        is_ratio = mine in (0.0, 1.0) and "sum" in found  # perhaps, and the count is another number
+        return found if all(found) and not is_ratio else frozenset()
+
+    def is_shown_at(self, number: int, shown: Sequence[CountSite]) -> bool:
+        """Return whether a logged tensor is what the operation has given at which its count is seen."""
+        by = self._made_by.get(number)
+        while by is not None and by.name in ("detach", "alias") and len(by.given) == 1:
+            by = self._made_by.get(by.given[0])
+        return by is not None and any((by.place, by.called) == (site.place, site.called) for site in shown)
 
     # -- what is seen -------------------------------------------------------------------------------------------------
 

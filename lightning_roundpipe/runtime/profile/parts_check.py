@@ -26,7 +26,9 @@ from torchmetrics import Metric
 from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.cutting import Cutter
 from lightning_roundpipe.runtime.batch.joining import join
+from lightning_roundpipe.runtime.batch.log_rules import chosen, in_both, is_guessed
 from lightning_roundpipe.runtime.batch.logs import (
+    OPEN,
     LogRecorder,
     gathered,
     shadowed_log,
@@ -39,7 +41,7 @@ from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.prediction import CallOrder
 from lightning_roundpipe.runtime.profile.comparison import LOSS, OUTPUT, Comparison, Shown
 from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards
-from lightning_roundpipe.runtime.profile.loss_flow import Coupling, LossFlow, flow_of
+from lightning_roundpipe.runtime.profile.loss_flow import Coupling, LossFlow, flow_in_parts
 from lightning_roundpipe.runtime.profile.outside_writes import OutsideWrites
 from lightning_roundpipe.runtime.profile.recorded_operations import OperationRecorder
 from lightning_roundpipe.runtime.profile.rehearsal import (
@@ -51,7 +53,7 @@ from lightning_roundpipe.runtime.profile.rehearsal import (
     without_dropout,
 )
 from lightning_roundpipe.runtime.profile.unlike_samples import unlike_parts
-from lightning_roundpipe.runtime.profile.verdict import Difference, Verdict, in_both
+from lightning_roundpipe.runtime.profile.verdict import Difference, Verdict
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, ModelInterceptor, intercepted
 from lightning_roundpipe.runtime.user_code.left_behind import (
     ABSENT,
@@ -122,6 +124,8 @@ class PartsCheck:
         """Names of layers whose own code is recorded."""
         self._unsteady: set[str] = set()
         """What differs between two runs on the same samples (a time), and is not compared."""
+        self._fits = engine.learned.log_fits
+        """What comparisons have shown of logged values."""
         self._lost: Exception | None = None
         """An error after which the engine cannot go on; None if there was none."""
 
@@ -147,13 +151,20 @@ class PartsCheck:
                 verdict.rules = in_both(found.rules, verdict.rules)
                 verdict.kept_rows |= found.kept_rows
                 verdict.lost_rows = [*found.lost_rows, *verdict.lost_rows]
-            differs = verdict.coupling is not None or (verdict.parts is not None and (full or not verdict.raised))
+            self._fits = in_both(self._fits, verdict.rules)
+            differs = verdict.is_coupled or (verdict.parts is not None and (full or not verdict.raised))
             conclusive = not (verdict.why_not or verdict.raised or verdict.lopsided)
             if conclusive and not differs and verdict.keeps and rows[-1] != rows[0] and len(rows) - one > 1:
                 verdict = self._with_one_in_both(rows, one, models, verdict)
             if conclusive and not differs and self._near is None:
                 verdict = self._with_unlike_samples(rows, one, models, verdict)
-            if differs or (conclusive and not self._engine.learned.new_code.is_awaited):
+            if conclusive and not differs and verdict.parts is None and verdict.coupling is not None:
+                verdict = self._with_parts_swapped(rows, one, models, verdict)
+            is_zero = (not self._again or self._near is not None) and any(
+                chosen(fitting) == OPEN for fitting in verdict.rules.values()
+            )
+            clear = conclusive and verdict.coupling is None and not is_zero
+            if differs or verdict.is_coupled or (clear and not self._engine.learned.new_code.is_awaited):
                 return verdict
             if found is None or conclusive or found.why_not or (found.raised and not verdict.why_not):
                 found = verdict
@@ -179,9 +190,15 @@ class PartsCheck:
     ) -> Verdict:  # fmt: skip
         """Rehearse once more on samples that are less alike than those that were compared, if the batch has any."""
         for others, first in unlike_parts(self._batch, sum(self._sizes), rows, one):
-            if verdict.parts is None and verdict.coupling is None:
+            if verdict.parts is None and not verdict.is_coupled:
                 verdict = self._with_others(others, first, models, verdict)
         return verdict
+
+    def _with_parts_swapped(
+        self, rows: list[int], one: int, models: Sequence[ModelInterceptor], verdict: Verdict
+    ) -> Verdict:  # fmt: skip
+        """Rehearse once more with the second part first: what looks like an extreme may be what the first one logs."""
+        return self._with_others([*rows[one:], *rows[:one]], len(rows) - one, models, verdict)
 
     def _with_others(
         self, rows: list[int], one: int, models: Sequence[ModelInterceptor], verdict: Verdict
@@ -193,6 +210,7 @@ class PartsCheck:
         if other.why_not or other.raised or other.lopsided:
             return verdict
         other.rules = in_both(verdict.rules, other.rules)
+        self._fits = in_both(self._fits, other.rules)
         other.kept_rows |= verdict.kept_rows
         other.lost_rows = [*verdict.lost_rows, *other.lost_rows]
         other.collects = other.collects or verdict.collects
@@ -284,6 +302,8 @@ class PartsCheck:
                     verdict.shared = self._shared(parts, sizes, draws)
                 if verdict.parts is None and verdict.coupling is not None and self._are_counted(verdict.coupling):
                     verdict.coupling = None
+                if verdict.parts is None and verdict.coupling is None:
+                    verdict.coupling = self._coupled_log(verdict)
                 if (verdict.parts is not None and not verdict.announced) or verdict.coupling is not None:
                     kept = [path.removeprefix("len(").partition("[")[0].rstrip(")") for path in whole.left]
                     verdict.left = [*dict.fromkeys(path for path in (*kept, *whole.settings) if self._counts(path))]
@@ -317,6 +337,15 @@ class PartsCheck:
         known = bool(coupling.sites) and coupling.sites <= self._engine.learned.counted.sites
         return known or self._cutter.weighs  # the user's are taken to be
 
+    def _coupled_log(self, verdict: Verdict) -> Coupling | None:
+        """Return what keeps a logged value from following from those of the parts; None if nothing does."""
+        for coupling in self._flow.coupled_logs.values():
+            return coupling
+        fits = in_both(self._fits, verdict.rules)
+        names = [key[0] for key in verdict.rules if is_guessed(fits[key])]
+        why = "it fits a sum, the largest or the smallest of two parts, but perhaps by chance"
+        return Coupling(why, log=names[0], is_guessed=True) if names else None
+
     def _take(self, rows: list[int]) -> Any:
         """Return a copy of some samples of the batch: training_step may write to them."""
         first, end = rows[0], rows[-1] + 1
@@ -339,8 +368,9 @@ class PartsCheck:
             shown = side(parts(), sizes)
         finally:
             if operations:
-                samples = sum(sizes), sizes[0], sum(self._sizes)
-                self._flow = flow_of(whole.operations, operations[0], samples, has_numbers=self._has_numbers)
+                self._flow = flow_in_parts(
+                    whole.operations, operations, sizes, sum(self._sizes), has_numbers=self._has_numbers
+                )
                 verdict.coupling = self._flow.coupling
         verdict.lopsided, verdict.spread = 0.0 in shown.weights, shown.spread
         again = (lambda: side(batch(), [sum(sizes)]), lambda: side(parts(), sizes))

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_iter
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.batch.cutting import Cut, Cutter
-from lightning_roundpipe.runtime.batch.logs import BY_ITS_COUNT, OPEN, USUAL, Key
+from lightning_roundpipe.runtime.batch.log_rules import chosen, in_both
+from lightning_roundpipe.runtime.batch.logs import BY_ITS_COUNT, OPEN, USUAL
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.profile.first_batch import Planner
 from lightning_roundpipe.runtime.profile.loss_flow import Coupling
@@ -31,7 +32,6 @@ from lightning_roundpipe.runtime.profile.verdict import (
     Verdict,
     calls_are_not_the_whole,
     described,
-    in_both,
     not_the_whole,
 )
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, ModelInterceptor
@@ -71,8 +71,6 @@ class Scope:
         self._engine, self._cutter, self._planner, self._rehearsal = engine, cutter, planner, rehearsal
         self._layers, self._models = layers, models
         self.cuts_calls = engine.options.microbatch_scope == "model"
-        self._fitting: dict[Key, list[str]] = {}
-        """By logged value, the rules that fit all comparisons so far."""
         self._looks: dict[bool, int] = {}
         """Number of comparisons, by whether the batch is cut unevenly; `LOOKS` once no more are needed."""
         self._whole: set[bool] = set()
@@ -135,10 +133,10 @@ class Scope:
         self._first_times += bool(new_code.found)
         anyway = (f"after {plural(self._cut, 'batch')}, training_step was compared again", 0)
         occasion, near = next(iter(new_code.found.items()), anyway)
-        known = set(self._fitting)
+        known = set(self._engine.learned.log_fits)
         try:
             self._look(PartsCheck, function, batch, rest, seed, sizes, first=False, occasion=occasion, near=near)
-            for key in self._fitting.keys() - known:
+            for key in self._engine.learned.log_fits.keys() - known:
                 if (rule := self._engine.learned.log_rules[key]) not in (USUAL, OPEN, BY_ITS_COUNT):
                     self._engine.hints.of_a_new_log(key[0], rule)
         finally:
@@ -181,8 +179,8 @@ class Scope:
         learned = engine.learned
         learned.kept_rows |= verdict.kept_rows
         learned.mixes |= engine.hints.couples or (verdict.spread and verdict.parts is None and not verdict.why_not)
-        self._fitting = in_both(self._fitting, verdict.rules)
-        learned.log_rules = {key: _chosen(rules) for key, rules in self._fitting.items()}
+        learned.log_fits = in_both(learned.log_fits, verdict.rules)
+        learned.log_rules = {key: chosen(fitting) for key, fitting in learned.log_fits.items()}
         if not occasion:
             is_open = verdict.open or OPEN in learned.log_rules.values()
             self._looks[uneven] = self._looks.get(uneven, 0) + 1 if is_open else LOOKS
@@ -284,13 +282,7 @@ class Scope:
         elif switches:
             hints.of_the_scope(described(verdict))
         else:
-            hints.of_a_coupling(described(verdict))
+            hints.of_a_coupling(described(verdict), of_a_log=bool(coupling.log))
         if switches:
             self.cuts_calls = True
             self._planner.forget()
-
-
-def _chosen(fitting: list[str]) -> str:
-    """Return the rule for a logged value from those that fit; `OPEN` for one that was always zero and fits many."""
-    zero = {USUAL, "sum", "mean over samples"} <= set(fitting)
-    return OPEN if zero else fitting[0] if fitting else USUAL

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_roundpipe.messages import plural
+from lightning_roundpipe.runtime.batch.log_rules import Fitting
 from lightning_roundpipe.runtime.batch.logs import Key
 from lightning_roundpipe.runtime.profile.loss_flow import Coupling
 
@@ -54,7 +55,7 @@ class Verdict:
         losses_inside: layers that compute a mean cross entropy themselves, whose targets are not counted.
         shared: path of shared state that microbatches would disturb, by the code that changes it; see `OutsideWrites`.
         collects: a difference of what globals, callbacks and the like keep, if batches are cut nevertheless.
-        rules: per logged value, the ways to merge it that give the whole batch's: `USUAL`, or keys of `logs.RULES`.
+        rules: per logged value, the ways to merge it that give the whole batch's.
         lost_rows: paths in globals, callbacks and the like where parts leave the last one's rows only.
         keeps: whether training_step changes something outside of layers and metrics.
         open: whether an attribute that it changes is equal as numbers may be by chance.
@@ -73,12 +74,17 @@ class Verdict:
     spread: bool = False
     losses_inside: list[str] = field(default_factory=list)
     shared: dict[str, str] = field(default_factory=dict)
-    rules: dict[Key, list[str]] = field(default_factory=dict)
+    rules: dict[Key, Fitting] = field(default_factory=dict)
     kept_rows: set[str] = field(default_factory=set)
     lost_rows: list[str] = field(default_factory=list)
     keeps: bool = False
     open: bool = False
     collects: Difference | None = None
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether there is a coupling, and more comparisons would not show that it is none."""
+        return self.coupling is not None and not self.coupling.is_guessed
 
     def weigh_elsewhere(self, *, tried: bool) -> None:
         """Leave batches in parts if only what globals, callbacks and the like keep differs, and cut calls do not help.
@@ -98,12 +104,6 @@ class Verdict:
 def described(verdict: Verdict) -> str:
     """Return the difference in parts as text for messages."""
     return f"{verdict.parts or verdict.coupling} (compared on {plural(verdict.samples, 'sample')} of the batch)"
-
-
-def in_both(one: dict[Key, list[str]], other: dict[Key, list[str]]) -> dict[Key, list[str]]:
-    """Return the rules that fit both comparisons; those of ``other``, the later one, where none fits both."""
-    both = {key: [rule for rule in one.get(key, rules) if rule in rules] for key, rules in other.items()}
-    return one | {key: both[key] or rules for key, rules in other.items()}
 
 
 def not_the_whole(what: str, left: Sequence[str], *, auto: bool) -> str:

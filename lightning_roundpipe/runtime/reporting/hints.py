@@ -166,9 +166,14 @@ class Hints:
             "model in it are cut, which gives what the whole batch gives. microbatch_scope='model' says so beforehand.",
         )
 
-    def of_a_coupling(self, what: str) -> None:
-        """Warning: batches are cut, and the loss of other batches may differ for the reason ``what``."""
-        self.warn(
+    def of_a_coupling(self, what: str, *, of_a_log: bool = False) -> None:
+        """Warning: batches are cut, and the loss, or a logged value, of others may differ for the reason ``what``."""
+        if of_a_log:
+            return self.warn(
+                "logged coupling",
+                f"in parts of the batch, {what}. Where it differs, what is logged comes from the parts. {_WHOLE_LOGS}",
+            )
+        return self.warn(
             "coupling",
             f"in parts of the batch, {what}. Where it differs, the loss of the parts is trained on. Set "
             "num_microbatches=1, or microbatch_scope='model' with the loss computed in training_step; for a mean by "
@@ -286,14 +291,15 @@ class Hints:
         """Warning: logged values may differ from those of the whole batch.
 
         Args:
-            undecided: names of values whose merge rule is unknown, as they were zero when they were compared.
+            undecided: names of values whose merge rule is unknown, as comparisons have shown too little of them.
             lost: names of values that are NaN in some microbatches only.
         """
         for name in undecided:
             self.warn(
                 f"log {name}",
-                f"the logged {name!r} was zero in the first batches, so that it could not be compared with that of the "
-                f"whole batch, and is merged by its reduce_fx, usually a mean of the microbatches. {_WHOLE_LOGS}",
+                f"the logged {name!r} was zero in the first batches, or not in several microbatches, so that it could "
+                "not be compared with that of the whole batch, and is merged by its reduce_fx, usually a mean of the "
+                f"microbatches. {_WHOLE_LOGS}",
             )
         for name in lost:
             self.warn(

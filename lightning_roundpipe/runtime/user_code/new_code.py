@@ -17,7 +17,8 @@ import importlib.util
 import itertools
 import os
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, FrameType
 
 _SKIPPED = (
@@ -28,6 +29,7 @@ _SKIPPED = (
 their values."""
 
 _MOST_PLACES = 1 << 16
+_TRIES = 3
 Key = tuple[CodeType, tuple[int | None, ...] | int] | str
 
 
@@ -45,6 +47,8 @@ class NewCode:
         self._known: set[Key] = set()
         self._awaited: set[Key] = set()
         """What is new and no rehearsal has done since."""
+        self._values: Counter[str] = Counter()
+        """How often each logged value was found."""
         self._passed: dict[tuple[int, int], CodeType] = {}
         """Places that are known, by the id of their code, which is alive, so that it stays its own. To compare code by
         what is in it takes microseconds."""
@@ -104,6 +108,16 @@ class NewCode:
             for name in names:
                 if (key := _logs(name)) not in self._known:
                     self._find(key, f"{name!r} was logged for the first time", microbatch)
+
+    def note_values(self, names: Mapping[str, int]) -> None:
+        """Microbatches have logged values under ``names`` of which comparisons have shown too little [2].
+
+        Each is found a few times, as another comparison may show as little.
+        """
+        for name, microbatch in names.items():
+            if self.watched and self._values[name] < _TRIES:
+                self._values[name] += 1
+                self.found[f"{name!r} was logged with a value that no comparison has shown"] = microbatch
 
     def note_attributes(self, paths: Iterable[str], microbatch: int) -> None:
         """``microbatch`` has set the attributes ``paths``, which no batch before has [2].

@@ -1,0 +1,210 @@
+"""How a logged value follows from those of parts is never guessed from a few of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import assert_same, run
+from test_parts_are_the_whole import Batch, Module, batches, cut_by, trained
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from torchmetrics.functional import accuracy
+from torchmetrics.functional import mean_squared_error as squares
+
+from lightning_roundpipe import RoundPipeWarning
+from lightning_roundpipe.runtime.batch.log_rules import Fitting, chosen, fitting_of, in_both, is_guessed
+from lightning_roundpipe.runtime.batch.logs import OPEN, USUAL
+
+LABELS = torch.tensor([0, 1, 0, 3, 4, 4, 3, 2])
+IN_ONE_PART = torch.tensor([0, 1, 3, 3, 4, 4, 0, 2])
+"""A class of which neighbouring parts never have both."""
+Logs = Callable[[Any, Tensor, Batch], None]
+
+
+def data(labels: Tensor = LABELS, count: int = 4) -> list[Batch]:
+    found = batches(count)
+    for batch in found:
+        batch["y"] = labels.clone()
+    return found
+
+
+def logging(logs: Logs, **attributes: Any) -> Module:
+    """A module whose head prefers a class at first, so that what it predicts is trivial."""
+
+    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        logits = logits + module.favours
+        logs(module, logits, batch)
+        return F.cross_entropy(logits, batch["y"])
+
+    favours = nn.Parameter(torch.tensor([2.0, 0.0, 0.0, 0.0, 0.0]))
+    return Module(step, favours=favours, **attributes)
+
+
+def losses(logits: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(logits, batch["y"], reduction="none")
+
+
+def or_zero(module: Any, logits: Tensor, batch: Batch) -> None:
+    high = batch["y"] > 2
+    module.log("tensor", losses(logits, batch)[high].mean() if high.any() else torch.zeros(()), on_epoch=True)
+    module.log("number", losses(logits, batch)[~high].mean() if (~high).any() else 0.0, on_epoch=True)
+
+
+def behind_a_guard(module: Any, logits: Tensor, batch: Batch) -> None:
+    high = batch["y"] > 2
+    if high.any():
+        module.log("high", losses(logits, batch)[high].mean(), on_epoch=True)
+    if (~high).any():
+        module.log("low", losses(logits, batch)[~high].mean(), on_epoch=True)
+
+
+def extremes(module: Any, logits: Tensor, batch: Batch) -> None:
+    right = logits.argmax(-1) == batch["y"]
+    module.log_dict({"any": right.any().float(), "all": right.all().float()})
+    module.log_dict({"most": batch["y"].max().float(), "least": float(batch["y"].min()), "count": float(right.sum())})
+    module.log("half", logits.detach().abs().max() / 2)
+
+
+def perplexity(module: Any, logits: Tensor, batch: Batch) -> None:
+    high = batch["y"] > 2
+    module.log("all", F.cross_entropy(logits, batch["y"]).detach().exp())
+    module.log("root", F.mse_loss(logits[:, 0], batch["x"][:, 0]).sqrt())
+    module.log("high", torch.where(high, losses(logits, batch), 0.0).sum().div(high.sum().clamp(min=1)).exp())
+
+
+def of_metrics(module: Any, logits: Tensor, batch: Batch) -> None:
+    module.log("accuracy", accuracy(logits, batch["y"], task="multiclass", num_classes=5))
+    module.log("squares", squares(logits[:, 0].contiguous(), batch["x"][:, 0].contiguous()))
+    module.log("rate", module.optimizers().param_groups[0]["lr"])
+    module.log("norm", torch.stack([p.detach().norm() for p in module.parameters()]).norm())
+    module.log("sure", logits.softmax(-1).max(-1).values.mean())
+
+
+STEP: dict[str, Logs] = {
+    "or zero": or_zero,
+    "behind a guard": behind_a_guard,
+    "extremes": extremes,
+    "perplexity": perplexity,
+    "of metrics": of_metrics,
+}
+
+
+def each_class(module: Any, logits: Tensor, batch: Batch) -> None:
+    for label in range(5):
+        if (batch["y"] == label).any():
+            module.log(f"class {label}", losses(logits, batch)[batch["y"] == label].mean().item())
+
+
+def recall(module: Any, logits: Tensor, batch: Batch) -> None:
+    found, label = logits.argmax(-1), int(module.label)
+    of = (batch["y"] == label).sum()
+    module.log("recall", ((found == label) & (batch["y"] == label)).sum().item() / max(of.item(), 1))
+
+
+def recall_of_numpy(module: Any, logits: Tensor, batch: Batch) -> None:
+    found, labels = batch.get("found", logits.detach().argmax(-1)).numpy(), batch["y"].numpy()
+    label = int(module.label)
+    module.log("recall", float(((found == label) & (labels == label)).sum() / np.maximum((labels == label).sum(), 1)))
+
+
+def running(module: Any, logits: Tensor, batch: Batch) -> None:
+    module.metric.update(F.cross_entropy(logits, batch["y"]).detach())
+    module.log("average", module.metric.compute())
+
+
+def running_by_python(module: Any, logits: Tensor, batch: Batch) -> None:
+    module.total += F.cross_entropy(logits, batch["y"]).item() * len(logits)
+    module.seen += len(logits)
+    module.log("average", module.total / module.seen)
+
+
+def perplexity_of_codes(module: Any, logits: Tensor, batch: Batch) -> None:
+    share = F.one_hot(logits.argmax(-1), 5).float().mean(0)
+    module.log("perplexity", torch.exp(-(share * (share + 1e-10).log()).sum()))
+
+
+CUT: dict[str, Logs] = {
+    "each class": each_class,
+    "recall": recall,
+    "recall of numpy": recall_of_numpy,
+    "running": running,
+    "running by Python": running_by_python,
+    "the first": lambda m, x, b: m.log("first", x[0, 0]),
+    "perplexity of codes": perplexity_of_codes,
+    "codes": lambda m, x, b: m.log("codes", float(x.argmax(-1).unique().numel())),
+    "share of codes": lambda m, x, b: m.log("share", (x.argmax(-1).bincount(minlength=5) > 0).float().mean()),
+    "calibration": lambda m, x, b: m.log(
+        "gap", (x.softmax(-1).amax(-1).mean() - (x.argmax(-1) == b["y"]).float().mean()).abs()
+    ),
+}
+
+
+def attributes() -> dict[str, Any]:
+    return {"metric": MeanMetric(), "total": 0.0, "seen": 0, "label": 0}
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+@pytest.mark.parametrize("name", STEP)
+def test_what_operations_show(name: str, microbatches: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        result = trained(logging(STEP[name]), data(), microbatches, 2)
+    assert cut_by(result) == "step"
+    assert_same(run("auto", logging(STEP[name]), data()), result)
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_what_nothing_shows_is_taken_from_the_whole(name: str) -> None:
+    batches = data(IN_ONE_PART if "recall" in name else LABELS)
+    result = trained(logging(CUT[name], **attributes()), batches, 4, 2)
+    assert cut_by(result) == "model"
+    assert_same(run("auto", logging(CUT[name], **attributes()), batches), result)
+
+
+def test_it_is_said_where_parts_are_to_be_cut() -> None:
+    with pytest.warns(RoundPipeWarning, match=r"the logged 'first' may differ .*microbatch_scope='model'"):
+        trained(logging(CUT["the first"]), data(), 2, 2, microbatch_scope="step")
+    with pytest.warns(RoundPipeWarning, match="the logged 'recall' may differ"):
+        trained(logging(recall_of_numpy, label=0), data(IN_ONE_PART), 4, 2, microbatch_scope="step")
+
+
+def test_a_value_that_is_no_longer_zero_is_compared() -> None:
+    """No batch of the first three shows it."""
+    labels = torch.tensor([1, 2, 3, 4, 1, 2, 3, 4])
+    found = [*data(labels, 4), *data(torch.tensor([0, 0, 0, 1, 1, 2, 3, 4]), 3)]
+    for batch in found:
+        batch["found"] = torch.tensor([0, 1, 0, 1, 2, 3, 4, 2])
+    module = logging(recall_of_numpy, label=0)
+    with pytest.warns(RoundPipeWarning, match="'recall' was logged with a value that no comparison has shown"):
+        result = trained(module, found, 4, 2)
+    assert cut_by(result) == "model"
+    plain = run("auto", logging(recall_of_numpy, label=0), found)
+    assert float(result.metrics["recall"]) == pytest.approx(float(plain.metrics["recall"]))
+
+
+def seen(whole: float, *values: float, known: tuple[str, ...] = ()) -> Fitting:
+    rules = {"sum": sum(values), "largest": max(values), "smallest": min(values)}
+    usual = [USUAL, "mean over samples"] if sum(values) / len(values) == whole else []
+    return fitting_of([*usual, *(rule for rule, value in rules.items() if value == whole)], values, known)
+
+
+def test_rules_that_fit_by_chance() -> None:
+    assert is_guessed(seen(1, 1, 0)) and is_guessed(seen(3, 3, 1))
+    assert chosen(seen(1, 1, 0, known=("sum",))) == "sum"
+    assert chosen(seen(3, 1, 2)) == "sum"
+    assert chosen(seen(0, 0, 0)) == chosen(seen(2, 2)) == OPEN
+    assert chosen(seen(2, 2, 2)) == USUAL
+    assert chosen(seen(3, 3, 1, known=("largest", "smallest"))) == "largest"
+
+
+def test_a_second_comparison() -> None:
+    first = {("x", 0): seen(3, 3, 1)}
+    assert chosen(in_both(first, {("x", 0): seen(4, 2, 4)})["x", 0]) == "largest"
+    assert is_guessed(in_both(first, {("x", 0): seen(5, 5, 2)})["x", 0])
+    assert is_guessed(in_both(first, {("x", 0): seen(1, 1, 3)})["x", 0])
