@@ -139,7 +139,7 @@ def test_another_two_parts_each_time(compared: Compared) -> None:
 
 def test_the_most_different_parts() -> None:
     numbers, pairs = numbers_of([torch.zeros(8, 3), torch.tensor(LENGTHS)], [2, 2, 2, 2]), Pairs()
-    assert numbers[1] == [(6, 6), (6, 6), (2, 3), (1, 2)]
+    assert numbers[1, "numbers"] == [(6, 6), (6, 6), (2, 3), (1, 2)]
     for _ in range(3):
         assert pairs.next(numbers, 4) == (0, 3)
         pairs.note(numbers, (0, 3))
@@ -167,8 +167,19 @@ def test_the_numbers_of_samples() -> None:
     padded = torch.tensor([[3, 4, 5, 6], [3, 4, 0, 0], [0, 0, 0, 7]])
     frames = (padded != 0)[..., None] * torch.arange(1, 5)[:, None] * torch.ones(2)
     others = [torch.ones(()), torch.zeros(2, 3), torch.zeros(3), None, "text", torch.zeros(3, 0)]
-    numbers = numbers_of([padded, padded != 0, (padded != 0).int(), frames, *others], [2, 1])
-    assert numbers == {0: [(0, 1), (2, 2)], 1: [(2, 4), (1, 1)], 2: [(2, 4), (1, 1)], 3: [(0, 1), (2, 2)]}
+    listed = [torch.ones(3), torch.ones(2, 2), torch.ones(1)]
+    numbers = numbers_of([padded, padded != 0, (padded != 0).int(), frames, listed, *others], [2, 1])
+    filled, repeats = [(2, 4), (1, 1)], [(0, 1), (2, 2)]
+    assert numbers == {
+        (0, "elements"): filled,
+        (0, "targets"): [(4, 4), (4, 4)],
+        (0, "repeats"): repeats,
+        (1, "elements"): filled,
+        (2, "elements"): filled,
+        (3, "elements"): [(4, 8), (2, 2)],
+        (3, "repeats"): repeats,
+        (4, "lengths"): [(3, 4), (1, 1)],
+    }
 
 
 class Generates(pl.LightningModule):

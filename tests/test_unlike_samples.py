@@ -12,8 +12,10 @@ from harness import assert_same, ours, run
 from test_parts_are_the_whole import Module, batches, cut_by
 from torch import Tensor, nn
 
+from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.profile.unlike_samples import unlike_parts
+from lightning_roundpipe.runtime.profile.parts_check import PartsCheck
+from lightning_roundpipe.runtime.profile.unlike_samples import AlikeSamples, unlike_parts
 
 LENGTHS = [5, 5, 5, 5, 5, 2, 5, 1]
 Step = Callable[[Any, Tensor, dict[str, Tensor]], Tensor]
@@ -81,6 +83,75 @@ def test_a_model_that_trims_is_refused() -> None:
 
     with pytest.raises(RoundPipeError, match="neither does cutting the calls of the model alone"):
         run(ours(num_microbatches=4), Module(step, trims=Trims()), data(LENGTHS), devices=2)
+
+
+# ------------------------------------------------------------------------------------------------------ later batches
+
+
+def begins_alike(length: int = 5) -> list[dict[str, Tensor]]:
+    """Batches of which the second is the first whose samples differ in length."""
+    found = data(LENGTHS)
+    found[0] = data([length] * 8)[0]
+    return found
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_samples_that_begin_to_differ_are_compared_before_they_are_trained_on(name: str) -> None:
+    result = run(ours(num_microbatches=4), Module(LONGEST[name]), begins_alike(), devices=2)
+    assert cut_by(result) == "model"
+    assert_same(run("auto", Module(LONGEST[name]), begins_alike()), result)
+
+
+def by_padding(module: Any, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """A loss divided by the longest, which only padding tells, with ones."""
+    lengths = (batch["ids"] != 1).sum(1)
+    return (logits.pow(2).sum(1) / lengths.max()).mean()
+
+
+def test_padding_with_any_value_is_seen() -> None:
+    batches = begins_alike()
+    for batch in batches:
+        batch["ids"] = torch.where(batch.pop("mask"), torch.arange(2, 7), 1)
+        del batch["n"]
+    result = run(ours(num_microbatches=4), Module(by_padding), batches, devices=2)
+    assert cut_by(result) == "model"
+    assert_same(run("auto", Module(by_padding), batches), result)
+
+
+@pytest.mark.parametrize("how", ["a model that trims", "the user's scope"])
+def test_batches_stay_whole_where_calls_cannot_be_cut(how: str) -> None:
+    def step(module: Any, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(module.trims(batch["x"], batch["n"]) + logits, batch["y"])
+
+    trims = how == "a model that trims"
+    module = Module(step, trims=Trims()) if trims else Module(LONGEST["divided by it"])
+    options = {} if trims else {"microbatch_scope": "step"}
+    with pytest.warns(RoundPipeWarning, match="whose samples differ as those of no batch before, .* stay whole"):
+        result = run(ours(num_microbatches=4, **options), module, begins_alike(), devices=2)
+    assert_same(run("auto", module, begins_alike()), result)
+
+
+def test_what_has_differed_once_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    find_out = PartsCheck.find_out
+    monkeypatch.setattr(PartsCheck, "find_out", lambda *given: looks.append(1) or find_out(*given))
+    kept: Step = lambda _, x, b: squares(x, b).sum(1).mean()  # noqa: E731
+    result = run(ours(num_microbatches=4), Module(kept), [*begins_alike(), *begins_alike()], devices=2)
+    assert cut_by(result) == "step"
+    assert len(looks) == 2
+
+
+def test_sizes_that_are_alike() -> None:
+    alike = AlikeSamples()
+    assert not alike.begin_to_differ_in({"n": torch.tensor([1, 2])}, 2), "no batch was compared"
+    first, mask = torch.tensor([4, 4, 4]), torch.ones(3, 2, dtype=torch.bool)
+    alike.begin({"n": first, "mask": mask, "k": torch.arange(3)}, 3)
+    alike.begin({"n": torch.arange(3), "mask": mask, "k": first}, 3)
+    assert not alike.begin_to_differ_in({"n": 2 * first, "mask": mask, "k": torch.tensor([3, 4, 5])}, 3)
+    assert alike.begin_to_differ_in({"n": torch.arange(3), "mask": mask, "k": first}, 3)
+    assert not alike.begin_to_differ_in({"n": torch.arange(3), "mask": mask, "k": first}, 3)
+    mask[1] = False
+    assert alike.begin_to_differ_in({"n": torch.arange(3), "mask": mask, "k": first}, 3)
 
 
 # ---------------------------------------------------------------------------------------------------- which samples

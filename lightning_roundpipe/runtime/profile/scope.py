@@ -5,6 +5,8 @@ microbatch_scope="model" ── the first batch: do cut calls give what whole ca
                   parts do ── cut the batch               only cut calls do ── cut the calls ("auto") ── [2]
                   neither ── an error, unless the step itself raises a more specific one ── [3]
                   only later batches differ, or no parts were asked for and none work ── keep them whole ── [4]
+a later batch has samples that differ as those of none before ── the same, before its training ── [6]
+                  only cut calls do ── cut the calls    neither ── keep batches whole, with a warning
 a later batch does something for the first time, or is one of `COMPARED_LATER` ── the same, after its training ── [5]
                   only cut calls do ── cut the calls from the next batch on; neither ── a warning
 """
@@ -28,6 +30,7 @@ from lightning_roundpipe.runtime.profile.first_batch import Planner
 from lightning_roundpipe.runtime.profile.loss_flow import Coupling
 from lightning_roundpipe.runtime.profile.outside_writes import BETWEEN
 from lightning_roundpipe.runtime.profile.parts_check import PartsCheck
+from lightning_roundpipe.runtime.profile.unlike_samples import AlikeSamples
 from lightning_roundpipe.runtime.profile.verdict import (
     Verdict,
     calls_are_not_the_whole,
@@ -73,6 +76,7 @@ class Scope:
         self.cuts_calls = engine.options.microbatch_scope == "model"
         self._looks: dict[bool, int] = {}
         """Number of comparisons, by whether the batch is cut unevenly; `LOOKS` once no more are needed."""
+        self._alike = AlikeSamples()
         self._whole: set[bool] = set()
         """The kinds of batches that stay whole: False for those that are cut evenly, True for others."""
         self._first_times = 0
@@ -108,11 +112,15 @@ class Scope:
         cut = self._cutter.cut(batch, calls=self.cuts_calls)
         if cut.sizes is None and self._engine.options.microbatch_scope == "model" and not self._looks:
             self._look_at_calls(function, batch, rest, seed)
-        if self.cuts_calls or cut.sizes is None or len(cut.sizes) == 1:
+        if self.cuts_calls or (sizes := cut.sizes) is None or len(sizes) == 1:
             return cut
-        uneven, first = len(set(cut.sizes)) > 1, not self._looks
+        uneven, first = len(set(sizes)) > 1, not self._looks
         if self._looks.get(uneven, 0) < LOOKS and uneven not in self._whole:
-            self._look(PartsCheck, function, batch, rest, seed, cut.sizes, first=first)
+            self._alike.begin(batch, sum(sizes))
+            self._look(PartsCheck, function, batch, rest, seed, sizes, first=first)
+            cut = self._cutter.cut(batch, calls=self.cuts_calls)
+        elif uneven not in self._whole and self._alike.begin_to_differ_in(batch, sum(sizes)):
+            self._look(PartsCheck, function, batch, rest, seed, sizes, first=False, unlike=True)  # [6]
             cut = self._cutter.cut(batch, calls=self.cuts_calls)
         return cut if uneven not in self._whole or cut.sizes is None else Cut([batch], [sum(cut.sizes)])
 
@@ -157,6 +165,7 @@ class Scope:
     def _look(
         self, check: type[PartsCheck], function: Callable[..., Any], batch: Any, rest: tuple[Any, ...],
         seed: tuple[int, ...], sizes: list[int], *, first: bool, occasion: str = "", near: int | None = None,
+        unlike: bool = False,
     ) -> None:  # fmt: skip
         """Rehearse the batch in parts, and act on the verdict [1].
 
@@ -166,6 +175,7 @@ class Scope:
             occasion: why it is compared although it was trained on already, such as what it has done for the first
                 time; empty before it is.
             near: the part that has.
+            unlike: whether its samples differ as those of no batch before.
         """
         engine, options = self._engine, self._engine.options
         uneven = len(set(sizes)) > 1
@@ -202,7 +212,7 @@ class Scope:
             engine.hints.of_no_comparison(verdict.why_not)
             learned.new_code.watched = False  # nor could what is new be compared
         elif verdict.parts is not None and not (verdict.announced or engine.hints.couples):
-            self._part_ways(verdict, auto=auto, uneven=uneven, first=first or again, occasion=occasion)
+            self._part_ways(verdict, auto=auto, uneven=uneven, first=first or again, occasion=occasion, unlike=unlike)
         else:
             if verdict.collects is not None:
                 engine.hints.of_what_is_collected(str(verdict.collects))
@@ -245,7 +255,9 @@ class Scope:
             "leave plan out, or set num_microbatches=1.",
         )
 
-    def _part_ways(self, verdict: Verdict, *, auto: bool, uneven: bool, first: bool, occasion: str) -> None:
+    def _part_ways(
+        self, verdict: Verdict, *, auto: bool, uneven: bool, first: bool, occasion: str, unlike: bool
+    ) -> None:  # fmt: skip
         """Choose a hint, a wider scope or an error, as parts differ from the whole batch."""
         engine, what = self._engine, described(verdict)
         if occasion:
@@ -262,6 +274,9 @@ class Scope:
         elif not first:
             engine.hints.of_later_batches(what, uneven=uneven)
             self._whole.add(uneven)  # [4]
+        elif unlike and not verdict.raised and not (auto and verdict.model is None):
+            engine.hints.of_unlike_samples(what)
+            self._whole = {False, True}  # [6]
         elif auto and verdict.raised and verdict.model is not None and not engine.options.asks_for_parts:
             engine.hints.of_a_whole_batch(what)
             self._whole = {False, True}  # [4]

@@ -1,23 +1,24 @@
 """Finds samples that differ in what parts of a batch may take from all of their samples, such as the longest.
 
 Neighbours are often alike: where most texts are cut to one length, the first few are equally long, and a loss that is
-divided by the longest of the batch is the same on parts of them as on all.
+divided by the longest of the batch is the same on parts of them as on all. All samples of a batch may be alike, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+from lightning_roundpipe.runtime.batch.sample_sizes import Key, is_listed, sizes_of
 
 _FEW = 2
 """Samples of each part."""
 _MOST_PAIRS = 2
-_MOST_ELEMENTS = 1 << 24
-"""Elements of a tensor that is looked at, at most."""
+_MOST_ELEMENTS, _MOST_ELEMENTS_LATER = 1 << 24, 1 << 20
+"""Elements of a tensor that is looked at, at most: once, and in each batch."""
 
 
 def unlike_parts(batch: Any, samples: int, compared: Sequence[int], one: int) -> list[tuple[list[int], int]]:
@@ -31,8 +32,8 @@ def unlike_parts(batch: Any, samples: int, compared: Sequence[int], one: int) ->
     """
     found: list[tuple[list[int], int]] = []
     sides = [[*compared[:one]], [*compared[one:]]]
-    for sizes in _sizes(batch, samples):
-        if int(sizes.min()) == int(sizes.max()) or _are_unlike(sizes, sides):
+    for sizes in sizes_of(_leaves(batch, samples), samples, _MOST_ELEMENTS, waits=True).values():
+        if _are_alike(sizes) or _are_unlike(sizes, sides):
             continue
         if any(_are_unlike(sizes, [rows[:first], rows[first:]]) for rows, first in found):
             continue
@@ -42,30 +43,40 @@ def unlike_parts(batch: Any, samples: int, compared: Sequence[int], one: int) ->
     return found[:_MOST_PAIRS]
 
 
+class AlikeSamples:
+    """The sizes of samples that were the same within each batch so far, so that no comparison shows what they do.
+
+    Looking for them takes microseconds a batch, and nothing once each has differed.
+    """
+
+    def __init__(self) -> None:
+        self._alike: set[Key] | None = None
+        """None before the first batch."""
+
+    def begin(self, batch: Any, samples: int) -> None:
+        """Note the first batch that is compared."""
+        if self._alike is None:
+            sizes = sizes_of(_leaves(batch, samples), samples, _MOST_ELEMENTS_LATER)
+            self._alike = {key for key, of_samples in sizes.items() if _are_alike(of_samples)}
+
+    def begin_to_differ_in(self, batch: Any, samples: int) -> bool:
+        """Return whether samples of ``batch`` differ in a size in which those of earlier batches never have."""
+        if not self._alike or samples < 2:
+            return False
+        sizes = sizes_of(_leaves(batch, samples), samples, _MOST_ELEMENTS_LATER, self._alike)
+        differ = {key for key, of_samples in sizes.items() if not _are_alike(of_samples)}
+        self._alike -= differ
+        return bool(differ)
+
+
+def _leaves(batch: Any, samples: int) -> list[Any]:
+    return tree_leaves(batch, is_leaf=lambda tree: is_listed(tree, samples))
+
+
+def _are_alike(sizes: Tensor) -> bool:
+    return int(sizes.min()) == int(sizes.max())
+
+
 def _are_unlike(sizes: Tensor, sides: Sequence[list[int]]) -> bool:
     """Return whether the largest of one side is another one than that of the other."""
     return len({int(sizes[side].max()) for side in sides if side}) > 1
-
-
-def _sizes(batch: Any, samples: int) -> Iterator[Tensor]:
-    """Yield sizes of the samples: how long they are, how many targets or events they have, and their whole numbers."""
-
-    def is_listed(tree: Any) -> bool:
-        return isinstance(tree, list) and len(tree) == samples and all(isinstance(x, Tensor) for x in tree)
-
-    numbers: list[Tensor] = []
-    for leaf in tree_leaves(batch, is_leaf=is_listed):
-        if is_listed(leaf):
-            yield torch.tensor([x.numel() for x in leaf])
-        elif not isinstance(leaf, Tensor) or leaf.layout != torch.strided or leaf.is_nested:
-            continue
-        elif leaf.dim() and len(leaf) == samples and leaf.numel() <= _MOST_ELEMENTS:
-            is_whole = not (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
-            if leaf.dim() == 1:
-                numbers += [leaf.detach().cpu().long()] if is_whole else []
-                continue
-            rows = leaf.detach().flatten(1)
-            yield (rows != 0).sum(1).cpu()
-            if is_whole and leaf.dtype is not torch.bool:
-                yield (rows >= 0).sum(1).cpu()
-    yield from numbers

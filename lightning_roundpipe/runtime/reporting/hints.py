@@ -271,6 +271,15 @@ class Hints:
                 "stay whole; microbatch_scope='model' cuts the calls of the model instead.",
             )
 
+    def of_unlike_samples(self, what: str) -> None:
+        """Warning: batches stay whole from now on, as samples have begun to differ in a size, such as their length."""
+        self.warn(
+            "unlike samples",
+            f"in parts of a batch whose samples differ as those of no batch before, {what}. So batches stay whole from "
+            "now on, which keeps one device busy at a time. microbatch_scope='model', with the loss computed in "
+            "training_step, cuts the calls of the model instead.",
+        )
+
     def of_a_whole_batch(self, why: str) -> None:
         """Hint: batches stay whole, as they cannot be cut and the options do not ask for parts."""
         self.say(
