@@ -74,8 +74,8 @@ def planned_step(report: Mapping[str, Any], cores: int | None = None) -> Planned
     if not report or report["profiled"] or not report["costs"]:
         return None
     plan, costs = Plan.parse(report["plan"]), Costs.from_dict(report["costs"])
-    if [slot["phase"] for slot in report["slots"] if not slot["round"]] != [stage.phase for stage in plan.stages()]:
-        return None  # microbatch_scope="model": each call of the model has its own slots
+    if [slot["phase"] for slot in report["slots"] if slot["round"] <= 0] != [stage.phase for stage in plan.stages()]:
+        return None  # microbatch_scope="model", whose calls have their own slots, or microbatches have left the plan
     if report["plan_policy"] == "static":
         costs = _shortest(costs, report["events"])
     workers, microbatches = report["workers"], report["microbatches"]

@@ -71,8 +71,8 @@ def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dic
     if not report or report["workers"] == 1 or report["profiled"] or not report["costs"]:
         return None
     plan, costs = Plan.parse(report["plan"]), _fastest(Costs.from_dict(report["costs"]), report["events"])
-    if [slot["phase"] for slot in report["slots"] if not slot["round"]] != [stage.phase for stage in plan.stages()]:
-        return None  # microbatch_scope="model": each call of the model has its own slots
+    if [slot["phase"] for slot in report["slots"] if slot["round"] <= 0] != [stage.phase for stage in plan.stages()]:
+        return None  # microbatch_scope="model", whose calls have their own slots, or microbatches have left the plan
     emulation = emulation or Emulation()
     rate = emulation.bandwidth
     rules = Rules(

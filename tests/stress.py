@@ -74,17 +74,21 @@ class Network(nn.Module):
         self.first = nn.Parameter(torch.ones(6))
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, x: Tensor, user_code: UserCode, skips: bool) -> Tensor:
+    def forward(self, x: Tensor, user_code: UserCode, skips: bool, extra: int) -> Tensor:
         with user_code.alone():
             keep = (x[:, :1] > -2).float() * 1.25
         h = self.embed(x * self.first)  # call 0
         h += self.twice(h, keep)  # 1
         with user_code.alone():
             h = F.dropout(h, 0.1) * self.scale
+        if extra == 1:
+            h = self.embed(h[:, :6] * self.first)
         h = self.frozen(h, keep)  # 2
         with user_code.alone():
             h = h.neg()
         h = h + 0.5 * self.twice(h, keep)  # 3
+        if extra == 2:
+            h = F.dropout(h + self.twice(h, keep), 0.1)
         if not skips:
             h = self.last(h, keep)  # 4
         out: Tensor = self.head(h)  # 5
@@ -134,7 +138,7 @@ class StressModule(pl.LightningModule):
         first = int(batch["id"][0])
         with self.user_code.alone():
             self.user_code.began.append(first)
-        out = self.net(batch["x"], self.user_code, bool(batch["skips"][0]))
+        out = self.net(batch["x"], self.user_code, bool(batch["skips"][0]), int(batch["extra"][0]))
         with self.user_code.alone():
             self.user_code.ended.append(first)
             loss = F.cross_entropy(out, batch["y"])
@@ -157,6 +161,7 @@ class Case:
         sizes: samples of each batch, the first one included (which is learned from).
         empty: (batch, microbatch) without a single target: it has no backward.
         skips: (batch, microbatch) that leaves a layer out. Not in the first batch.
+        extra: (batch, microbatch, place) that calls a layer once more, which the plan does not have. Likewise.
         accumulate: batches per optimizer step.
         blocking: whether somebody looks at gradients, so that they are handed to ``.grad``.
         drops: whether layers draw random numbers. If not, a step's backward goes on when the next one begins.
@@ -170,6 +175,7 @@ class Case:
     sizes: tuple[int, ...] = (8, 7, 8)
     empty: tuple[int, int] | None = None
     skips: tuple[int, int] | None = None
+    extra: tuple[int, int, int] | None = None
     accumulate: int = 1
     drops: bool = True
     blocking: bool = False
@@ -185,7 +191,7 @@ def batches(case: Case) -> list[dict[str, Tensor]]:
         y = torch.randint(CLASSES, (size,), generator=generator)
         x = torch.randn(size, 6, generator=generator)
         parts = parts_of(size, case.microbatches)
-        skips = torch.zeros(size, dtype=torch.bool)
+        skips = torch.zeros(size)  # not a whole number, which may be a length, and would be compared
         if size > 2:
             y[1] = -100
         if case.empty is not None and case.empty[0] == index and case.empty[1] < len(parts) > 1:
@@ -193,8 +199,11 @@ def batches(case: Case) -> list[dict[str, Tensor]]:
         earlier = [i for i in range(index) if case.sizes[i] > 1]
         compared = _uneven(case, index) in {_uneven(case, i) for i in earlier}  # or it is not cut
         if case.skips is not None and case.skips[0] == index and case.skips[1] < len(parts) and compared:
-            skips[parts[case.skips[1]]] = True
-        made.append({"x": x, "y": y, "id": torch.arange(size), "skips": skips})
+            skips[parts[case.skips[1]]] = 1.0
+        extra = torch.zeros(size)
+        if case.extra is not None and case.extra[0] == index and case.extra[1] < len(parts) and compared:
+            extra[torch.cat(parts[case.extra[1] :: 2])] = float(case.extra[2])
+        made.append({"x": x, "y": y, "id": torch.arange(size), "skips": skips, "extra": extra})
     return made
 
 
@@ -295,7 +304,9 @@ def _highest() -> Iterator[list[int]]:
 
 def reference(case: Case) -> Result:
     """One worker without nuisances, everything in one stage."""
-    return _reference(case.microbatches, case.sizes, case.empty, case.skips, case.accumulate, case.drops, case.blocking)
+    return _reference(
+        case.microbatches, case.sizes, case.empty, case.skips, case.extra, case.accumulate, case.drops, case.blocking
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -358,9 +369,11 @@ def _in_order(run: Run) -> list[str]:
     found = []
     for what, order in {"began": user_code.began, "ended": user_code.ended}.items():
         rest = order
-        for size in case.sizes:
+        for size, made in zip(case.sizes, batches(case), strict=True):
             parts = parts_of(size, case.microbatches)
             firsts, uneven = [int(part[0]) for part in parts], len({len(part) for part in parts}) > 1
+            if what == "ended":
+                firsts.sort(key=lambda first: int(made["extra"][first]))  # those that leave the plan go on last
             whole = uneven and rest[: len(firsts)] != firsts
             expected = firsts[:1] if whole else firsts
             if rest[: len(expected)] != expected:

@@ -57,6 +57,7 @@ def cases(draw: st.DrawFn) -> Case:
         sizes=(max(sizes[0], 3), *sizes[1:]),
         empty=draw(st.none() | st.tuples(st.integers(1, 2), st.integers(0, microbatches - 1))),
         skips=draw(st.none() | st.tuples(st.integers(1, 2), st.integers(0, microbatches - 1))),
+        extra=draw(st.none() | st.tuples(st.integers(1, 2), st.integers(0, microbatches - 1), st.integers(1, 2))),
         accumulate=accumulate,
         drops=draw(st.booleans()),
         prefetch=draw(st.sampled_from([1, 1, 0])),

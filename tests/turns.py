@@ -13,6 +13,7 @@ rule that they break:
     what an earlier one left
     with rounds of one microbatch a microbatch begins a call when the one before has ended it,    [7]
     and gradients go down in the order of microbatches, none of them up
+    microbatches that have left the plan go on when it is over, one after another, a call at a time    [8]
 """
 
 from __future__ import annotations
@@ -38,12 +39,18 @@ def faults(report: Mapping[str, Any]) -> list[str]:
     if report["profiled"]:
         return []
     plan = Plan.parse(report["plan"])
-    slots = report["slots"]
+    slots = [slot for slot in report["slots"] if slot["round"] >= 0]
     found = list(_slots(slots, plan, report["workers"], report["microbatches"]))
     if found:
         return found  # the rest would only repeat it
     compute = sorted((r for r in report["events"] if r["kind"] in COMPUTE), key=_times)
     copies = [r for r in report["events"] if r["kind"] not in COMPUTE]
+    if others := {slot["slot"] for slot in report["slots"] if slot["round"] < 0}:
+        off_plan = [r for r in compute if r["slot"] in others]
+        found += _off_plan(off_plan, [r for r in compute if r["slot"] not in others])
+        left = {r["microbatch"] for r in off_plan}
+        compute = [r for r in compute if r["microbatch"] not in left]
+        copies = [r for r in copies if r["slot"] not in others]
     found += _places(compute, slots, plan, report["microbatches"])
     found += _workers(compute, slots, report["workers"])
     found += _microbatches_of_slots(compute)
@@ -218,6 +225,25 @@ def _gradients(
     for slot, call in down:
         if slot != first_slots[call] and not up[slot, call]:
             yield f"slot {slot} began the sum of call {call} anew"
+
+
+def _off_plan(compute: Sequence[Row], planned: Sequence[Row]) -> Iterator[str]:
+    """[8]"""
+    for row in compute:
+        if row["start_s"] < max(r["end_s"] for r in planned):
+            yield f"{_shown(row)} began before the plan was over"
+    for before, after in pairwise(compute):
+        if after["start_s"] < before["end_s"] or after["microbatch"] < before["microbatch"]:
+            yield f"{_shown(after)} came before the end of {_shown(before)}"
+    for microbatch, rows in _by(compute, "microbatch").items():
+        kinds = [r["kind"] for r in rows]
+        forward = kinds.count("forward")
+        if kinds[:forward] != ["forward"] * forward:
+            yield f"microbatch {microbatch} ran {kinds}"
+        backward = [(r["kind"], r["call"]) for r in rows[forward:]]
+        calls = sorted({call for _, call in backward}, reverse=True)
+        if backward != [(kind, call) for call in calls for kind in ("recompute", "backward")]:
+            yield f"microbatch {microbatch} ran backward {backward}"
 
 
 def _side_by_side(compute: Sequence[Row], copies: Sequence[Row], plan: Plan) -> Iterator[str]:

@@ -57,7 +57,7 @@ def plan_table(report: Mapping[str, Any], module: Module) -> Table:
     """
     of_round = [slot for slot in report["slots"] if slot["round"] == report["slots"][0]["round"]]
     slots = {position: slot for position, slot in enumerate(of_round) if slot["layers"]}
-    rounds = len({slot["round"] for slot in report["slots"]})
+    rounds = len({slot["round"] for slot in report["slots"] if slot["round"] >= 0})
     short = short_names({layer for slot in slots.values() for layer in slot["layers"]})
     table = Table(
         title=f"Plan: {plural(len(slots), 'stage')} on {plural(report['workers'], 'worker')}, "

@@ -24,6 +24,7 @@ from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.layer_executor import LayerExecutor
 from lightning_roundpipe.runtime.core.learned import Learned
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
+from lightning_roundpipe.runtime.core.off_plan import OffPlan
 from lightning_roundpipe.runtime.core.step import Step
 from lightning_roundpipe.runtime.core.worker_pool import WorkerPool
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed, interrupts_deferred
@@ -229,6 +230,8 @@ class Engine:
             elif microbatches == 1:
                 learned.recent = step.traces[0]
             self._scope.refuse()
+            if step.off_plan is not None and step.off_plan.left:
+                self._learn_from(step.off_plan)
             if step.in_parts:
                 self._scope.look_again(function, batch, rest, seed, step.sizes)
             self._given = step.gradients
@@ -248,6 +251,13 @@ class Engine:
             if tiles is None or tiles.on:
                 raise
             tiles.turn_on()
+
+    def _learn_from(self, off_plan: OffPlan) -> None:
+        """Learn the next batches anew, as microbatches have made calls that the plan does not have."""
+        again = self.options.plan_text is None and self.learned.learns_again
+        self.hints.of_other_calls(off_plan.what, again=again)
+        if again:
+            self.learned.unseen += off_plan.left.values()
 
     def _step_of(self, cut: Cut, seed: tuple[int, ...], *, overlaps: bool) -> Step:
         context, updates, before = self.context, self.updates, self._step_in_flight
@@ -531,6 +541,9 @@ class Engine:
             self._planner.forget()
             with interrupts_allowed():  # as in `reserve_gradients`
                 self._gradients.reserve_again()
+        elif self.learned.unseen and self.learned.plan is not None:
+            self.settle()
+            self._planner.learn_again()
         self._sync_weights(newest=False)
         self._accumulators.watch(self.model.masters)
         for device in self.worker_pool.devices:

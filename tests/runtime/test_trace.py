@@ -34,7 +34,10 @@ def indices(trace: Trace) -> list[int]:
 def is_part(part: Trace, whole: Trace) -> bool:
     position = 0
     for call in part.calls:
-        position = whole.find(call.layer, position, 0) + 1
+        found = whole.find(call.layer, position)
+        if found is None:
+            return False
+        position = found + 1
     return True
 
 

@@ -16,6 +16,9 @@ from lightning_roundpipe.runtime.user_code.new_code import NewCode
 from lightning_roundpipe.runtime.user_code.rng import Randomness
 from lightning_roundpipe.runtime.user_code.target_counts import CountSites
 
+MOST_LEARNED_AGAIN = 64
+"""Batches to learn at most because microbatches have left the plan."""
+
 
 class Learned:
     """One engine's knowledge about its model. The threads of a step read it and add to it.
@@ -25,6 +28,8 @@ class Learned:
 
     Attributes:
         trace: the calls of a microbatch, merged from the batches that a plan is made from; None before the first one.
+        unseen: what microbatches that left the plan have called and ``trace`` does not contain yet, by the layers'
+            indices.
         recent: the calls of the last batch that was one microbatch, used to predict those of the next one.
         plan: the plan that steps run under; None while there is none.
         costs: the costs from which the plan was made.
@@ -55,6 +60,8 @@ class Learned:
         self.plans = self.shares = self.logs_in_backward = self.mixes = self.read_between_steps = False
         self.order = CallOrder()
         self.read_by_user_code: frozenset[ParamBucket] = frozenset()
+        self._learned_again = 0
+        """Batches that were learned once more because of ``unseen``."""
         self.log_fits: dict[Key, Fitting] = {}
         self.log_rules: dict[Key, str] = {}
         self.counted = CountSites()
@@ -65,6 +72,7 @@ class Learned:
     def forget(self) -> None:
         """Drop traces, plans and what was learned with them: the next batch learns the model anew."""
         self.trace: Trace | None = None
+        self.unseen: list[list[int]] = []
         self.recent: Trace | None = None
         self.plan: Plan | None = None
         self.costs: Costs | None = None
@@ -75,6 +83,20 @@ class Learned:
         self.randomness = Randomness()
         self._probed: set[tuple[int, int]] = set()
         self._walked: set[tuple[int, int]] = set()
+
+    def awaits_calls(self) -> bool:
+        """Return whether to learn one more batch before a plan is made, as `unseen` calls may come again."""
+        assert self.trace is not None
+        self.unseen = [called for called in self.unseen if not self.trace.contains(called)]
+        self._learned_again += bool(self.unseen)
+        if not self.learns_again:
+            self.unseen = []
+        return bool(self.unseen)
+
+    @property
+    def learns_again(self) -> bool:
+        """Whether calls that the plan does not have are learned: they may change for ever."""
+        return self._learned_again < MOST_LEARNED_AGAIN
 
     def probes(self, call: TracedCall) -> bool:
         """Return whether to run ``call`` without grad as well, and remember it.

@@ -3,6 +3,7 @@
     start ── wait until the microbatch before has reached its first layer ── [1]
     user code ── under the user-code lock, with this microbatch's random state ── [2]
     layer call ── release the lock ─► turn ─► worker ─► take the lock again ── [3]
+    a call that the plan does not have ── `off_plan`
     loss ── weight it, run backward through the last user code in the fused slot's turn, publish the output ── [4]
     tape ── deepest call first: turn ─► worker ─► gradients go to the calls and the user code in front ── [5]
 
@@ -16,7 +17,7 @@ import contextlib
 import contextvars
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from lightning_roundpipe.runtime.core.activation_prefetch import ActivationPrefe
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call, Forward
 from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
+from lightning_roundpipe.runtime.core.off_plan import OffPlan, give_up_graph, why_kept
 from lightning_roundpipe.runtime.core.outputs import check_inputs, hand_back, learn, refuse_hooked_module
 from lightning_roundpipe.runtime.core.prediction import NextCallPredictor
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
@@ -63,12 +65,14 @@ class TaskStep(Protocol):
         weighing: how much each microbatch counts in the loss of the batch.
         in_parts: whether ``training_step`` runs once for each of several microbatches.
         padded_calls: compares what microbatches do with padding.
+        off_plan: the microbatches that have left the plan; None if none may.
     """
 
     sizes: list[int]
     weighing: Weighing
     in_parts: bool
     padded_calls: PaddedCalls
+    off_plan: OffPlan | None
 
     @property
     def spec(self) -> StepSpec: ...
@@ -105,7 +109,7 @@ class MicrobatchTask:
         recent: Trace | None = None,
     ) -> None:  # fmt: skip
         self.index = index
-        self.learning = trace is None
+        self.learning, self._is_off_plan = trace is None, False
         self.segments = UserCodeSections(engine, step.spec, index, learning=self.learning)
         self.kept = self.segments.kept
         self._step, self.engine, self._cancel_scope = step, engine, step.spec.cancel_scope
@@ -134,6 +138,8 @@ class MicrobatchTask:
         self.reached = 0
         self._off_trace = self.trace.has_skipped_calls
         """Whether microbatches skip layers, so that the number of a section of user code does not identify it."""
+        self._called: list[int] = []
+        """Indices of the layers that it has called."""
         self._uses: Counter[int] = Counter()
         self._announced = self.walking = False
         self._segment_key: SegmentKey = (-1, 0)
@@ -199,7 +205,7 @@ class MicrobatchTask:
                 self.activations.restore_all()  # what user code has kept for later, where nothing restores it
             if self.kept is not None:
                 changed = self.kept.module_state.finished()
-                if not self.learning:
+                if not self.learning or self._is_off_plan:
                     self.engine.learned.new_code.note_attributes(changed, self.index)
             if self._step.in_parts:
                 self.engine.learned.new_code.note_names((name for name, *_ in self.logs.calls), self.index)
@@ -341,16 +347,16 @@ class MicrobatchTask:
     def _prepare(
         self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Call, RecordedCall | None, TracedCall]:
-        index, traced = self._next(layer)
         state = layer.state.current()
         leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
         leaves = self.mode.stand_ins(leaves, (args, kwargs))
         requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         thread_state = self.engine.thread_state()
         trainable = layer.trainable()
-        if self.kept is not None and not self.learning:
+        if self.kept is not None and (not self.learning or self._is_off_plan):
             self.kept.module_state.refuse_new(layer, state, trainable)
         can_tape = thread_state.grad and (any(requires_grad) or any(trainable) or bool(layer.reaches_out))
+        index, traced = self._next(layer, can_tape=can_tape)
         bare = thread_state.grad and not can_tape
         tentative = bare and self.learning and layer.reaches_out is None and not any(map(is_cache, leaves))
         taped = can_tape or tentative if self.learning else can_tape and traced.taped
@@ -358,11 +364,6 @@ class MicrobatchTask:
             refuse_caches(leaves, layer.name)
         if self.learning:
             traced.can_tape = can_tape
-        elif can_tape != traced.can_tape:
-            raise RoundPipeError(
-                f"layer {layer.name!r} is called {'with' if can_tape else 'without'} gradients, unlike in the first "
-                "batch: with several microbatches a step must be of one kind. Set num_microbatches=1."
-            )
         call = Call(
             index, layer, self.index, spec, leaves, requires_grad, trainable, thread_state, state,
             self._seed_of(layer), contextvars.copy_context(), list(leaves),
@@ -380,16 +381,73 @@ class MicrobatchTask:
         self._uses[layer.index] += 1
         return *self._step.spec.seed, self._step.spec.first + self.index, layer.index, use
 
-    def _next(self, layer: HostLayer) -> tuple[int, TracedCall]:
-        if self.learning:
-            traced = self.trace.append(layer)
-            index = len(self.trace.calls) - 1
-            self._predictor.see(index, layer)
-            return index, traced
-        index = self.trace.find(layer, self.reached, self.index)
-        self._off_trace |= index != self.reached
-        self.reached = index + 1
-        return index, self.trace.calls[index]
+    def _next(self, layer: HostLayer, *, can_tape: bool) -> tuple[int, TracedCall]:
+        """Return the position of the coming call in the trace, and its entry there.
+
+        Args:
+            layer: the layer that is called.
+            can_tape: whether gradients may flow through the call.
+        """
+        if not self.learning:
+            found = self.trace.find(layer, self.reached)
+            if found is not None and self.trace.calls[found].can_tape == can_tape:
+                self._off_trace |= found != self.reached
+                self.reached = found + 1
+                self._called.append(layer.index)
+                return found, self.trace.calls[found]
+            self._leave_plan(layer, found)
+        self._called.append(layer.index)
+        traced = self.trace.append(layer)
+        index = len(self.trace.calls) - 1
+        self._predictor.see(index, layer)
+        return index, traced
+
+    def _leave_plan(self, layer: HostLayer, found: int | None) -> None:
+        """Leave the plan at a call of ``layer`` that it does not have, and wait for the turn to go on without it.
+
+        Args:
+            layer: the layer.
+            found: position of a call of the layer that is made otherwise, with or without gradients; None if none is.
+
+        Raises:
+            RoundPipeError: if the microbatch cannot go on.
+        """
+        off_plan, engine = self._step.off_plan, self.engine
+        kept = [recorded for recorded in self.tape if recorded.graph is not None]
+        why_not = next(((recorded, why) for recorded in kept if (why := why_kept(recorded))), None)
+        if off_plan is None or why_not is not None:
+            self._refuse_other_call(layer, found, f" Layer {why_not[0].layer.name!r} {why_not[1]}." if why_not else "")
+        self._leave_user_code()
+        self._announce()
+        self.segments.interrupted()
+        for recorded in kept:
+            give_up_graph(recorded, self.activations, recorded.home)
+        self.activations.settle()
+        self.activations.leave()
+        self._prefetcher.end()
+        self._slots.finish(self.index)
+        before = f"layer {engine.model.layers[self._called[-1]].name!r}" if self._called else "no other layer"
+        off_plan.wait(self.index, self._called, f"layer {layer.name!r} after {before}", self._cancel_scope)
+        self.learning = self._is_off_plan = self._off_trace = engine.learned.randomness.learning = True
+        self.trace, self._slots = self.trace.extended(), off_plan.slots
+        self._predictor = NextCallPredictor(self._slots, self._step.sums_of, None)
+        self._prefetcher = ActivationPrefetcher(
+            self.index, engine.worker_pool.workers, self._slots, self.activations, offloads=self._prefetcher.offloads
+        )
+        for recorded in self.tape:
+            recorded.recomputed = recorded.failed = None  # the weights are gone
+        for recorded in kept:
+            self._prefetcher.saved(recorded)
+        self._enter_user_code()
+
+    def _refuse_other_call(self, layer: HostLayer, found: int | None, why: str) -> NoReturn:
+        if found is None:
+            self.trace.refuse(layer, self.reached, self.index, why)
+        grad = "without" if self.trace.calls[found].can_tape else "with"
+        raise RoundPipeError(
+            f"layer {layer.name!r} is called {grad} gradients, unlike in the first batches: with several microbatches "
+            f"a step must be of one kind.{why} Set num_microbatches=1."
+        )
 
     def _record_call(self, call: Call, traced: TracedCall) -> RecordedCall:
         """Make the call's entry for the tape, connected to the calls and the user code that its inputs come from."""
@@ -443,6 +501,8 @@ class MicrobatchTask:
         if recorded is not None:
             recorded.home = worker.device
             self._watch_inputs(call, recorded, traced, tensors)
+            if not call.recomputed:
+                recorded.held = [x.detach() if isinstance(x, Tensor) else x for x in call.leaves]
         executor = self.engine.executors[slot.worker]
         with noted(lambda: FaultPlace(call.layer.title, "forward", self.index, slot, worker.device)):
             run = worker.run if call.profile is None else worker.run_here  # plain calls find all that they need here
@@ -520,7 +580,7 @@ class MicrobatchTask:
                 recorded.release()
 
     def _run_backward(self, recorded: RecordedCall, sums: HostGradSums | None) -> None:
-        traced, engine = self.trace.calls[recorded.call], self.engine
+        traced, engine, recorded.held = self.trace.calls[recorded.call], self.engine, []
         measured = traced if self.learning and engine.learned.plans else None
         check_inputs(recorded, traced, learning=self.learning)
         refuse_hooked_module(recorded)

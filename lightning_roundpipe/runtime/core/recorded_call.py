@@ -42,6 +42,7 @@ class RecordedCall(GraphCut):
         mutates: positions of the arguments that the layer wrote to; they are outputs as well.
         buffers: values of the layer's buffers before the forward, by position.
         given: inputs of a kept graph that user code could overwrite, as (position, `witness`, version at the call).
+        held: the arguments of a call whose graph is kept; see `off_plan`.
         graph: the kept graph, as (detached inputs, outputs).
         recomputed: the graph of a recomputation ahead, likewise.
         failed: what a recomputation ahead raised.
@@ -66,6 +67,7 @@ class RecordedCall(GraphCut):
     mutates: frozenset[int] = frozenset()
     buffers: dict[int, BufferValue] = field(default_factory=dict)
     given: list[tuple[int, Tensor, int]] = field(default_factory=list)
+    held: list[Any] = field(default_factory=list)
     graph: tuple[DetachedInputs, list[Tensor]] | None = None
     recomputed: tuple[DetachedInputs, list[Tensor]] | None = None
     failed: Exception | None = None
@@ -97,3 +99,4 @@ class RecordedCall(GraphCut):
         """Drop the graphs, which may form a reference cycle with this object (``h += layer(h)``)."""
         self.graph = self.recomputed = self.failed = None
         self.given.clear()
+        self.held = []

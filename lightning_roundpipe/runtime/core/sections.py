@@ -86,6 +86,10 @@ class UserCodeSections:
         self._segment = segment
         self._count += 1
 
+    def interrupted(self) -> None:
+        """Count the section that was left and the next one as one: only the engine has run between them."""
+        self._count -= 1
+
     def go_on(self, before: UserCodeSections) -> None:
         """Continue the numbering of ``before``, the sections of the same microbatch in an earlier call of the model."""
         self._count = before._count

@@ -27,6 +27,7 @@ class SlotsOnArrival:
         cancel: undoes ``prepare`` for a slot whose call does not come.
         open: makes a slot the worker's open one.
         close: closes a slot.
+        ahead: whether to upload the weights of predicted calls.
     """
 
     def __init__(
@@ -36,12 +37,15 @@ class SlotsOnArrival:
         cancel: Callable[[Slot], None],
         open: Callable[[Slot], None],
         close: Callable[[Slot], None],
+        *,
+        ahead: bool = True,
     ) -> None:
         self._make = make
         self._prepare = prepare
         self._cancel = cancel
         self._open = open
         self._close = close
+        self._ahead = ahead
         self._foreseen: Slot | None = None
         self._fused: Slot | None = None
 
@@ -66,6 +70,10 @@ class SlotsOnArrival:
         return self._arrive("backward", microbatch, call, layer, sums)
 
     def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None) -> None:
+        if self._ahead:
+            self._foresee(microbatch, phase, call, layer, sums)
+
+    def _foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None) -> None:
         if not self._is_foreseen(phase, call, layer):
             self._drop_foreseen()
             self._foreseen = self._make(phase, microbatch, call, layer, sums)
@@ -89,7 +97,7 @@ class SlotsOnArrival:
         self._release_fused()
 
     def _arrive(self, phase: Phase, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
-        self.foresee(microbatch, phase, call, layer, sums)
+        self._foresee(microbatch, phase, call, layer, sums)
         slot, self._foreseen = self._foreseen, None
         assert slot is not None
         self._open(slot)

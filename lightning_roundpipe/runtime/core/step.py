@@ -30,6 +30,7 @@ from lightning_roundpipe.runtime.batch.logs import LogRecorder, lost, shadowed_l
 from lightning_roundpipe.runtime.batch.loss_weights import Weighing, Weights
 from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
+from lightning_roundpipe.runtime.core.off_plan import OFF_PLAN, OffPlan
 from lightning_roundpipe.runtime.core.recompute_ahead import RecomputeAhead
 from lightning_roundpipe.runtime.core.slots_on_arrival import SlotsOnArrival
 from lightning_roundpipe.runtime.core.trace import Trace, TracedCall, distinct_layers
@@ -77,6 +78,7 @@ class Step:
         runs: the microbatches.
         in_parts: whether ``training_step`` runs once for each of several microbatches.
         padded_calls: compares what microbatches do with padding.
+        off_plan: the microbatches that have left the plan; None if none may.
     """
 
     def __init__(
@@ -135,6 +137,8 @@ class Step:
         """Number of allocation retries of each device before the step."""
         self.runs: list[MicrobatchTask] = []
         self.padded_calls = PaddedCalls()
+        self.off_plan: OffPlan | None = None
+        self._when_closed: Callable[[], None] | None = None
         self.gradients: StepGradients | None = None
         """The gradients behind the merged loss; None until that exists."""
         self.has_loss = False
@@ -181,11 +185,24 @@ class Step:
         order = MicrobatchOrder(range(len(args))) if self._side_by_side else None
         slots = PlannedSlots(rounds, plan, self.cancel_scope, self._close, self._ahead().look, order)
         self._unclosed, self._running = len(self.slots), len(args)
+        self._allow_other_calls(len(args))
         self.readiness.expect(self.slots, uploads=bool(self.engine.options.staleness))
         self.runs = [MicrobatchTask(self.engine, self, m, trace, slots) for m in range(len(args))]
         for index, queue in enumerate(self.engine.worker_pool.queues):
             queue.append((slot for slot in self.slots if slot.worker == index), self._close)
         self._join(function, args, together=True)
+
+    def _allow_other_calls(self, microbatches: int) -> None:
+        """Let microbatches leave the plan; not on several machines, which share plans and the order of gradients."""
+        if self.engine.exchange is not None:
+            return
+        slots = SlotsOnArrival(
+            self._make_slot_off_plan, self._prepare, self._cancel, self._open, self._close_off_plan, ahead=False
+        )
+        before = self.before is not None and self.before.plan is not None
+        self.off_plan = OffPlan(microbatches, slots, 1 + before)
+        if self.before is not None and before:
+            self.before.when_closed(self.off_plan.closed)
 
     def run_one_by_one(self, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
         """Run one microbatch after another, with a slot for each call; records a trace.
@@ -240,6 +257,8 @@ class Step:
         try:
             run.run(function, args, predecessor)
         finally:
+            if self.off_plan is not None:
+                self.off_plan.ended(run.index)
             self.ended()
 
     def _ahead(self) -> RecomputeAhead:
@@ -260,6 +279,8 @@ class Step:
             for run in self.runs:
                 if run.computed is not None:
                     run.computed.wait()
+        if self.off_plan is not None and self.off_plan.left:
+            self._wait_for_end()  # the next step's slots would come between those of these microbatches
 
     def _wait_for_end(self) -> None:
         worker_pool = self.engine.worker_pool
@@ -440,14 +461,48 @@ class Step:
     def _closed(self) -> None:
         with self._counting:
             self._unclosed -= 1
-            last = not self._unclosed
+            last, act = not self._unclosed, self._when_closed
         if last:
             self.seconds = time.perf_counter() - self.started
             self._all_closed.wake()
+            for also in (act, self.off_plan.closed if self.off_plan is not None else None):
+                if also is not None:
+                    also()
 
-    def _make_slot(self, phase: Phase, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
+    def when_closed(self, act: Callable[[], None]) -> None:
+        """Call ``act`` when all slots of the plan are closed."""
+        with self._counting:
+            if self._unclosed:
+                self._when_closed = act
+                return
+        act()
+
+    def _make_slot(
+        self, phase: Phase, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None, round_: int = 0
+    ) -> Slot:  # fmt: skip
         totals = {call: sums} if sums is not None else {}
-        return self._new_slot(phase, range(call, call + 1), [layer], totals, [microbatch])
+        return self._new_slot(phase, range(call, call + 1), [layer], totals, [microbatch], round_)
+
+    def _make_slot_off_plan(
+        self, phase: Phase, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None
+    ) -> Slot:  # fmt: skip
+        slot = self._make_slot(phase, microbatch, call, layer, sums, OFF_PLAN)
+        if not self.engine.worker_pool.workers[slot.worker].weights[0].has(layer.nbytes):
+            raise RoundPipeError(
+                f"layer {layer.name!r}, which no batch before has called, is larger than all layers of the plan, which "
+                "has reserved no memory for it. Call it in the first batch, or set num_microbatches=1."
+            )
+        self.readiness.expect([slot], uploads=bool(self.engine.options.staleness))
+        return slot
+
+    def _close_off_plan(self, slot: Slot) -> None:
+        worker = self.engine.worker_pool.workers[slot.worker]
+
+        def close_it() -> None:
+            worker.close_slot(slot)
+            self.readiness.closed(slot)
+
+        worker.post(close_it, self.cancel_scope)
 
     def _prepare(self, slot: Slot) -> None:
         worker = self.engine.worker_pool.workers[slot.worker]

@@ -28,6 +28,19 @@ from lightning_roundpipe.runtime.memory.grad_buffers import GradientLayout
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 
+class OtherCalls(RoundPipeError):
+    """Raised if layers are called in an order that no trace contains.
+
+    Args:
+        why: describes the calls.
+        rule: what holds for calls.
+    """
+
+    def __init__(self, why: str, rule: str) -> None:
+        super().__init__(f"{why}{rule} Set num_microbatches=1, without a plan, which allows any control flow.")
+        self.why = why
+
+
 @dataclass
 class TracedCall:
     """One call of a trace: what the first batches have shown about it.
@@ -121,30 +134,31 @@ class Trace:
         """Return whether ``position`` is the last call's."""
         return position == len(self.calls) - 1
 
-    def find(self, layer: HostLayer, position: int, microbatch: int) -> int:
+    def extended(self) -> Trace:
+        """Return a trace of the same calls, to which a microbatch that leaves the plan adds others."""
+        return Trace([*self.calls], self.has_skipped_calls, self.portions, _uses=self._uses.copy())
+
+    def contains(self, layers: Sequence[int]) -> bool:
+        """Return whether it has calls of these layers, given by their indices, in this order."""
+        rest = iter(self.calls)
+        return all(any(call.layer.index == layer for call in rest) for layer in layers)
+
+    def find(self, layer: HostLayer, position: int) -> int | None:
         """Return the position of a microbatch's call of ``layer``: the first one at or after ``position``.
 
-        The calls in between are skipped, as with layer drop.
-
-        Raises:
-            RoundPipeError: if the trace has no such call.
+        The calls in between are skipped, as with layer drop. None if the trace has no such call.
         """
-        found = self._ahead(layer, position)
-        if found is None:
-            self._refuse(layer, position, microbatch)
-        return found
-
-    def _ahead(self, layer: HostLayer, position: int) -> int | None:
         return next((i for i in range(position, len(self.calls)) if self.calls[i].layer is layer), None)
 
-    def _refuse(self, layer: HostLayer, position: int, microbatch: int) -> NoReturn:
+    def refuse(self, layer: HostLayer, position: int, microbatch: int, more: str = "") -> NoReturn:
+        """Raise because the trace has no call of ``layer`` at or after ``position``; ``more`` says what else counts."""
         expected = self.names[position] if position < len(self.calls) else None
         before = f"layer {self.names[position - 1]!r}" if position else "no other layer"
-        raise RoundPipeError(
+        raise OtherCalls(
             f"microbatch {microbatch} called layer {layer.name!r} after {before} where "
-            + (f"layer {expected!r} was expected" if expected else "no further layer was expected")
-            + ": with several microbatches each must call the layers in an order that the first batches have shown (it "
-            "may leave some out). Set num_microbatches=1, without a plan, which allows any control flow."
+            + (f"layer {expected!r} was expected" if expected else "no further layer was expected"),
+            f": with several microbatches each must call the layers in an order that the first batches have shown (it "
+            f"may leave some out).{more}",
         )
 
     def measure(self, seconds: Mapping[tuple[str, int, int], list[float]], microbatch: int) -> None:
@@ -164,7 +178,7 @@ class Trace:
         Calls that both have keep the shorter times and the larger memory.
 
         Raises:
-            RoundPipeError: if ``other``, of ``microbatch``, calls the same layers in another order.
+            OtherCalls: if ``other``, of ``microbatch``, calls the same layers in another order.
         """
         mine, theirs = [c.layer.index for c in self.calls], [c.layer.index for c in other.calls]
         calls: list[TracedCall] = []
@@ -193,9 +207,9 @@ class Trace:
         position = 0
         for call in other.calls:
             if call.layer.index in known:
-                found = self._ahead(call.layer, position)
+                found = self.find(call.layer, position)
                 if found is None:
-                    self._refuse(call.layer, position, microbatch)
+                    self.refuse(call.layer, position, microbatch)
                 position = found + 1
 
     def learn(self, others: Sequence[Trace], seconds: Mapping[tuple[str, int, int], list[float]], layers: int) -> bool:
@@ -211,23 +225,23 @@ class Trace:
             this batch has still shown new calls.
 
         Raises:
-            RoundPipeError: if the microbatches, or this batch and the ones before, call layers in different orders.
+            OtherCalls: if the microbatches, or this batch and the ones before, call layers in different orders.
         """
         before = len(self.calls)
         if self.portions not in ([], others[0].portions):
-            raise RoundPipeError(
-                f"training_step called {others[0].portions} in this batch and {self.portions} in the one before: with "
-                "microbatch_scope='model' the first batches must call the same models. Set num_microbatches=1, without "
-                "a plan, which allows any control flow."
+            raise OtherCalls(
+                f"training_step called {others[0].portions} in this batch and {self.portions} in the one before",
+                ": with microbatch_scope='model' the first batches must call the same models.",
             )
         self.portions = others[0].portions
         for microbatch, other in sorted(enumerate(others), key=lambda pair: -len(pair[1].calls)):
             other.measure(seconds, microbatch)
             self.take_in(other, microbatch)  # the longest first: it shows most of the order
         if any(a.portion > b.portion for a, b in pairwise(self.calls)):
-            raise RoundPipeError(
+            raise OtherCalls(
                 "a layer that some calls of the model have left out is called in several of them, so its place is "
-                "unknown: with microbatch_scope='model' set num_microbatches=1, without a plan."
+                "unknown under microbatch_scope='model'",
+                ".",
             )
         alike = all(len(other.calls) == len(self.calls) for other in others)
         self.has_skipped_calls |= not alike

@@ -49,7 +49,7 @@ class Slot:
         index: position in the global sequence.
         recorder: the step's recorder.
         worker: number of the worker.
-        round: number of the round.
+        round: number of the round; negative for a slot that is in no plan.
         phase: phase of the stage.
         calls: the calls of the stage, by position in the trace.
         layers: the layers to upload, each once.

@@ -206,8 +206,8 @@ class _EvaluationPart(PartRun):
     def _seed_of(self, layer: HostLayer) -> None:
         return None
 
-    def _next(self, layer: HostLayer) -> tuple[int, TracedCall]:
-        index, traced = super()._next(layer)
+    def _next(self, layer: HostLayer, *, can_tape: bool) -> tuple[int, TracedCall]:
+        index, traced = super()._next(layer, can_tape=can_tape)
         self.made.append(index)
         return index, traced
 

@@ -131,8 +131,8 @@ class PartRun(MicrobatchTask):
         rest = iter(bare)
         self.outputs = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
 
-    def _next(self, layer: HostLayer) -> tuple[int, TracedCall]:
-        index, traced = super()._next(layer)
+    def _next(self, layer: HostLayer, *, can_tape: bool) -> tuple[int, TracedCall]:
+        index, traced = super()._next(layer, can_tape=can_tape)
         if self.learning:
             traced.portion = self._call.number
         elif self._portion is not None and index not in self._portion.calls:

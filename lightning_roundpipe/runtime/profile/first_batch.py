@@ -35,7 +35,7 @@ from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, partly_fused, search_partition, unpacking_plans
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.learned import Learned
-from lightning_roundpipe.runtime.core.trace import Trace, distinct_layers
+from lightning_roundpipe.runtime.core.trace import OtherCalls, Trace, distinct_layers
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.runtime.memory.budget import (
     check_plan_fits,
@@ -104,7 +104,11 @@ class Planner:
         static = options.plan == "static"
         speeds = [] if static else self._speeds(recorder)
         seconds = recorder.nominal_seconds() if static else recorder.call_seconds(speeds)
-        if not trace.learn(traces, seconds, len(layers)):
+        try:
+            complete = trace.learn(traces, seconds, len(layers))
+        except OtherCalls as error:
+            return self.run_in_order(error.why, "each microbatch of a plan must call the layers in one order.")
+        if not complete or learned.awaits_calls():
             return
         if not trace.calls:
             raise RoundPipeError(
@@ -280,6 +284,14 @@ class Planner:
             arenas = SINGLE
         for worker in self._workers:
             worker.reserve(weights, gradients, arenas=arenas)
+
+    def learn_again(self) -> None:
+        """Drop the plan, but not the trace, as microbatches have left the plan: the next batches add their calls."""
+        self._learned.plan = self._learned.costs = None
+        self._learned.offloads = False
+        for worker in self._workers:
+            worker.forget()
+        self.reserve_for_layers()
 
     def forget(self) -> None:
         """Drop traces and plan, to learn them again.

@@ -271,6 +271,19 @@ class Hints:
                 "stay whole; microbatch_scope='model' cuts the calls of the model instead.",
             )
 
+    def of_other_calls(self, what: str, *, again: bool) -> None:
+        """Hint: microbatches called a layer that the plan does not have there, such as ``what``."""
+        self.say(
+            f"other calls {again}",
+            f"microbatches called {what}, which the batches before have not shown. From there on they ran one after "
+            "another in this batch. "
+            + (
+                "The next batches are learned again, for a new plan."
+                if again
+                else "Batches that call layers otherwise than the plan says go on doing so."
+            ),
+        )
+
     def of_unlike_samples(self, what: str) -> None:
         """Warning: batches stay whole from now on, as samples have begun to differ in a size, such as their length."""
         self.warn(

@@ -1,0 +1,265 @@
+"""Batches that call layers otherwise than the first ones: their microbatches leave the plan and go on one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import lightning.pytorch as pl
+import pytest
+import stress
+import torch
+import torch.nn.functional as F
+from harness import assert_identical, assert_same, ours, run
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.core import learned as of_learned
+
+Batch = dict[str, Any]
+HARD = {"poison": True, "delay_seed": 3}
+SAID = "which the batches before have not shown"
+
+
+class Model(nn.Module):
+    """Blocks and three heads. It can end early, and change its input."""
+
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(drop)) for _ in range(4))
+        self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in range(3))
+
+    def forward(self, x: Tensor, head: int = 0, depth: int = 4, order: Any = (0, 1, 2, 3)) -> Tensor:
+        for at in order[:depth]:
+            x = self.blocks[at](x)
+        out: Tensor = self.heads[head](x)
+        return out
+
+
+class Module(pl.LightningModule):
+    def __init__(self, step: Callable[[Any, Batch, int], Tensor], drop: float = 0.0) -> None:
+        super().__init__()
+        self.step = step
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.model = Model(drop)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self.step(self, batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+def data(count: int = 9) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            "x": torch.randn(8, 8, generator=generator),
+            "y": torch.randint(3, (8,), generator=generator),
+            "task": i % 3,
+        }
+        for i in range(count)
+    ]
+
+
+def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(logits, batch["y"])
+
+
+def with_a_second_loss(module: Any, batch: Batch, index: int) -> Tensor:
+    """A term that begins after some steps, as auxiliary and consistency losses do."""
+    loss = cross_entropy(module.model(batch["x"]), batch)
+    if module.global_step >= 3:
+        loss = loss + 0.5 * cross_entropy(module.model(batch["x"].flip(1), head=1), batch)
+    return loss
+
+
+def with_a_teacher(module: Any, batch: Batch, index: int) -> Tensor:
+    """A pass without gradients in every third batch, behind one with gradients, and in front of it."""
+    known = torch.zeros(8, 3)[: len(batch["x"])]
+    if index % 3 == 1:
+        with torch.no_grad():
+            known = module.model(batch["x"]).softmax(1)
+    logits = module.model(batch["x"])
+    if index % 3 == 2:
+        with torch.no_grad():
+            known = module.model(batch["x"] + 1).softmax(1)
+    return cross_entropy(logits, batch) + 0.1 * (logits - known.to(logits)).square().mean()
+
+
+STEPS: dict[str, Callable[[Any, Batch, int], Tensor]] = {
+    "a head for each batch": lambda m, b, i: cross_entropy(m.model(b["x"], head=i % 3), b),
+    "a head for each task": lambda m, b, i: cross_entropy(m.model(b["x"], head=b["task"]), b),
+    "a model that grows": lambda m, b, i: cross_entropy(m.model(b["x"], depth=min(4, 1 + m.global_step // 2)), b),
+    "a model that shrinks and grows": lambda m, b, i: cross_entropy(m.model(b["x"], depth=(2, 4, 1, 3)[i % 4]), b),
+    "a second loss": with_a_second_loss,
+    "a teacher": with_a_teacher,
+    "an order for each batch": lambda m, b, i: cross_entropy(
+        m.model(b["x"], order=[(0, 1, 2, 3), (3, 1, 0, 2), (2, 2, 1, 0)][i % 3]), b
+    ),
+}
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("name", STEPS)
+def test_other_calls_give_what_plain_training_gives(name: str, devices: int) -> None:
+    module = Module(STEPS[name])
+    result = run(ours(num_microbatches=4, emulation=HARD), module, data(), devices=devices)
+    assert_same(run("auto", module, data()), result)
+
+
+@pytest.mark.parametrize("name", ["a head for each batch", "a second loss", "a model that grows"])
+def test_the_next_batches_are_learned_until_a_plan_has_the_calls(name: str, capsys: Any) -> None:
+    result = run(ours(num_microbatches=4), Module(STEPS[name]), data(), devices=2)
+    assert result.report is not None
+    assert not result.report["profiled"]
+    assert all(slot["round"] >= 0 for slot in result.report["slots"]), "the plan has them"
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("name", ["a head for each batch", "a second loss"])
+def test_the_same_bits_whatever_runs_beside(name: str, staleness: int) -> None:
+    """With dropout in the layers; an update that comes too early shows, and so does one that reads too late."""
+    module = Module(STEPS[name], drop=0.3)
+    one, other, hard = (
+        run(
+            ours(num_microbatches=4, staleness=staleness, emulation=emulation, watchdog_timeout=stress.WATCHDOG),
+            module,
+            data(),
+            devices=devices,
+        )
+        for devices, emulation in ((1, {}), (3, {}), (3, HARD | {"bandwidth": 1e6}))
+    )
+    assert_identical(one, other)
+    assert_identical(one, hard)
+
+
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
+def test_beside_other_settings(options: dict[str, Any]) -> None:
+    module = Module(with_a_second_loss)
+    result = run(ours(num_microbatches=4, emulation=HARD), module, data(), devices=2, **options)
+    assert_same(run("auto", module, data(), **options), result)
+
+
+def test_in_low_precision() -> None:
+    module = Module(with_a_second_loss, drop=0.1)
+    one, other = (
+        run(ours(num_microbatches=4, emulation=emulation), module, data(), devices=devices, precision="bf16-mixed")
+        for devices, emulation in ((1, {}), (3, HARD))
+    )
+    assert_identical(one, other)
+
+
+def for_some_samples(module: Any, batch: Batch, index: int) -> Tensor:
+    logits = module.model(batch["x"])
+    chosen = batch["chosen"] > 0.5
+    if chosen.any():
+        logits = torch.where(chosen[:, None], module.model(batch["x"], head=2), logits)
+    return cross_entropy(logits, batch)
+
+
+@pytest.mark.parametrize("chosen", [[1, 6], [0, 1], [7], [2, 3, 4, 5]])
+def test_some_microbatches_leave(chosen: list[int]) -> None:
+    batches = data(4)
+    for batch in batches:
+        batch["chosen"] = torch.zeros(8)
+    batches[2]["chosen"][chosen] = 1.0
+    module = Module(for_some_samples)
+    result = run(ours(num_microbatches=4, emulation=HARD), module, batches, devices=2)
+    assert_same(run("auto", module, batches), result)
+
+
+# --------------------------------------------------------------------------------------------------------- every place
+
+PLANS = [
+    "forward 0 1; fused 2-5; backward 0-1; round 2",
+    "forward 0 1 2 3 4; fused 5; backward 4 3 2 1 0; round 4; recompute ahead",
+    "forward 0-2; fused 3-5; backward 0-2; round 1",
+]
+
+
+@pytest.mark.parametrize(
+    ("plan", "extra"),
+    [
+        (PLANS[0], (1, 0, 1)),
+        *(pytest.param(plan, (2, place - 1, place), marks=pytest.mark.slow) for plan in PLANS for place in (1, 2)),
+    ],
+)
+def test_a_schedule_with_calls_that_it_does_not_have(plan: str, extra: tuple[int, int, int]) -> None:
+    stress.check(stress.Case(plan, 3, 4, (8, 8, 8), extra=extra))
+
+
+def test_a_given_plan_is_kept(caplog: Any) -> None:
+    module, plan = Module(STEPS["a head for each batch"]), "forward 0-1; fused 2-4; backward 0-1; round 2"
+    with caplog.at_level("INFO"):
+        result = run(ours(num_microbatches=4, plan=plan), module, data(4), devices=2)
+    assert_same(run("auto", module, data(4)), result)
+    assert result.report is not None
+    assert result.report["plan"].startswith("forward 0-1; fused 2-4")
+
+
+def test_what_comes_once_is_waited_for_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_learned, "MOST_LEARNED_AGAIN", 2)
+    module = Module(lambda m, b, i: cross_entropy(m.model(b["x"], head=int(i == 2)), b))
+    result = run(ours(num_microbatches=4), module, data(7), devices=2)
+    assert_same(run("auto", module, data(7)), result)
+    assert result.report is not None
+    assert not result.report["profiled"]
+
+
+# ------------------------------------------------------------------------------------------- what cannot leave the plan
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(0.5)
+        out: Tensor = self.linear(x)
+        return out
+
+
+def _writes(module: Any) -> None:
+    module.model.blocks[3] = Writes()
+
+
+def _normed(module: Any) -> None:
+    torch.nn.utils.spectral_norm(module.model.blocks[3][0])
+
+
+def late_head(module: Any, batch: Batch, index: int) -> Tensor:
+    x = batch["x"]
+    for block in module.model.blocks[:3]:
+        x = block(x)
+    h = module.model.blocks[3](x * 1)
+    return cross_entropy(module.model.heads[int(index == 2)](h), batch)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [(_writes, "writes to its arguments"), (_normed, "changes a buffer that its output depends on")],
+)
+def test_a_kept_graph_that_cannot_be_recomputed(change: Callable[[Any], None], why: str) -> None:
+    module, plan = Module(late_head), "forward 0-2; fused 3-4; backward 0-2; round 4"
+    change(module)
+    layers = ["Sequential", "Linear", *(["Writes"] if change is _writes else [])]
+    strategy = ours(num_microbatches=4, plan=plan, layers=layers)
+    with (
+        pytest.raises(RoundPipeError, match=rf"called layer 'model.heads.1' after .*Layer 'model.blocks.3' {why}"),
+        harness.quiet(),
+    ):
+        run(strategy, module, data(4), devices=2)
+
+
+def test_a_batch_norm_whose_graph_was_kept_is_recomputed() -> None:
+    module, plan = Module(late_head), "forward 0-2; fused 3-4; backward 0-2; round 4"
+    module.model.blocks[3] = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    options = {"num_microbatches": 4, "layers": ["Sequential", "Linear"], "microbatch_scope": "step"}
+    result = run(ours(**options, plan=plan, emulation=HARD), module, data(5), devices=2)
+    assert_identical(run(ours(**options), module, data(5), devices=1), result)
