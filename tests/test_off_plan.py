@@ -78,14 +78,14 @@ def with_a_second_loss(module: Any, batch: Batch, index: int) -> Tensor:
     return loss
 
 
-def with_a_teacher(module: Any, batch: Batch, index: int) -> Tensor:
-    """A pass without gradients in every third batch, behind one with gradients, and in front of it."""
+def with_a_teacher(module: Any, batch: Batch, index: int, behind: int = -1) -> Tensor:
+    """A pass without gradients in every third batch, in front of one with gradients, and in others ``behind`` it."""
     known = torch.zeros(8, 3)[: len(batch["x"])]
     if index % 3 == 1:
         with torch.no_grad():
             known = module.model(batch["x"]).softmax(1)
     logits = module.model(batch["x"])
-    if index % 3 == 2:
+    if index % 3 == behind:
         with torch.no_grad():
             known = module.model(batch["x"] + 1).softmax(1)
     return cross_entropy(logits, batch) + 0.1 * (logits - known.to(logits)).square().mean()
@@ -98,6 +98,7 @@ STEPS: dict[str, Callable[[Any, Batch, int], Tensor]] = {
     "a model that shrinks and grows": lambda m, b, i: cross_entropy(m.model(b["x"], depth=(2, 4, 1, 3)[i % 4]), b),
     "a second loss": with_a_second_loss,
     "a teacher": with_a_teacher,
+    "a teacher here and there": lambda m, b, i: with_a_teacher(m, b, i, behind=2),
     "an order for each batch": lambda m, b, i: cross_entropy(
         m.model(b["x"], order=[(0, 1, 2, 3), (3, 1, 0, 2), (2, 2, 1, 0)][i % 3]), b
     ),
@@ -112,7 +113,7 @@ def test_other_calls_give_what_plain_training_gives(name: str, devices: int) -> 
     assert_same(run("auto", module, data()), result)
 
 
-@pytest.mark.parametrize("name", ["a head for each batch", "a second loss", "a model that grows"])
+@pytest.mark.parametrize("name", ["a head for each batch", "a second loss", "a model that grows", "a teacher"])
 def test_the_next_batches_are_learned_until_a_plan_has_the_calls(name: str, capsys: Any) -> None:
     result = run(ours(num_microbatches=4), Module(STEPS[name]), data(), devices=2)
     assert result.report is not None

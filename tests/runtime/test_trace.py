@@ -34,7 +34,7 @@ def indices(trace: Trace) -> list[int]:
 def is_part(part: Trace, whole: Trace) -> bool:
     position = 0
     for call in part.calls:
-        found = whole.find(call.layer, position)
+        found = whole.find(call.layer, position, can_tape=call.can_tape)
         if found is None:
             return False
         position = found + 1

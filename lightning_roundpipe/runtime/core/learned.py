@@ -8,7 +8,7 @@ from lightning_roundpipe.runtime.batch.log_rules import Fitting
 from lightning_roundpipe.runtime.batch.logs import Key
 from lightning_roundpipe.runtime.core.call import CallProfile
 from lightning_roundpipe.runtime.core.prediction import CallOrder
-from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
+from lightning_roundpipe.runtime.core.trace import Kind, Trace, TracedCall
 from lightning_roundpipe.runtime.memory.host_model import HostModel
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.user_code.module_state import ModuleStateIsolation
@@ -28,8 +28,7 @@ class Learned:
 
     Attributes:
         trace: the calls of a microbatch, merged from the batches that a plan is made from; None before the first one.
-        unseen: what microbatches that left the plan have called and ``trace`` does not contain yet, by the layers'
-            indices.
+        unseen: the calls of microbatches that have left the plan, as long as ``trace`` does not contain them.
         recent: the calls of the last batch that was one microbatch, used to predict those of the next one.
         plan: the plan that steps run under; None while there is none.
         costs: the costs from which the plan was made.
@@ -72,7 +71,7 @@ class Learned:
     def forget(self) -> None:
         """Drop traces, plans and what was learned with them: the next batch learns the model anew."""
         self.trace: Trace | None = None
-        self.unseen: list[list[int]] = []
+        self.unseen: list[list[Kind]] = []
         self.recent: Trace | None = None
         self.plan: Plan | None = None
         self.costs: Costs | None = None

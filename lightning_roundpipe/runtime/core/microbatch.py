@@ -38,7 +38,7 @@ from lightning_roundpipe.runtime.core.outputs import check_inputs, hand_back, le
 from lightning_roundpipe.runtime.core.prediction import NextCallPredictor
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
-from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
+from lightning_roundpipe.runtime.core.trace import Kind, Trace, TracedCall
 from lightning_roundpipe.runtime.core.turns import Slot, Slots
 from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten_call, is_cache, refuse_caches
@@ -138,8 +138,8 @@ class MicrobatchTask:
         self.reached = 0
         self._off_trace = self.trace.has_skipped_calls
         """Whether microbatches skip layers, so that the number of a section of user code does not identify it."""
-        self._called: list[int] = []
-        """Indices of the layers that it has called."""
+        self._called: list[Kind] = []
+        """The kinds of the calls that it has made."""
         self._uses: Counter[int] = Counter()
         self._announced = self.walking = False
         self._segment_key: SegmentKey = (-1, 0)
@@ -389,25 +389,25 @@ class MicrobatchTask:
             can_tape: whether gradients may flow through the call.
         """
         if not self.learning:
-            found = self.trace.find(layer, self.reached)
-            if found is not None and self.trace.calls[found].can_tape == can_tape:
+            found = self.trace.find(layer, self.reached, can_tape=can_tape)
+            if found is not None:
                 self._off_trace |= found != self.reached
                 self.reached = found + 1
-                self._called.append(layer.index)
+                self._called.append((layer.index, can_tape))
                 return found, self.trace.calls[found]
-            self._leave_plan(layer, found)
-        self._called.append(layer.index)
+            self._leave_plan(layer, can_tape=can_tape)
+        self._called.append((layer.index, can_tape))
         traced = self.trace.append(layer)
         index = len(self.trace.calls) - 1
         self._predictor.see(index, layer)
         return index, traced
 
-    def _leave_plan(self, layer: HostLayer, found: int | None) -> None:
+    def _leave_plan(self, layer: HostLayer, *, can_tape: bool) -> None:
         """Leave the plan at a call of ``layer`` that it does not have, and wait for the turn to go on without it.
 
         Args:
             layer: the layer.
-            found: position of a call of the layer that is made otherwise, with or without gradients; None if none is.
+            can_tape: whether gradients may flow through the call.
 
         Raises:
             RoundPipeError: if the microbatch cannot go on.
@@ -416,7 +416,8 @@ class MicrobatchTask:
         kept = [recorded for recorded in self.tape if recorded.graph is not None]
         why_not = next(((recorded, why) for recorded in kept if (why := why_kept(recorded))), None)
         if off_plan is None or why_not is not None:
-            self._refuse_other_call(layer, found, f" Layer {why_not[0].layer.name!r} {why_not[1]}." if why_not else "")
+            more = f" Layer {why_not[0].layer.name!r} {why_not[1]}." if why_not else ""
+            self._refuse_other_call(layer, more, can_tape=can_tape)
         self._leave_user_code()
         self._announce()
         self.segments.interrupted()
@@ -426,8 +427,9 @@ class MicrobatchTask:
         self.activations.leave()
         self._prefetcher.end()
         self._slots.finish(self.index)
-        before = f"layer {engine.model.layers[self._called[-1]].name!r}" if self._called else "no other layer"
-        off_plan.wait(self.index, self._called, f"layer {layer.name!r} after {before}", self._cancel_scope)
+        before = f"layer {engine.model.layers[self._called[-1][0]].name!r}" if self._called else "no other layer"
+        grad = "" if can_tape else " without gradients"
+        off_plan.wait(self.index, self._called, f"layer {layer.name!r}{grad} after {before}", self._cancel_scope)
         self.learning = self._is_off_plan = self._off_trace = engine.learned.randomness.learning = True
         self.trace, self._slots = self.trace.extended(), off_plan.slots
         self._predictor = NextCallPredictor(self._slots, self._step.sums_of, None)
@@ -440,13 +442,13 @@ class MicrobatchTask:
             self._prefetcher.saved(recorded)
         self._enter_user_code()
 
-    def _refuse_other_call(self, layer: HostLayer, found: int | None, why: str) -> NoReturn:
-        if found is None:
-            self.trace.refuse(layer, self.reached, self.index, why)
-        grad = "without" if self.trace.calls[found].can_tape else "with"
+    def _refuse_other_call(self, layer: HostLayer, more: str, *, can_tape: bool) -> NoReturn:
+        """Raise because the plan has no such call; ``more`` says why the microbatch cannot go on without it."""
+        if self.trace.find(layer, self.reached, can_tape=not can_tape) is None:
+            self.trace.refuse(layer, self.reached, self.index, more)
         raise RoundPipeError(
-            f"layer {layer.name!r} is called {grad} gradients, unlike in the first batches: with several microbatches "
-            f"a step must be of one kind.{why} Set num_microbatches=1."
+            f"layer {layer.name!r} is called {'with' if can_tape else 'without'} gradients, unlike in the first "
+            f"batches: with several microbatches a step must be of one kind.{more} Set num_microbatches=1."
         )
 
     def _record_call(self, call: Call, traced: TracedCall) -> RecordedCall:

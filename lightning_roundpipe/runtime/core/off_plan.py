@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_roundpipe.devices import Device
     from lightning_roundpipe.runtime.core.activation_store import ActivationStore
     from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
+    from lightning_roundpipe.runtime.core.trace import Kind
 
 OFF_PLAN = -1
 """The round of their slots."""
@@ -42,12 +43,12 @@ class OffPlan:
             still in flight.
 
     Attributes:
-        left: by microbatch, the layers that it has called, by their indices.
+        left: by microbatch, the calls that it has made.
         what: describes the first call that the plan does not have.
     """
 
     def __init__(self, microbatches: int, slots: SlotsOnArrival, plans: int) -> None:
-        self.left: dict[int, list[int]] = {}
+        self.left: dict[int, list[Kind]] = {}
         self.what = ""
         self.slots = slots
         self._running = set(range(microbatches))
@@ -55,12 +56,12 @@ class OffPlan:
         self._plans = plans
         self._lock = threading.Lock()
 
-    def wait(self, microbatch: int, called: list[int], what: str, cancel_scope: CancelScope) -> None:
+    def wait(self, microbatch: int, called: list[Kind], what: str, cancel_scope: CancelScope) -> None:
         """Wait until ``microbatch``, which has given up its turns, may go on [2].
 
         Args:
             microbatch: its number.
-            called: indices of the layers that it has called; it goes on to add to them.
+            called: the calls that it has made; it goes on to add to them.
             what: describes the call that the plan does not have.
             cancel_scope: the step's cancel scope.
         """

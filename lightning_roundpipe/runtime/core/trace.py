@@ -27,6 +27,9 @@ from lightning_roundpipe.runtime.layer_calls.side_outputs import Key
 from lightning_roundpipe.runtime.memory.grad_buffers import GradientLayout
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
+Kind = tuple[int, bool]
+"""What identifies a call in traces: see `TracedCall.kind`."""
+
 
 class OtherCalls(RoundPipeError):
     """Raised if layers are called in an order that no trace contains.
@@ -89,6 +92,11 @@ class TracedCall:
     forward_s: float = 0.0
     backward_s: float = 0.0
 
+    @property
+    def kind(self) -> Kind:
+        """The layer's index, and whether gradients may flow through the call."""
+        return self.layer.index, self.can_tape
+
     def then(self, nbytes: int) -> None:
         """Account for ``nbytes`` that user code behind this last call takes while the call's graph is kept."""
         self.activation_bytes = max(self.activation_bytes, self.kept_bytes + nbytes)
@@ -138,17 +146,23 @@ class Trace:
         """Return a trace of the same calls, to which a microbatch that leaves the plan adds others."""
         return Trace([*self.calls], self.has_skipped_calls, self.portions, _uses=self._uses.copy())
 
-    def contains(self, layers: Sequence[int]) -> bool:
-        """Return whether it has calls of these layers, given by their indices, in this order."""
+    def contains(self, kinds: Sequence[Kind]) -> bool:
+        """Return whether it has calls of these kinds, in this order."""
         rest = iter(self.calls)
-        return all(any(call.layer.index == layer for call in rest) for layer in layers)
+        return all(any(call.kind == kind for call in rest) for kind in kinds)
 
-    def find(self, layer: HostLayer, position: int) -> int | None:
+    def find(self, layer: HostLayer, position: int, *, can_tape: bool) -> int | None:
         """Return the position of a microbatch's call of ``layer``: the first one at or after ``position``.
 
         The calls in between are skipped, as with layer drop. None if the trace has no such call.
+
+        Args:
+            layer: the layer.
+            position: number of calls of the trace that the microbatch has made or skipped.
+            can_tape: whether gradients may flow through the call.
         """
-        return next((i for i in range(position, len(self.calls)) if self.calls[i].layer is layer), None)
+        kind = (layer.index, can_tape)
+        return next((i for i in range(position, len(self.calls)) if self.calls[i].kind == kind), None)
 
     def refuse(self, layer: HostLayer, position: int, microbatch: int, more: str = "") -> NoReturn:
         """Raise because the trace has no call of ``layer`` at or after ``position``; ``more`` says what else counts."""
@@ -180,7 +194,7 @@ class Trace:
         Raises:
             OtherCalls: if ``other``, of ``microbatch``, calls the same layers in another order.
         """
-        mine, theirs = [c.layer.index for c in self.calls], [c.layer.index for c in other.calls]
+        mine, theirs = [c.kind for c in self.calls], [c.kind for c in other.calls]
         calls: list[TracedCall] = []
         for tag, i, j, k, n in SequenceMatcher(None, mine, theirs, autojunk=False).get_opcodes():
             if tag == "equal":
@@ -193,7 +207,7 @@ class Trace:
             else:
                 # No trace has shown the order of these layers. Most likely it is the order of registration.
                 calls += heapq.merge(self.calls[i:j], other.calls[k:n], key=lambda call: call.layer.index)
-        if Counter(c.layer.index for c in calls) != Counter(mine) | Counter(theirs):
+        if Counter(c.kind for c in calls) != Counter(mine) | Counter(theirs):
             self._refuse_order(other, microbatch)
         uses: Counter[int] = Counter()
         for call in calls:
@@ -203,11 +217,11 @@ class Trace:
 
     def _refuse_order(self, other: Trace, microbatch: int) -> None:
         """Raise for the first call of ``other`` that is out of order. Layers that are new here may come anywhere."""
-        known = {c.layer.index for c in self.calls}
+        known = {c.kind for c in self.calls}
         position = 0
         for call in other.calls:
-            if call.layer.index in known:
-                found = self.find(call.layer, position)
+            if call.kind in known:
+                found = self.find(call.layer, position, can_tape=call.can_tape)
                 if found is None:
                     self.refuse(call.layer, position, microbatch)
                 position = found + 1
