@@ -11,7 +11,6 @@ import zoo
 from harness import assert_identical, assert_same, ours, run
 from torch import Tensor, nn
 
-from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.core.slots_on_arrival import SlotsOnArrival
 from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.core.worker import Worker
@@ -196,5 +195,8 @@ def test_a_plan_is_kept_to_with_one_microbatch_too() -> None:
     assert result.report["plan"] == plan
     assert [slot["phase"] for slot in result.report["slots"]] == ["forward", "fused", "backward", "backward"]
     assert_identical(run(ours(num_microbatches=1, layers=LAYERS), module, batches, devices=2), result)
-    with pytest.raises(RoundPipeError, match="without a plan"):
-        run(ours(num_microbatches=1, layers=LAYERS, plan=plan), module, _batches((0, 0), (1, 0)), devices=2)
+    other = _batches((0, 0), (1, 0), (0, 0))
+    result = run(ours(num_microbatches=1, layers=LAYERS, plan=plan), module, other, devices=2)
+    assert result.report is not None
+    assert result.report["plan"] == plan
+    assert_identical(run(ours(num_microbatches=1, layers=LAYERS), module, other, devices=2), result)

@@ -569,7 +569,7 @@ class Step:
 
         If there was no loss, also release the sums: no optimizer step will use them.
         """
-        self.runs, self.before = [], None
+        self.runs, self.before, self.off_plan, self._when_closed = [], None, None, None
         self.cancel_scope.end()
         for sums in self._sums.values():
             sums.end()
