@@ -183,7 +183,14 @@ class CallMemory:
 
 
 def call_memory(
-    layer: str, inputs: Sequence[tuple[Name, int]], own: Memory, turn: int, turn_s: float, worst: int, after: Memory
+    layer: str,
+    inputs: Sequence[tuple[Name, int]],
+    own: Memory,
+    turn: int,
+    turn_s: float,
+    worst: int,
+    after: Memory,
+    waiting: Sequence[Held] = (),
 ) -> CallMemory:
     """Return the memory of a call, with its parts in the order of training.
 
@@ -194,9 +201,11 @@ def call_memory(
         turn, turn_s: moment and second at which forward ends.
         worst: moment of ``own`` at which most memory is in use.
         after: memory of the user code between forward and backward, such as the loss.
+        waiting: storages of ``own`` that are there from the beginning if the forward is a recomputation.
     """
+    early = {id(one) for one in waiting}
     kept = sum(one.nbytes for one in own.log if one.is_alive(turn))
-    counted = sum(one.nbytes for one in own.log if one.is_alive(worst))
+    counted = sum(one.nbytes for one in own.log if one.is_alive(worst) or id(one) in early)
     in_loss = kept + after.peak > counted
     loss_s = after.clock_s
     end_s = own.clock_s + loss_s
@@ -212,9 +221,9 @@ def call_memory(
             "forward" if one.made <= turn else "backward",
             one.name,
             one.nbytes,
-            at(one.made_s, one.made),
+            0.0 if id(one) in early else at(one.made_s, one.made),
             at(one.gone_s, one.gone),
-            one.is_alive(turn if in_loss else worst),
+            one.is_alive(turn if in_loss else worst) or (id(one) in early and not in_loss),
         )
         for one in own.log
     ]

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import MappingKey, keystr, tree_flatten, tree_map, tree_map_with_path
 
 from lightning_roundpipe.planning.census import CallMemory, Census, Held, Name, call_memory
@@ -144,6 +145,17 @@ def _autocast_knows_meta() -> Iterator[None]:
 
 
 @dataclass
+class _Recomputing:
+    """A forward beside the gradients that wait for its backward."""
+
+    peak: int
+    worst: int
+    """Moment of ``peak``."""
+    waiting: list[Held] = field(default_factory=list)
+    """The gradients."""
+
+
+@dataclass
 class _Measured:
     forward: Work
     backward: Work
@@ -165,6 +177,8 @@ class _Measured:
     """Moment at which the forward ends (`Memory.moment`)."""
     worst: int
     """Moment of ``peak``."""
+    recomputing: _Recomputing | None
+    """Set if the recomputation takes more than ``peak``. The last call has none: its graph is kept."""
 
 
 @dataclass
@@ -221,17 +235,23 @@ class _Walk:
 
     def memories(self) -> list[CallMemory]:
         """Return the memory of each call."""
-        return [
-            call_memory(
-                call.name, found.taken, found.forward.memory, found.turn, found.forward.seconds, found.worst,
-                call.after.memory,
-            )
-            for call in self.calls
-            for found in (call.measured,)
-        ]  # fmt: skip
+        memories = []
+        for call in self.calls:
+            found, again = call.measured, self._recomputing(call)
+            worst, waiting = (found.worst, []) if again is None else (again.worst, again.waiting)
+            memories.append(
+                call_memory(
+                    call.name, found.taken, found.forward.memory, found.turn, found.forward.seconds, worst,
+                    call.after.memory, waiting,
+                )
+            )  # fmt: skip
+        return memories
+
+    def _recomputing(self, call: _Called) -> _Recomputing | None:
+        return None if call is self.calls[-1] else call.measured.recomputing
 
     def _cost(self, call: _Called, loss_backward_s: float) -> CallCost:
-        found, after = call.measured, call.after
+        found, after, again = call.measured, call.after, self._recomputing(call)
         weights, gradients = layer_bytes(call.layer, self.packed)
         copied = (p.nbytes for p in call.layer.parameters() if p in self.packed)
         return CallCost(
@@ -242,7 +262,7 @@ class _Walk:
             gradient_bytes=gradients,
             boundary_bytes=call.boundary,
             # The loss begins when the head's forward has ended, and ends before the head's backward begins.
-            activation_bytes=found.inputs + max(found.peak, found.kept + after.peak),
+            activation_bytes=found.inputs + max(found.peak, found.kept + after.peak, again.peak if again else 0),
             needs_backward=found.needs_backward,
             kept_bytes=found.inputs + found.kept,
             forward_bytes=None if found.forward_peak is None else found.inputs + found.forward_peak,
@@ -302,28 +322,36 @@ class _Walk:
         leaves = _tensors(tree_flatten(out)[0])
         roots = [leaf for leaf in leaves if leaf.requires_grad]
         kept, outputs, turn = work.live, tree_map(_described, out), work.memory.moment
-        given = turn
+        needs_backward, returning = bool(roots), sum(root.nbytes for root in roots)
+        returned = sum(leaf.nbytes for leaf in leaves)
+        given = freed = turn
+        left = kept
+        recomputing = _Recomputing(work.peak + returning, work.memory.worst)
         if roots:
             with self.meter.scope(backward):
                 gradients = [torch.empty_like(root) for root in roots]
                 given = work.memory.moment
-                torch.autograd.backward(roots, gradients)
-                del gradients
+                recomputing.waiting = [held for held in work.memory.log if held.made > turn]
+                edges = [get_gradient_edge(root) for root in roots]
+                del out, leaves, roots  # as the engine does, when the gradients are there
+                left, freed = work.live, work.memory.moment
+                torch.autograd.backward(edges, gradients)
+                del gradients, edges
         for hook in hooks:
             hook.remove()
-        returning = sum(root.nbytes for root in roots)
         peak, forward_peak, worst = work.peak, None, work.memory.worst
         if self.emulated:
-            peak, forward_peak, worst = kept + returning, sum(leaf.nbytes for leaf in leaves), given
-            if backward.tile_bytes:  # beside what it finds
-                peak += backward.tile_bytes
+            peak, forward_peak, worst = kept + returning, returned, given
+            in_tiles = left + backward.tile_bytes
+            if in_tiles > peak:  # the graph of a tile is there when the outputs are not
+                peak, worst = in_tiles, freed
                 name = Name("", "graph of a tile", (backward.tile_bytes,), torch.uint8)
-                work.memory.log.append(Held(name, backward.tile_bytes, given, work.seconds, given + 1, work.seconds))
+                work.memory.log.append(Held(name, backward.tile_bytes, freed, work.seconds, freed + 1, work.seconds))
         taken = tuple(inputs.values())
         found = _Measured(
-            work, backward, bool(roots), sum(nbytes for _, nbytes in taken), kept, returning, peak, forward_peak,
+            work, backward, needs_backward, sum(nbytes for _, nbytes in taken), kept, returning, peak, forward_peak,
             issued * self.issue_s, backward.unpackings * self.issue_s, bool(repeated and repeated.operations),
-            taken, turn, worst,
+            taken, turn, worst, None if self.emulated or recomputing.peak <= peak else recomputing,
         )  # fmt: skip
         return found, outputs
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,9 +36,9 @@ class Block(nn.Module):
 
 
 class Chain(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.Module] = Block) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(kind() for _ in range(2))
 
     def forward(self, x: Tensor, use_cache: bool = False) -> Any:
         for block in self.blocks:
@@ -79,8 +80,36 @@ def test_a_call_takes_what_lives_at_once_where_it_really_runs() -> None:
         weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     with alive:
         out = block(x)
-        out.backward(torch.empty_like(out))
+        gradient, edge = torch.empty_like(out), get_gradient_edge(out)
+        del out  # as the engine does
+        torch.autograd.backward(edge, gradient)
     assert first.activation_bytes == x.nbytes + alive.peak
+
+
+class Wide(nn.Module):
+    """Takes most memory in the middle of its forward, and saves nothing of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            means = x.repeat(1, 8).view(-1, 8, WIDTH).mean(1)
+        return x + self.inner(means + x)
+
+
+def test_gradients_wait_while_a_call_is_recomputed() -> None:
+    """The last call keeps its graph, so its gradients come when its forward has ended."""
+    with torch.device("meta"):
+        shape = Chain(Wide)
+    batch = {"x": torch.empty(ROWS, WIDTH, device="meta")}
+    first, last = estimate_costs(shape, layers_of(shape), batch, GPU).calls
+    each = ROWS * WIDTH * 4
+    assert first.activation_bytes == each * (1 + 8 + 1 + 1)  # input, 8 times the input, their means, gradient
+    assert last.activation_bytes == first.activation_bytes - each
+    for memory, cost in zip(estimate_memory(shape, layers_of(shape), batch, GPU), (first, last), strict=True):
+        check(memory, cost)
 
 
 def check(memory: CallMemory, cost: CallCost) -> None:

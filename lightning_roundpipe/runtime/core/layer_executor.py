@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
@@ -61,6 +61,8 @@ from lightning_roundpipe.runtime.user_code.process_state import alone
 from lightning_roundpipe.runtime.user_code.rng import Randomness
 
 _NOTHING = contextlib.nullcontext()
+_Root = Tensor | GradientEdge
+"""Where a backward begins."""
 GRADIENTS = "gradients between calls"
 """Purpose under which a device counts resident tensors, beside `INPUTS` and `OUTPUTS`."""
 
@@ -576,19 +578,23 @@ class LayerExecutor:
         worker = self._worker
         recorded.raise_failed()
         kept = recorded.graph or recorded.recomputed
-        meter = PeakMemoryMeter(self._device, self._there(recorded)) if measured is not None and not kept else None
+        meter, parts = None, None
+        if measured is not None and not kept:
+            # Before the recomputation, during which they are there when they are brought ahead.
+            parts = self._bring_grads(slot, recorded, activations)
+            meter = PeakMemoryMeter(self._device, [part for found in parts for part in found])
         detached_inputs, outputs = kept or self._recompute(slot, recorded, activations, lender)
-        recorded.graph = recorded.recomputed = None
-        elsewhere = any(home is not self._device for found in recorded.grads for _, home in found)
-        could = self._device.compute.record(timed=True) if elsewhere else None
-        parts = [[activations.transfer(part, home, self._device) for part, home in found] for found in recorded.grads]
-        if could is not None:
-            slot.recorder.waited(worker.index, could, self._device.compute.record(timed=True))
+        recorded.graph = recorded.recomputed = kept = None
+        parts = self._bring_grads(slot, recorded, activations) if parts is None else parts
         grads = [functools.reduce(torch.add, found) if found else None for found in parts]
         recorded.grads = []
-        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-        sums = worker.gradients_of(recorded.call)
+        given = self._device.track(_tensors([*(part for found in parts for part in found), *grads]), GRADIENTS)
+        pairs = [(_root(o), g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
         recorded.found = tuple(o.requires_grad for o in outputs)
+        # From here on the graph alone keeps what it needs of the outputs. Their memory may be used again at once: it
+        # was allocated for the compute stream, on which all that follows runs.
+        del outputs
+        sums = worker.gradients_of(recorded.call)
         replica, buffers = worker.copy_of(recorded.layer)
         parameters = replica.parameters
         replica.train(recorded.trainable)  # a later call may have run with other parameters frozen
@@ -604,7 +610,6 @@ class LayerExecutor:
             computing = Computing(
                 worker, slot, "backward", recorded.call, recorded.layer, recorded.microbatch, inside, counter
             )
-            given = self._device.track(_tensors([*(part for found in parts for part in found), *grads]), GRADIENTS)
             watching = self._watching(recorded.layer)
             borrowing = self._borrowing(recorded.layer, lender)
             held = buffers.written()
@@ -619,21 +624,26 @@ class LayerExecutor:
             measured.returning_bytes = storage_bytes(_tensors(grads))
         if sums is not None:
             sums.detach(parameters, factor)
-        worker.keep_until_computed(outputs, parts, grads, detached_inputs.grads)
+        worker.keep_until_computed(parts, grads, detached_inputs.grads)
         return detached_inputs.grads
 
-    def _differentiate(self, recorded: RecordedCall, outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        """Run the backward of a call's graph from ``outputs``."""
+    def _bring_grads(self, slot: Slot, recorded: RecordedCall, activations: ActivationStore) -> list[list[Tensor]]:
+        """Return the parts of each output gradient, on this worker."""
+        elsewhere = any(home is not self._device for found in recorded.grads for _, home in found)
+        could = self._device.compute.record(timed=True) if elsewhere else None
+        parts = [[activations.transfer(part, home, self._device) for part, home in found] for found in recorded.grads]
+        if could is not None:
+            slot.recorder.waited(self._worker.index, could, self._device.compute.record(timed=True))
+        return parts
+
+    def _differentiate(self, recorded: RecordedCall, roots: tuple[_Root, ...], grads: tuple[Tensor, ...]) -> None:
+        """Run the backward of a call's graph from ``roots``."""
         if recorded.is_plain and not recorded.hooks:
             # Autograd itself has made these gradients, so they need none of the checks of `torch.autograd.backward`.
-            _engine_run_backward(outputs, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            _engine_run_backward(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
             return
         retain = bool(recorded.layer.reaches_out)  # other calls may reach the same stand-in's graph
-        torch.autograd.backward(outputs, grads, retain_graph=retain)
-
-    def _there(self, recorded: RecordedCall) -> list[Tensor]:
-        """Return those parts of the output gradients that are on this worker already."""
-        return [part for found in recorded.grads for part, home in found if home is self._device]
+        torch.autograd.backward(roots, grads, retain_graph=retain)  # type: ignore[arg-type]  # roots of both kinds
 
     def recompute_ahead(self, slot: Slot, recorded: RecordedCall, activations: ActivationStore, lender: Lender) -> None:
         """Recompute a call whose gradient has not arrived yet, and keep the graph; see the module `recompute_ahead`."""
@@ -728,6 +738,16 @@ class LayerExecutor:
             )
 
         refuse_difference(forward, recomputed, again, self._formats.low, recorded.layer.name)
+
+
+def _root(output: Tensor) -> _Root:
+    """Return where the backward of ``output`` begins, which does not keep the memory of ``output``.
+
+    That of a sparse or nested tensor, or of a subclass, is the tensor itself: an edge is made by an operation that may
+    not be known to these.
+    """
+    plain = type(output) in (Tensor, nn.Parameter) and output.layout is torch.strided and not output.is_nested
+    return get_gradient_edge(output) if plain else output
 
 
 def _results(ran: LayerExecution, recorded: RecordedCall) -> list[Tensor]:

@@ -1,0 +1,228 @@
+"""A layer's backward keeps no output of the recomputation, whatever the layer returns, and gradients are the same."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import harness
+import pytest
+import torch
+import zoo
+from counted_memory import counted
+from harness import assert_same, ours, run
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+BLOCKS = 3
+PLAN = harness.per_call(BLOCKS, 2)
+WIDTH = zoo.WIDTH
+THERE: list[tuple[int, bool]] = []
+"""For each backward, the block's number and whether what it has returned was still there."""
+
+
+class Note:
+    """What a call has returned, by weak references."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def returns(self, *outputs: Tensor) -> None:
+        self.storages = [weakref.ref(output.untyped_storage()) for output in outputs]
+
+
+class Look(torch.autograd.Function):
+    """Looks for the outputs of its layer when the backward has come to its first operation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, note: Note) -> Tensor:
+        ctx.note = note
+        return x.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        THERE.append((ctx.note.number, any(storage() is not None for storage in ctx.note.storages)))
+        return grad, None
+
+
+class Noted(nn.Module):
+    """``returns``: what it returns for ``h``, and the tensors whose memory is to be freed."""
+
+    def __init__(self, number: int, kind: str) -> None:
+        super().__init__()
+        self.number, self.kind = number, kind
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        if kind == "hooked":
+            self.register_forward_hook(lambda module, args, output: None)
+
+    def forward(self, x: Any) -> Any:
+        if self.kind == "dict":
+            x = x if isinstance(x, Tensor) else x["h"] + x["twice"]
+        note = Note(self.number)
+        h = Look.apply(x, note)  # type: ignore[no-untyped-call]
+        h = h + self.inner(torch.tanh(h))  # which saves nothing of its result
+        if self.kind != "dict":
+            note.returns(h)
+            return h
+        twice = 2 * h
+        note.returns(h, twice)
+        return {"h": h, "twice": twice, "number": self.number}
+
+
+class Chain(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Any:
+        found: Any = x
+        for block in self.blocks:
+            found = block(found)
+        return found if isinstance(found, Tensor) else found["h"]
+
+
+def module_of(make: Callable[[int], nn.Module]) -> zoo.PlainClassifier:
+    torch.manual_seed(5)
+    return zoo.PlainClassifier(Chain([make(number) for number in range(BLOCKS)]))
+
+
+def batch_of(samples: int = 8) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {
+        "x": torch.randn(samples, WIDTH, generator=generator),
+        "y": torch.randint(0, 4, (samples,), generator=generator),
+    }
+
+
+@pytest.mark.parametrize("kind", ["plain", "hooked", "dict"])
+def test_outputs_are_freed_before_the_backward(kind: str) -> None:
+    THERE.clear()
+    run(ours(num_microbatches=2, plan=PLAN, layers=["Noted"]), module_of(lambda i: Noted(i, kind)), batch_of())
+    recomputed = [there for number, there in THERE if 0 < number < BLOCKS - 1]  # the first one's input has no gradient
+    assert len(recomputed) == 3 * 2 * (BLOCKS - 2)
+    assert not any(recomputed)
+
+
+@dataclass
+class Returned:
+    h: Tensor
+    scale: Tensor
+
+
+class AddsAtTheEnd(torch.autograd.Function):
+    """A function in Python, where the backward begins."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad * 0.5, grad * ctx.saved_tensors[0]
+
+
+class Unviewed(Tensor):
+    """A subclass that does not know all operations."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.view_as:
+            raise NotImplementedError("view_as")
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+KEPT: dict[str, Any] = {}
+KINDS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]] = {
+    "sigmoid": (lambda own, h: h.sigmoid(), lambda found: found),
+    "softmax": (lambda own, h: h.softmax(-1), lambda found: found),
+    "exp in place": (lambda own, h: (0.1 * h).exp_(), lambda found: found),
+    "view": (lambda own, h: h.view(-1, 2, WIDTH // 2).transpose(1, 2), lambda found: found.transpose(1, 2).flatten(1)),
+    "one twice": (lambda own, h: (h, h), lambda found: found[0] * found[1].detach() + found[1]),
+    "both used": (lambda own, h: (h, h.tanh(), None), lambda found: found[0] + found[1] * found[0]),
+    "one unused": (lambda own, h: [h, h.tanh()], lambda found: found[0]),
+    "dict": (lambda own, h: {"h": h, "no": h.detach(), "n": h.argmax()}, lambda found: found["h"] + 0 * found["no"]),
+    "dataclass": (lambda own, h: Returned(h, h.norm(dim=-1, keepdim=True)), lambda found: found.h / (1 + found.scale)),
+    "input too": (lambda own, h: (own.given, h), lambda found: found[0] + found[1]),
+    "weight too": (lambda own, h: (h, own.inner.weight), lambda found: found[0] + found[1][0]),
+    "function": (lambda own, h: AddsAtTheEnd.apply(h, h.tanh()), lambda found: found),  # type: ignore[no-untyped-call]
+    "two of a function": (lambda own, h: torch.unbind(torch.stack([h, 2 * h])), lambda found: found[0] * found[1]),
+    "sparse": (lambda own, h: h.to_sparse(), lambda found: found.to_dense()),
+    "subclass": (
+        lambda own, h: AddsAtTheEnd.apply(h.as_subclass(Unviewed), h.tanh()),  # type: ignore[no-untyped-call]
+        lambda found: found.as_subclass(Tensor),
+    ),
+    "hook on it": (lambda own, h: (h.register_hook(lambda grad: 2 * grad), h)[1], lambda found: found),
+    "kept elsewhere": (lambda own, h: KEPT.setdefault("h", []).append(h.detach()) or h, lambda found: found),
+}
+
+
+class Kind(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        self.given = x
+        try:
+            return KINDS[self.kind][0](self, x + self.inner(torch.tanh(x)))
+        finally:
+            del self.given
+
+
+class Uses(nn.Module):
+    """User code between the layers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.block = kind, Kind(kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return KINDS[self.kind][1](self.block(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_plain_training(kind: str) -> None:
+    module, batch = module_of(lambda i: Uses(kind)), batch_of()
+    used = ours(num_microbatches=2, plan=PLAN, layers=["Kind"])
+    assert_same(run("auto", module, [batch] * 3), run(used, module, [batch] * 3))
+    KEPT.clear()
+
+
+class Wide(nn.Module):
+    """Takes most memory in the middle of its forward, and saves nothing of that."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            means = x.repeat(1, 32).view(-1, 32, WIDTH).mean(1)
+        return x + self.inner(means + x)
+
+
+def measured(devices: int) -> dict[str, Any]:
+    """The costs of the middle call that a first batch finds."""
+    module = module_of(Wide)
+    with counted():
+        used = ours(num_microbatches=2, plan=PLAN, layers=["Wide"])
+        found = run(used, module, [batch_of(64)] * 2, devices=devices, watch=False)
+    assert found.report is not None
+    call: dict[str, Any] = found.report["costs"]["calls"][1]
+    return call
+
+
+def test_gradients_that_come_from_another_worker_are_there_in_the_measured_recomputation() -> None:
+    """As they are in training, where they come before the call's turn."""
+    alone, both = measured(1), measured(2)
+    assert alone["activation_bytes"] == both["activation_bytes"]
+    each = 32 * WIDTH * 4  # of a microbatch
+    assert alone["input_bytes"] == alone["returning_bytes"] == each
+    assert alone["activation_bytes"] == each * (1 + 32 + 1 + 1)  # the input, 32 times the input, their means; gradient
