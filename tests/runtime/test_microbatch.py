@@ -105,6 +105,11 @@ BOXES = [{"boxes": torch.ones(n, 4), "label": n} for n in (1, 0, 2, 5, 1, 1)]
 ROW = {"x": torch.ones(8), "y": 1}
 
 
+def targets_of(*counts: int) -> list[dict[str, torch.Tensor]]:
+    """The targets of one image for each of ``counts``, with so many boxes."""
+    return [{"boxes": torch.ones(n, 4), "classes": torch.ones(n)} for n in counts]
+
+
 @pytest.mark.parametrize(
     ("batch", "size"),
     [
@@ -119,11 +124,24 @@ ROW = {"x": torch.ones(8), "y": 1}
         ({"views": [torch.ones(6, 8)] * 2, "y": torch.ones(6)}, 6),
         ([{"ids": torch.ones(6, 9), "mask": torch.ones(6, 9)}] * 2, 6),
         ({"x": torch.ones(6, 8), "tables": [torch.ones(3, 2), torch.ones(4, 2)]}, 6),
+        ({"pixel_values": torch.ones(6, 3, 2, 2), "labels": targets_of(3, 3, 3, 3, 3, 3)}, 6),
+        ([torch.ones(6, 3, 2, 2), targets_of(1, 2, 3, 4, 5, 6)], 6),
+        ((IMAGES[:4], targets_of(3, 3, 3, 3)), 4),
+        ({"views": targets_of(4, 4), "scale": torch.ones(4)}, 4),
     ],
 )
 def test_lists_of_samples_and_lists_of_columns(batch: Any, size: int) -> None:
     """Images that are cut by their channels, or sequences by their tokens, may train without an error."""
     assert batch_size(batch) == size
+
+
+def test_targets_of_detection_are_cut_with_their_images() -> None:
+    """Whether or not each image has as many of them as the others."""
+    for counts in ((3, 3, 3), (1, 3, 2)):
+        first, second = split([torch.ones(3, 2), targets_of(*counts)], [2, 1])
+        assert (len(first[0]), len(second[0])) == (2, 1)
+        assert [len(target["boxes"]) for target in first[1] + second[1]] == list(counts)
+        assert len(first[1]) == 2
 
 
 @pytest.mark.parametrize("names", [("a", "b", "c"), ["a", "b", "c"]])

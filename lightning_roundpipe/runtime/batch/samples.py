@@ -53,6 +53,8 @@ def listed_samples(batch: Any) -> int | None:
     """Return the number of samples if a list has one item per sample; None if the tensors' rows are the samples.
 
     A list of similar items may hold samples or columns (a pair of batches). Columns have equally many rows.
+    Mappings beside a tensor with as many rows as they are, or beside a list of as many items, are samples if they have
+    other numbers of rows themselves: the targets of object detection.
 
     Raises:
         ValueError: if it can be either.
@@ -64,11 +66,23 @@ def listed_samples(batch: Any) -> int | None:
     if len(lengths) != 1 or not outside <= lengths:
         return None
     (length,) = lengths
+    lists = list(_similar_lists(batch))
+    if inside != lengths and (outside or len(lists) > 1) and any(isinstance(items[0], Mapping) for items in lists):
+        return length
     if len(inside) > 1 and not (isinstance(batch, list) and isinstance(batch[0], Tensor)):
         return length
     if len(inside) > 1 or (outside and inside != lengths):
         raise _untold(f"a list in it may hold {plural(length, 'sample')}, or as many parts of all samples")
     return None
+
+
+def _similar_lists(value: Any) -> Iterator[list[Any]]:
+    """Yield the outermost lists of similar items."""
+    if isinstance(value, list) and are_similar(value):
+        yield value
+    else:
+        for item in _items(value):
+            yield from _similar_lists(item)
 
 
 def _untold(why: str) -> ValueError:
