@@ -102,6 +102,10 @@ def test_every_model(name: str) -> None:
 
 
 CASES = {
+    "off the plan": stress.Case("forward 0 1; fused 2-5; backward 0-1; round 2", 2, 4, (8, 8, 8), extra=(1, 1, 2)),
+    "off the plan ahead": stress.Case(
+        "forward 0-1 2 3; fused 4-5; backward 3 2 0-1; round 4; recompute ahead", 2, 4, (8, 8, 8, 8), extra=(2, 0, 1)
+    ),
     "planned": stress.Case(PLAN, 2),
     "ahead": stress.Case("forward 0 1 2 3; fused 4-5; backward 3 2 1 0; round 4; recompute ahead", 3),
     "overlapping": stress.Case("forward 0-1 2-3; fused 4-5; backward 2-3 0-1; round 2", 2, drops=False),
