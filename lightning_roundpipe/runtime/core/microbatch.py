@@ -423,7 +423,6 @@ class MicrobatchTask:
         self.segments.interrupted()
         for recorded in kept:
             give_up_graph(recorded, self.activations, recorded.home)
-        self.activations.settle()
         self.activations.leave()
         self._prefetcher.end()
         self._slots.finish(self.index)
