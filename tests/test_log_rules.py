@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from torchmetrics.functional import mean_squared_error as squares
 
 from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.runtime.batch.log_rules import Fitting, chosen, fitting_of, in_both, is_guessed
-from lightning_roundpipe.runtime.batch.logs import OPEN, USUAL
+from lightning_roundpipe.runtime.batch.logs import LINEAR, OPEN, RULES, USUAL, ruled
 
 LABELS = torch.tensor([0, 1, 0, 3, 4, 4, 3, 2])
 IN_ONE_PART = torch.tensor([0, 1, 3, 3, 4, 4, 0, 2])
@@ -93,6 +94,16 @@ STEP: dict[str, Logs] = {
     "perplexity": perplexity,
     "of metrics": of_metrics,
 }
+
+
+def counts(module: Any, logits: Tensor, batch: Batch) -> None:
+    right, high = logits.argmax(-1) == batch["y"], batch["y"] > 2
+    module.log("right", right.sum().item())
+    module.log("whole", int(right.sum()))
+    module.log_dict({"high": float((right & high).sum()), "low": float((right & ~high).sum().item())})
+
+
+STEP["counts"] = counts
 
 
 def each_class(module: Any, logits: Tensor, batch: Batch) -> None:
@@ -188,18 +199,108 @@ def test_a_value_that_is_no_longer_zero_is_compared() -> None:
     assert float(result.metrics["recall"]) == pytest.approx(float(plain.metrics["recall"]))
 
 
+def of_the_loss(function: Callable[[float], Any]) -> Logs:
+    return lambda m, x, b: m.log("value", function(F.cross_entropy(x, b["y"]).item()))
+
+
+FUNCTIONS: dict[str, Logs] = {
+    "exp": of_the_loss(math.exp),
+    "exp of at most": of_the_loss(lambda x: math.exp(min(x, 20))),
+    "exp of numpy": lambda m, x, b: m.log("value", np.exp(F.cross_entropy(x, b["y"]).detach().numpy())),
+    "power of 2": of_the_loss(lambda x: 2 ** (x / math.log(2))),
+    "reciprocal": of_the_loss(lambda x: 1 / x),
+    "logarithm": of_the_loss(math.log),
+    "bits": of_the_loss(lambda x: x / math.log(2)),
+    "decibels": of_the_loss(lambda x: -10 * math.log10(x)),
+    "decibels of a tensor": lambda m, x, b: m.log("value", 10 * torch.log10(1 / F.cross_entropy(x, b["y"]))),
+    "logarithm of a root": lambda m, x, b: m.log("value", -F.mse_loss(x[:, 0], b["x"][:, 0]).sqrt().log2()),
+}
+
+
+def nearly_alike(count: int) -> list[Batch]:
+    """Batches of which the first have nearly the same loss in each part."""
+    found = data(count=count)
+    for number, batch in enumerate(found):
+        batch["scale"] = torch.full((8, 1), 1e-2 if number < 3 else 2.0)
+    return found
+
+
+def scaled(logs: Logs, **attributes: Any) -> Module:
+    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        logits = logits * batch["scale"]
+        logs(module, logits, batch)
+        return F.cross_entropy(logits, batch["y"])
+
+    return Module(step, **attributes)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_means_that_are_nearly_alike_at_first(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        result = trained(scaled(FUNCTIONS[name]), nearly_alike(5), 4, 2)
+    assert cut_by(result) == "step"
+    assert_same(run("auto", scaled(FUNCTIONS[name]), nearly_alike(5)), result)
+
+
+def test_what_is_nearly_alike_at_first_and_no_mean_is_compared_later() -> None:
+    square = of_the_loss(lambda x: x**2)
+    with pytest.warns(RoundPipeWarning, match="'value' was logged with a value that no comparison has shown, and"):
+        result = trained(scaled(square), nearly_alike(6), 4, 2)
+    assert cut_by(result) == "model"
+    plain = run("auto", scaled(square), nearly_alike(6))
+    for (_, values), (_, others) in list(zip(plain.logged, result.logged, strict=True))[4:]:
+        assert others["value"] == pytest.approx(values["value"], rel=1e-4)
+
+
+def mean_by_numpy(module: Any, logits: Tensor, batch: Batch) -> None:
+    of = batch["y"].numpy() < 2
+    module.log("mean", float(losses(logits, batch).detach().numpy()[of].mean()) if of.any() else 0.0)
+
+
+def test_what_python_computes_of_samples_is_compared_in_several_batches() -> None:
+    found = [*data(torch.tensor([0, 1] * 4), 1), *data(LABELS, 3)]
+    result = trained(logging(mean_by_numpy), found, 4, 2)
+    assert cut_by(result) == "model"
+    assert_same(run("auto", logging(mean_by_numpy), found), result)
+
+
+def unlike_later(module: Any, logits: Tensor, batch: Batch) -> None:
+    module.log("rate", module.optimizers().param_groups[0]["lr"])
+    module.log("batch", float(module.trainer.global_step))
+    module.log("size", float(logits.shape[1]))
+    module.log("accuracy", (logits.argmax(-1) == batch["y"]).float().numpy().mean())
+
+
+def test_what_is_the_same_in_all_parts_needs_no_rule() -> None:
+    """A mean that numpy computes is so, too, until the fourth batch."""
+    found = [*data(torch.zeros(8, dtype=torch.long), 3), *data(LABELS, 3)]
+    for number, batch in enumerate(found):
+        batch["shift"] = torch.full((8, 1), 0.0 if number > 2 else 5.0) * torch.tensor([1.0, 0, 0, 0, 0])
+
+    def logs(module: Any, logits: Tensor, batch: Batch) -> None:
+        unlike_later(module, logits + batch["shift"], batch)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        result = trained(logging(logs), found, 4, 2)
+    assert cut_by(result) == "step"
+    assert_same(run("auto", logging(logs), found), result)
+
+
 def seen(whole: float, *values: float, known: tuple[str, ...] = ()) -> Fitting:
-    rules = {"sum": sum(values), "largest": max(values), "smallest": min(values)}
-    usual = [USUAL, "mean over samples"] if sum(values) / len(values) == whole else []
-    return fitting_of([*usual, *(rule for rule, value in rules.items() if value == whole)], values, known)
+    """What a comparison shows in which each part counts as much."""
+    alike = [1.0] * len(values)
+    merged = {USUAL: sum(values) / len(values)} | {rule: float(ruled(rule, values, alike, alike)) for rule in RULES}
+    return fitting_of([rule for rule, value in merged.items() if abs(value - whole) < 1e-4], values, known)
 
 
 def test_rules_that_fit_by_chance() -> None:
     assert is_guessed(seen(1, 1, 0)) and is_guessed(seen(3, 3, 1))
     assert chosen(seen(1, 1, 0, known=("sum",))) == "sum"
     assert chosen(seen(3, 1, 2)) == "sum"
-    assert chosen(seen(0, 0, 0)) == chosen(seen(2, 2)) == OPEN
-    assert chosen(seen(2, 2, 2)) == USUAL
+    assert chosen(seen(0, 0, 0)) == chosen(seen(2, 2)) == chosen(seen(2, 2, 2)) == chosen(seen(5.005, 5, 5.01)) == OPEN
+    assert chosen(seen(2, 1, 3)) == chosen(seen(2, 2, 2, known=tuple(LINEAR))) == USUAL
     assert chosen(seen(3, 3, 1, known=("largest", "smallest"))) == "largest"
 
 

@@ -387,17 +387,6 @@ def gathered(recorders: Sequence[LogRecorder]) -> Said:
     return merged
 
 
-def undecided(said: Said, rules: Mapping[Key, str]) -> dict[str, int]:
-    """Return values of several microbatches whose merging rule is `OPEN`: the name, and where it is not zero."""
-    found: dict[str, int] = {}
-    for (name, nth), parts in said.items():
-        if len(parts) > 1 and rules.get((name, nth)) == OPEN:
-            for p in parts:
-                if bool(torch.as_tensor(p.value).any()):
-                    found[name] = p.part
-    return found
-
-
 def lost(said: Said, weights: Sequence[float]) -> list[str]:
     """Return names of values that are NaN in some of the microbatches that count, but not in all."""
     found = []
@@ -429,24 +418,28 @@ def issue(
         given = [p.kwargs.get("batch_size") for p in parts]
         if None not in given:
             kwargs["batch_size"] = sum(given)
-        values, rule = [p.value for p in parts], (rules or {}).get((name, nth), USUAL)
-        mine = [weights[p.part] if p.weight is None else p.weight for p in parts]
-        if not any(mine):  # whatever it is where nothing is counted
-            mine = [float(sizes[p.part]) for p in parts]
-        if rule in RULES and len(values) > 1:
-            merged: Any = ruled(rule, values, mine, [sizes[p.part] for p in parts])
-        else:
-            theirs = None if losses is None else [losses[p.part] for p in parts]
-            merged = _merged(values, kwargs.get("reduce_fx", "mean"), mine, theirs)
-        module.log(name, merged, **kwargs)
+        module.log(name, merged_by((rules or {}).get((name, nth), USUAL), parts, sizes, weights, losses), **kwargs)
+
+
+def merged_by(
+    rule: str, parts: Sequence[Saying], sizes: Sequence[float], weights: Sequence[float],
+    losses: Sequence[Tensor] | None = None,
+) -> Any:  # fmt: skip
+    """Return the batch's value by ``rule``. The other arguments are those of `issue`."""
+    values = [p.value for p in parts]
+    mine = [weights[p.part] if p.weight is None else p.weight for p in parts]
+    if not any(mine):  # whatever it is where nothing is counted
+        mine = [float(sizes[p.part]) for p in parts]
+    if rule not in (USUAL, OPEN) and len(values) > 1:
+        return ruled(rule, values, mine, [sizes[p.part] for p in parts])
+    theirs = None if losses is None else [losses[p.part] for p in parts]
+    return _merged(values, parts[-1].kwargs.get("reduce_fx", "mean"), mine, theirs)
 
 
 USUAL = "by what the loss weighs"
 """Rule: merge by ``reduce_fx``, and means by the weights of the loss."""
 BY_ITS_COUNT = "mean by its own count"
 """Rule: merge as a mean by what each part has counted, whatever ``reduce_fx`` says of steps."""
-OF_MEANS = ("exp of the mean", "root of the mean")
-"""Rules of functions of a mean, of which there are others over samples."""
 OPEN = "unknown"
 """Rule: merge as `USUAL`, without knowing that it is right."""
 
@@ -455,24 +448,60 @@ def _mean(values: Tensor, weights: Sequence[float]) -> Tensor:
     return weighted_mean(list(values), list(weights))
 
 
-RULES: dict[str, Callable[[Tensor, Sequence[float], Sequence[float]], Tensor]] = {
+_RULES: dict[str, Callable[[Tensor, Sequence[float], Sequence[float]], Tensor]] = {
     BY_ITS_COUNT: lambda v, weights, sizes: _mean(v, weights),
     "mean over samples": lambda v, weights, sizes: _mean(v, sizes),
     "sum": lambda v, weights, sizes: v.sum(0),
     "largest": lambda v, weights, sizes: v.amax(0),
     "smallest": lambda v, weights, sizes: v.amin(0),
-    "exp of the mean": lambda v, weights, sizes: _mean(v.log(), weights).exp(),
-    "exp of the mean over samples": lambda v, weights, sizes: _mean(v.log(), sizes).exp(),
-    "root of the mean": lambda v, weights, sizes: _mean(v.square(), weights).sqrt(),
-    "root of the mean over samples": lambda v, weights, sizes: _mean(v.square(), sizes).sqrt(),
 }
 """Other rules by which the value of a batch may follow from those of its microbatches (values, weights, sizes)."""
+LINEAR = frozenset({USUAL, BY_ITS_COUNT, "mean over samples"})
+"""Rules that are means of the values themselves."""
+_FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "exp": (torch.exp, torch.log),
+    "root": (torch.sqrt, torch.square),
+    "reciprocal": (torch.reciprocal, torch.reciprocal),
+    "log": (torch.log, torch.exp),
+}
+"""Functions of a mean, up to a factor, and their inverses."""
+_OF_THE_MEAN, _OVER_SAMPLES = " of the mean", " over samples"
+RULES = (*_RULES, *(f"{name}{_OF_THE_MEAN}{over}" for name in _FUNCTIONS for over in ("", _OVER_SAMPLES)))
+"""Rules that a comparison tries beside `USUAL`."""
+
+
+def of_mean(function: str) -> str:
+    """Return the rule for a function of a mean: "exp", "root", "reciprocal", "log", or a factor and "log"."""
+    return function + _OF_THE_MEAN
+
+
+def function_of(rule: str) -> str:
+    """Return the function of which ``rule`` is `of_mean`; empty if it is another one."""
+    return rule.removesuffix(_OF_THE_MEAN) if rule.endswith(_OF_THE_MEAN) else ""
+
+
+def over_samples(rule: str) -> str:
+    """Return the rule for the same function of a mean over samples."""
+    return rule + _OVER_SAMPLES
+
+
+def is_of_a_mean(rule: str) -> bool:
+    """Return whether ``rule`` is one for a function of a mean, over samples or not."""
+    return _OF_THE_MEAN in rule
 
 
 def ruled(rule: str, values: Sequence[Any], weights: Sequence[float], sizes: Sequence[float]) -> Tensor:
-    """Return the value of the batch by one of `RULES`."""
+    """Return the value of the batch by one of `RULES`, or by one that `of_mean` has given."""
     tensors = [torch.as_tensor(value).detach().cpu() for value in values]
-    made = RULES[rule](torch.stack([t.double() for t in tensors]), weights, sizes)
+    stacked = torch.stack([t.double() for t in tensors])
+    function, _, over = rule.partition(_OF_THE_MEAN)
+    if is_of_a_mean(rule):
+        factor, _, name = function.rpartition(" ")
+        forward, back = _FUNCTIONS[name]
+        scale = float(factor or 1.0)
+        made = scale * forward(_mean(back(stacked / scale), sizes if over else weights))
+    else:
+        made = _RULES[rule](stacked, weights, sizes)
     return made.to(tensors[0].dtype if tensors[0].is_floating_point() else torch.float32)
 
 

@@ -44,6 +44,7 @@ class Learned:
             lock.
         logs_in_backward: whether user code logs in backward.
         log_fits: what comparisons have shown of logged values.
+        log_tolerance: the relative difference that these see.
         log_rules: how logged values of microbatches are merged, where that is not a mean; see `logs.RULES`.
         counted: where training_step divides its loss, and logged values, by counts of its own.
         kept_rows: paths of the attributes that keep something of each sample; a step leaves there what all microbatches
@@ -63,6 +64,7 @@ class Learned:
         """Batches that were learned once more because of ``unseen``."""
         self.log_fits: dict[Key, Fitting] = {}
         self.log_rules: dict[Key, str] = {}
+        self.log_tolerance = 0.0
         self.counted = CountSites()
         self.kept_rows: set[str] = set()
         self.new_code = NewCode()

@@ -26,7 +26,8 @@ from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.runtime.batch.joining import join
-from lightning_roundpipe.runtime.batch.logs import LogRecorder, lost, shadowed_log, undecided
+from lightning_roundpipe.runtime.batch.log_rules import undecided
+from lightning_roundpipe.runtime.batch.logs import LogRecorder, lost, shadowed_log
 from lightning_roundpipe.runtime.batch.loss_weights import Weighing, Weights
 from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
@@ -536,15 +537,15 @@ class Step:
             The merged output of ``training_step``. If every microbatch returned a loss, the loss is a node whose
             backward delivers the step's gradients.
         """
-        module, rules, mixes = self.engine.model.module, self.engine.learned.log_rules, self.engine.learned.mixes
+        module, learned = self.engine.model.module, self.engine.learned
         sizes = (
             self.sizes if len(self.sizes) == len(self.runs) else [sum(self.sizes)]
         )  # only calls of the model are cut
-        joined = join(module, self.runs, sizes, self.weighing, rules, mixes=mixes)
+        joined = join(module, self.runs, sizes, self.weighing, learned.log_rules, mixes=learned.mixes)
         if joined.losses and len(self.runs) > 1:
-            unknown = undecided(joined.said, rules)
-            self.engine.learned.new_code.note_values(unknown)
-            self.engine.hints.of_logs([*unknown], lost(joined.said, joined.weights))
+            unknown = undecided(joined.said, learned.log_fits, sizes, joined.weights, learned.log_tolerance)
+            not_compared = learned.new_code.note_values(unknown)
+            self.engine.hints.of_logs(not_compared, lost(joined.said, joined.weights))
         if len(joined.losses) < len(self.runs):
             return joined.output
         self._hint_at_sums()

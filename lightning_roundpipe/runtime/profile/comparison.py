@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_roundpipe.runtime.batch.log_rules import Fitting, fitting_of
+from lightning_roundpipe.runtime.batch.log_rules import FLOOR, Fitting, fitting_of
 from lightning_roundpipe.runtime.batch.logs import RULES, USUAL, Key, Said, ruled
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards
@@ -24,8 +24,6 @@ from lightning_roundpipe.runtime.user_code.left_behind import ABSENT
 LOSS, OUTPUT = "the loss", "what it returns"
 _ATTRIBUTE = "attribute or buffer "
 """What the places of most differences are called."""
-_FLOOR = 1e-2
-"""Added to the size of a value before it is multiplied by the tolerance: it may be a small difference of large ones."""
 
 
 @dataclass
@@ -124,22 +122,23 @@ class Comparison:
                 x, y = _number(x), _number(y)
                 key = name, nth
                 rules = [USUAL] if self._alike(x, y) else []
-                rules += self._rules_for(key, x, parts)
+                of_operations = (known or {}).get(key, frozenset())
+                rules += self._rules_for(key, x, parts, dict.fromkeys((*RULES, *sorted(of_operations))))
                 values = [_number(said.value) for said in parts.said.get(key, [])]
                 numbers = [float(v) for v in values if isinstance(v, Tensor) and v.numel() == 1]
-                self.rules[key] = fitting_of(rules, numbers, (known or {}).get(key, ()))
+                self.rules[key] = fitting_of(rules, numbers, of_operations)
                 if not rules:
                     self.see(f"the logged {name!r}", x, y)
 
-    def _rules_for(self, key: Key, whole: Any, parts: Shown) -> list[str]:
-        """Return the rules by which the parts' values merge into ``whole``."""
+    def _rules_for(self, key: Key, whole: Any, parts: Shown, rules: Iterable[str]) -> list[str]:
+        """Return those of ``rules`` by which the parts' values merge into ``whole``."""
         said = parts.said.get(key, [])
         if not said or not isinstance(whole, Tensor):
             return []
         values, sizes = [_number(p.value) for p in said], [float(self._sizes[p.part]) for p in said]
         weights = [parts.weights[p.part] if p.weight is None else p.weight for p in said]
         found = []
-        for rule in RULES:
+        for rule in rules:
             with contextlib.suppress(Exception):
                 if self._alike(whole, _number(ruled(rule, values, weights, sizes))):
                     found.append(rule)
@@ -208,7 +207,7 @@ class Comparison:
             return True  # not comparable: count them as equal
 
     def _close(self, gap: float, size: float) -> bool:
-        return gap <= self._tolerance * (size + _FLOOR)
+        return gap <= self._tolerance * (size + FLOOR)
 
     def _differs(self, what: str, whole: Any, parts: Any) -> None:
         if self._collected is not None:
@@ -237,7 +236,7 @@ def _number(value: Any) -> Any:
         return {key: _number(item) for key, item in value.items()}
     if isinstance(value, Tensor):
         return value.detach().cpu().double().squeeze()
-    return torch.tensor(float(value), dtype=torch.float64) if isinstance(value, (int, float)) else value
+    return torch.tensor(float(value), dtype=torch.float64) if isinstance(value, (int, float, np.number)) else value
 
 
 def _by_name(logged: list[tuple[str, Any]]) -> dict[str, list[Any]]:

@@ -14,18 +14,28 @@ Layers are operations like others. What an unknown operation does with rows is l
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.runtime.batch.logs import BY_ITS_COUNT, OF_MEANS, Key
+from lightning_roundpipe.runtime.batch.logs import (
+    BY_ITS_COUNT,
+    LINEAR,
+    Key,
+    function_of,
+    is_of_a_mean,
+    of_mean,
+    over_samples,
+)
 from lightning_roundpipe.runtime.profile.recorded_operations import (
     MADE,
     PICKING,
@@ -74,6 +84,11 @@ _CASTING = {
 }  # fmt: skip
 """Operations that keep the value of a number."""
 _DISTINCT = {"unique", "unique_consecutive"}
+_POWERS = {"root": 0.5, "reciprocal": -1.0}
+_LOGARITHMS = {"log": 1.0, "log2": 1.0 / math.log(2), "log10": 1.0 / math.log(10)}
+_FACTORS = (1.0, -1.0, 10.0, -10.0)
+"""Factors of logarithms that Python takes."""
+_ITSELF = "itself"
 _UNRULED = "none"
 """The rule of counts that are compared, and of numbers of distinct values: there is none."""
 _WRITING = {
@@ -88,6 +103,13 @@ _UNKNOWN = "comes from code whose operations torch does not show (an autograd.Fu
 _MOST_REALIGNED = 2_000
 """Operations in which the whole and the part may differ; they are aligned in quadratic time."""
 
+_EXPONENTS = (1.0, -1.0, math.log(2))
+_READ_TWICE = 1e-6
+"""Relative difference that rounding makes between numbers that Python has computed in one way."""
+_TELLING = 1e-2
+"""Relative difference between two means that shows whether something is one of them times a number."""
+_SIMPLE = 5040.0
+"""Multiples of one over this are quotients of small counts."""
 _NEGLIGIBLE = 1e-5
 """What may be added to a count, so that it is not zero."""
 _COUNTS = ("divisor", "inverse", "elements", "targets")
@@ -174,6 +196,7 @@ class LossFlow:
         sites: all that finding these takes.
         coupled_logs: what keeps other logged values from following from those of parts, by name and number.
         reducing_layers: names of layers whose own code decides what they show.
+        is_hidden: whether Python has values of single samples, and what is logged may follow from them.
     """
 
     coupling: Coupling | None = None
@@ -182,6 +205,7 @@ class LossFlow:
     sites: frozenset[CountSite] = frozenset()
     coupled_logs: Mapping[Key, Coupling] = field(default_factory=dict)
     reducing_layers: frozenset[str] = frozenset()
+    is_hidden: bool = False
 
     def with_logs_of(self, other: LossFlow) -> LossFlow:
         """Return this with what ``other``, the flow into another part, shows of logged values beside it."""
@@ -192,19 +216,27 @@ class LossFlow:
             if key in (self if key in self.rules else other).log_counts
         }
         coupled = {key: why for key, why in {**other.coupled_logs, **self.coupled_logs}.items() if key not in rules}
-        return replace(self, rules=rules, log_counts=log_counts, sites=self.sites | other.sites, coupled_logs=coupled)
+        is_hidden = self.is_hidden or other.is_hidden
+        return replace(
+            self,
+            is_hidden=is_hidden,
+            rules=rules,
+            log_counts=log_counts,
+            sites=self.sites | other.sites,
+            coupled_logs=coupled,
+        )
 
 
 def flow_in_parts(
     whole: OperationRecorder, parts: Sequence[OperationRecorder], sizes: Sequence[int], batch: int, *,
-    has_numbers: bool = False,
+    has_numbers: bool = False, has_values: bool = False,
 ) -> LossFlow:  # fmt: skip
     """Return what the operations of a rehearsal in parts show.
 
     The first part shows it of the loss. A logged value may be one of another part only, as behind ``if mask.any()``.
 
     Args:
-        whole, has_numbers: see `flow_of`.
+        whole, has_numbers, has_values: see `flow_of`.
         parts: the operations on each part.
         sizes: number of samples of each part.
         batch: number of samples of the batch that they are taken from.
@@ -212,18 +244,22 @@ def flow_in_parts(
     found = LossFlow()
     calls = [Counter((one.place, one.called) for one in run.operations) for run in (whole, *parts)]
     uneven = frozenset(place for place, count in calls[0].items() if any(part[place] != count > 1 for part in calls))
+
+    def flow(part: OperationRecorder, samples: tuple[int, int, int]) -> LossFlow:
+        return flow_of(whole, part, samples, has_numbers=has_numbers, has_values=has_values, uneven=uneven)
+
     for number, (part, size) in enumerate(zip(parts, sizes, strict=False)):
         samples = sum(sizes), size, batch
         if number == 0:
-            found = flow_of(whole, part, samples, has_numbers=has_numbers, uneven=uneven)
+            found = flow(part, samples)
         elif not found.rules.keys() >= _by_key(whole.logged).keys():
-            found = found.with_logs_of(flow_of(whole, part, samples, has_numbers=has_numbers, uneven=uneven))
+            found = found.with_logs_of(flow(part, samples))
     return found
 
 
 def flow_of(
     whole: OperationRecorder, part: OperationRecorder, samples: tuple[int, int, int], *, has_numbers: bool = False,
-    uneven: Collection[tuple[Hashable, str]] = (),
+    has_values: bool = False, uneven: Collection[tuple[Hashable, str]] = (),
 ) -> LossFlow:  # fmt: skip
     """Return what the operations of a rehearsal show.
 
@@ -231,45 +267,52 @@ def flow_of(
         whole, part: the operations on the whole and on a part.
         samples: number of samples of each, and of the batch that they are taken from.
         has_numbers: whether the batch has numbers of Python's in it.
+        has_values: whether it has anything but tensors in it.
         uneven: places, and what they call several times, as often as the samples say.
     """
     pairs = _aligned(whole.operations, part.operations)
     if pairs is None or not (whole.is_complete and part.is_complete):
         return LossFlow()
-    flows = _Flows(whole, part, samples, pairs, has_numbers=has_numbers)
+    flows = _Flows(whole, part, samples, pairs, has_numbers=has_numbers, has_values=has_values)
     rules: dict[Key, frozenset[str]] = {}
     log_counts: dict[Key, tuple[CountSite, int]] = {}
     coupled: dict[Key, Coupling] = {}
     sites: frozenset[CountSite] = frozenset()
+    is_hidden = False
     its_values = _by_key(part.logged)
+    are_read = {key for key, is_read in zip(_by_key(whole.logged), whole.is_read, strict=True) if is_read}
     for key, value in _by_key(whole.logged).items():
         flow = flows.of_logged(value, its_values.get(key))
         counted = flows.sites(flow)
         shown = [site for site in counted if site.how in _COUNTS]
-        over_samples = flow.divisor is None and not flow.counts_targets
+        by_samples = flow.divisor is None and not flow.counts_targets
         is_itself = type(value) is int and flow.kind == "value" and flows.is_shown_at(value, shown)
-        is_mean = flow.kind == "value" or flow.rule in OF_MEANS
+        is_mean = flow.kind == "value" or is_of_a_mean(flow.rule)
         if is_mean and len(shown) == 1 and (is_itself or (shown[0].place, shown[0].called) not in uneven):
             rules[key] = frozenset({flow.rule or BY_ITS_COUNT})
             log_counts[key] = shown[0], -1 if is_itself else flow.nth
             sites |= counted
-        elif flow.rule in OF_MEANS:
-            rules[key] = frozenset({f"{flow.rule} over samples" if over_samples else flow.rule})
+        elif is_of_a_mean(flow.rule):
+            rules[key] = frozenset({over_samples(flow.rule) if by_samples else flow.rule})
         elif flow.rule == _UNRULED:
             coupled[key] = Coupling("it compares counts over the batch", flow.within_model, log=key[0])
         elif flow.rule:
             rules[key] = frozenset({flow.rule})
-        elif flow.kind == "value" and over_samples and flow.degree in (0.0, 1.0):
+        elif flow.kind == "value" and by_samples and flow.degree in (0.0, 1.0):
             rules[key] = frozenset({"sum" if flow.degree else "mean over samples"})
         elif flow.kind == "coupled" or (flow.kind == "value" and flow.divisor is not None):
             coupled[key] = Coupling(flow.why, flow.within_model, log=key[0])
-        elif read := flows.rules_of_number(value, its_values.get(key)):
+        elif read := flows.rules_of_number(value, its_values.get(key), is_read=key in are_read):
             if read == {_UNRULED}:
                 coupled[key] = Coupling("the number of distinct values does not follow from those of parts", log=key[0])
             elif _UNRULED not in read:
                 rules[key] = read
+        elif flows.is_fixed(value, its_values.get(key)):
+            rules[key] = LINEAR
+        else:
+            is_hidden |= flows.has_samples
     reducing = frozenset(flows.reducing_layers)
-    return LossFlow(flows.coupling(whole.loss), rules, log_counts, sites, coupled, reducing)
+    return LossFlow(flows.coupling(whole.loss), rules, log_counts, sites, coupled, reducing, is_hidden)
 
 
 def _by_key(logged: Sequence[tuple[str, int | float | None]]) -> dict[Key, int | float | None]:
@@ -307,11 +350,12 @@ class _Flows:
 
     Attributes:
         reducing_layers: names of layers that give a value over the samples, so that their own code decides what it is.
+        has_samples: whether Python has read values of single samples.
     """
 
     def __init__(
         self, whole: OperationRecorder, part: OperationRecorder, samples: tuple[int, int, int], pairs: Pairs, *,
-        has_numbers: bool,
+        has_numbers: bool, has_values: bool,
     ) -> None:  # fmt: skip
         self._whole, self._part = whole.tensors, part.tensors
         self._ratio, self._samples = samples[0] / samples[1], samples[2]
@@ -326,6 +370,11 @@ class _Flows:
         self._rules_read: list[tuple[float, float, str]] = []
         """Numbers that it has read of what parts merge into by a rule, and the rule."""
         self._whole_numbers_read: set[float] = set()
+        self._counts_read: list[tuple[int, float]] = []
+        """Numbers that it has read of the whole one by one, by the tensor that they come from."""
+        self.has_samples = False
+        self._knows = has_values
+        """Whether Python has read anything that depends on the samples, with which it may compute."""
         self._reads, self._chooses = has_numbers, False
         """Whether it has read anything of the batch, with which it may compute in Python, and whether it has
         chosen what to do by it."""
@@ -396,6 +445,8 @@ class _Flows:
         if not one.reads or not flows:
             return
         flow = flows[0]
+        self._knows |= flow.kind != "fixed"
+        self.has_samples |= one.name not in ("bool", "size") and flow.kind in ("rows", "picked", "unpaired")
         if one.name == "bool":
             if flow.of_layers and flow.kind in ("value", "coupled") and self._decided is None:
                 self._decided = one, self._coupled(one, "branches on a value over the batch")
@@ -405,6 +456,8 @@ class _Flows:
         if flow.kind != "fixed" and not flow.of_layers:
             self._reads = True
             self._whole_numbers_read.update(one.answers)
+        if one.name != "bool" and flow.kind != "fixed" and len(one.answers) == 1:
+            self._counts_read.append((self._first.get(one.given[0], one.given[0]), one.answers[0]))
         if other is not None and len(one.answers) == len(other.answers) == 1:
             is_sum = flow.kind == "value" and flow.degree == 1.0 and flow.divisor is None and not flow.counts_targets
             rule = flows[0].rule or ("sum" if is_sum else "")
@@ -468,17 +521,20 @@ class _Flows:
         ):
             return _UNRULED
         if given.kind == "value" and given.degree == 0.0:
-            is_root = one.name == "sqrt" or (one.name == "pow" and number == 0.5)
-            return "exp of the mean" if one.name == "exp" else "root of the mean" if is_root else ""
-        is_factor = (
-            one.name in ("mul", "div") and type(number) is float and number > 0 and one.operands == other.operands
-        )
-        keeps = one.name in _CASTING or (is_factor and given.rule != "exp of the mean")
-        return given.rule if keeps else ""
+            return _function_by(one, number)
+        if one.name in _CASTING:
+            return given.rule
+        factor = _factor(one, number) if one.operands == other.operands else None
+        function = function_of(given.rule)
+        if function in _POWERS and one.name in _LOGARITHMS:
+            return _log_by(_POWERS[function] * _LOGARITHMS[one.name])
+        if function.endswith("log"):
+            return _log_by(float(function.removesuffix("log") or 1.0) * factor) if factor else ""
+        return given.rule if factor is not None and factor > 0 else ""
 
     def _by_rule(self, found: Flow, rule: str, given: Flow) -> Flow:
         """Return ``found``, that parts merge into by ``rule``, with the counts of the mean that it is a function of."""
-        if rule not in OF_MEANS:
+        if found.kind != "coupled" or not is_of_a_mean(rule):
             return replace(found, rule=rule)
         return replace(
             found, rule=rule, degree=given.degree, divisor=given.divisor, sites=given.sites, nth=given.nth,
@@ -756,15 +812,49 @@ class _Flows:
         read = self._read(mine, its)
         if read is not None and not (mine.is_integer() and read[1].degree != 0.0):
             return read[1]
+        for one, other, _, flow in self._numbers_read:
+            is_mean = flow.kind == "value" and flow.degree == 0.0 and one > 0 and other > 0
+            if is_mean and (rule := _function_between((one, mine), (other, its))):
+                return replace(flow, rule="" if rule == _ITSELF else rule)
         return _FIXED
 
-    def rules_of_number(self, mine: int | float | None, its: int | float | None) -> frozenset[str]:
-        """Return the rules of which a logged number may be one; nothing if it may be another number by chance."""
+    def is_fixed(self, mine: int | float | None, its: int | float | None) -> bool:
+        """Return whether a logged value does not depend on the samples. Of a zero, later batches show more."""
+        if type(mine) is int:
+            flow = self.of(mine)
+            return flow.kind == "fixed" and not flow.degree and not (self._knows and self._is_from_python(mine))
+        return type(mine) is float and mine == its != 0.0 and not self._knows
+
+    def _is_from_python(self, number: int) -> bool:
+        """Return whether Python may have decided on the value of a tensor."""
+        left, seen = [number], set[int]()
+        while left:
+            number = left.pop()
+            if number in seen or self._whole[number].is_parameter:
+                continue
+            seen.add(number)
+            by = self._made_by.get(number)
+            if by is None or by.name in MADE:
+                return True
+            left += by.given
+        return False
+
+    def rules_of_number(
+        self, mine: int | float | None, its: int | float | None, *, is_read: bool
+    ) -> frozenset[str]:  # fmt: skip
+        """Return the rules of which a logged number may be one; nothing if it may be another number by chance.
+
+        Args:
+            mine, its: that of the whole, and that of the part.
+            is_read: whether it is what Python has read, and not computed of that.
+        """
         if type(mine) is not float or type(its) is not float:
             return frozenset()
         found = frozenset(rule for one, other, rule in self._rules_read if (one, other) == (mine, its))
-        is_ratio = mine in (0.0, 1.0) and "sum" in found  # perhaps, and the count is another number
-        return found if all(found) and not is_ratio else frozenset()
+        may_be_ratio = mine in (0.0, 1.0) and "sum" in found and not is_read  # of two counts
+        if may_be_ratio and mine:
+            may_be_ratio = len({count for count, number in self._counts_read if number == mine}) > 1
+        return found if all(found) and not may_be_ratio else frozenset()
 
     def is_shown_at(self, number: int, shown: Sequence[CountSite]) -> bool:
         """Return whether a logged tensor is what the operation has given at which its count is seen."""
@@ -838,6 +928,53 @@ class _Flows:
 
     def _coupled(self, one: Operation, does: str) -> Flow:
         return Flow("coupled", None, why=_described(one, does), within_model=one.within_model)
+
+
+def _function_by(one: Operation, number: int | float | None) -> str:
+    """Return the rule for what ``one`` makes of a mean; ``number`` is its second operand."""
+    if one.name in _LOGARITHMS:
+        return _log_by(_LOGARITHMS[one.name])
+    is_number = type(number) is float and number > 0
+    if one.name == "reciprocal" or (one.name == "rtruediv" and is_number):
+        return of_mean("reciprocal")
+    is_root = one.name == "sqrt" or (one.name == "pow" and number == 0.5)
+    return of_mean("exp") if one.name == "exp" else of_mean("root") if is_root else ""
+
+
+def _log_by(factor: float) -> str:
+    return of_mean("log" if factor == 1.0 else f"{factor:.12g} log")
+
+
+def _factor(one: Operation, number: int | float | None) -> float | None:
+    """Return what ``one`` multiplies by; None if it does something else."""
+    if one.name == "neg":
+        return -1.0
+    if one.name not in ("mul", "div") or type(number) is not float or not number:
+        return None
+    return number if one.name == "mul" else 1.0 / number
+
+
+def _function_between(one: tuple[float, float], other: tuple[float, float]) -> str:
+    """Return the rule for the function that leads from a mean to a number, in both pairs; empty if none is seen."""
+    pairs = one, other
+
+    def leads(function: Callable[[float], float]) -> bool:
+        return all(math.isclose(function(x), y, rel_tol=_READ_TWICE) for x, y in pairs)
+
+    if not (one[1] and other[1]) or all((x * _SIMPLE).is_integer() for x, _ in pairs):
+        return ""  # one may be another one's root by chance
+    with contextlib.suppress(OverflowError):
+        if any(leads(functools.partial(lambda c, x: math.exp(c * x), c)) for c in _EXPONENTS):
+            return of_mean("exp")
+    for factor in (base * factor for base in _LOGARITHMS.values() for factor in _FACTORS):
+        if leads(functools.partial(lambda c, x: c * math.log(x), factor)):
+            return _log_by(factor)
+    if leads(lambda x: 1.0 / x):
+        return of_mean("reciprocal")
+    if leads(math.sqrt):
+        return of_mean("root")
+    is_seen = not math.isclose(one[0], other[0], rel_tol=_TELLING)  # else any function is nearly linear
+    return _ITSELF if is_seen and leads(lambda x: one[1] / one[0] * x) else ""
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:

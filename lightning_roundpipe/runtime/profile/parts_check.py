@@ -119,7 +119,9 @@ class PartsCheck:
         self._outside = OutsideWrites(self._modules.items(), others, code_of(self._root), self._inside)
         self._order = CallOrder()
         self._flow = LossFlow()
-        self._has_numbers = any(type(leaf) in (int, float) for leaf in tree_leaves(batch))
+        leaves = tree_leaves(batch)
+        self._has_numbers = any(type(leaf) in (int, float) for leaf in leaves)
+        self._has_values = any(not isinstance(leaf, (Tensor, bool, type(None))) for leaf in leaves)
         self._looked_into: frozenset[str] = frozenset()
         """Names of layers whose own code is recorded."""
         self._unsteady: set[str] = set()
@@ -369,7 +371,12 @@ class PartsCheck:
         finally:
             if operations:
                 self._flow = flow_in_parts(
-                    whole.operations, operations, sizes, sum(self._sizes), has_numbers=self._has_numbers
+                    whole.operations,
+                    operations,
+                    sizes,
+                    sum(self._sizes),
+                    has_numbers=self._has_numbers,
+                    has_values=self._has_values,
                 )
                 verdict.coupling = self._flow.coupling
         verdict.lopsided, verdict.spread = 0.0 in shown.weights, shown.spread
@@ -438,7 +445,7 @@ class PartsCheck:
             raise
         except Exception:
             return outside.found
-        comparison = Comparison(self._tolerance(), sizes, self._unsteady)
+        comparison = Comparison(self.tolerance(), sizes, self._unsteady)
         comparison.see(LOSS, alone.loss, beside.loss)
         comparison.see_logs(alone, beside)
         comparison.see(OUTPUT, alone.output, beside.output)
@@ -617,7 +624,7 @@ class PartsCheck:
         self, whole: Shown, parts: Shown, sizes: list[int], verdict: Verdict | None = None,
         unsteady: set[str] | None = None,
     ) -> Difference | None:  # fmt: skip
-        comparison = Comparison(self._tolerance(), sizes, self._unsteady, unsteady)
+        comparison = Comparison(self.tolerance(), sizes, self._unsteady, unsteady)
         comparison.see(LOSS, whole.loss, parts.loss)
         comparison.see_logs(whole, parts, self._flow.rules)
         for name in () if self._again or self._near is not None else {**whole.metrics, **parts.metrics}:
@@ -638,11 +645,12 @@ class PartsCheck:
             comparison.see_elsewhere(path, whole.elsewhere.get(path, ABSENT), parts.elsewhere.get(path, ABSENT))
         if verdict is not None:
             verdict.rules, verdict.kept_rows = comparison.rules, comparison.kept_rows
-            verdict.open, verdict.lost_rows = comparison.open, comparison.lost_rows
+            verdict.open, verdict.lost_rows = comparison.open or self._flow.is_hidden, comparison.lost_rows
             verdict.keeps = bool(whole.settings or whole.elsewhere or any(map(self._counts, whole.left)))
         return comparison.found
 
-    def _tolerance(self) -> float:
+    def tolerance(self) -> float:
+        """Return the relative difference between values that rounding may have made."""
         formats = self._engine.model.formats
         low = formats.low
         for device in self._engine.worker_pool.device_types:

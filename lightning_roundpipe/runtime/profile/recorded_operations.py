@@ -155,6 +155,8 @@ class OperationRecorder:
         same: by number of a tensor, that of the one that it stands for: where a layer's code is recorded, user code and
             this code have tensors of their own.
         logged: the names of logged values, in order, and the values: numbers of tensors, or Python's numbers as floats.
+        is_read: of each of these whether it is a number that Python has read of a tensor, or a whole number, which
+            is no quotient.
     """
 
     def __init__(self) -> None:
@@ -164,6 +166,8 @@ class OperationRecorder:
         self.loss: int | None = None
         self.same: dict[int, int] = {}
         self.logged: list[tuple[str, int | float | None]] = []
+        self.is_read: list[bool] = []
+        self._read: list[float] = []
         self._within_model = 0
         self._numbers: Any = WeakTensorKeyDictionary()
         self._made_by_python: set[int] = set()
@@ -224,8 +228,11 @@ class OperationRecorder:
         operation = Operation(name, called, False, line_of(frame), place_of(frame), self._within_model > 0)
         operation.reads = reads
         if reads:
-            numbers = itertools.islice(tree_leaves(result), _KEPT_ANSWERS)
+            is_one = isinstance(result, np.ndarray) and result.size == 1
+            numbers = itertools.islice(tree_leaves(result.item() if is_one else result), _KEPT_ANSWERS)
             operation.answers = [float(x) for x in numbers if _is_number(x)]
+            if type(result) is float:
+                self._read.append(result)
         if func in WITH_REDUCTION:
             operation.reduction, operation.counts_targets = reduction_of(func, args, kwargs), func in COUNTED
             operation.by_weights = func in _DIVIDED_BY_WEIGHTS and isinstance(kwargs.get("weight"), Tensor)
@@ -288,6 +295,7 @@ class OperationRecorder:
     def see_logged(self, name: str, value: Any) -> None:
         """Record that user code has logged ``value``."""
         number = float(value) if _is_number(value) else None
+        self.is_read.append(type(value) is int or any(value is answer for answer in self._read))
         self.logged.append((name, self._numbers.get(value) if isinstance(value, Tensor) else number))
 
     def end(self, loss: Tensor | None) -> None:

@@ -137,16 +137,21 @@ class Scope:
         if unwritten is not None:
             batch = unwritten
         elif written:
+            self._engine.hints.of_logs(new_code.unknown, [])
             return new_code.accept()
         self._first_times += bool(new_code.found)
         anyway = (f"after {plural(self._cut, 'batch')}, training_step was compared again", 0)
         occasion, near = next(iter(new_code.found.items()), anyway)
-        known = set(self._engine.learned.log_fits)
+        learned, hints = self._engine.learned, self._engine.hints
+        known = {key for key, rule in learned.log_rules.items() if rule != OPEN or key[0] not in new_code.unknown}
         try:
             self._look(PartsCheck, function, batch, rest, seed, sizes, first=False, occasion=occasion, near=near)
-            for key in self._engine.learned.log_fits.keys() - known:
-                if (rule := self._engine.learned.log_rules[key]) not in (USUAL, OPEN, BY_ITS_COUNT):
-                    self._engine.hints.of_a_new_log(key[0], rule)
+            for key in learned.log_rules.keys() - known:
+                if (rule := learned.log_rules[key]) not in (USUAL, OPEN, BY_ITS_COUNT):
+                    hints.of_a_new_log(key[0], rule)
+            open_still = {key[0] for key, rule in learned.log_rules.items() if rule == OPEN}
+            if not self.cuts_calls:
+                hints.of_logs([name for name in new_code.unknown if name in open_still], [])
         finally:
             new_code.accept()
             new_code.watched &= self._first_times < MOST_FIRST_TIMES and not self.cuts_calls
@@ -190,6 +195,7 @@ class Scope:
         learned.kept_rows |= verdict.kept_rows
         learned.mixes |= engine.hints.couples or (verdict.spread and verdict.parts is None and not verdict.why_not)
         learned.log_fits = in_both(learned.log_fits, verdict.rules)
+        learned.log_tolerance = parts.tolerance()
         learned.log_rules = {key: chosen(fitting) for key, fitting in learned.log_fits.items()}
         if not occasion:
             is_open = verdict.open or OPEN in learned.log_rules.values()

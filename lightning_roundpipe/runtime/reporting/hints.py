@@ -204,7 +204,8 @@ class Hints:
         """Warning: a value that was logged for the first time was merged as a mean, and is merged by ``rule`` now."""
         self.warn(
             f"log {name}",
-            f"{name!r} was logged for the first time, and its value of this batch is a mean of the microbatches. From "
+            f"{name!r} was logged for the first time, or with a value from which no comparison has shown how that of a "
+            "batch follows from its microbatches, and its value of this batch is a mean of the microbatches. From "
             f"the next batch on it is computed as the whole batch's ({rule}). {_WHOLE_LOGS}",
         )
 
@@ -319,9 +320,9 @@ class Hints:
         for name in undecided:
             self.warn(
                 f"log {name}",
-                f"the logged {name!r} was zero in the first batches, or not in several microbatches, so that it could "
-                "not be compared with that of the whole batch, and is merged by its reduce_fx, usually a mean of the "
-                f"microbatches. {_WHOLE_LOGS}",
+                f"the logged {name!r} was zero or the same in all microbatches of the batches that were compared, or "
+                "not in several, so that nothing shows how that of a batch follows from them. It is merged by its "
+                f"reduce_fx, usually a mean of the microbatches. {_WHOLE_LOGS}",
             )
         for name in lost:
             self.warn(

@@ -39,11 +39,13 @@ class NewCode:
     Attributes:
         watched: whether a rehearsal has shown anything, so that there is something to compare with.
         found: what is new, as text for messages, and the microbatch that has done it.
+        unknown: names of logged values among these.
     """
 
     def __init__(self) -> None:
         self.watched = False
         self.found: dict[str, int] = {}
+        self.unknown: list[str] = []
         self._known: set[Key] = set()
         self._awaited: set[Key] = set()
         """What is new and no rehearsal has done since."""
@@ -78,6 +80,7 @@ class NewCode:
     def accept(self) -> None:
         """Take what was found for known, whether or not a rehearsal has done it."""
         self.found.clear()
+        self.unknown.clear()
         self._awaited.clear()
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -109,15 +112,20 @@ class NewCode:
                 if (key := _logs(name)) not in self._known:
                     self._find(key, f"{name!r} was logged for the first time", microbatch)
 
-    def note_values(self, names: Mapping[str, int]) -> None:
+    def note_values(self, names: Mapping[str, int]) -> list[str]:
         """Microbatches have logged values under ``names`` of which comparisons have shown too little [2].
 
-        Each is found a few times, as another comparison may show as little.
+        Each is found a few times, as another comparison may show as little. The others are returned.
         """
+        others = []
         for name, microbatch in names.items():
-            if self.watched and self._values[name] < _TRIES:
-                self._values[name] += 1
-                self.found[f"{name!r} was logged with a value that no comparison has shown"] = microbatch
+            if not self.watched or self._values[name] == _TRIES:
+                others.append(name)
+                continue
+            self._values[name] += 1
+            self.unknown.append(name)
+            self.found[f"{name!r} was logged with a value that no comparison has shown"] = microbatch
+        return others
 
     def note_attributes(self, paths: Iterable[str], microbatch: int) -> None:
         """``microbatch`` has set the attributes ``paths``, which no batch before has [2].
