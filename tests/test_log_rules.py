@@ -309,3 +309,23 @@ def test_a_second_comparison() -> None:
     assert chosen(in_both(first, {("x", 0): seen(4, 2, 4)})["x", 0]) == "largest"
     assert is_guessed(in_both(first, {("x", 0): seen(5, 5, 2)})["x", 0])
     assert is_guessed(in_both(first, {("x", 0): seen(1, 1, 3)})["x", 0])
+
+
+def returning(module: Any, logits: Tensor, batch: Batch) -> dict[str, Any]:
+    loss, right = F.cross_entropy(logits * batch["scale"], batch["y"]), logits.argmax(-1) == batch["y"]
+    return {
+        "loss": loss, "perplexity": math.exp(loss.item()), "exp": loss.detach().exp(), "count": len(logits),
+        "right": right.sum(), "share": right.float().mean(), "most": logits.detach().max().item(), "name": "a step",
+    }  # fmt: skip
+
+
+def test_numbers_that_it_returns_have_the_rules_of_logged_ones() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        result = trained(Module(returning), nearly_alike(5), 4, 2)
+    assert cut_by(result) == "step"
+    plain = run("auto", Module(returning), nearly_alike(5))
+    for whole, parts in zip(plain.outputs, result.outputs, strict=True):
+        assert {key: type(value) for key, value in parts.items()} == {key: type(value) for key, value in whole.items()}
+        for key in whole.keys() - {"name"}:
+            assert float(parts[key]) == pytest.approx(float(whole[key]), rel=1e-4), key

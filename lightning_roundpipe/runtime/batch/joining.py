@@ -9,7 +9,17 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.batch.logs import Key, LogRecorder, Said, gathered, issue
+from lightning_roundpipe.runtime.batch.logs import (
+    OPEN,
+    USUAL,
+    Key,
+    LogRecorder,
+    Said,
+    gathered,
+    issue,
+    merged_by,
+    returned,
+)
 from lightning_roundpipe.runtime.batch.loss_weights import Weighed, Weighing
 from lightning_roundpipe.runtime.batch.losses import check_counts
 from lightning_roundpipe.runtime.batch.microbatches import combined, loss_of, merge
@@ -76,4 +86,18 @@ def join(
     issue(module, said, sizes, weights, added, rules)
     if missing:
         return Joined(said=said)
-    return Joined(merge(outputs, sizes, weights, added), losses, weights, added, said)
+    output = merge(outputs, sizes, weights, added)
+    for key, name in returned(said, output).items():
+        rule = (rules or {}).get(name, USUAL)
+        if rule not in (USUAL, OPEN) and len(said[name]) == len(runs) > 1:
+            output[key] = _like(merged_by(rule, said[name], sizes, weights, added), outputs[0][key])
+    return Joined(output, losses, weights, added, said)
+
+
+def _like(merged: Tensor, one: Any) -> Any:
+    """Return the batch's value as that of a microbatch, whole if these are and it is."""
+    if isinstance(one, Tensor):
+        is_whole = not one.is_floating_point() and bool(merged == merged.round())
+        return merged.to(one.dtype) if is_whole else merged
+    value = float(merged)
+    return int(value) if isinstance(one, int) and value.is_integer() else value

@@ -387,6 +387,30 @@ def gathered(recorders: Sequence[LogRecorder]) -> Said:
     return merged
 
 
+_RETURNED = "returned "
+
+
+def log_returned(logs: LogRecorder, output: Any) -> None:
+    """Record the numbers that ``training_step`` returns beside the loss as if it logged them: the same rules hold."""
+    for key, value in output.items() if isinstance(output, Mapping) else ():
+        if key != "loss" and is_returned_number(value):
+            logs.log(f"{_RETURNED}{key!r}", value)
+
+
+def is_returned_number(value: Any) -> bool:
+    """Return whether `log_returned` records ``value``."""
+    is_one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+    return (is_one and value.dtype is not torch.bool) or (
+        isinstance(value, (int, float)) and not isinstance(value, bool)
+    )
+
+
+def returned(said: Said, output: Any) -> dict[Any, Key]:
+    """Return the keys of ``output`` whose values `log_returned` has recorded, and the keys in ``said``."""
+    known = {key: (f"{_RETURNED}{key!r}", 0) for key in output} if isinstance(output, Mapping) else {}
+    return {key: name for key, name in known.items() if name in said}
+
+
 def lost(said: Said, weights: Sequence[float]) -> list[str]:
     """Return names of values that are NaN in some of the microbatches that count, but not in all."""
     found = []
@@ -414,6 +438,8 @@ def issue(
         rules: how to merge values that are not merged as `USUAL`, by key; see `RULES`.
     """
     for (name, nth), parts in said.items():
+        if name.startswith(_RETURNED):
+            continue
         kwargs = dict(parts[-1].kwargs)
         given = [p.kwargs.get("batch_size") for p in parts]
         if None not in given:

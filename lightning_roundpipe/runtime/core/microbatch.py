@@ -26,7 +26,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.runtime.batch.logs import LogRecorder
+from lightning_roundpipe.runtime.batch.logs import LogRecorder, log_returned
 from lightning_roundpipe.runtime.batch.loss_weights import Weighing
 from lightning_roundpipe.runtime.batch.microbatches import detached, filled_like, loss_of, seed_of
 from lightning_roundpipe.runtime.core.activation_prefetch import ActivationPrefetcher
@@ -192,6 +192,7 @@ class MicrobatchTask:
                 with torch._C.DisableTorchFunction():
                     self._check_after()
                 loss = loss_of(output)
+                log_returned(self.logs, output)
             self.mode.judge(loss, self._step.sizes[self.index])
             self._announce()
             if loss is not None:

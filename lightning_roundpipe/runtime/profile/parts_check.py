@@ -31,6 +31,9 @@ from lightning_roundpipe.runtime.batch.logs import (
     OPEN,
     LogRecorder,
     gathered,
+    is_returned_number,
+    log_returned,
+    returned,
     shadowed_log,
     undone_logs,
 )
@@ -407,7 +410,7 @@ class PartsCheck:
                 break
             before = len(self._unsteady)
             self._compare(side, run(), rows, unsteady=self._unsteady)
-            if unsteady := sorted(self._unsteady & {LOSS, OUTPUT}):
+            if unsteady := sorted(what for what in self._unsteady if what.startswith((LOSS, OUTPUT))):
                 raise CannotRehearse(f"{unsteady[0]} differs between two runs on the same samples")
             if len(self._unsteady) > before:
                 found = self._compare(whole, shown, sizes, verdict)
@@ -556,6 +559,7 @@ class PartsCheck:
                         raise
                     shown.alike &= draws.alike
                     loss = loss_of(output)
+                    log_returned(run.logs, output)
                     run.mode.judge(loss, sizes[index])
                     run.operations.end(loss)
                     shown.operations = run.operations
@@ -575,6 +579,8 @@ class PartsCheck:
                     draws.begin(rows)
                     run.look_back("the loss", [loss], 1.0 if joined.added else weight / sum(joined.weights))
             shown.spread = len(runs) > 1 and are_spread([run.mode for run in runs], sizes)
+            for key, (name, _) in returned(joined.said, joined.output).items():
+                shown.log(name, joined.output[key])
             engine.learned.new_code.learn_names(name for name, _ in shown.logged)
             shown.said, shown.weights = gathered([run.logs for run in runs]), joined.weights
             shown.output, shown.loss = joined.output, joined.loss if joined.losses else None
@@ -631,7 +637,12 @@ class PartsCheck:
             comparison.see(name, whole.metrics.get(name, ABSENT), parts.metrics.get(name, ABSENT))
         if whole.backwards is not None and parts.backwards is not None:
             comparison.see_backwards(whole.backwards, parts.backwards)
-        comparison.see(OUTPUT, _without_loss(whole.output), _without_loss(parts.output))
+        one, other = _without_numbers(whole.output), _without_numbers(parts.output)
+        if isinstance(one, dict) and isinstance(other, dict):
+            for key in {**one, **other}:
+                comparison.see(f"{OUTPUT} as {key!r}", one.get(key, ABSENT), other.get(key, ABSENT))
+        else:
+            comparison.see(OUTPUT, one, other)
         for path in () if self._asked else {**whole.left, **parts.left}:
             one, other = whole.left.get(path, ABSENT), parts.left.get(path, ABSENT)
             if self._counts(path):
@@ -669,9 +680,10 @@ class PartsCheck:
         return not isinstance(module, Metric) and id(module) not in self._inside
 
 
-def _without_loss(output: Any) -> Any:
+def _without_numbers(output: Any) -> Any:
+    """Return what training_step has returned without the loss and what `log_returned` records."""
     if isinstance(output, dict):
-        return {key: value for key, value in output.items() if key != "loss"}
+        return {key: value for key, value in output.items() if key != "loss" and not is_returned_number(value)}
     return None if isinstance(output, Tensor) else output
 
 
