@@ -329,3 +329,35 @@ def test_numbers_that_it_returns_have_the_rules_of_logged_ones() -> None:
         assert {key: type(value) for key, value in parts.items()} == {key: type(value) for key, value in whole.items()}
         for key in whole.keys() - {"name"}:
             assert float(parts[key]) == pytest.approx(float(whole[key]), rel=1e-4), key
+
+
+def without_a_graph(module: Any, logits: Tensor, batch: Batch) -> None:
+    high = batch["y"] > 2
+    some = batch["y"].masked_fill(high, -100)
+    with torch.no_grad():
+        module.log("some", F.cross_entropy(logits, some).nan_to_num())
+        module.log("weighted", F.cross_entropy(logits, batch["y"], weight=torch.arange(1.0, 6.0)))
+        if high.any():
+            module.log("high", F.nll_loss(logits.log_softmax(-1)[high], batch["y"][high]))
+            module.log("number", F.cross_entropy(logits[high], batch["y"][high]).item())
+    module.log("detached", F.cross_entropy(logits.detach(), some), on_epoch=True)
+
+
+@pytest.mark.parametrize("squared", [False, True])
+def test_targets_are_counted_without_a_graph(squared: bool) -> None:
+    """Only losses that a gradient flows into were counted; others were means over samples."""
+
+    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        without_a_graph(module, logits, batch)
+        return F.mse_loss(logits[:, 0], batch["x"][:, 0]) if squared else F.cross_entropy(logits, batch["y"])
+
+    found = batches(4)
+    for batch, labels in zip(
+        found, [LABELS, IN_ONE_PART, LABELS.flip(0), torch.tensor([0, 0, 1, 1, 3, 4, 2, 1])], strict=True
+    ):
+        batch["y"] = labels.clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        result = trained(Module(step), found, 2, 2)
+    assert cut_by(result) == "step"
+    assert_same(run("auto", Module(step), found), result)

@@ -347,3 +347,54 @@ def test_a_comparison_waits_for_no_other_machine(tmp_path: Path) -> None:
     assert not waited.exists()
     result.module.average.compute()
     assert waited.exists()
+
+
+def takes_an_extreme(module: Any, logits: Tensor, batch: Batch, late: bool) -> Tensor:
+    squares = (logits - batch["z"]).square()
+    return (torch.max if late else torch.mean)(squares)
+
+
+def takes_a_norm(module: Any, logits: Tensor, batch: Batch, late: bool) -> Tensor:
+    return getattr((logits - batch["z"]).abs(), "norm" if late else "mean")()
+
+
+def calls_a_metric(module: Any, logits: Tensor, batch: Batch, late: bool) -> Tensor:
+    functions = torchmetrics.functional
+    return (functions.concordance_corrcoef if late else functions.mean_absolute_error)(logits[:, 0], batch["z"][:, 0])
+
+
+Other = Callable[[Any, Tensor, Batch, bool], Tensor]
+
+
+def switched(step: Other) -> Step:
+    def chosen(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        loss = step(module, logits, batch, module.trainer.global_step >= LATE)
+        module.log("loss", loss)
+        return loss.squeeze()
+
+    return chosen
+
+
+@pytest.mark.parametrize("step", [takes_an_extreme, takes_a_norm, calls_a_metric])
+def test_a_known_line_that_calls_another_function(step: Other) -> None:
+    """Only the line was known, so that nothing was noticed before the 16th batch."""
+    result, said = said_by(switched(step), data_of(5))
+    assert "called" in said and "for the first time" in said
+    assert cut_by(result) == "model"
+
+
+@pytest.mark.parametrize("by", ["argument", "module"])
+@pytest.mark.parametrize("late", [("mean", "sum"), ("sum", "mean")])
+def test_a_loss_that_is_reduced_otherwise_later(late: tuple[str, str], by: str) -> None:
+    """Its logged value was merged as that of the first batches was: a sum over microbatches as their mean."""
+    losses = [nn.MSELoss(reduction=reduction) for reduction in late]
+
+    def reduced(module: Any, logits: Tensor, batch: Batch, later: bool) -> Tensor:
+        if by == "module":
+            return losses[later](logits, batch["z"])  # type: ignore[no-any-return]
+        return F.mse_loss(logits, batch["z"], reduction=late[later])
+
+    step = switched(reduced)
+    result, said = said_by(step, data_of(5))
+    assert said == ""
+    assert_same(run("auto", Module(step), data_of(5)), result)

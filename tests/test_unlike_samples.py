@@ -118,13 +118,31 @@ def test_padding_with_any_value_is_seen() -> None:
     assert_same(run("auto", Module(by_padding), batches), result)
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_texts_that_begin_to_differ_in_length(kind: type) -> None:
+    """Nothing but texts tells how long the samples are, which training_step pads to the longest."""
+
+    def step(module: Any, logits: Tensor, batch: dict[str, Any]) -> Tensor:
+        codes = [torch.tensor([float(ord(letter)) for letter in text]) for text in batch["text"]]
+        module.log("longest", float(max(map(len, codes))))
+        return (logits.mean(1, keepdim=True) - nn.utils.rnn.pad_sequence(codes, batch_first=True) / 100).pow(2).mean()
+
+    batches: list[dict[str, Any]] = [*begins_alike()]
+    for batch in batches:
+        batch["text"] = kind("abcde"[:n] for n in batch["n"].tolist())
+        del batch["n"], batch["mask"]
+    result = run(ours(num_microbatches=4), Module(step), batches, devices=2)
+    assert cut_by(result) == "model"
+    assert_same(run("auto", Module(step), batches), result)
+
+
 @pytest.mark.parametrize("how", ["a model that trims", "the user's scope"])
 def test_batches_stay_whole_where_calls_cannot_be_cut(how: str) -> None:
     def step(module: Any, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(module.trims(batch["x"], batch["n"]) + logits, batch["y"])
 
     trims = how == "a model that trims"
-    module = Module(step, trims=Trims()) if trims else Module(LONGEST["divided by it"])
+    module = Module(step, trims=Trims()) if trims else Module(LONGEST["trimmed"])
     options = {} if trims else {"microbatch_scope": "step"}
     with pytest.warns(RoundPipeWarning, match="whose samples differ as those of no batch before, .* stay whole"):
         result = run(ours(num_microbatches=4, **options), module, begins_alike(), devices=2)

@@ -83,7 +83,7 @@ def join(
     losses = [loss for output in outputs if (loss := loss_of(output)) is not None]
     added = losses if len(losses) == len(outputs) and weighing.adds(runs[0]) else None
     said = gathered([run.logs for run in runs])
-    issue(module, said, sizes, weights, added, rules)
+    issue(module, said, sizes, weights, losses if len(losses) == len(outputs) else None, rules, adds=added is not None)
     if missing:
         return Joined(said=said)
     output = merge(outputs, sizes, weights, added)

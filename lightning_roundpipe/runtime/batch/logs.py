@@ -25,7 +25,7 @@ from torchmetrics import Metric
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.runtime.batch.microbatches import combined, weighted_mean
+from lightning_roundpipe.runtime.batch.microbatches import combined, is_number, weighted_mean
 
 
 class LogRecorder:
@@ -425,18 +425,22 @@ def lost(said: Said, weights: Sequence[float]) -> list[str]:
 
 def issue(
     module: Any, said: Said, sizes: list[int], weights: list[float], losses: Sequence[Tensor] | None = None,
-    rules: Mapping[Key, str] | None = None,
+    rules: Mapping[Key, str] | None = None, *, adds: bool = False,
 ) -> None:  # fmt: skip
     """Call ``module.log`` once per key, on the main thread.
+
+    A value that is the loss of each microbatch is merged as the loss is, whatever earlier batches have shown of it.
 
     Args:
         module: the user's LightningModule.
         said: see `gathered`.
         sizes: samples of each microbatch.
         weights: how much each microbatch counts.
-        losses: see `microbatches.combined`.
+        losses: those of the microbatches, if all have one.
         rules: how to merge values that are not merged as `USUAL`, by key; see `RULES`.
+        adds: whether the loss is the sum of those of the microbatches.
     """
+    numbers = [float(loss) for loss in losses or ()] if said else []
     for (name, nth), parts in said.items():
         if name.startswith(_RETURNED):
             continue
@@ -444,14 +448,26 @@ def issue(
         given = [p.kwargs.get("batch_size") for p in parts]
         if None not in given:
             kwargs["batch_size"] = sum(given)
-        module.log(name, merged_by((rules or {}).get((name, nth), USUAL), parts, sizes, weights, losses), **kwargs)
+        rule, theirs = (rules or {}).get((name, nth), USUAL), losses if adds else None
+        if len(parts) == len(numbers) > 1 and all(map(is_number, (p.value for p in parts), numbers)):
+            merged = combined([_tensor(p.value) for p in parts], weights, theirs)
+        else:
+            merged = merged_by(rule, parts, sizes, weights, theirs)
+        module.log(name, merged, **kwargs)
 
 
 def merged_by(
     rule: str, parts: Sequence[Saying], sizes: Sequence[float], weights: Sequence[float],
     losses: Sequence[Tensor] | None = None,
 ) -> Any:  # fmt: skip
-    """Return the batch's value by ``rule``. The other arguments are those of `issue`."""
+    """Return the batch's value by ``rule``.
+
+    Args:
+        rule: `USUAL`, `OPEN`, one of `RULES` or one that `of_mean` has given.
+        parts: the value of each microbatch.
+        sizes, weights: see `issue`.
+        losses: see `microbatches.combined`.
+    """
     values = [p.value for p in parts]
     mine = [weights[p.part] if p.weight is None else p.weight for p in parts]
     if not any(mine):  # whatever it is where nothing is counted
@@ -531,6 +547,10 @@ def ruled(rule: str, values: Sequence[Any], weights: Sequence[float], sizes: Seq
     return made.to(tensors[0].dtype if tensors[0].is_floating_point() else torch.float32)
 
 
+def _tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+
+
 def _merged(values: list[Any], reduce_fx: Any, weights: list[float], losses: Sequence[Tensor] | None) -> Any:
     first = values[0]
     if isinstance(first, Metric):
@@ -539,7 +559,7 @@ def _merged(values: list[Any], reduce_fx: Any, weights: list[float], losses: Seq
         return {k: _merged([v[k] for v in values], reduce_fx, weights, losses) for k in first}
     if len(values) == 1:
         return first
-    tensors = [v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float32) for v in values]
+    tensors = [_tensor(value) for value in values]
     reduction = getattr(reduce_fx, "__name__", reduce_fx)
     if reduction in ("min", "amin"):
         return torch.stack(tensors).amin(0)

@@ -102,30 +102,36 @@ def _sums_rows(node: Any, samples: int) -> bool:
 class Counts:
     """The target counts of the means of one microbatch: of cross entropies, and of the user's own (`target_counts`).
 
+    Args:
+        read: returns the value of a count, for which the host may have to wait.
+
     Attributes:
         of: count of each of them that the loss depends on, once judged. One that is only logged is left out.
         mixed: whether the loss also depends on layer outputs other than through these.
-        latest: the last count; None if there was none.
+        latest: the last count, which may still be on a device; None if there was none.
         lacking: whether there are none, and the loss is zero for that reason.
         seen: counts of the user's own by where they are found, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[float | Tensor], float] = float) -> None:
         self.of: list[float] = []
         self.mixed = self.lacking = False
-        self.latest: float | None = None
+        self.latest: float | Tensor | None = None
         self.seen: dict[Hashable, list[float]] = {}
+        self._read = read
         self._nodes: dict[Any, float] = {}
-        self._results: list[tuple[Tensor, float]] = []
+        self._results: list[tuple[Tensor, float | Tensor]] = []
 
-    def note(self, result: Any, count: float) -> None:
-        """Record that ``result`` is a mean over ``count`` targets."""
+    def note(self, result: Any, count: float | Tensor) -> None:
+        """Record that ``result`` is a mean over ``count`` targets.
+
+        The count of one without a graph is read only if it is logged: it may be one that nobody looks at.
+        """
+        if isinstance(result, Tensor) and result.grad_fn is not None:
+            count = self._nodes[result.grad_fn] = self._read(count)
         self.latest = count
-        if not isinstance(result, Tensor):
-            return
-        if result.grad_fn is not None:
-            self._nodes[result.grad_fn] = count
-        self._results.append((result.detach(), count))
+        if isinstance(result, Tensor):
+            self._results.append((result.detach(), count))
 
     def behind(self, value: Any, counted: tuple[Hashable, int] | None = None) -> float | None:
         """Return the target count of ``value`` if it is such a mean, else None.
@@ -137,7 +143,7 @@ class Counts:
         """
         for result, count in self._results if isinstance(value, Tensor) else ():
             if value.data_ptr() == result.data_ptr() and value.shape == result.shape:
-                return count
+                return self._read(count)
         if counted is None:
             return None
         found = self.seen.get(counted[0], [0.0])  # where nothing is counted, code may log something in its place

@@ -283,14 +283,17 @@ def combined(tensors: list[Tensor], weights: list[float], losses: Sequence[Tenso
         weights: one per microbatch.
         losses: one per microbatch if losses are added. Tensors that equal these losses are added too.
     """
-    if losses is None or not all(_is_value_of(t, loss) for t, loss in zip(tensors, losses, strict=True)):
+    if losses is None or not all(is_number(t, float(loss)) for t, loss in zip(tensors, losses, strict=True)):
         return weighted_mean(tensors, weights)
     total = torch.stack([t.detach().cpu().double() for t in tensors]).sum(0)
     return total.to(tensors[0].dtype)
 
 
-def _is_value_of(tensor: Tensor, loss: Tensor) -> bool:
-    return tensor.numel() == 1 and float(tensor) == float(loss)
+def is_number(value: Any, number: float) -> bool:
+    """Return whether ``value``, a number or a tensor with one, is ``number``."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and float(value) == number
+    return isinstance(value, float) and value == number
 
 
 def weighted_mean(tensors: list[Tensor], weights: list[float]) -> Tensor:

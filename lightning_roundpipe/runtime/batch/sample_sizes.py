@@ -3,7 +3,7 @@
 Padding is cut to the longest sample of a batch, and losses are divided by the largest length. Nothing in a batch says
 how long its samples are, so each number that may be a length counts as a size:
 
-    a list of tensors ── how many elements each has
+    a list of tensors or texts ── how long each is
     one whole number per sample ── the number
     a row per sample ── how many elements are not zero, which is the sum of a mask
                      ── how many are not negative: targets that are not ignored
@@ -40,7 +40,7 @@ def sizes_of(
     found: dict[Key, Tensor] = {}
     for place, leaf in enumerate(leaves):
         if is_listed(leaf, samples):
-            found[place, "lengths"] = torch.tensor([x.numel() for x in leaf])
+            found[place, "lengths"] = torch.tensor([x.numel() if isinstance(x, Tensor) else len(x) for x in leaf])
         elif isinstance(leaf, Tensor) and _is_looked_at(leaf, samples, most_elements, waits=waits):
             wanted = None if keys is None else {kind for at, kind in keys if at == place}
             found.update({(place, kind): sizes for kind, sizes in _sizes(leaf.detach(), wanted)})
@@ -48,8 +48,12 @@ def sizes_of(
 
 
 def is_listed(tree: Any, samples: int) -> bool:
-    """Return whether it is a list of one tensor per sample."""
-    return isinstance(tree, list) and len(tree) == samples and all(isinstance(x, Tensor) for x in tree)
+    """Return whether it is a list of one tensor or text per sample."""
+    if not isinstance(tree, (list, tuple)) or len(tree) != samples:
+        return False
+    return all(isinstance(x, str) for x in tree) or (
+        isinstance(tree, list) and all(isinstance(x, Tensor) for x in tree)
+    )
 
 
 def _is_looked_at(tensor: Tensor, samples: int, most_elements: int, *, waits: bool) -> bool:

@@ -15,6 +15,7 @@ from torchmetrics import Metric
 
 from lightning_roundpipe.runtime.batch.log_rules import FLOOR, Fitting, fitting_of
 from lightning_roundpipe.runtime.batch.logs import RULES, USUAL, Key, Said, ruled
+from lightning_roundpipe.runtime.batch.microbatches import is_number
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards
 from lightning_roundpipe.runtime.profile.recorded_operations import OperationRecorder
@@ -73,7 +74,7 @@ class Comparison:
 
     Attributes:
         found: the first difference; None so far.
-        rules, kept_rows, lost_rows, open: see `Verdict`.
+        rules, kept_rows, lost_rows, logged_losses, open: see `Verdict`.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Comparison:
         self.rules: dict[Key, Fitting] = {}
         self.kept_rows: set[str] = set()
         self.lost_rows: list[str] = []
+        self.logged_losses: set[Key] = set()
         self.open = False
 
     def see(self, what: str, whole: Any, parts: Any) -> None:
@@ -121,6 +123,8 @@ class Comparison:
                     continue
                 x, y = _number(x), _number(y)
                 key = name, nth
+                if whole.loss is not None and is_number(x, float(whole.loss)):
+                    self.logged_losses.add(key)
                 rules = [USUAL] if self._alike(x, y) else []
                 of_operations = (known or {}).get(key, frozenset())
                 rules += self._rules_for(key, x, parts, dict.fromkeys((*RULES, *sorted(of_operations))))

@@ -78,6 +78,7 @@ _EXTREMES = {
     "all": "smallest",
 }
 """Operations on rows, and the rule by which parts merge into their results."""
+_COMPUTING = {"add", "sub", "mul", "div", "rtruediv", "pow", "rpow", "remainder", "addcmul", "addcdiv", "lerp"}
 _CASTING = {
     "to", "type", "float", "double", "half", "bfloat16", "long", "int", "cpu", "cuda", "detach", "clone", "squeeze",
     "unsqueeze", "reshape", "flatten", "contiguous", "alias",
@@ -112,6 +113,8 @@ _SIMPLE = 5040.0
 """Multiples of one over this are quotients of small counts."""
 _NEGLIGIBLE = 1e-5
 """What may be added to a count, so that it is not zero."""
+_NOT_BY_CHANCE = 16
+"""Whole numbers that are smaller are equal to other ones, such as the weights of terms, by chance."""
 _COUNTS = ("divisor", "inverse", "elements", "targets")
 _MANY = ("__get__", "size", "tolist", "numpy", "__array__")
 """Operations that may give Python more than one number."""
@@ -137,7 +140,7 @@ class Flow:
         is_in_graph: whether the divisions by these counts are in autograd's graph, where weights are looked for.
         counts_targets: whether it is a mean over targets that are counted already.
         of_layers: whether what layers have given is in it.
-        why: what couples it, or divides it.
+        why: what couples it, or divides it; of what is fixed, that it is the largest or smallest of the batch.
         within_model: whether that is in the model.
         rule: the rule of `logs.RULES` by which parts merge if this is logged, of what is no mean or sum.
     """
@@ -435,10 +438,16 @@ class _Flows:
         self._partner.update(zip(one.made, other.made, strict=False))
 
     def _meet(self, mine: int, its: int) -> None:
+        has_partner = mine in self._partner
         self._partner.setdefault(mine, its)
-        if self._flows.get(mine, _FIXED).kind == "unpaired":  # the part has computed another one
-            same = self._whole[mine].shape == self._part[its].shape
+        kind, shape = self._flows.get(mine, _FIXED).kind, self._whole[mine].shape
+        if kind == "unpaired":  # the part has computed another one
+            same = shape == self._part[its].shape
             self._flows[mine] = replace(self._flows[mine], kind="value" if same else "rows", degree=None)
+        elif (
+            kind == "picked" and shape == () and not has_partner
+        ):  # the sum of a loop over samples, of which it takes some
+            self._flows[mine] = replace(self._flows[mine], kind="value", degree=None)
 
     def _see_read(self, one: Operation, other: Operation | None, flows: list[Flow]) -> None:
         """Note what Python reads of a tensor."""
@@ -462,8 +471,10 @@ class _Flows:
             is_sum = flow.kind == "value" and flow.degree == 1.0 and flow.divisor is None and not flow.counts_targets
             rule = flows[0].rule or ("sum" if is_sum else "")
             self._rules_read.append((one.answers[0], other.answers[0], rule))
-        if flow.kind in ("value", "coupled") and other is not None:
+        if (flow.kind in ("value", "coupled") or _is_extreme(flow)) and other is not None:
             both = [*zip(one.answers, other.answers, strict=False)]
+            if _is_extreme(flow):
+                both = [(mine, its) for mine, its in both if min(abs(mine), abs(its)) >= _NOT_BY_CHANCE]
             if one.name == "size" and len(one.answers) > 1:  # a shape, of which other sizes are fixed
                 both = [(mine, its) for mine, its in both if mine != its]
             self._numbers_read += [(mine, its, one, flow) for mine, its in both]
@@ -552,7 +563,9 @@ class _Flows:
         if not rows and not values:
             if all(flow == _FIXED for flow in flows) or one.is_layer:
                 return self._as_values_show(number, of_numbers=one.name in MADE)
-            return max(flows, key=lambda flow: flow.degree or 0.0)
+            return max(flows, key=lambda flow: (flow.degree or 0.0, flow.why))
+        if self._takes_an_extreme(number, one, flows):
+            return self._coupled(one, "computes with the largest or smallest whole number of the batch")
         if self._takes_what_was_read(one, other):
             return self._coupled(one, "uses a number that was read from the batch")
         if rows and (one.picks or not self._whole_numbers_read.isdisjoint(one.bounds)):
@@ -564,6 +577,15 @@ class _Flows:
         if rows:
             return self._reduced(number, one, flows, rows, values)
         return self._of_values(number, one, other, flows, values)
+
+    def _takes_an_extreme(self, number: int, one: Operation, flows: list[Flow]) -> bool:
+        """Return whether numbers are computed from samples and from a whole number that is an extreme of the batch.
+
+        Parts may have another one, such as the largest pixel. One that is an index or a size is left to the comparison
+        of values, as where padding is cut to the longest sample.
+        """
+        is_computed = one.name in _COMPUTING and self._whole[number].dtype.is_floating_point
+        return is_computed and any(map(_is_extreme, flows))
 
     def _scales(self, number: int, one: Operation, flows: list[Flow]) -> bool:
         """Return whether a tensor has something of each sample, or of each that was picked, which may be as many."""
@@ -627,8 +649,9 @@ class _Flows:
             fixed = self._as_values_show(number) == _FIXED
             return _FIXED if fixed else self._coupled(one, "selects a sample by its position in the batch")
         if one.name in _NOT_LINEAR:
-            if not self._whole[number].dtype.is_floating_point:
-                return _FIXED  # the longest of lengths and the like
+            if not self._whole[number].dtype.is_floating_point:  # the longest of lengths and the like
+                asks = self._whole[number].dtype is torch.bool and self._whole[number].shape == ()  # are there any?
+                return Flow(why=one.name) if one.name in _EXTREMES and not asks else _FIXED
             return self._coupled(one, "reduces the batch other than by a mean or sum")
         if values:
             return self._coupled(one, "broadcasts a value over the batch to its samples")
@@ -982,6 +1005,11 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
     if one.dtype is not other.dtype or not one.dtype.is_floating_point:
         return torch.equal(one, other)
     return torch.allclose(one, other, rtol=math.sqrt(torch.finfo(one.dtype).eps), equal_nan=True)
+
+
+def _is_extreme(flow: Flow) -> bool:
+    """Return whether it is that of a whole number that is the largest or smallest of the batch, or follows from one."""
+    return flow.kind == "fixed" and bool(flow.why)
 
 
 def _changed(flow: Flow) -> Flow:

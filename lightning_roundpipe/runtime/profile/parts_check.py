@@ -657,6 +657,7 @@ class PartsCheck:
         if verdict is not None:
             verdict.rules, verdict.kept_rows = comparison.rules, comparison.kept_rows
             verdict.open, verdict.lost_rows = comparison.open or self._flow.is_hidden, comparison.lost_rows
+            verdict.logged_losses = comparison.logged_losses
             verdict.keeps = bool(whole.settings or whole.elsewhere or any(map(self._counts, whole.left)))
         return comparison.found
 

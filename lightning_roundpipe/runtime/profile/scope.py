@@ -13,7 +13,7 @@ a later batch does something for the first time, or is one of `COMPARED_LATER` â
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,7 +24,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.batch.cutting import Cut, Cutter
 from lightning_roundpipe.runtime.batch.log_rules import chosen, in_both
-from lightning_roundpipe.runtime.batch.logs import BY_ITS_COUNT, OPEN, USUAL
+from lightning_roundpipe.runtime.batch.logs import BY_ITS_COUNT, OPEN, USUAL, Key
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.profile.first_batch import Planner
 from lightning_roundpipe.runtime.profile.loss_flow import Coupling
@@ -142,16 +142,12 @@ class Scope:
         self._first_times += bool(new_code.found)
         anyway = (f"after {plural(self._cut, 'batch')}, training_step was compared again", 0)
         occasion, near = next(iter(new_code.found.items()), anyway)
-        learned, hints = self._engine.learned, self._engine.hints
-        known = {key for key, rule in learned.log_rules.items() if rule != OPEN or key[0] not in new_code.unknown}
+        learned = self._engine.learned
         try:
             self._look(PartsCheck, function, batch, rest, seed, sizes, first=False, occasion=occasion, near=near)
-            for key in learned.log_rules.keys() - known:
-                if (rule := learned.log_rules[key]) not in (USUAL, OPEN, BY_ITS_COUNT):
-                    hints.of_a_new_log(key[0], rule)
             open_still = {key[0] for key, rule in learned.log_rules.items() if rule == OPEN}
             if not self.cuts_calls:
-                hints.of_logs([name for name in new_code.unknown if name in open_still], [])
+                self._engine.hints.of_logs([name for name in new_code.unknown if name in open_still], [])
         finally:
             new_code.accept()
             new_code.watched &= self._first_times < MOST_FIRST_TIMES and not self.cuts_calls
@@ -195,7 +191,7 @@ class Scope:
         learned.kept_rows |= verdict.kept_rows
         learned.mixes |= engine.hints.couples or (verdict.spread and verdict.parts is None and not verdict.why_not)
         learned.log_fits = in_both(learned.log_fits, verdict.rules)
-        learned.log_tolerance = parts.tolerance()
+        learned.log_tolerance, known = parts.tolerance(), learned.log_rules
         learned.log_rules = {key: chosen(fitting) for key, fitting in learned.log_fits.items()}
         if not occasion:
             is_open = verdict.open or OPEN in learned.log_rules.values()
@@ -224,6 +220,22 @@ class Scope:
                 engine.hints.of_what_is_collected(str(verdict.collects))
             if verdict.coupling is not None and not engine.hints.couples:
                 self._part_if_coupled(verdict, verdict.coupling, auto=auto, occasion=occasion)
+        if occasion and not self.cuts_calls:
+            self._tell_of_logs(known, verdict.logged_losses)
+
+    def _tell_of_logs(self, known: Mapping[Key, str], losses: Collection[Key]) -> None:
+        """Warn of logged values whose rule was another one, ``known`` or none, when the batch was trained on.
+
+        Those that are the loss, ``losses``, are merged as it is. Of those that nothing was known of, the value of the
+        batch was wrong only if that was noticed (`NewCode.note_values`).
+        """
+        unknown = self._engine.learned.new_code.unknown
+        for key, rule in self._engine.learned.log_rules.items():
+            before = known.get(key, OPEN)
+            if key in losses or rule in (before, OPEN, BY_ITS_COUNT) or (before, rule) == (OPEN, USUAL):
+                continue
+            if key not in known or before != OPEN or key[0] in unknown:
+                self._engine.hints.of_a_new_log(key[0], rule, known.get(key, ""), is_open=before == OPEN)
 
     def _look_at_calls(
         self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...]

@@ -56,6 +56,7 @@ class Verdict:
         shared: path of shared state that microbatches would disturb, by the code that changes it; see `OutsideWrites`.
         collects: a difference of what globals, callbacks and the like keep, if batches are cut nevertheless.
         rules: per logged value, the ways to merge it that give the whole batch's.
+        logged_losses: which of these are the loss.
         lost_rows: paths in globals, callbacks and the like where parts leave the last one's rows only.
         keeps: whether training_step changes something outside of layers and metrics.
         open: whether an attribute that it changes is equal as numbers may be by chance.
@@ -76,6 +77,7 @@ class Verdict:
     shared: dict[str, str] = field(default_factory=dict)
     rules: dict[Key, Fitting] = field(default_factory=dict)
     kept_rows: set[str] = field(default_factory=set)
+    logged_losses: set[Key] = field(default_factory=set)
     lost_rows: list[str] = field(default_factory=list)
     keeps: bool = False
     open: bool = False

@@ -200,13 +200,23 @@ class Hints:
             ),
         )
 
-    def of_a_new_log(self, name: str, rule: str) -> None:
-        """Warning: a value that was logged for the first time was merged as a mean, and is merged by ``rule`` now."""
+    def of_a_new_log(self, name: str, rule: str, before: str, *, is_open: bool) -> None:
+        """Warning: a logged value was merged otherwise than it is from now on.
+
+        Args:
+            name: its name.
+            rule: how it is merged now.
+            before: how it was merged; empty if it was logged for the first time.
+            is_open: whether nothing was known of it, so that it was merged as a mean.
+        """
+        since = "is another function of the batch than before" if before else "was logged for the first time"
+        if before and is_open:
+            since = "was logged with a value from which no comparison has shown how that of a batch follows from them"
+        how = "as a mean of the microbatches" if is_open else "as before"
         self.warn(
             f"log {name}",
-            f"{name!r} was logged for the first time, or with a value from which no comparison has shown how that of a "
-            "batch follows from its microbatches, and its value of this batch is a mean of the microbatches. From "
-            f"the next batch on it is computed as the whole batch's ({rule}). {_WHOLE_LOGS}",
+            f"{name!r} {since}, and its value of this batch is merged {how}. From the next batch on it is computed as "
+            f"the whole batch's ({rule}). {_WHOLE_LOGS}",
         )
 
     def of_what_is_collected(self, what: str) -> None:

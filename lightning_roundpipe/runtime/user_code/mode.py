@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -143,7 +144,7 @@ class UserCodeMode(TorchFunctionMode):
         buffers: the layers' buffers; pending values are settled before user code reads a buffer.
         offloaded: tensors of user code that are on the host only.
         restore: brings such a tensor back, before user code touches it; does nothing for others.
-        observe: called with the frame that calls a torch function, except in backward; see `new_code`.
+        observe: called with the frame that calls a torch function, and its name, except in backward; see `new_code`.
         counted: what training_step counts itself.
 
     Attributes:
@@ -165,13 +166,13 @@ class UserCodeMode(TorchFunctionMode):
         buffers: HostBuffers | None = None,
         offloaded: Offloaded | None = None,
         restore: Callable[[Tensor], None] = lambda tensor: None,
-        observe: Callable[[FrameType | None], None] | None = None,
+        observe: Callable[[FrameType | None, str], None] | None = None,
         counted: CountSites | None = None,
     ) -> None:
         super().__init__()
         leave_untraced(type(self).__torch_function__)
         self._number = partial(number_of, aside=aside)
-        self.counts = Counts()
+        self.counts = Counts(self._number)
         sites = counted.sites if counted is not None else frozenset()
         self._target_counts = TargetCounts(sites, self._number, self.counts.seen) if sites else None
         self._counts_loss = counted is not None and counted.of_loss
@@ -204,7 +205,8 @@ class UserCodeMode(TorchFunctionMode):
             kwargs = completed(kwargs, sys._getframe(1))
         name = getattr(func, "__name__", "")
         if self._observe is not None and not self.returning:
-            self._observe(sys._getframe(1))
+            called = name if func not in WITH_REDUCTION else f"{name} ({reduction_of(func, args, kwargs)})"
+            self._observe(sys._getframe(1), called)
         if self._offloaded:
             self._restore_all((args, kwargs))
         if self._buffers and (func in _VALUES or name not in _NO_VALUES):
@@ -235,7 +237,7 @@ class UserCodeMode(TorchFunctionMode):
             if func is torch.autograd.grad:
                 given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
                 refuse_layers_between(given["outputs"], given["inputs"])
-            if func in WITH_REDUCTION and torch.is_grad_enabled() and not self.returning:
+            if func in WITH_REDUCTION and not self.returning:
                 result = self._loss(func, args, kwargs)
             else:
                 result = self._call(func, name, args, kwargs)
@@ -404,7 +406,10 @@ class UserCodeMode(TorchFunctionMode):
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a loss function and record how the losses of microbatches combine."""
         reduction = reduction_of(func, args, kwargs)
-        count = self._count(args, kwargs) if reduction == "mean" and func in COUNTED else None
+        bound = dict(zip(LOSS_ARGUMENTS, args, strict=False)) | kwargs
+        count: float | Tensor | None = None
+        if reduction == "mean" and func in COUNTED and not any(map(_is_transformed, bound.values())):
+            count = self.targets_of(bound)
         result = self._call(func, func.__name__, args, kwargs)
         if count is not None:
             self.counts.note(result, count)
@@ -419,13 +424,6 @@ class UserCodeMode(TorchFunctionMode):
             self.counts.lacking = self._number(loss.detach()) == 0
         self.sums.judge(loss, samples)
 
-    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-        """Return the number of targets that a cross entropy is a mean over; None if no gradient flows into it."""
-        bound = dict(zip(LOSS_ARGUMENTS, args, strict=False)) | kwargs
-        if not bound["input"].requires_grad:
-            return None
-        return self._number(self.targets_of(bound))
-
     def targets_of(self, bound: Mapping[str, Any]) -> float | Tensor:
         """Return the number of targets of a cross entropy with the arguments ``bound``."""
         logits, target = bound["input"], bound["target"]
@@ -439,6 +437,11 @@ class UserCodeMode(TorchFunctionMode):
         # Class weights enter the denominator of a weighted mean, so they enter the count.
         found: Tensor = kept.sum() if weight is None else weight.detach()[target[kept].to(weight.device)].sum()
         return found
+
+
+def _is_transformed(value: Any) -> bool:
+    """Return whether ``value`` is a tensor within a torch.func transform, which has neither values nor memory."""
+    return isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)
 
 
 def number_of(count: float | Tensor, *, aside: Callable[[Callable[[], Any]], Any]) -> float:

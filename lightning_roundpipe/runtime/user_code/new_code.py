@@ -3,8 +3,8 @@
 Before the first batch, parts of a few samples are compared with the whole. That says nothing of a branch that only
 later batches take, or other samples. `NewCode` finds these, so that they can be compared, too:
 
-    a rehearsal ── the places in user code that call a torch function, and the names that it logs, are known ── [1]
-    a step ── it finds a place, a name or an attribute that is set which is not known ── [2]
+    a rehearsal ── the places in user code that call a torch function, which one, and the names that it logs ── [1]
+    a step ── it finds a place, a function there, a name or an attribute that is set which is not known ── [2]
     another rehearsal ── what was found is known once it has run ── [3]
 
 Code that calls no torch function, logs nothing and sets no attribute of a module is not seen.
@@ -31,6 +31,7 @@ their values."""
 _MOST_PLACES = 1 << 16
 _TRIES = 3
 Key = tuple[CodeType, tuple[int | None, ...] | int] | str
+"""A place in user code, or what is logged there."""
 
 
 class NewCode:
@@ -46,28 +47,31 @@ class NewCode:
         self.watched = False
         self.found: dict[str, int] = {}
         self.unknown: list[str] = []
-        self._known: set[Key] = set()
-        self._awaited: set[Key] = set()
+        self._known: set[Key | tuple[Key, str]] = set()
+        """Places, what they have called, and what was logged or set."""
+        self._awaited: set[Key | tuple[Key, str]] = set()
         """What is new and no rehearsal has done since."""
         self._values: Counter[str] = Counter()
         """How often each logged value was found."""
-        self._passed: dict[tuple[int, int], CodeType] = {}
-        """Places that are known, by the id of their code, which is alive, so that it stays its own. To compare code by
-        what is in it takes microseconds."""
+        self._passed: dict[tuple[int, int, str], CodeType] = {}
+        """What is known to be called where, by the id of the code, which is alive, so that it stays its own. To compare
+        code by what is in it takes microseconds."""
 
     # -- rehearsals ---------------------------------------------------------------------------------------------------
 
-    def learn(self, frame: FrameType | None) -> None:
-        """In a rehearsal, ``frame`` has called a torch function [1] [3]."""
+    def learn(self, frame: FrameType | None, called: str) -> None:
+        """In a rehearsal, ``frame`` has called the torch function ``called`` [1] [3]."""
         if (found := _caller(frame)) is not None:
-            self._learn(_place(found.f_code, found.f_lasti))
+            place = _place(found.f_code, found.f_lasti)
+            self._known.add(place)
+            self._learn((place, called))
 
     def learn_names(self, names: Iterable[str]) -> None:
         """A rehearsal has logged values under ``names`` [1] [3]."""
         for name in names:
             self._learn(_logs(name))
 
-    def _learn(self, key: Key) -> None:
+    def _learn(self, key: Key | tuple[Key, str]) -> None:
         self.watched = True
         self._known.add(key)
         self._awaited.discard(key)
@@ -85,25 +89,27 @@ class NewCode:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def note(self, microbatch: int) -> Callable[[FrameType | None], None] | None:
-        """Return a function to call with the frame that calls a torch function, in ``microbatch`` [2].
+    def note(self, microbatch: int) -> Callable[[FrameType | None, str], None] | None:
+        """Return a function to call with the frame that calls a torch function, and which, in ``microbatch`` [2].
 
         None if there is nothing to compare with.
         """
         return functools.partial(self._note, microbatch) if self.watched else None
 
-    def _note(self, microbatch: int, frame: FrameType | None) -> None:
+    def _note(self, microbatch: int, frame: FrameType | None, called: str) -> None:
         if (found := _caller(frame)) is None:
             return
-        at = id(found.f_code), found.f_lasti
+        at = id(found.f_code), found.f_lasti, called
         if at in self._passed:
             return
         if len(self._passed) == _MOST_PLACES:  # of code that is compiled anew for each batch
             self._passed.clear()
         self._passed[at] = found.f_code
-        key = _place(found.f_code, found.f_lasti)
-        if key not in self._known:
-            self._find(key, f"{_line(found)} ran for the first time", microbatch)
+        place = _place(found.f_code, found.f_lasti)
+        if (place, called) not in self._known:
+            does = f"called {called}" if place in self._known else "ran"
+            self._known.add(place)
+            self._find((place, called), f"{_line(found)} {does} for the first time", microbatch)
 
     def note_names(self, names: Iterable[str], microbatch: int) -> None:
         """``microbatch`` has logged values under ``names`` [2]."""
@@ -138,7 +144,7 @@ class NewCode:
                     self._known.add(path)
                     self.found.setdefault(f"attribute {path!r} was set for the first time", microbatch)
 
-    def _find(self, key: Key, what: str, microbatch: int) -> None:
+    def _find(self, key: Key | tuple[Key, str], what: str, microbatch: int) -> None:
         self._known.add(key)
         self._awaited.add(key)
         self.found.setdefault(what, microbatch)

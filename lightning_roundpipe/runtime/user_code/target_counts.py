@@ -74,7 +74,7 @@ class TargetCounts:
 
     def count(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, frame: FrameType | None,
-        targets: float | None = None,
+        targets: float | Tensor | None = None,
     ) -> float | None:  # fmt: skip
         """Return what ``result``, which the torch function ``name`` gave, is a mean over; None if it is no mean.
 
@@ -92,7 +92,7 @@ class TargetCounts:
             return None
         if site.how == "targets":
             if targets is not None:
-                self._seen.setdefault(site, []).append(targets)
+                self._seen.setdefault(site, []).append(self._value(targets))
             return None
         if site.how == "read":
             self._numbers.append(float(result))
