@@ -398,3 +398,34 @@ def test_a_loss_that_is_reduced_otherwise_later(late: tuple[str, str], by: str) 
     result, said = said_by(step, data_of(5))
     assert said == ""
     assert_same(run("auto", Module(step), data_of(5)), result)
+
+
+def test_a_branch_that_only_some_microbatches_take() -> None:
+    """Both branches were known, and each microbatch took its own, where the whole batch takes one."""
+
+    def scales(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        if bool(batch["x"].abs().max() > 40):
+            return entropy(module, logits / 4, batch)
+        return entropy(module, logits * 2, batch)
+
+    data = data_of(6)
+    data[0]["x"][:, 0] = 50.0
+    for batch in data[2:]:
+        batch["x"][0, 0] = 50.0
+    result, said = said_by(scales, data)
+    assert "in some microbatches only" in said
+    assert cut_by(result) == "model"
+
+
+def test_branches_that_give_the_same_are_compared_once(verdicts: list[Verdict]) -> None:
+    def each(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        if bool(batch["x"].max() > 40):
+            logits = logits.clone()
+        return entropy(module, logits, batch)
+
+    data = data_of(6)
+    for batch in data[1:]:
+        batch["x"][0, 0] = 50.0
+    _, said = said_by(each, data)
+    assert said == ""
+    assert len(verdicts) <= 3

@@ -129,6 +129,7 @@ class Scope:
     ) -> None:
         """Compare ``batch``, which was trained on in parts of ``sizes``, if it may show something else [5]."""
         new_code = self._engine.learned.new_code
+        new_code.note_branches()
         self._cut += 1
         written, unwritten = any(x._version != before for x, before in self._tensors), self._unwritten
         self._writes, self._tensors, self._unwritten = self._writes or written, [], None

@@ -4,7 +4,8 @@ Before the first batch, parts of a few samples are compared with the whole. That
 later batches take, or other samples. `NewCode` finds these, so that they can be compared, too:
 
     a rehearsal ── the places in user code that call a torch function, which one, and the names that it logs ── [1]
-    a step ── it finds a place, a function there, a name or an attribute that is set which is not known ── [2]
+    a step ── it finds a place, a function there, a name or an attribute that is set which is not known, or a place
+              that only some microbatches reach ── [2]
     another rehearsal ── what was found is known once it has run ── [3]
 
 Code that calls no torch function, logs nothing and sets no attribute of a module is not seen.
@@ -30,7 +31,8 @@ their values."""
 
 _MOST_PLACES = 1 << 16
 _TRIES = 3
-Key = tuple[CodeType, tuple[int | None, ...] | int] | str
+Place = tuple[CodeType, tuple[int | None, ...] | int]
+Key = Place | str
 """A place in user code, or what is logged there."""
 
 
@@ -51,6 +53,10 @@ class NewCode:
         """Places, what they have called, and what was logged or set."""
         self._awaited: set[Key | tuple[Key, str]] = set()
         """What is new and no rehearsal has done since."""
+        self._done: dict[int, set[tuple[int, int, str]]] = {}
+        """What each microbatch of the step has called where."""
+        self._branches: set[tuple[Place, str]] = set()
+        """What some microbatches of a step have called, and others have not."""
         self._values: Counter[str] = Counter()
         """How often each logged value was found."""
         self._passed: dict[tuple[int, int, str], CodeType] = {}
@@ -94,12 +100,18 @@ class NewCode:
 
         None if there is nothing to compare with.
         """
-        return functools.partial(self._note, microbatch) if self.watched else None
+        if not self.watched:
+            return None
+        done = self._done[microbatch] = set()
+        return functools.partial(self._note, microbatch, done)
 
-    def _note(self, microbatch: int, frame: FrameType | None, called: str) -> None:
+    def _note(
+        self, microbatch: int, done: set[tuple[int, int, str]], frame: FrameType | None, called: str
+    ) -> None:  # fmt: skip
         if (found := _caller(frame)) is None:
             return
         at = id(found.f_code), found.f_lasti, called
+        done.add(at)
         if at in self._passed:
             return
         if len(self._passed) == _MOST_PLACES:  # of code that is compiled anew for each batch
@@ -110,6 +122,28 @@ class NewCode:
             does = f"called {called}" if place in self._known else "ran"
             self._known.add(place)
             self._find((place, called), f"{_line(found)} {does} for the first time", microbatch)
+
+    def note_branches(self) -> None:
+        """The microbatches of a step have ended: find what only some of them have done [2].
+
+        A branch on what is in the batch may be another one on the whole. Each line is found once.
+        """
+        done, self._done = self._done, {}
+        if not self.watched or len({frozenset(places) for places in done.values()}) < 2:
+            return
+        by_part = {part: {self._key(at): at for at in places if at in self._passed} for part, places in done.items()}
+        everywhere = set.intersection(*(set(keys) for keys in by_part.values()))
+        for part, keys in by_part.items():
+            for key in keys.keys() - everywhere - self._branches:
+                self._branches.add(key)
+                self._awaited.add(key)
+                place, called = key
+                line = place[1][0] if isinstance(place[1], tuple) else place[0].co_firstlineno
+                where = f"line {line} of {os.path.basename(place[0].co_filename)}"
+                self.found.setdefault(f"{where} called {called} in some microbatches only", part)
+
+    def _key(self, at: tuple[int, int, str]) -> tuple[Place, str]:
+        return _place(self._passed[at], at[1]), at[2]
 
     def note_names(self, names: Iterable[str], microbatch: int) -> None:
         """``microbatch`` has logged values under ``names`` [2]."""
@@ -170,7 +204,7 @@ def _logs(name: str) -> str:
     return f"self.log({name!r})"
 
 
-def _place(code: CodeType, at: int) -> Key:
+def _place(code: CodeType, at: int) -> Place:
     """Return the place in the source of an instruction.
 
     Python 3.11 calls a function by another instruction of the same place once it has seen it some times. Code that is
