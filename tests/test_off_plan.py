@@ -106,7 +106,7 @@ STEPS: dict[str, Callable[[Any, Batch, int], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", STEPS)
 def test_other_calls_give_what_plain_training_gives(name: str, devices: int) -> None:
     module = Module(STEPS[name])
@@ -132,7 +132,7 @@ def test_the_same_bits_as_without_a_plan(name: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("name", ["a head for each batch", "a second loss"])
+@pytest.mark.parametrize("name", ["a head for each batch", pytest.param("a second loss", marks=pytest.mark.slow)])
 def test_the_same_bits_whatever_runs_beside(name: str, staleness: int) -> None:
     """With dropout in the layers; an update that comes too early shows, and so does one that reads too late."""
     module = Module(STEPS[name], drop=0.3)
@@ -149,13 +149,17 @@ def test_the_same_bits_whatever_runs_beside(name: str, staleness: int) -> None:
     assert_identical(one, hard)
 
 
-@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
+@pytest.mark.parametrize(
+    "options",
+    [{"accumulate_grad_batches": 2}, pytest.param({"gradient_clip_val": 0.1}, marks=pytest.mark.slow)],
+)
 def test_beside_other_settings(options: dict[str, Any]) -> None:
     module = Module(with_a_second_loss)
     result = run(ours(num_microbatches=4, emulation=HARD), module, data(), devices=2, **options)
     assert_same(run("auto", module, data(), **options), result)
 
 
+@pytest.mark.slow
 def test_in_low_precision() -> None:
     module = Module(with_a_second_loss, drop=0.1)
     one, other = (
@@ -173,7 +177,7 @@ def for_some_samples(module: Any, batch: Batch, index: int) -> Tensor:
     return cross_entropy(logits, batch)
 
 
-@pytest.mark.parametrize("chosen", [[1, 6], [0, 1], [7], [2, 3, 4, 5]])
+@pytest.mark.parametrize("chosen", [[1, 6], *(pytest.param(x, marks=pytest.mark.slow) for x in ([0, 1], [7], [2, 3]))])
 def test_some_microbatches_leave(chosen: list[int]) -> None:
     batches = data(4)
     for batch in batches:

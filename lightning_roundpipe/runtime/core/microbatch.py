@@ -193,6 +193,8 @@ class MicrobatchTask:
                     self._check_after()
                 loss = loss_of(output)
                 log_returned(self.logs, output)
+            for recorded in self.tape:
+                recorded.held = []  # no further call can leave the plan
             self.mode.judge(loss, self._step.sizes[self.index])
             self._announce()
             if loss is not None:
@@ -582,7 +584,7 @@ class MicrobatchTask:
                 recorded.release()
 
     def _run_backward(self, recorded: RecordedCall, sums: HostGradSums | None) -> None:
-        traced, engine, recorded.held = self.trace.calls[recorded.call], self.engine, []
+        traced, engine = self.trace.calls[recorded.call], self.engine
         measured = traced if self.learning and engine.learned.plans else None
         check_inputs(recorded, traced, learning=self.learning)
         refuse_hooked_module(recorded)
