@@ -361,3 +361,34 @@ def test_targets_are_counted_without_a_graph(squared: bool) -> None:
         result = trained(Module(step), found, 2, 2)
     assert cut_by(result) == "step"
     assert_same(run("auto", Module(step), found), result)
+
+
+def logs_what_it_returns(module: Any, logits: Tensor, batch: Batch) -> dict[str, Any]:
+    loss = F.cross_entropy(logits, batch["y"])
+    module.log("returned items", float(len(logits)), reduce_fx="sum")
+    module.log("returned scores", logits.detach().mean())
+    return {"loss": loss, "items": len(logits)}
+
+
+def test_a_log_that_is_called_as_something_returned() -> None:
+    data = batches(3)
+    assert_same(run("auto", Module(logs_what_it_returns), data), trained(Module(logs_what_it_returns), data, 4, 2))
+
+
+def gains_a_term(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    loss = F.cross_entropy(logits, batch["y"])
+    if module.global_step >= 2:
+        loss = loss + 0.01 * sum(p.square().mean() for p in module.parameters())
+    module.log("loss", loss)
+    return loss
+
+
+def test_a_loss_that_gains_a_term_beside_a_part_without_targets() -> None:
+    """The part's loss is no number and weighs nothing, and so is what it logs."""
+    data = batches(4)
+    for batch in data:
+        batch["y"][2:4] = -100
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RoundPipeWarning)
+        result = trained(Module(gains_a_term), data, 4, 2)
+    assert_same(run("auto", Module(gains_a_term), data), result)

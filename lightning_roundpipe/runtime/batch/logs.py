@@ -388,13 +388,15 @@ def gathered(recorders: Sequence[LogRecorder]) -> Said:
 
 
 _RETURNED = "returned "
+_IS_RETURNED = {"is_returned": True}
+"""Argument that tells a returned number from one that user code logs under such a name."""
 
 
 def log_returned(logs: LogRecorder, output: Any) -> None:
     """Record the numbers that ``training_step`` returns beside the loss as if it logged them: the same rules hold."""
     for key, value in output.items() if isinstance(output, Mapping) else ():
         if key != "loss" and is_returned_number(value):
-            logs.log(f"{_RETURNED}{key!r}", value)
+            logs.log(f"{_RETURNED}{key!r}", value, **_IS_RETURNED)
 
 
 def is_returned_number(value: Any) -> bool:
@@ -442,9 +444,9 @@ def issue(
     """
     numbers = [float(loss) for loss in losses or ()] if said else []
     for (name, nth), parts in said.items():
-        if name.startswith(_RETURNED):
-            continue
         kwargs = dict(parts[-1].kwargs)
+        if kwargs == _IS_RETURNED:
+            continue
         given = [p.kwargs.get("batch_size") for p in parts]
         if None not in given:
             kwargs["batch_size"] = sum(given)

@@ -290,10 +290,12 @@ def combined(tensors: list[Tensor], weights: list[float], losses: Sequence[Tenso
 
 
 def is_number(value: Any, number: float) -> bool:
-    """Return whether ``value``, a number or a tensor with one, is ``number``."""
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and float(value) == number
-    return isinstance(value, float) and value == number
+    """Return whether ``value``, a number or a tensor with one, is ``number``; one NaN is as good as another."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        return False
+    if not isinstance(value, (Tensor, float)):
+        return False
+    return float(value) == number or (math.isnan(value) and math.isnan(number))
 
 
 def weighted_mean(tensors: list[Tensor], weights: list[float]) -> Tensor:

@@ -33,7 +33,7 @@ from lightning_roundpipe.runtime.core.activation_prefetch import ActivationPrefe
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call, Forward
 from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
-from lightning_roundpipe.runtime.core.off_plan import OffPlan, give_up_graph, why_kept
+from lightning_roundpipe.runtime.core.off_plan import OffPlan, give_up_graph, why_not_recomputed
 from lightning_roundpipe.runtime.core.outputs import check_inputs, hand_back, learn, refuse_hooked_module
 from lightning_roundpipe.runtime.core.prediction import NextCallPredictor
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
@@ -417,7 +417,7 @@ class MicrobatchTask:
         """
         off_plan, engine = self._step.off_plan, self.engine
         kept = [recorded for recorded in self.tape if recorded.graph is not None]
-        why_not = next(((recorded, why) for recorded in kept if (why := why_kept(recorded))), None)
+        why_not = next(((recorded, why) for recorded in kept if (why := why_not_recomputed(recorded))), None)
         if off_plan is None or why_not is not None:
             more = f" Layer {why_not[0].layer.name!r} {why_not[1]}." if why_not else ""
             self._refuse_other_call(layer, more, can_tape=can_tape)

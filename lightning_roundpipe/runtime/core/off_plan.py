@@ -90,7 +90,7 @@ class OffPlan:
             waiter.wake()
 
 
-def why_kept(recorded: RecordedCall) -> str:
+def why_not_recomputed(recorded: RecordedCall) -> str:
     """Return why a call whose graph was kept cannot be recomputed; empty if it can [4]."""
     if recorded.mutates:
         return "writes to its arguments"

@@ -258,8 +258,8 @@ class Step:
         try:
             run.run(function, args, predecessor)
         finally:
-            if self.off_plan is not None:
-                self.off_plan.ended(run.index)
+            if (off_plan := self.off_plan) is not None:
+                off_plan.ended(run.index)
             self.ended()
 
     def _ahead(self) -> RecomputeAhead:
@@ -462,13 +462,14 @@ class Step:
     def _closed(self) -> None:
         with self._counting:
             self._unclosed -= 1
-            last, act = not self._unclosed, self._when_closed
+            last, act, off_plan = not self._unclosed, self._when_closed, self.off_plan
         if last:
             self.seconds = time.perf_counter() - self.started
-            self._all_closed.wake()
-            for also in (act, self.off_plan.closed if self.off_plan is not None else None):
-                if also is not None:
-                    also()
+            self._all_closed.wake()  # from here on, the main thread may release the step
+            if act is not None:
+                act()
+            if off_plan is not None:
+                off_plan.closed()
 
     def when_closed(self, act: Callable[[], None]) -> None:
         """Call ``act`` when all slots of the plan are closed."""
