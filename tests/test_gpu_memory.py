@@ -65,13 +65,14 @@ def train(kind: str, steps: int, **options: Any) -> None:
 def test_the_peak_is_what_was_planned(kind: str, plan: Any) -> None:
     """Weights, gradients, activations, what waits, and on a GPU cuBLAS's workspaces."""
     with all_reports() as made:
-        train(kind, 3, plan=plan(LAYERS, 4))
+        train(kind, 5, plan=plan(LAYERS, 4))
     reports = [report for make in made if not (report := make())["profiled"]]
-    assert len(reports) == 2
+    assert len(reports) == 4
     if kind == "cuda":  # of the last step, after which nothing has reset it
         assert torch.cuda.max_memory_allocated(torch.device("cuda", 0)) >= reports[-1]["peak_device_bytes"][0]
-    for report in reports:
-        assert abs(report["peak_device_bytes"][0] / report["planned_device_bytes"] - 1) <= WITHIN
+    shares = [report["peak_device_bytes"][0] / report["planned_device_bytes"] for report in reports]
+    assert max(shares) <= 1 + WITHIN
+    assert shares[-1] >= 1 - WITHIN, shares  # at first, cuBLAS has no workspaces for the microbatches' threads
 
 
 @pytest.mark.parametrize("kind", [EMULATED, CUDA])

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from harness import ATOL, RTOL, assert_same
+from harness import ATOL, RTOL, assert_same, assert_tensors_same, ours, run
+from test_evaluation import Averaging, validate
+from test_log_rules import data as rows
+from test_log_rules import logging, nearly_alike, of_metrics, returning
+from test_parts_are_the_whole import Module, cut_by, trained
 from without import take_out
 from zoo_runs import expected, train
 
@@ -210,3 +214,26 @@ def test_nothing_shows_while_all_are_there(devices: list[Any]) -> None:
     with late(0):
         result = train("mlp", False, 2, num_microbatches=3, plan=PLAN)
     assert_same(expected("mlp", False, 3), result, rtol=2 * RTOL, atol=2 * ATOL)
+
+
+def test_weights_are_uploaded_when_user_code_goes_on(devices: list[Any], idle: Late) -> None:
+    """It may write to them then, and a copy that has only been asked for would read what it writes."""
+    module, data = Averaging(zoo.make_module("mlp").model), zoo.make_batches("mlp", 2)
+    plain, found = (validate(strategy, module, data) for strategy in ("auto", ours()))
+    assert_tensors_same(plain, found)
+
+
+def test_returned_numbers_are_copied_behind_what_computes_them(devices: list[Any], idle: Late) -> None:
+    """The comparison records them after training_step, in another stream; their rules showed in other numbers."""
+    data = nearly_alike(5)
+    plain, result = run("auto", Module(returning), data), trained(Module(returning), data, 4, 2)
+    for whole, parts in zip(plain.outputs, result.outputs, strict=True):
+        for key in whole.keys() - {"name"}:
+            assert float(parts[key]) == pytest.approx(float(whole[key]), rel=1e-4), key
+
+
+def test_copies_of_logged_values_are_no_operations_of_the_step(devices: list[Any]) -> None:
+    """Pinned memory is cut and viewed, which looked as if training_step read a number."""
+    result = trained(logging(of_metrics), rows(), 4, 2)
+    assert cut_by(result) == "step"
+    assert_same(run("auto", logging(of_metrics), rows()), result)

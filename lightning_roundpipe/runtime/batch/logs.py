@@ -53,7 +53,8 @@ class LogRecorder:
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
         counted = self._counted.get((name, self._said[name]))
         self._said[name] += 1
-        self.calls.append((name, self._kept(value), kwargs))
+        with torch._C.DisableTorchFunction():  # what copies the value is no operation of training_step
+            self.calls.append((name, self._kept(value), kwargs))
         self.weights.append(self._weigh(value, counted))
 
     def take(self) -> LogRecorder:
@@ -80,13 +81,15 @@ class LogRecorder:
         device = next((d for d in self._devices if d.torch_device == value.device), None)
         if device is None or value.device.type == "cpu":
             return value.detach().cpu().clone()
-        return _Download(value.detach().clone(), device)
+        return _Download(value, device)
 
 
 class _Download:
-    """A tensor on its way from ``device``, whose compute stream produces it, to the host."""
+    """A copy of a tensor on its way from ``device``, whose compute stream produces the tensor, to the host."""
 
     def __init__(self, tensor: Tensor, device: Device) -> None:
+        with device.compute.running():  # the caller's stream may be another one: a comparison's, after training_step
+            tensor = tensor.detach().clone()
         self._host = device.host_like(tensor)
         stream = device.activations_down
         stream.wait(device.compute.record())

@@ -7,6 +7,7 @@ come in any order (`generate`, beam search).
     layer call ── uses the slot that was prefetched, if the prediction was right ── [1]
                ── prefetches the weights of the predicted next layer to that layer's worker ── [2]
                ── runs meanwhile ── [3]
+               ── its weights are uploaded before user code goes on, which may write to them ── [4]
 
 A layer that is called where user code wants gradients (forces, adaptation to a test set) runs in place, on the user's
 own weights, which are on the host: autograd then sees what it sees in plain Lightning. So does every later call of the
@@ -232,9 +233,7 @@ class Evaluation:
                 worker.run(lambda: worker.open(slot), self._cancel_scope)
                 self._order.see(layer)
                 self._foresee()  # [2]
-                forward = worker.run(  # [3]
-                    lambda: self._executors[worker.index].forward(slot, call, self._activations), self._cancel_scope
-                )
+                forward = worker.run(lambda: self._run_forward(slot, call, worker), self._cancel_scope)  # [3]
             self.go_on(worker.device)
             self._slot = slot
             if self.looked_at is not None:
@@ -244,6 +243,12 @@ class Evaluation:
                 self._activations.forget_dead()
             worker.post(lambda: worker.close_slot(slot), self._cancel_scope)
             return self._hand_back(call, forward, args, kwargs)
+
+    def _run_forward(self, slot: Slot, call: Call, worker: Worker) -> Forward:
+        """Run the call's forward on the worker's thread, which then waits for the upload [4]."""
+        forward = self._executors[worker.index].forward(slot, call, self._activations)
+        slot.uploaded[call.layer.index].wait()
+        return forward
 
     def _runs_in_place(
         self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
