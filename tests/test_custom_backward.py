@@ -7,11 +7,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.functional as F
 from harness import assert_same, ours, run
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards
+from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards, GradEnd
 from lightning_roundpipe.runtime.reporting.hints import Hints
 
 
@@ -259,3 +260,85 @@ def test_little_that_is_added_shows_in_low_precision(precision: str) -> None:
 def test_rounding_is_no_difference(precision: str) -> None:
     for kind in LINEAR:
         run(ours(num_microbatches=2), Module(kind).float(), [batch.float() for batch in batches()], precision=precision)
+
+
+# ---------------------------------------------------------------------------------------- gradients that are rounding
+
+
+class Invariant(nn.Module):
+    """A layer with a backward of its own, and a parameter whose gradient is zero but for rounding."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.last = (nn.Linear(6, 6) for _ in range(4))
+        self.shift = nn.Parameter(torch.full((1,), 0.3))
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x[:, None] * torch.linspace(-1, 1, 7)[:, None].to(x)
+        h = self.query(tokens)
+        if self.kind == "key of attention":
+            h = F.scaled_dot_product_attention(h, self.key(tokens), self.value(tokens))
+        elif self.kind == "shift before a norm":
+            h = F.layer_norm(3 * h + self.shift, (6,)).tanh()
+        elif self.kind == "shift before softmax":
+            h = (h + self.shift).softmax(-1)
+        elif self.kind == "expanded shift":
+            h = (h + self.shift.exp().expand(len(x), 7, 2)[..., :1]).softmax(-1)
+        else:
+            scores = self.key(tokens)[..., :1] + self.shift.square() * 0.1
+            h = scores.softmax(1) * h
+        return x + self.last(Reversed.apply(h, -0.5)).mean(1)
+
+
+class Invariants(pl.LightningModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.model = nn.Sequential(*(Invariant(kind) for _ in range(2)), nn.Linear(6, 3))
+        self.shift = nn.Parameter(torch.full((1,), 0.3))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self.model(batch) + 0.1 * self.shift
+        return F.cross_entropy(logits, (batch[:, 0] > 0).long())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+INVARIANT = [
+    "key of attention", "shift before a norm", "shift before softmax", "expanded shift", "shift of scores",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", INVARIANT)
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true"])
+def test_terms_that_cancel_are_no_difference(kind: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sums on the parts and on the whole have nothing in common."""
+    said: list[str] = []
+    monkeypatch.setattr(Hints, "of_the_scope", lambda self, what: said.append(what))
+    data = [batch if precision == "64-true" else batch.float() for batch in batches()]
+    result = run(ours(num_microbatches=2), Invariants(kind), data, precision=precision, devices=2)
+    assert not said
+    if not precision.startswith("bf16"):
+        assert_same(run("auto", Invariants(kind), data, precision=precision), result)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-9])
+def test_what_differs_beside_larger_terms_shows(factor: float) -> None:
+    """Only the terms of a sum say what its rounding is, not what else is in the loss."""
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    own, shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(()))
+
+    def seen(rows: slice, share: float, sides: CustomBackwards) -> None:
+        loss = (x[rows] + shift).softmax(1).square().sum() + x[rows].sum() * shift + factor * (own * x[rows]).mean()
+        sides.see("the loss", [loss], [GradEnd("own", own)], "", share)
+
+    whole = CustomBackwards(8, lambda: slice(0, 8))
+    seen(slice(0, 8), 1.0, whole)
+    for share, differs in ((0.5, False), (0.6, True)):
+        running = slice(0, 4)
+        parts = CustomBackwards(8, lambda: running, whole)  # noqa: B023
+        for running in (slice(0, 4), slice(4, 8)):
+            seen(running, share, parts)
+        assert bool([*whole.different(parts, 1e-4)]) == differs

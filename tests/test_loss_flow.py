@@ -474,6 +474,83 @@ def test_a_term_whose_weight_is_zero_at_first(name: str) -> None:
     assert_same(run("auto", module_of(step), data()), result)
 
 
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, factor: float) -> Tensor:
+        context.save_for_backward(factor * x)
+        return factor * x.pow(2).mean()
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        (scaled,) = context.saved_tensors
+        return grad * 2 * scaled / scaled.numel(), None
+
+
+def annealed(module: Any, first: float = 0.0) -> float:
+    return min(1.0, int(module.trainer.global_step) / 2) or first
+
+
+ANNEALED: dict[str, Step] = {
+    "from zero": lambda m, x, b: entropy(m, x, b) + annealed(m) * x.pow(2).mean(),
+    "from next to nothing": lambda m, x, b: entropy(m, x, b) + annealed(m, 1e-9) * x.pow(2).mean(),
+    "between two": lambda m, x, b: torch.lerp(entropy(m, x, b), x.pow(2).mean(), annealed(m) / 2),
+    "in a list": lambda m, x, b: torch.stack(
+        [F.nll_loss(x.log_softmax(1), b["y"]), annealed(m) * x.pow(2).mean()]
+    ).sum(),
+    "in an autograd function": lambda m, x, b: entropy(m, x, b) + _Square.apply(x, annealed(m)),
+    "of a parameter outside of layers": lambda m, x, b: entropy(m, x, b) + annealed(m) * m.tau * b["x"].pow(2).mean(),
+    "beside two cross entropies": lambda m, x, b: sum(
+        [entropy(m, x, b), 0.1 * F.cross_entropy(-x, b["y"]), annealed(m) * x.pow(2).mean()]
+    ),  # type: ignore[return-value]
+    "that is only read": lambda m, x, b: entropy(m, x, b) + annealed(m) * x.detach().pow(2).mean(),
+}
+"""Means over samples that are added to one over targets, with a factor that the first batches do not show."""
+FIXED: dict[str, Step] = {
+    "of a layer": lambda m, x, b: entropy(m, x, b) + m.positions(x).pow(2).mean(),
+    "of a layer, from zero": lambda m, x, b: entropy(m, x, b) + annealed(m) * m.positions(x).pow(2).mean(),
+    "of a parameter": lambda m, x, b: entropy(m, x, b) + 0.1 * m.tau.pow(2),
+}
+"""What is the same in all parts, added to a mean over targets."""
+
+
+def ignored(first: int) -> list[Batch]:
+    """Batches of which the ``first`` ignore no target, and the others three of the first part's."""
+    found = batches(5, SAMPLES)
+    for batch in found[first:]:
+        batch["y"][1:4] = -100
+    return found
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (4, 3)], ids=str)
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("name", ANNEALED)
+def test_a_mean_over_samples_that_is_added_to_one_over_targets(name: str, first: int, counts: tuple[int, int]) -> None:
+    result = trained(module_of(ANNEALED[name]), ignored(first), *counts)
+    assert_same(run("auto", module_of(ANNEALED[name]), ignored(first)), result)
+    assert cut_by(result) == "model"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("name", FIXED)
+def test_what_is_no_mean_over_samples_may_be_added_to_one_over_targets(name: str, first: int) -> None:
+    result = trained(module_of(FIXED[name]), ignored(first), 2, 2)
+    assert_same(run("auto", module_of(FIXED[name]), ignored(first)), result)
+    assert cut_by(result) == "step"
+
+
+def test_a_mean_over_samples_that_a_later_batch_adds_is_refused() -> None:
+    """That the first batches are right without it says nothing of it."""
+
+    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        loss = F.cross_entropy(logits, batch["y"])
+        if module.trainer.global_step > 1:
+            loss = loss + logits.pow(2).mean()
+        return loss
+
+    with pytest.raises(RoundPipeError, match="a cross entropy and something else that comes from the model"):
+        trained(module_of(step), ignored(0), 2, 2)
+
+
 def test_a_layer_that_divides_by_a_count_is_said() -> None:
     """Its own code shows it. Cut calls would cut the layer's, too."""
     step = module_of(lambda module, x, b: module.squares(x, b["weight"]))

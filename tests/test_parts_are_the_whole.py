@@ -618,13 +618,28 @@ def test_losses_that_show_only_where_two_samples_are_alike(loss: Any, samples: i
     assert cut_by(result) == "model"
 
 
-def test_a_cross_entropy_beside_another_loss_on_a_rare_batch() -> None:
-    """In the first batch each sample has as many targets as any other, so that parts are the whole there."""
+@pytest.mark.parametrize("known", [True, False])
+def test_a_cross_entropy_beside_another_loss_on_a_rare_batch(*, known: bool) -> None:
+    """In the first batch each sample has as many targets as any other, so that parts are the whole there.
+
+    Negative targets are known to be ignored before the batch is trained on; others are not.
+    """
     data = [padded(evenly=True)[0], padded()[1]]
+    if known:
+        result = trained(Module(adds_another), data, 2, 2)
+        assert_same(run("auto", Module(adds_another), data), result)
+        assert cut_by(result) == "model"
+        return
+
+    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        return F.cross_entropy(logits, batch["y"], ignore_index=7) + F.mse_loss(logits, batch["z"])
+
+    for batch in data:
+        batch["y"][batch["y"] < 0] = 7
     with pytest.raises(RoundPipeError, match=r"a cross entropy and something else .*spread over the microbatches"):
-        trained(Module(adds_another), data, 2, 2)
-    result = trained(Module(adds_another), data, 2, 2, microbatch_scope="model")
-    assert_same(run("auto", Module(adds_another), data), result)
+        trained(Module(step), data, 2, 2)
+    result = trained(Module(step), data, 2, 2, microbatch_scope="model")
+    assert_same(run("auto", Module(step), data), result)
 
 
 def test_given_weights_that_are_wrong_are_said() -> None:

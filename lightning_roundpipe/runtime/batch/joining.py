@@ -59,7 +59,7 @@ class Joined:
 
 def join(
     module: Any, runs: Sequence[MicrobatchResult], sizes: list[int], weighing: Weighing,
-    rules: Mapping[Key, str] | None = None, *, mixes: bool = False,
+    rules: Mapping[Key, str] | None = None, *, mixed: bool | None = None,
 ) -> Joined:  # fmt: skip
     """Join the results of ``runs``, which have ``sizes`` samples, and call ``module.log`` with what they logged."""
     outputs = [run.output for run in runs]
@@ -70,7 +70,7 @@ def join(
             "batches, or set num_microbatches=1."
         )
     if weighing.given is None and not missing:
-        check_counts([run.mode for run in runs], sizes, mixes=mixes)
+        check_counts([run.mode for run in runs], sizes, mixed=mixed)
     weights = [run.weight for run in runs]
     if not any(weights):
         weights = [float(size) for size in sizes]

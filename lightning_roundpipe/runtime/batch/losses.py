@@ -187,13 +187,13 @@ def are_spread(modes: Sequence[Counted], sizes: Sequence[int]) -> bool:
     return any(abs(c / sum(counts) - size / sum(sizes)) > 1e-6 for c, size in zip(counts, sizes, strict=True))
 
 
-def check_counts(modes: Sequence[Counted], sizes: Sequence[int], *, mixes: bool = False) -> None:
+def check_counts(modes: Sequence[Counted], sizes: Sequence[int], *, mixed: bool | None = None) -> None:
     """Refuse losses for which it is unknown how those of the microbatches combine [3].
 
     Args:
         modes: modes of the microbatches.
         sizes: samples of each microbatch.
-        mixes: whether another loss beside a cross entropy is known to make no difference.
+        mixed: whether something else beside a cross entropy makes a difference; None for what the graphs show.
 
     Raises:
         RoundPipeError: if the step computed several mean-reduced cross entropies whose targets are distributed
@@ -229,7 +229,8 @@ def check_counts(modes: Sequence[Counted], sizes: Sequence[int], *, mixes: bool 
                 f"in different ways ({[m.counts.of for m in modes]}), so no single weight per microbatch gives the "
                 f"loss of the whole batch: {_ALTERNATIVES}."
             )
-    if not mixes and any(m.counts.mixed for m in modes) and are_spread(modes, sizes):
+    mixed = any(m.counts.mixed for m in modes) if mixed is None else mixed
+    if mixed and are_spread(modes, sizes):
         raise RoundPipeError(
             "the loss is a cross entropy and something else that comes from the model, and this batch's targets are "
             f"spread over the microbatches ({[m.counts.of[0] for m in modes]}) unlike its samples ({list(sizes)}), so "

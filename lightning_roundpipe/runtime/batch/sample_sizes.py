@@ -4,7 +4,7 @@ Padding is cut to the longest sample of a batch, and losses are divided by the l
 how long its samples are, so each number that may be a length counts as a size:
 
     a list of tensors or texts ── how long each is
-    one whole number per sample ── the number
+    one whole number per sample ── the number; whether it is not negative: a target that is not ignored
     a row per sample ── how many elements are not zero, which is the sum of a mask
                      ── how many are not negative: targets that are not ignored
                      ── how many repeat the one before, as padding with any value does
@@ -65,8 +65,10 @@ def _is_looked_at(tensor: Tensor, samples: int, most_elements: int, *, waits: bo
 def _sizes(tensor: Tensor, wanted: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
     is_whole = not (tensor.is_floating_point() or tensor.is_complex())
     if tensor.dim() == 1:
-        if is_whole:
+        if is_whole and (wanted is None or "numbers" in wanted):
             yield "numbers", tensor.cpu().long()
+        if is_whole and (wanted is None or "targets" in wanted):
+            yield "targets", (tensor >= 0).long().cpu()
         return
     rows = tensor.flatten(1)
     if wanted is None or "elements" in wanted:

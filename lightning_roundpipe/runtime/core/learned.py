@@ -51,13 +51,14 @@ class Learned:
             have left, if user code runs before the next one.
         read_between_steps: whether it does.
         new_code: what user code has done in earlier batches, and what it has done for the first time.
-        mixes: whether a loss may add something else to a cross entropy although targets are spread over microbatches
-            unlike the samples: a comparison showed no difference, or the user is warned of it anyway.
+        mixed: whether the loss adds a mean over samples to one over targets; None if comparisons have not shown. False
+            also where the user is warned of it anyway.
     """
 
     def __init__(self, model: HostModel) -> None:
         self._model = model
-        self.plans = self.shares = self.logs_in_backward = self.mixes = self.read_between_steps = False
+        self.plans = self.shares = self.logs_in_backward = self.read_between_steps = False
+        self.mixed: bool | None = None
         self.order = CallOrder()
         self.read_by_user_code: frozenset[ParamBucket] = frozenset()
         self._learned_again = 0

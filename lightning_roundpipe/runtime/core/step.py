@@ -542,7 +542,7 @@ class Step:
         sizes = (
             self.sizes if len(self.sizes) == len(self.runs) else [sum(self.sizes)]
         )  # only calls of the model are cut
-        joined = join(module, self.runs, sizes, self.weighing, learned.log_rules, mixes=learned.mixes)
+        joined = join(module, self.runs, sizes, self.weighing, learned.log_rules, mixed=learned.mixed)
         if joined.losses and len(self.runs) > 1:
             unknown = undecided(joined.said, learned.log_fits, sizes, joined.weights, learned.log_tolerance)
             not_compared = learned.new_code.note_values(unknown)

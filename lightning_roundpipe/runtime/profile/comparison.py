@@ -36,7 +36,8 @@ class Shown:
         logged: names and merged values, in order.
         said: the logged values of each part.
         weights: of each part in the loss.
-        spread: see `Verdict`.
+        spread: whether the targets were distributed over the parts otherwise than the samples.
+        is_mixed: whether what layers return reaches the loss also beside means over targets.
         metrics: values of metrics that were updated, by description.
         left: changes to attributes, buffers and parameters, by path.
         settings: changes to the trainer, schedulers and settings of optimizers, by path.
@@ -52,6 +53,7 @@ class Shown:
     said: Said = field(default_factory=dict)
     weights: list[float] = field(default_factory=list)
     spread: bool = False
+    is_mixed: bool = False
     metrics: dict[str, Any] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)

@@ -11,10 +11,15 @@ backward through the graph of the loss, and through each other one that has such
 
 From zeros, a linear backward gives zeros. Whatever else arrives was added by the code, however small it is beside the
 other gradients.
+
+A gradient may be nothing but the rounding of the terms that it is a sum of, as that of a key's bias in attention is.
+So the size of these terms is measured where backward sums them up, and their rounding is no difference.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules._functions import BackwardHookFunction
 
 from lightning_roundpipe.runtime.layer_calls.recompute_check import sums_of
@@ -31,6 +36,9 @@ _LINEAR = ("torch", "lightning_roundpipe", "bitsandbytes")
 """Packages whose autograd functions have backwards that are linear in the incoming gradient."""
 _REGISTERED = "torch._library"
 """The package in which torch makes an autograd function of a custom operator's backward: that is the user's code."""
+
+_ROUNDED = 4.0
+"""Difference that rounding makes in a sum at most, in units of its terms' precision."""
 
 
 @dataclass
@@ -56,13 +64,19 @@ class Arrived:
     """Names the user's own code; empty if there is none."""
     of: str
     sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    rounding: float = 0.0
+    """Norm of the terms that the gradient is a sum of, times their precision."""
 
     def differs(self, other: Arrived, tolerance: float) -> bool:
-        """Return whether the sums differ by more than ``tolerance`` times the norm. Infinite or NaN sums never do."""
+        """Return whether the sums differ by more than ``tolerance`` times the norm, and than rounding makes.
+
+        Infinite or NaN sums never do.
+        """
         mine, its = self.sums.tolist(), other.sums.tolist()
         if any(x != x or abs(x) == float("inf") for x in (*mine, *its)):
             return False
-        return any(abs(a - b) > tolerance * max(mine[2], its[2]) for a, b in zip(mine[:2], its[:2], strict=True))
+        bound = max(tolerance * max(mine[2], its[2]), _ROUNDED * max(self.rounding, other.rounding))
+        return any(abs(a - b) > bound for a, b in zip(mine[:2], its[:2], strict=True))
 
 
 class CustomBackwards:
@@ -101,9 +115,11 @@ class CustomBackwards:
             for zeros in (False, True):
                 given = [torch.zeros_like(g) for g in gradients] if zeros else gradients
                 at: Any = [end.at for end in ends]
-                found = torch.autograd.grad(roots, at, given, retain_graph=True, allow_unused=True)
+                with _Rounding(roots, ends) as rounding:
+                    found = torch.autograd.grad(roots, at, given, retain_graph=True, allow_unused=True)
                 for i, (end, gradient) in enumerate(zip(ends, found, strict=True)):
                     arrived = self.arrived.setdefault((place, i, zeros), Arrived(code, end.of))
+                    arrived.rounding += rounding.of(i)
                     if gradient is not None:
                         for hook in end.hooks:
                             changed = hook(gradient)
@@ -160,6 +176,79 @@ class CustomBackwards:
     def _count(self) -> int:
         rows = self._rows()
         return int(rows.stop - rows.start)
+
+
+class _Rounding(contextlib.ExitStack):
+    """Measures how large the terms are that backward sums up on the way to the ends of a graph.
+
+    Operands that are broadcast get such sums. What rounds there is scaled by the nodes between, if the end is scaled or
+    reshaped first.
+
+    Args:
+        roots: where backward begins.
+        ends: where it ends.
+    """
+
+    def __init__(self, roots: Sequence[Tensor], ends: Sequence[GradEnd]) -> None:
+        super().__init__()
+        edges = [end.at if isinstance(end.at, GradientEdge) else get_gradient_edge(end.at) for end in ends]
+        self._edges: list[tuple[Any, int]] = [(edge.node, edge.output_nr) for edge in edges]
+        self._users: dict[Any, list[tuple[int, Any, int]]] = {}
+        """Of each node, its output, the node that takes that, and as which of its operands."""
+        self._terms: dict[tuple[Any, int], float] = {}
+        self._gains: dict[Any, float] = {}
+        """How many times as large the only result of a node is as what it gets."""
+        seen = {node for node, _ in self._edges}
+        nodes = [root.grad_fn for root in roots]
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            for at, (below, output) in enumerate(node.next_functions):
+                self._users.setdefault(below, []).append((output, node, at))
+                nodes.append(below)
+        waiting = [node for edge in self._edges for node, _ in self._above(*edge)]
+        hooked: set[Any] = set()
+        while waiting:
+            node = waiting.pop()
+            if node not in hooked:
+                hooked.add(node)
+                self.callback(node.register_hook(functools.partial(self._measure, node)).remove)
+                waiting += [above for above, _ in self._above(node)] if _is_unary(node) else ()
+
+    def of(self, end: int) -> float:
+        """Return the norm of the terms of an end, times their precision."""
+        return sum((self._of(node, at) for node, at in self._above(*self._edges[end])), 0.0)
+
+    def _of(self, node: Any, at: int) -> float:
+        found = self._terms.get((node, at), 0.0)
+        if gain := self._gains.get(node, 0.0):
+            found += gain * sum(self._of(above, operand) for above, operand in self._above(node))
+        return found
+
+    def _above(self, node: Any, output: int | None = None) -> list[tuple[Any, int]]:
+        return [(user, at) for taken, user, at in self._users.get(node, ()) if output in (taken, None)]
+
+    def _measure(self, node: Any, results: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
+        gradients = [gradient for gradient in given if gradient is not None]
+        size = sum(map(_norm, gradients))
+        for at, result in enumerate(results):
+            if result is None or not size:
+                continue
+            if result.numel() < max(gradient.numel() for gradient in gradients):
+                self._terms[node, at] = size * max(torch.finfo(gradient.dtype).eps for gradient in gradients)
+            if _is_unary(node):
+                self._gains[node] = _norm(result) / size
+
+
+def _norm(gradient: Tensor) -> float:
+    dense = gradient.layout is torch.strided and not gradient.is_nested
+    return float(torch.linalg.vector_norm(gradient.detach())) if dense else 0.0
+
+
+def _is_unary(node: Any) -> bool:
+    return sum(below is not None for below, _ in node.next_functions) == 1
 
 
 def code_in(roots: Sequence[Tensor]) -> tuple[str, list[GradEnd]]:

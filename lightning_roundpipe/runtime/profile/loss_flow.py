@@ -142,6 +142,8 @@ class Flow:
         of_layers: whether what layers have given is in it.
         why: what couples it, or divides it; of what is fixed, that it is the largest or smallest of the batch.
         within_model: whether that is in the model.
+        mixing: what adds means over samples to means over targets, which are the same only where targets are
+            distributed over parts as samples are; empty if nothing does.
         rule: the rule of `logs.RULES` by which parts merge if this is logged, of what is no mean or sum.
     """
 
@@ -156,6 +158,7 @@ class Flow:
     of_layers: bool = False
     why: str = ""
     within_model: bool = False
+    mixing: str = ""
     rule: str = field(default="", compare=False)
 
 
@@ -187,12 +190,17 @@ class Coupling:
         return f"{what} may differ from the whole batch's, though not on the samples that were compared: {self.why}"
 
 
+NOT_FOLLOWED = Coupling("something that could not be followed is added to a mean over targets")
+
+
 @dataclass(frozen=True)
 class LossFlow:
     """What leads to the loss and to the logged values.
 
     Attributes:
         coupling: what keeps the loss from being a mean or sum of its parts; None if nothing does, or it is unknown.
+        mixing: what does so where targets are distributed over parts unlike samples.
+        is_over_targets: whether the loss is known to be a mean over targets, and nothing else of the samples.
         rules: the rules by which logged values of parts may merge, as far as that is known, by name and number.
         log_counts: where the counts are found that logged values are means by, and which of them, by name and number;
             see `Counts.behind`.
@@ -203,6 +211,8 @@ class LossFlow:
     """
 
     coupling: Coupling | None = None
+    mixing: Coupling | None = None
+    is_over_targets: bool = False
     rules: Mapping[Key, frozenset[str]] = field(default_factory=dict)
     log_counts: Mapping[Key, tuple[CountSite, int]] = field(default_factory=dict)
     sites: frozenset[CountSite] = frozenset()
@@ -315,7 +325,8 @@ def flow_of(
         else:
             is_hidden |= flows.has_samples
     reducing = frozenset(flows.reducing_layers)
-    return LossFlow(flows.coupling(whole.loss), rules, log_counts, sites, coupled, reducing, is_hidden)
+    coupling, mixing, is_over_targets = flows.of_loss(whole.loss)
+    return LossFlow(coupling, mixing, is_over_targets, rules, log_counts, sites, coupled, reducing, is_hidden)
 
 
 def _by_key(logged: Sequence[tuple[str, int | float | None]]) -> dict[Key, int | float | None]:
@@ -403,17 +414,18 @@ class _Flows:
         if whole.loss is not None and part.loss is not None:
             self._meet(whole.loss, part.loss)
 
-    def coupling(self, loss: int | None) -> Coupling | None:
-        """Return what keeps the loss from being a mean or sum of its parts."""
+    def of_loss(self, loss: int | None) -> tuple[Coupling | None, Coupling | None, bool]:
+        """Return the first attributes of `LossFlow`."""
         flow = _FIXED if loss is None else self.of(loss)
         if flow.kind != "coupled" and self._decided is not None and self._follows(loss, self._decided[0]):
             flow = self._decided[1]
         if flow.kind == "coupled":
-            return Coupling(flow.why, flow.within_model)
+            return Coupling(flow.why, flow.within_model), None, False
+        is_over_targets = flow.kind == "value" and not flow.mixing and (flow.counts_targets or flow.divisor is not None)
         if flow.divisor is None:
-            return None
+            return None, Coupling(flow.mixing, flow.within_model) if flow.mixing else None, is_over_targets
         counted = self.sites(flow) if flow.is_in_graph and not flow.counts_targets else frozenset()
-        return Coupling(flow.why, flow.within_model, by_counts=True, sites=counted)
+        return Coupling(flow.why, flow.within_model, by_counts=True, sites=counted), None, is_over_targets
 
     def _follows(self, number: int | None, one: Operation) -> bool:
         """Return whether a tensor was computed after ``one``."""
@@ -425,9 +437,14 @@ class _Flows:
         number = self._same.get(number, number)
         if number not in self._flows:
             found = self._as_values_show(number)
-            unknown = self._whole[number].has_grad_fn and found.kind == "value"
+            unknown = self._whole[number].has_grad_fn and (found.kind == "value" or self._is_zero(number))
             self._flows[number] = Flow("coupled", None, why=_UNKNOWN) if unknown else found
         return self._flows[number]
+
+    def _is_zero(self, number: int) -> bool:
+        """Return whether the values of a tensor show nothing, as they may have a factor that is zero at first."""
+        values = self._whole[number].values
+        return values is not None and values.dtype.is_floating_point and not bool((values.abs() > _NEGLIGIBLE).any())
 
     def _pair(self, one: Operation, other: Operation | None) -> None:
         """Pair what ``one`` on the whole and ``other`` on the part take and give."""
@@ -641,7 +658,7 @@ class _Flows:
         self, number: int, one: Operation, flows: list[Flow], rows: list[Flow], values: list[Flow]
     ) -> Flow:  # fmt: skip
         """Return the flow of a value over the samples, from their rows."""
-        if one.is_layer and self._as_values_show(number) == _FIXED:
+        if one.is_layer and self._as_values_show(number) == _FIXED and not self._is_zero(number):
             return _FIXED  # such as an embedding of positions
         if one.is_layer and self._whole[number].dtype.is_floating_point:
             self.reducing_layers.add(one.name)
@@ -788,8 +805,13 @@ class _Flows:
         sites: frozenset[CountSite] | None = frozenset()
         for flow in values:
             sites = None if sites is None or flow.sites is None else sites | flow.sites
-        counts_targets = any(flow.counts_targets for flow in values)
-        return replace((known or values)[0], sites=sites, counts_targets=counts_targets)
+        counting = {flow.counts_targets for flow in values}
+        found = replace((known or values)[0], sites=sites, counts_targets=True in counting)
+        if len(counting) > 1:
+            why = _described(one, "adds a mean over samples to one over targets, some of which may be ignored")
+            return replace(found, mixing=why, within_model=one.within_model)
+        mixed = next((flow for flow in values if flow.mixing), found)
+        return replace(found, mixing=mixed.mixing, within_model=mixed.within_model)
 
     def _scaled(self, flow: Flow, one: Operation, other: Operation) -> Flow:
         """Return the flow of a product with, or quotient by, something that is the same for all samples."""

@@ -44,7 +44,7 @@ from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.prediction import CallOrder
 from lightning_roundpipe.runtime.profile.comparison import LOSS, OUTPUT, Comparison, Shown
 from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards
-from lightning_roundpipe.runtime.profile.loss_flow import Coupling, LossFlow, flow_in_parts
+from lightning_roundpipe.runtime.profile.loss_flow import NOT_FOLLOWED, Coupling, LossFlow, flow_in_parts
 from lightning_roundpipe.runtime.profile.outside_writes import OutsideWrites
 from lightning_roundpipe.runtime.profile.recorded_operations import OperationRecorder
 from lightning_roundpipe.runtime.profile.rehearsal import (
@@ -56,7 +56,7 @@ from lightning_roundpipe.runtime.profile.rehearsal import (
     without_dropout,
 )
 from lightning_roundpipe.runtime.profile.unlike_samples import unlike_parts
-from lightning_roundpipe.runtime.profile.verdict import Difference, Verdict
+from lightning_roundpipe.runtime.profile.verdict import Difference, Verdict, either
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, ModelInterceptor, intercepted
 from lightning_roundpipe.runtime.user_code.left_behind import (
     ABSENT,
@@ -212,14 +212,14 @@ class PartsCheck:
         other = self._rehearse(rows, one, models)
         if self._lost is not None:
             raise self._lost
-        if other.why_not or other.raised or other.lopsided:
+        if other.why_not or other.raised or (other.lopsided and not other.is_coupled):
             return verdict
         other.rules = in_both(verdict.rules, other.rules)
         self._fits = in_both(self._fits, other.rules)
         other.kept_rows |= verdict.kept_rows
         other.lost_rows = [*verdict.lost_rows, *other.lost_rows]
         other.collects = other.collects or verdict.collects
-        other.shared, other.spread = verdict.shared | other.shared, verdict.spread or other.spread
+        other.shared, other.mixed = verdict.shared | other.shared, either(verdict.mixed, other.mixed)
         other.open &= verdict.open
         return other
 
@@ -382,7 +382,11 @@ class PartsCheck:
                     has_values=self._has_values,
                 )
                 verdict.coupling = self._flow.coupling
-        verdict.lopsided, verdict.spread = 0.0 in shown.weights, shown.spread
+        verdict.lopsided, flow = 0.0 in shown.weights, self._flow
+        known = flow.mixing is not None or (shown.is_mixed and flow.is_over_targets)
+        verdict.mixed = flow.mixing is not None if known else None
+        if shown.spread and verdict.coupling is None:
+            verdict.coupling = flow.mixing if known or not shown.is_mixed else NOT_FOLLOWED
         again = (lambda: side(batch(), [sum(sizes)]), lambda: side(parts(), sizes))
         return self._difference(whole, shown, sizes, again, verdict)
 
@@ -573,12 +577,13 @@ class PartsCheck:
                     losses.append(loss)
             for taken in reversed(early):
                 runs[0].logs.put_back(taken)
-            joined = join(shown, runs, sizes, weighing, mixes=True)
+            joined = join(shown, runs, sizes, weighing, mixed=False)
             for run, loss, rows, weight in zip(runs, losses, microbatches.rows_of(sizes), joined.weights, strict=False):
                 if loss is not None:
                     draws.begin(rows)
                     run.look_back("the loss", [loss], 1.0 if joined.added else weight / sum(joined.weights))
             shown.spread = len(runs) > 1 and are_spread([run.mode for run in runs], sizes)
+            shown.is_mixed = any(run.mode.counts.mixed for run in runs)
             for key, (name, _) in returned(joined.said, joined.output).items():
                 shown.log(name, joined.output[key])
             engine.learned.new_code.learn_names(name for name, _ in shown.logged)

@@ -35,6 +35,7 @@ from lightning_roundpipe.runtime.profile.verdict import (
     Verdict,
     calls_are_not_the_whole,
     described,
+    either,
     not_the_whole,
 )
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, ModelInterceptor
@@ -190,7 +191,7 @@ class Scope:
             verdict = parts.find_out(self._models if auto and (first or again or occasion) else ())
         learned = engine.learned
         learned.kept_rows |= verdict.kept_rows
-        learned.mixes |= engine.hints.couples or (verdict.spread and verdict.parts is None and not verdict.why_not)
+        learned.mixed = False if engine.hints.couples else either(learned.mixed, verdict.mixed)
         learned.log_fits = in_both(learned.log_fits, verdict.rules)
         learned.log_tolerance, known = parts.tolerance(), learned.log_rules
         learned.log_rules = {key: chosen(fitting) for key, fitting in learned.log_fits.items()}

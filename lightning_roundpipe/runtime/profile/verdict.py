@@ -51,7 +51,7 @@ class Verdict:
             those.
         raised: whether training_step raises on a part.
         lopsided: whether a part has weight 0 in the loss, so that the comparison shows only the other one.
-        spread: whether the targets were distributed over the parts otherwise than the samples.
+        mixed: whether the loss adds a mean over samples to one over targets; None if that is unknown.
         losses_inside: layers that compute a mean cross entropy themselves, whose targets are not counted.
         shared: path of shared state that microbatches would disturb, by the code that changes it; see `OutsideWrites`.
         collects: a difference of what globals, callbacks and the like keep, if batches are cut nevertheless.
@@ -72,7 +72,7 @@ class Verdict:
     announced: bool = False
     raised: bool = False
     lopsided: bool = False
-    spread: bool = False
+    mixed: bool | None = None
     losses_inside: list[str] = field(default_factory=list)
     shared: dict[str, str] = field(default_factory=dict)
     rules: dict[Key, Fitting] = field(default_factory=dict)
@@ -101,6 +101,11 @@ class Verdict:
                 self.collects, self.parts, self.model = self.parts, None, None
         elif self.model is not None and self.model.elsewhere:
             self.model = None
+
+
+def either(one: bool | None, other: bool | None) -> bool | None:
+    """Return whether one of two comparisons has shown something; None if neither could have."""
+    return other if one is None else one or bool(other)
 
 
 def described(verdict: Verdict) -> str:
