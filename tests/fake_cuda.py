@@ -194,6 +194,7 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
         "Event": FakeEvent,
         "Stream": FakeStream,
         "stream": current_stream,
+        "current_stream": FakeStream,
         "current_device": current_device,
         "set_device": set_device,
         "device": nothing,

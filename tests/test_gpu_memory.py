@@ -17,6 +17,7 @@ from stress import all_reports
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.cuda import CudaDevice
+from lightning_roundpipe.devices.cuda_libraries import library_bytes
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.runtime.memory.flat_params import aligned
 
@@ -65,14 +66,18 @@ def train(kind: str, steps: int, **options: Any) -> None:
 def test_the_peak_is_what_was_planned(kind: str, plan: Any) -> None:
     """Weights, gradients, activations, what waits, and on a GPU cuBLAS's workspaces."""
     with all_reports() as made:
-        train(kind, 5, plan=plan(LAYERS, 4))
+        train(kind, 3, plan=plan(LAYERS, 4))
     reports = [report for make in made if not (report := make())["profiled"]]
-    assert len(reports) == 4
-    if kind == "cuda":  # of the last step, after which nothing has reset it
-        assert torch.cuda.max_memory_allocated(torch.device("cuda", 0)) >= reports[-1]["peak_device_bytes"][0]
-    shares = [report["peak_device_bytes"][0] / report["planned_device_bytes"] for report in reports]
-    assert max(shares) <= 1 + WITHIN
-    assert shares[-1] >= 1 - WITHIN, shares  # at first, cuBLAS has no workspaces for the microbatches' threads
+    assert len(reports) == 2
+    libraries = 0
+    if kind == "cuda":
+        device = torch.device("cuda", 0)
+        libraries = library_bytes(device, 4)  # which cuBLAS takes where it needs them: an H200 had 3 of 6 workspaces
+        # Of the last step, after which nothing has reset it.
+        assert torch.cuda.max_memory_allocated(device) >= reports[-1]["peak_device_bytes"][0]
+    for report in reports:
+        peak, planned = report["peak_device_bytes"][0], report["planned_device_bytes"]
+        assert (1 - WITHIN) * planned - libraries <= peak <= (1 + WITHIN) * planned
 
 
 @pytest.mark.parametrize("kind", [EMULATED, CUDA])

@@ -378,6 +378,14 @@ class Device(ABC):
         """Return the context of this kind's process-wide settings. The main thread enters it."""
 
     @abstractmethod
+    def follow_caller(self) -> None:
+        """Let ``compute`` wait for what the calling thread has enqueued on a stream of its own.
+
+        User code between steps runs there. What it writes is read by the next step, and what it reads is memory of
+        ``compute``, which is used again once user code has let go of it.
+        """
+
+    @abstractmethod
     def step_settings(self) -> AbstractContextManager[None]:
         """Return the context of this kind's process-wide settings during a step."""
 

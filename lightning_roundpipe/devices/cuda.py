@@ -218,6 +218,9 @@ class CudaDevice(Device):
     def process_settings(self) -> AbstractContextManager[None]:
         return interpreter.unwalked_objects()
 
+    def follow_caller(self) -> None:
+        self.compute.wait_for(torch.cuda.current_stream(self.torch_device))
+
     def step_settings(self) -> AbstractContextManager[None]:
         return interpreter.quick_switches()
 

@@ -191,6 +191,9 @@ class EmulatedDevice(Device):
     def process_settings(self) -> AbstractContextManager[None]:
         return intraop_threads.limit_num_threads()
 
+    def follow_caller(self) -> None:
+        pass  # operations run at once
+
     def step_settings(self) -> AbstractContextManager[None]:
         return nullcontext()  # the threads that would switch are those that compute
 

@@ -429,12 +429,17 @@ class Engine:
             self._report = report_of(step, self._retries.last, self.weights_uploaded)
         step.release()
 
+    def _follow_caller(self) -> None:
+        for device in self.worker_pool.devices:
+            device.follow_caller()
+
     def _set_up_step(self) -> list[str]:
         """Enter the settings that hold until no step is in flight.
 
         Returns:
             The list that `without_caches` yields: what it has switched off.
         """
+        self._follow_caller()
         if self._switched_off is None:
             self._switched_off = self._around.enter_context(without_caches(self.model.module))
             self._around.enter_context(self.worker_pool.devices[0].step_settings())
@@ -508,6 +513,7 @@ class Engine:
         if self.updates is not None:
             self.updates.settle()
         self._sync_weights(newest=True)
+        self._follow_caller()
         evaluation = Evaluation(self.context, self._parting, self._forwards)
         try:
             with intercepted(self._evaluating), self.worker_pool.devices[0].step_settings():

@@ -94,6 +94,13 @@ def set_stream(entered: Stream) -> None:
     backend.library().played_set_stream(entered.device.index, entered.number)
 
 
+def current_stream(torch_device: torch.device) -> Stream:
+    """The calling thread's stream on a device: its default one, if it has entered no other."""
+    found = object.__new__(Stream)
+    found.device, found.number = torch_device, backend.library().played_stream(torch_device.index)
+    return found
+
+
 def _no_record_stream(*args: object) -> None:
     raise AssertionError("when memory comes back would be up to the allocator")
 
@@ -106,6 +113,7 @@ def play(patch: pytest.MonkeyPatch) -> None:
         "Stream": Stream,
         "stream": stream,
         "set_stream": set_stream,
+        "current_stream": current_stream,
         "device": Module.device,
         "set_device": Module.set_device,
         "current_device": Module.current_device,

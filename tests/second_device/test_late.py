@@ -12,6 +12,8 @@ from harness import ATOL, RTOL, assert_same, assert_tensors_same, ours, run
 from test_evaluation import Averaging, validate
 from test_log_rules import data as rows
 from test_log_rules import logging, nearly_alike, of_metrics, returning
+from test_logging import Metrics, both
+from test_manual import FrozenBetween
 from test_parts_are_the_whole import Module, cut_by, trained
 from without import take_out
 from zoo_runs import expected, train
@@ -237,3 +239,15 @@ def test_copies_of_logged_values_are_no_operations_of_the_step(devices: list[Any
     result = trained(logging(of_metrics), rows(), 4, 2)
     assert cut_by(result) == "step"
     assert_same(run("auto", logging(of_metrics), rows()), result)
+
+
+def test_a_step_follows_what_user_code_has_enqueued_before_it(devices: list[Any], idle: Late) -> None:
+    """It may still read what the step before has left, whose memory this one uses again."""
+    module, data = FrozenBetween(), list(torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0)))
+    plain, result = run("auto", module, data), run(ours(layers=["Linear"]), module, data)
+    assert_same(plain, result)
+
+
+def test_the_values_of_metrics_are_there_before_their_state_goes(devices: list[Any], idle: Late) -> None:
+    plain, result = both(Metrics(zoo.make_module("mlp").model), max_epochs=2)
+    assert_same(plain, result)

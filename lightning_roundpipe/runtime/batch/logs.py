@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from lightning_roundpipe.config import RoundPipeError
@@ -334,7 +335,8 @@ class BatchValue:
             for part in self._parts:
                 part._to_sync = False  # of this machine's batch, as in plain training; epochs are over all machines
             value = self._metric.compute()
-        self._metric._forward_cache = value
+        # On the host: the caller's stream reads a state whose memory the devices use again.
+        self._metric._forward_cache = tree_map_only(Tensor, lambda tensor: tensor.cpu(), value)
 
     def _called(self, metric: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         with self._swapped():
