@@ -14,6 +14,7 @@ half as long; the sides take turns.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from dataclasses import replace
@@ -31,11 +32,12 @@ from lightning_roundpipe.planning.memory import partition_within
 from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.runtime.memory import grad_buffers
 from lightning_roundpipe.runtime.memory.dtypes import Formats
-from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums, HostGradBuffers
+from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums, HostGradBuffers, Reduction
 from lightning_roundpipe.runtime.memory.host_layer import host_layers, make_buckets
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
+from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 
 MEMORY_SHARE = 0.9
 STEPS = 6
@@ -70,6 +72,9 @@ def simulate(model: str, hardware: str) -> Table:
     return table
 
 
+TRAVELS_AS_IT_IS = Reduction(None, lambda: TaskThread("unused"))
+
+
 class Tail:
     """One layer, which was stepped once, and the link that its gradients come by."""
 
@@ -80,7 +85,9 @@ class Tail:
         self._buckets = make_buckets([self.layer], self.layer.masters)
         self.layer.round({0: torch.bfloat16})
         self._updates = AsyncOptimizer(self._buckets)
-        self._buffers = [HostGradBuffers(self.layer, self.device) for _ in range(2)]  # of the embedding, of the head
+        self._buffers = [
+            HostGradBuffers(self.layer, self.device, TRAVELS_AS_IT_IS) for _ in range(2)
+        ]  # of the embedding, of the head
         self._arena = torch.ones(self._buffers[0].layout.nbytes, dtype=torch.uint8)
         self._optimizer = torch.optim.AdamW(self.layer.masters)
         self.seconds(whole=True)

@@ -12,7 +12,7 @@ from lightning_roundpipe.planning.links import Links
 ADAMW_BYTES = 28
 """Memory traffic of AdamW for a weight: weight, gradient and moments are read, all but the gradient are written."""
 
-PIECE_BYTES = 2**24
+PIECE_BYTES = 2**26
 """Bytes of gradients that the engine updates while the next ones arrive (`runtime.memory.grad_buffers.PART`)."""
 
 

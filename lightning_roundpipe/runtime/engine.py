@@ -233,7 +233,7 @@ class Engine:
             if step.off_plan is not None and step.off_plan.left:
                 self._learn_from(step.off_plan)
             if step.in_parts:
-                self._scope.look_again(function, batch, rest, seed, step.sizes)
+                self._scope.look_again(function, batch, rest, seed, step.sizes, step.joined)
             self._given = step.gradients
             if self.updates is not None and step.gradients is not None:
                 self.updates.offer(step.gradients)

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.batch.logs import (
-    OPEN,
-    USUAL,
-    Key,
-    LogRecorder,
-    Said,
-    gathered,
-    issue,
-    merged_by,
-    returned,
-)
+from lightning_roundpipe.runtime.batch.log_rules import Calls, Settled, Ways, settled
+from lightning_roundpipe.runtime.batch.logs import OPEN, USUAL, LogRecorder, issue, merged_by, returned
 from lightning_roundpipe.runtime.batch.loss_weights import Weighed, Weighing
 from lightning_roundpipe.runtime.batch.losses import check_counts
 from lightning_roundpipe.runtime.batch.microbatches import combined, loss_of, merge
@@ -42,14 +33,18 @@ class Joined:
         losses: losses of the microbatches that have one.
         weights: how much each microbatch counts.
         added: the losses, if they are to be added; None if they are averaged by ``weights``.
-        said: what the microbatches logged.
+        logs: what the microbatches logged, and how it is merged.
+        recorders: of the microbatches.
+        ran: what they have called; None if that is unknown.
     """
 
     output: Any = None
     losses: list[Tensor] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     added: list[Tensor] | None = None
-    said: Said = field(default_factory=dict)
+    logs: Settled = field(default_factory=Settled)
+    recorders: list[LogRecorder] = field(default_factory=list)
+    ran: Calls | None = None
 
     @property
     def loss(self) -> Tensor:
@@ -59,9 +54,12 @@ class Joined:
 
 def join(
     module: Any, runs: Sequence[MicrobatchResult], sizes: list[int], weighing: Weighing,
-    rules: Mapping[Key, str] | None = None, *, mixed: bool | None = None,
+    ways: Ways, ran: Calls | None = None, *, mixed: bool | None = None,
 ) -> Joined:  # fmt: skip
-    """Join the results of ``runs``, which have ``sizes`` samples, and call ``module.log`` with what they logged."""
+    """Join the results of ``runs``, which have ``sizes`` samples, and call ``module.log`` with what they logged.
+
+    ``ways`` and ``ran`` are the arguments of `settled`.
+    """
     outputs = [run.output for run in runs]
     missing = [m for m, output in enumerate(outputs) if output is None]
     if missing and len(missing) < len(outputs):
@@ -82,16 +80,18 @@ def join(
         )
     losses = [loss for output in outputs if (loss := loss_of(output)) is not None]
     added = losses if len(losses) == len(outputs) and weighing.adds(runs[0]) else None
-    said = gathered([run.logs for run in runs])
+    recorders = [run.logs for run in runs]
+    logs = settled(recorders, ways, ran)
+    said, rules = logs.said, logs.rules
     issue(module, said, sizes, weights, losses if len(losses) == len(outputs) else None, rules, adds=added is not None)
     if missing:
-        return Joined(said=said)
+        return Joined(logs=logs)
     output = merge(outputs, sizes, weights, added)
     for key, name in returned(said, output).items():
-        rule = (rules or {}).get(name, USUAL)
+        rule = rules.get(name, USUAL)
         if rule not in (USUAL, OPEN) and len(said[name]) == len(runs) > 1:
             output[key] = _like(merged_by(rule, said[name], sizes, weights, added), outputs[0][key])
-    return Joined(output, losses, weights, added, said)
+    return Joined(output, losses, weights, added, logs, recorders, ran)
 
 
 def _like(merged: Tensor, one: Any) -> Any:

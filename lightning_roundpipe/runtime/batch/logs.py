@@ -13,10 +13,11 @@ once, nothing has to be merged, and its values are issued at that moment.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from torchmetrics import Metric
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.runtime.batch.losses import Counts
 from lightning_roundpipe.runtime.batch.microbatches import combined, is_number, weighted_mean
 
 
@@ -37,26 +39,30 @@ class LogRecorder:
 
     Args:
         devices: devices on which logged values may lie.
-        weigh: returns the weight of a value that has one of its own, such as its number of targets, else None. The
-            second argument is that of ``counted``.
-        counted: by logged value, where its weight is found.
+        counts: what the microbatch has counted, such as its targets.
+        observe: called with the frame that logs, and what.
+
+    Attributes:
+        calls: names, values and other arguments.
+        weights: the count of each value that is a mean itself, else None.
+        counts: the argument.
     """
 
     def __init__(
-        self, devices: Sequence[Device] = (), weigh: Callable[[Any, Any], float | None] = lambda *_: None,
-        counted: Mapping[Key, Any] | None = None,
+        self, devices: Sequence[Device] = (), counts: Counts | None = None,
+        observe: Callable[[FrameType, str], None] | None = None,
     ) -> None:  # fmt: skip
         self.calls: list[tuple[str, Any, dict[str, Any]]] = []
         self.weights: list[float | None] = []
-        self._devices, self._weigh, self._counted = devices, weigh, counted or {}
-        self._said: collections.Counter[str] = collections.Counter()
+        self.counts = Counts() if counts is None else counts
+        self._devices, self._observe = devices, observe
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
-        counted = self._counted.get((name, self._said[name]))
-        self._said[name] += 1
+        if self._observe is not None and not is_returned(kwargs):
+            self._observe(sys._getframe(1), logs(name))
         with torch._C.DisableTorchFunction():  # what copies the value is no operation of training_step
             self.calls.append((name, self._kept(value), kwargs))
-        self.weights.append(self._weigh(value, counted))
+        self.weights.append(self.counts.behind(value))
 
     def take(self) -> LogRecorder:
         """Return a recorder with what was logged so far, and forget it here."""
@@ -71,7 +77,7 @@ class LogRecorder:
 
     def another(self) -> LogRecorder:
         """Return an empty recorder for the same devices."""
-        return LogRecorder(self._devices, self._weigh, self._counted)
+        return LogRecorder(self._devices, self.counts, self._observe)
 
     def _kept(self, value: Any) -> Any:
         """Return a copy of ``value``, because user code may write to it later."""
@@ -83,6 +89,11 @@ class LogRecorder:
         if device is None or value.device.type == "cpu":
             return value.detach().cpu().clone()
         return _Download(value, device)
+
+
+def logs(name: str) -> str:
+    """Return what a call that logs ``name`` is called."""
+    return f"self.log({name!r})"
 
 
 class _Download:
@@ -397,6 +408,11 @@ _IS_RETURNED = {"is_returned": True}
 """Argument that tells a returned number from one that user code logs under such a name."""
 
 
+def is_returned(kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a value with these arguments is one that `log_returned` has recorded."""
+    return kwargs == _IS_RETURNED
+
+
 def log_returned(logs: LogRecorder, output: Any) -> None:
     """Record the numbers that ``training_step`` returns beside the loss as if it logged them: the same rules hold."""
     for key, value in output.items() if isinstance(output, Mapping) else ():
@@ -450,17 +466,22 @@ def issue(
     numbers = [float(loss) for loss in losses or ()] if said else []
     for (name, nth), parts in said.items():
         kwargs = dict(parts[-1].kwargs)
-        if kwargs == _IS_RETURNED:
+        if is_returned(kwargs):
             continue
         given = [p.kwargs.get("batch_size") for p in parts]
         if None not in given:
             kwargs["batch_size"] = sum(given)
         rule, theirs = (rules or {}).get((name, nth), USUAL), losses if adds else None
-        if len(parts) == len(numbers) > 1 and all(map(is_number, (p.value for p in parts), numbers)):
+        if are(parts, numbers):
             merged = combined([_tensor(p.value) for p in parts], weights, theirs)
         else:
             merged = merged_by(rule, parts, sizes, weights, theirs)
         module.log(name, merged, **kwargs)
+
+
+def are(parts: Sequence[Saying], losses: Sequence[float]) -> bool:
+    """Return whether a logged value is the loss of each microbatch."""
+    return len(parts) == len(losses) > 1 and all(map(is_number, (p.value for p in parts), losses))
 
 
 def merged_by(

@@ -54,6 +54,18 @@ def reduction_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     return str(args[position] if len(args) > position else kwargs.get("reduction", default))
 
 
+def spelled(function: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return what a call of the torch function ``name`` is called: another reduction is another function."""
+    return f"{name} ({reduction_of(function, args, kwargs)})" if function in WITH_REDUCTION else name
+
+
+Site = tuple[Hashable | None, int, int]
+"""Where the count is found that a logged value is a mean by: a place, which of the counts there, of how many; `ITSELF`.
+"""
+ITSELF: Site = (None, -1, 0)
+"""The logged value is what a place has given at which counts are found."""
+
+
 class Sums:
     """The sum-reduced losses of one microbatch.
 
@@ -133,23 +145,18 @@ class Counts:
         if isinstance(result, Tensor):
             self._results.append((result.detach(), count))
 
-    def behind(self, value: Any, counted: tuple[Hashable, int] | None = None) -> float | None:
-        """Return the target count of ``value`` if it is such a mean, else None.
-
-        Args:
-            value: what is logged.
-            counted: where its targets were seen to be counted, and which of the counts there are its; a negative
-                number if ``value`` is such a mean itself, or something in its place.
-        """
+    def behind(self, value: Any) -> float | None:
+        """Return the target count of ``value`` if it is such a mean itself, else None."""
         for result, count in self._results if isinstance(value, Tensor) else ():
             if value.data_ptr() == result.data_ptr() and value.shape == result.shape:
                 return self._read(count)
-        if counted is None:
-            return None
-        found = self.seen.get(counted[0], [0.0])  # where nothing is counted, code may log something in its place
-        if counted[1] < 0:
-            return 0.0
-        return found[counted[1]] if len(found) > counted[1] else None
+        return None
+
+    def at(self, site: Site) -> float | None:
+        """Return the count that is found at ``site``: zero if code has run in its place; None if it is unknown."""
+        place, nth, of = site
+        found = self.seen.get(place, ())
+        return found[nth] if found and len(found) == of else None if found else 0.0
 
     def judge(self, loss: Tensor | None) -> None:
         """Set the attributes from the graph of ``loss``. Keeps nothing of the graph."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.batch.log_rules import Fitting
+from lightning_roundpipe.runtime.batch.log_rules import Fitting, How, Way
 from lightning_roundpipe.runtime.batch.logs import Key
 from lightning_roundpipe.runtime.core.call import CallProfile
 from lightning_roundpipe.runtime.core.prediction import CallOrder
@@ -45,7 +45,7 @@ class Learned:
         logs_in_backward: whether user code logs in backward.
         log_fits: what comparisons have shown of logged values.
         log_tolerance: the relative difference that these see.
-        log_rules: how logged values of microbatches are merged, where that is not a mean; see `logs.RULES`.
+        log_ways: how logged values are computed, and how those of microbatches are merged then.
         counted: where training_step divides its loss, and logged values, by counts of its own.
         kept_rows: paths of the attributes that keep something of each sample; a step leaves there what all microbatches
             have left, if user code runs before the next one.
@@ -63,8 +63,8 @@ class Learned:
         self.read_by_user_code: frozenset[ParamBucket] = frozenset()
         self._learned_again = 0
         """Batches that were learned once more because of ``unseen``."""
-        self.log_fits: dict[Key, Fitting] = {}
-        self.log_rules: dict[Key, str] = {}
+        self.log_fits: dict[How, Fitting] = {}
+        self.log_ways: dict[Key, list[Way]] = {}
         self.log_tolerance = 0.0
         self.counted = CountSites()
         self.kept_rows: set[str] = set()

@@ -121,7 +121,7 @@ class MicrobatchTask:
             restore=self.activations.restore, observe=engine.learned.new_code.note(index) if step.in_parts else None,
             counted=engine.learned.counted if step.in_parts else None,
         )  # fmt: skip
-        self.logs = LogRecorder(engine.worker_pool.devices, self.mode.counts.behind, engine.learned.counted.of_logs)
+        self.logs = LogRecorder(engine.worker_pool.devices, self.mode.counts, self.mode.saw)
         self.started = Waiter()
         self.passed = Waiter()
         """Woken when ``output`` is set and only the tape is left; the output is computed once ``computed`` is done."""

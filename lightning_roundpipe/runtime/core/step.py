@@ -25,7 +25,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.schedule import Plan, Stage
-from lightning_roundpipe.runtime.batch.joining import join
+from lightning_roundpipe.runtime.batch.joining import Joined, join
 from lightning_roundpipe.runtime.batch.log_rules import undecided
 from lightning_roundpipe.runtime.batch.logs import LogRecorder, lost, shadowed_log
 from lightning_roundpipe.runtime.batch.loss_weights import Weighing, Weights
@@ -137,6 +137,8 @@ class Step:
         self.retries = so_far(engine.worker_pool.devices)
         """Number of allocation retries of each device before the step."""
         self.runs: list[MicrobatchTask] = []
+        self.joined = Joined()
+        """What the microbatches have given, once they have ended, until the step is released."""
         self.padded_calls = PaddedCalls()
         self.off_plan: OffPlan | None = None
         self._when_closed: Callable[[], None] | None = None
@@ -542,11 +544,13 @@ class Step:
         sizes = (
             self.sizes if len(self.sizes) == len(self.runs) else [sum(self.sizes)]
         )  # only calls of the model are cut
-        joined = join(module, self.runs, sizes, self.weighing, learned.log_rules, mixed=learned.mixed)
+        ways, ran = learned.log_ways, learned.new_code.ran()
+        joined = self.joined = join(module, self.runs, sizes, self.weighing, ways, ran, mixed=learned.mixed)
         if joined.losses and len(self.runs) > 1:
-            unknown = undecided(joined.said, learned.log_fits, sizes, joined.weights, learned.log_tolerance)
+            tolerance = learned.log_tolerance
+            unknown = undecided(joined.logs, ways, sizes, joined.weights, tolerance, joined.losses)
             not_compared = learned.new_code.note_values(unknown)
-            self.engine.hints.of_logs(not_compared, lost(joined.said, joined.weights))
+            self.engine.hints.of_logs(not_compared, lost(joined.logs.said, joined.weights))
         if len(joined.losses) < len(self.runs):
             return joined.output
         self._hint_at_sums()
@@ -571,7 +575,7 @@ class Step:
 
         If there was no loss, also release the sums: no optimizer step will use them.
         """
-        self.runs, self.before, self.off_plan, self._when_closed = [], None, None, None
+        self.runs, self.before, self.off_plan, self._when_closed, self.joined = [], None, None, None, Joined()
         self.cancel_scope.end()
         for sums in self._sums.values():
             sums.end()

@@ -41,8 +41,11 @@ from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 
 STREAMED = 2**27
 """Bytes from which on gradients travel and are used in parts. Their download takes about five milliseconds."""
-PART = 2**24
-"""Bytes of a part: 16 MiB, half a millisecond of a link's time, four million fp32 elements."""
+PART = 2**26
+"""Bytes of a part: 64 MiB, two milliseconds of a link's time, sixteen million fp32 elements.
+
+A part costs the optimizer's thread some twenty calls of torch, before each of which it may wait for the interpreter.
+"""
 LEAST = 2**18
 """Elements that are narrowed through a temporary: in place they would overwrite others that are not narrowed yet."""
 MULTIPLIED = 2**22

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_roundpipe.runtime.batch.log_rules import FLOOR, Fitting, fitting_of
-from lightning_roundpipe.runtime.batch.logs import RULES, USUAL, Key, Said, ruled
-from lightning_roundpipe.runtime.batch.microbatches import is_number
+from lightning_roundpipe.runtime.batch.log_rules import FLOOR, Calls, Fitting, How, Settled, fitting_of
+from lightning_roundpipe.runtime.batch.logs import RULES, USUAL, Key, ruled
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards
 from lightning_roundpipe.runtime.profile.recorded_operations import OperationRecorder
@@ -34,7 +33,8 @@ class Shown:
     Attributes:
         output, loss: as training_step returned them; ``loss`` is None if no microbatch has one.
         logged: names and merged values, in order.
-        said: the logged values of each part.
+        logs: the logged values of each part, and where their counts are found.
+        calls: what user code has called for each.
         weights: of each part in the loss.
         spread: whether the targets were distributed over the parts otherwise than the samples.
         is_mixed: whether what layers return reaches the loss also beside means over targets.
@@ -50,7 +50,8 @@ class Shown:
     output: Any = None
     loss: Tensor | None = None
     logged: list[tuple[str, Any]] = field(default_factory=list)
-    said: Said = field(default_factory=dict)
+    logs: Settled = field(default_factory=Settled)
+    calls: dict[Key, Calls] = field(default_factory=dict)
     weights: list[float] = field(default_factory=list)
     spread: bool = False
     is_mixed: bool = False
@@ -76,7 +77,7 @@ class Comparison:
 
     Attributes:
         found: the first difference; None so far.
-        rules, kept_rows, lost_rows, logged_losses, open: see `Verdict`.
+        rules, kept_rows, lost_rows, open: see `Verdict`.
     """
 
     def __init__(
@@ -85,10 +86,9 @@ class Comparison:
         self._tolerance, self._sizes = tolerance, sizes
         self._ignored, self._collected = {*ignored}, collected
         self.found: Difference | None = None
-        self.rules: dict[Key, Fitting] = {}
+        self.rules: dict[How, Fitting] = {}
         self.kept_rows: set[str] = set()
         self.lost_rows: list[str] = []
-        self.logged_losses: set[Key] = set()
         self.open = False
 
     def see(self, what: str, whole: Any, parts: Any) -> None:
@@ -125,20 +125,19 @@ class Comparison:
                     continue
                 x, y = _number(x), _number(y)
                 key = name, nth
-                if whole.loss is not None and is_number(x, float(whole.loss)):
-                    self.logged_losses.add(key)
                 rules = [USUAL] if self._alike(x, y) else []
                 of_operations = (known or {}).get(key, frozenset())
                 rules += self._rules_for(key, x, parts, dict.fromkeys((*RULES, *sorted(of_operations))))
-                values = [_number(said.value) for said in parts.said.get(key, [])]
+                values = [_number(said.value) for said in parts.logs.said.get(key, [])]
                 numbers = [float(v) for v in values if isinstance(v, Tensor) and v.numel() == 1]
-                self.rules[key] = fitting_of(rules, numbers, of_operations)
+                way, calls = parts.logs.ways.get(key), parts.calls.get(key, frozenset())
+                self.rules[key, calls, way and way.site] = fitting_of(rules, numbers, of_operations)
                 if not rules:
                     self.see(f"the logged {name!r}", x, y)
 
     def _rules_for(self, key: Key, whole: Any, parts: Shown, rules: Iterable[str]) -> list[str]:
         """Return those of ``rules`` by which the parts' values merge into ``whole``."""
-        said = parts.said.get(key, [])
+        said = parts.logs.said.get(key, [])
         if not said or not isinstance(whole, Tensor):
             return []
         values, sizes = [_number(p.value) for p in said], [float(self._sizes[p.part]) for p in said]

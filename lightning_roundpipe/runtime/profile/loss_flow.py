@@ -36,6 +36,7 @@ from lightning_roundpipe.runtime.batch.logs import (
     of_mean,
     over_samples,
 )
+from lightning_roundpipe.runtime.batch.losses import ITSELF, Site
 from lightning_roundpipe.runtime.profile.recorded_operations import (
     MADE,
     PICKING,
@@ -202,8 +203,7 @@ class LossFlow:
         mixing: what does so where targets are distributed over parts unlike samples.
         is_over_targets: whether the loss is known to be a mean over targets, and nothing else of the samples.
         rules: the rules by which logged values of parts may merge, as far as that is known, by name and number.
-        log_counts: where the counts are found that logged values are means by, and which of them, by name and number;
-            see `Counts.behind`.
+        log_counts: where the counts are found that logged values are means by, by name and number.
         sites: all that finding these takes.
         coupled_logs: what keeps other logged values from following from those of parts, by name and number.
         reducing_layers: names of layers whose own code decides what they show.
@@ -214,7 +214,7 @@ class LossFlow:
     mixing: Coupling | None = None
     is_over_targets: bool = False
     rules: Mapping[Key, frozenset[str]] = field(default_factory=dict)
-    log_counts: Mapping[Key, tuple[CountSite, int]] = field(default_factory=dict)
+    log_counts: Mapping[Key, Site] = field(default_factory=dict)
     sites: frozenset[CountSite] = frozenset()
     coupled_logs: Mapping[Key, Coupling] = field(default_factory=dict)
     reducing_layers: frozenset[str] = frozenset()
@@ -288,7 +288,7 @@ def flow_of(
         return LossFlow()
     flows = _Flows(whole, part, samples, pairs, has_numbers=has_numbers, has_values=has_values)
     rules: dict[Key, frozenset[str]] = {}
-    log_counts: dict[Key, tuple[CountSite, int]] = {}
+    log_counts: dict[Key, Site] = {}
     coupled: dict[Key, Coupling] = {}
     sites: frozenset[CountSite] = frozenset()
     is_hidden = False
@@ -303,7 +303,7 @@ def flow_of(
         is_mean = flow.kind == "value" or is_of_a_mean(flow.rule)
         if is_mean and len(shown) == 1 and (is_itself or (shown[0].place, shown[0].called) not in uneven):
             rules[key] = frozenset({flow.rule or BY_ITS_COUNT})
-            log_counts[key] = shown[0], -1 if is_itself else flow.nth
+            log_counts[key] = ITSELF if is_itself else (shown[0], flow.nth, flows.shown_at(shown[0]))
             sites |= counted
         elif is_of_a_mean(flow.rule):
             rules[key] = frozenset({over_samples(flow.rule) if by_samples else flow.rule})
@@ -847,6 +847,10 @@ class _Flows:
         if not found or any(self._calls[c.place, c.called] != self._seen_sites[c] for c in found):
             return frozenset()
         return found
+
+    def shown_at(self, site: CountSite) -> int:
+        """Return how many counts the place has shown."""
+        return self._seen_sites[site]
 
     def of_logged(self, mine: int | float | None, its: int | float | None) -> Flow:
         """Return the flow of a logged value."""

@@ -26,11 +26,13 @@ from torchmetrics import Metric
 from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.cutting import Cutter
 from lightning_roundpipe.runtime.batch.joining import join
-from lightning_roundpipe.runtime.batch.log_rules import chosen, in_both, is_guessed
+from lightning_roundpipe.runtime.batch.log_rules import Calls, Way, chosen, in_both, is_guessed
 from lightning_roundpipe.runtime.batch.logs import (
     OPEN,
+    USUAL,
+    Key,
     LogRecorder,
-    gathered,
+    Said,
     is_returned_number,
     log_returned,
     returned,
@@ -179,6 +181,23 @@ class PartsCheck:
             verdict = self._rehearse([*range(sum(self._sizes))], sum(self._sizes[:-1]), models)
             found = found if verdict.why_not else verdict
         return found
+
+    def said_in_parts(self) -> Said:
+        """Rehearse the batch in its parts, and return what these log; nothing if that is impossible."""
+        samples = sum(self._sizes)
+        state = GlobalRandomState(self._engine.worker_pool.devices)
+        draws = SameDraws(self._engine.worker_pool.devices, samples, self._seed)
+        parts = [self._take([*range(rows.start, rows.stop)]) for rows in microbatches.rows_of(self._sizes)]
+        try:
+            with without_dropout(), seeding_noted(draws):
+                backwards = CustomBackwards(samples, lambda: draws.rows)
+                return self._side(parts, self._sizes, draws, backwards).logs.said
+        except Exception:
+            if self._lost is not None:
+                raise
+            return {}
+        finally:
+            state.restore()
 
     def _with_one_in_both(
         self, rows: list[int], one: int, models: Sequence[ModelInterceptor], verdict: Verdict
@@ -332,7 +351,9 @@ class PartsCheck:
         if flow.coupling is not None and not self._cutter.weighs and self._near is None:
             more |= flow.coupling.sites
             of_loss = bool(flow.coupling.sites)
-        learned.counted = CountSites(known.sites | more, known.of_loss or of_loss, {**known.of_logs, **flow.log_counts})
+        of_logs = {key: site for key, site in known.of_logs.items() if key not in flow.rules}
+        of_logs |= flow.log_counts
+        learned.counted = CountSites(known.sites | more, known.of_loss or of_loss, of_logs)
         return learned.counted != known
 
     def _are_counted(self, coupling: Coupling) -> bool:
@@ -347,7 +368,7 @@ class PartsCheck:
         for coupling in self._flow.coupled_logs.values():
             return coupling
         fits = in_both(self._fits, verdict.rules)
-        names = [key[0] for key in verdict.rules if is_guessed(fits[key])]
+        names = [how[0][0] for how in verdict.rules if is_guessed(fits[how])]
         why = "it fits a sum, the largest or the smallest of two parts, but perhaps by chance"
         return Coupling(why, log=names[0], is_guessed=True) if names else None
 
@@ -577,17 +598,20 @@ class PartsCheck:
                     losses.append(loss)
             for taken in reversed(early):
                 runs[0].logs.put_back(taken)
-            joined = join(shown, runs, sizes, weighing, mixed=False)
+            sites = engine.learned.counted.of_logs
+            ways = {key: [Way(site=site, rule=USUAL)] for key, site in sites.items()}
+            joined = join(shown, runs, sizes, weighing, ways, mixed=False)
             for run, loss, rows, weight in zip(runs, losses, microbatches.rows_of(sizes), joined.weights, strict=False):
                 if loss is not None:
                     draws.begin(rows)
                     run.look_back("the loss", [loss], 1.0 if joined.added else weight / sum(joined.weights))
             shown.spread = len(runs) > 1 and are_spread([run.mode for run in runs], sizes)
             shown.is_mixed = any(run.mode.counts.mixed for run in runs)
-            for key, (name, _) in returned(joined.said, joined.output).items():
+            for key, (name, _) in returned(joined.logs.said, joined.output).items():
                 shown.log(name, joined.output[key])
             engine.learned.new_code.learn_names(name for name, _ in shown.logged)
-            shown.said, shown.weights = gathered([run.logs for run in runs]), joined.weights
+            shown.logs, shown.weights = joined.logs, joined.weights
+            shown.calls = self._calls(runs)
             shown.output, shown.loss = joined.output, joined.loss if joined.losses else None
             shown.metrics = dict(self._values(before))
             changes = self._left.all_changes()
@@ -600,6 +624,14 @@ class PartsCheck:
             self._left.put_back()
             self._written.put_back()
         return shown
+
+    def _calls(self, runs: Sequence[Rehearsal]) -> dict[Key, Calls]:
+        """Return what user code has called in any of ``runs`` for each logged value."""
+        number, found = self._engine.learned.new_code.number, dict[Key, Calls]()
+        for run in runs:
+            for key, calls in run.operations.led_to().items():
+                found[key] = found.get(key, frozenset()) | frozenset(map(number, calls))
+        return found
 
     def _values(self, before: dict[int, int]) -> Iterator[tuple[str, Any]]:
         """Yield the values of metrics that were updated: over the epoch and, if they keep it, of the step.
@@ -662,7 +694,6 @@ class PartsCheck:
         if verdict is not None:
             verdict.rules, verdict.kept_rows = comparison.rules, comparison.kept_rows
             verdict.open, verdict.lost_rows = comparison.open or self._flow.is_hidden, comparison.lost_rows
-            verdict.logged_losses = comparison.logged_losses
             verdict.keeps = bool(whole.settings or whole.elsewhere or any(map(self._counts, whole.left)))
         return comparison.found
 

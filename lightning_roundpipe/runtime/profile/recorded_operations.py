@@ -6,7 +6,8 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -21,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_roundpipe.runtime.batch.losses import COUNTED, WITH_REDUCTION, reduction_of
+from lightning_roundpipe.runtime.batch.logs import logs
+from lightning_roundpipe.runtime.batch.losses import COUNTED, WITH_REDUCTION, reduction_of, spelled
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
 from lightning_roundpipe.runtime.user_code.new_code import Key, line_of, place_of
 from lightning_roundpipe.runtime.user_code.untraced import leave_untraced
@@ -99,6 +101,7 @@ class Operation:
     Attributes:
         name: of the function, one for all its spellings.
         called: the spelling that user code has called.
+        known_as: the same as `NewCode` has it.
         is_layer: whether it is a layer.
         line, place: where user code calls it.
         within_model: whether a model whose calls may be cut calls it.
@@ -121,6 +124,7 @@ class Operation:
 
     name: str
     called: str = ""
+    known_as: str = ""
     is_layer: bool = False
     line: str = ""
     place: Key | None = None
@@ -167,7 +171,10 @@ class OperationRecorder:
         self.same: dict[int, int] = {}
         self.logged: list[tuple[str, int | float | None]] = []
         self.is_read: list[bool] = []
-        self._read: list[float] = []
+        self._logged_at: list[tuple[Key | None, str, int, Any]] = []
+        """Of each of these: where, as what `NewCode` knows that, how many operations there were, and the value."""
+        self._reads: list[tuple[int, Any]] = []
+        """Numbers of the operations that give Python values, and these."""
         self._within_model = 0
         self._numbers: Any = WeakTensorKeyDictionary()
         self._made_by_python: set[int] = set()
@@ -225,14 +232,14 @@ class OperationRecorder:
         if len(self.operations) >= _MOST_OPERATIONS:
             self.is_complete = False
             return
-        operation = Operation(name, called, False, line_of(frame), place_of(frame), self._within_model > 0)
+        known_as = spelled(func, getattr(func, "__name__", ""), args, kwargs)
+        operation = Operation(name, called, known_as, False, line_of(frame), place_of(frame), self._within_model > 0)
         operation.reads = reads
         if reads:
             is_one = isinstance(result, np.ndarray) and result.size == 1
             numbers = itertools.islice(tree_leaves(result.item() if is_one else result), _KEPT_ANSWERS)
             operation.answers = [float(x) for x in numbers if _is_number(x)]
-            if type(result) is float:
-                self._read.append(result)
+            self._reads.append((len(self.operations), result))
         if func in WITH_REDUCTION:
             operation.reduction, operation.counts_targets = reduction_of(func, args, kwargs), func in COUNTED
             operation.by_weights = func in _DIVIDED_BY_WEIGHTS and isinstance(kwargs.get("weight"), Tensor)
@@ -292,11 +299,44 @@ class OperationRecorder:
                 if isinstance(outer, Tensor) and isinstance(inner, Tensor) and outer is not inner:
                     self.same[self._renumber(outer, True)] = self._number(inner)
 
-    def see_logged(self, name: str, value: Any) -> None:
-        """Record that user code has logged ``value``."""
+    def see_logged(self, name: str, value: Any, frame: FrameType | None) -> None:
+        """Record that ``frame`` has logged ``value``; None if training_step has returned it."""
         number = float(value) if _is_number(value) else None
-        self.is_read.append(type(value) is int or any(value is answer for answer in self._read))
+        is_float = type(value) is float
+        self.is_read.append(type(value) is int or (is_float and any(value is answer for _, answer in self._reads)))
         self.logged.append((name, self._numbers.get(value) if isinstance(value, Tensor) else number))
+        self._logged_at.append((place_of(frame), logs(name), len(self.operations), value))
+
+    def led_to(self) -> dict[tuple[str, int], set[tuple[Key, str]]]:
+        """Return which calls of user code have computed and logged each value, by name and number.
+
+        A number that Python computes may follow from all that it has read. What layers are called on is left out.
+        """
+        made_by = {number: at for at, one in enumerate(self.operations) for number in one.made}
+        found: dict[tuple[str, int], set[tuple[Key, str]]] = {}
+        said: Counter[str] = Counter()
+        for (name, number), (place, called, end, value) in zip(self.logged, self._logged_at, strict=True):
+            if type(number) is int:
+                left = self._makers([number], made_by)
+            else:
+                reads = [(at, x) for at, x in self._reads if at < end and self.operations[at].name != "bool"]
+                same = [at for at, x in reads if x is value or (type(value) is int and x == value)]
+                left = same or [at for at, _ in reads]
+            seen: set[int] = set()
+            while left:
+                if (at := left.pop()) not in seen:
+                    seen.add(at)
+                    if not self.operations[at].is_layer:
+                        left += self._makers(self.operations[at].given, made_by)
+            by = [self.operations[at] for at in seen]
+            calls = {(one.place, one.known_as) for one in by if one.place is not None}
+            found[name, said[name]] = calls if place is None else calls | {(place, called)}
+            said[name] += 1
+        return found
+
+    def _makers(self, numbers: Iterable[int], made_by: Mapping[int, int]) -> list[int]:
+        """Return which operations have made tensors."""
+        return [made_by[x] for number in numbers if (x := self.same.get(number, number)) in made_by]
 
     def end(self, loss: Tensor | None) -> None:
         """The run has ended and returned ``loss``."""

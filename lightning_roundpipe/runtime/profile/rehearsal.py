@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_iter
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.batch import microbatches
-from lightning_roundpipe.runtime.batch.logs import LogRecorder, gathered, issue
-from lightning_roundpipe.runtime.batch.losses import COUNTED, reduction_of
+from lightning_roundpipe.runtime.batch.logs import LogRecorder, gathered, is_returned, issue
+from lightning_roundpipe.runtime.batch.losses import COUNTED, Counts, reduction_of
 from lightning_roundpipe.runtime.core.call import Call, Forward, LayerExecution
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.layer_executor import LayerExecutor
@@ -100,7 +100,7 @@ class Rehearsal(Evaluation):
         self.mode: UserCodeMode = _RehearsalUserCode(engine, about_to_write, self.operations)
         self._mode = self.mode
         self.logs: LogRecorder = _NotedLogs(
-            engine.worker_pool.devices, self.mode.counts.behind, engine.learned.counted.of_logs, self.operations
+            engine.worker_pool.devices, self.mode.counts, self.mode.saw, self.operations
         )
         self._order = order
         self._draws, self._cut, self._renew, self._backwards = draws, cut, renew, backwards
@@ -204,13 +204,13 @@ class _NotedLogs(LogRecorder):
     """Lets ``operations`` know which values are logged."""
 
     def __init__(
-        self, devices: Sequence[Device], weigh: Any, counted: Any, operations: OperationRecorder
+        self, devices: Sequence[Device], counts: Counts, observe: Callable[..., None], operations: OperationRecorder
     ) -> None:  # fmt: skip
-        super().__init__(devices, weigh, counted)
+        super().__init__(devices, counts, observe)
         self._operations = operations
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
-        self._operations.see_logged(name, value)
+        self._operations.see_logged(name, value, None if is_returned(kwargs) else sys._getframe(1))
         super().log(name, value, **kwargs)
 
 

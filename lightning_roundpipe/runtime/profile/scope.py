@@ -13,7 +13,7 @@ a later batch does something for the first time, or is one of `COMPARED_LATER` â
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_iter
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.batch.cutting import Cut, Cutter
-from lightning_roundpipe.runtime.batch.log_rules import chosen, in_both
-from lightning_roundpipe.runtime.batch.logs import BY_ITS_COUNT, OPEN, USUAL, Key
+from lightning_roundpipe.runtime.batch.joining import Joined
+from lightning_roundpipe.runtime.batch.log_rules import Ways, in_both, merged_otherwise, settled, undecided, ways_of
+from lightning_roundpipe.runtime.batch.logs import OPEN, Said
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.profile.first_batch import Planner
 from lightning_roundpipe.runtime.profile.loss_flow import Coupling
@@ -126,9 +127,13 @@ class Scope:
         return cut if uneven not in self._whole or cut.sizes is None else Cut([batch], [sum(cut.sizes)])
 
     def look_again(
-        self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...], sizes: list[int]
-    ) -> None:
-        """Compare ``batch``, which was trained on in parts of ``sizes``, if it may show something else [5]."""
+        self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...], sizes: list[int],
+        joined: Joined,
+    ) -> None:  # fmt: skip
+        """Compare ``batch``, which was trained on in parts of ``sizes``, if it may show something else [5].
+
+        Its result was ``joined`` of theirs.
+        """
         new_code = self._engine.learned.new_code
         new_code.note_branches()
         self._cut += 1
@@ -144,12 +149,18 @@ class Scope:
         self._first_times += bool(new_code.found)
         anyway = (f"after {plural(self._cut, 'batch')}, training_step was compared again", 0)
         occasion, near = next(iter(new_code.found.items()), anyway)
-        learned = self._engine.learned
+        known = self._engine.learned.log_ways
         try:
             self._look(PartsCheck, function, batch, rest, seed, sizes, first=False, occasion=occasion, near=near)
-            open_still = {key[0] for key, rule in learned.log_rules.items() if rule == OPEN}
             if not self.cuts_calls:
-                self._engine.hints.of_logs([name for name in new_code.unknown if name in open_still], [])
+
+                def counted() -> Said:
+                    with self._rehearsal() as others:
+                        return PartsCheck(
+                            self._engine, self._layers, self._cutter, function, batch, rest, sizes, seed, others,
+                        ).said_in_parts()  # fmt: skip
+
+                self._tell_of_logs(joined, sizes, known, counted)
         finally:
             new_code.accept()
             new_code.watched &= self._first_times < MOST_FIRST_TIMES and not self.cuts_calls
@@ -193,10 +204,10 @@ class Scope:
         learned.kept_rows |= verdict.kept_rows
         learned.mixed = False if engine.hints.couples else either(learned.mixed, verdict.mixed)
         learned.log_fits = in_both(learned.log_fits, verdict.rules)
-        learned.log_tolerance, known = parts.tolerance(), learned.log_rules
-        learned.log_rules = {key: chosen(fitting) for key, fitting in learned.log_fits.items()}
+        learned.log_tolerance, learned.log_ways = parts.tolerance(), ways_of(learned.log_fits)
+        learned.new_code.follows = any(len(ways) > 1 for ways in learned.log_ways.values())
         if not occasion:
-            is_open = verdict.open or OPEN in learned.log_rules.values()
+            is_open = verdict.open or any(way.rule == OPEN for ways in learned.log_ways.values() for way in ways)
             self._looks[uneven] = self._looks.get(uneven, 0) + 1 if is_open else LOOKS
         if verdict.shared and not learned.shares:
             place, changed = next(iter(verdict.shared.items()))
@@ -222,22 +233,35 @@ class Scope:
                 engine.hints.of_what_is_collected(str(verdict.collects))
             if verdict.coupling is not None and not engine.hints.couples:
                 self._part_if_coupled(verdict, verdict.coupling, auto=auto, occasion=occasion)
-        if occasion and not self.cuts_calls:
-            self._tell_of_logs(known, verdict.logged_losses)
 
-    def _tell_of_logs(self, known: Mapping[Key, str], losses: Collection[Key]) -> None:
-        """Warn of logged values whose rule was another one, ``known`` or none, when the batch was trained on.
+    def _tell_of_logs(self, joined: Joined, sizes: list[int], known: Ways, counted: Callable[[], Said]) -> None:
+        """Warn of logged values of the batch that are merged otherwise from now on, or of which nothing is known yet.
 
-        Those that are the loss, ``losses``, are merged as it is. Of those that nothing was known of, the value of the
-        batch was wrong only if that was noticed (`NewCode.note_values`).
+        Args:
+            joined: the result of the batch.
+            sizes: samples of its parts.
+            known: how values were computed, as far as that was known when they were merged.
+            counted: returns what the parts log, with counts that the batch had, but that nobody has looked at.
         """
-        unknown = self._engine.learned.new_code.unknown
-        for key, rule in self._engine.learned.log_rules.items():
-            before = known.get(key, OPEN)
-            if key in losses or rule in (before, OPEN, BY_ITS_COUNT) or (before, rule) == (OPEN, USUAL):
-                continue
-            if key not in known or before != OPEN or key[0] in unknown:
-                self._engine.hints.of_a_new_log(key[0], rule, known.get(key, ""), is_open=before == OPEN)
+        learned, hints = self._engine.learned, self._engine.hints
+        now, tolerance = settled(joined.recorders, learned.log_ways, joined.ran), learned.log_tolerance
+        weights, losses = joined.weights, joined.losses
+        found = {
+            key: way
+            for key in now.astray
+            for way in learned.log_ways.get(key, ())
+            if way.site is not None and way not in known.get(key, ()) and way.calls <= (joined.ran or frozenset())
+        }
+        if found.keys() & {(name, 0) for name in undecided(now, learned.log_ways, sizes, weights, tolerance, losses)}:
+            now = now.counted(found, counted())
+        still = undecided(now, learned.log_ways, sizes, weights, tolerance, losses)
+        differ = merged_otherwise(joined.logs, now, sizes, weights, tolerance, losses, joined.added)
+        for key in differ:
+            is_open, is_new = joined.logs.rules.get(key, OPEN) == OPEN, key in joined.logs.astray
+            hints.of_a_new_log(
+                key[0], now.ways[key].rule, is_known=(key[0], 0) in known, is_new=is_new, is_open=is_open
+            )
+        hints.of_logs([name for name in learned.new_code.unknown if name in still], [])
 
     def _look_at_calls(
         self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...]

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.runtime.batch.log_rules import Fitting
-from lightning_roundpipe.runtime.batch.logs import Key
+from lightning_roundpipe.runtime.batch.log_rules import Fitting, How
 from lightning_roundpipe.runtime.profile.loss_flow import Coupling
 
 _NAMED = 3
@@ -55,8 +54,7 @@ class Verdict:
         losses_inside: layers that compute a mean cross entropy themselves, whose targets are not counted.
         shared: path of shared state that microbatches would disturb, by the code that changes it; see `OutsideWrites`.
         collects: a difference of what globals, callbacks and the like keep, if batches are cut nevertheless.
-        rules: per logged value, the ways to merge it that give the whole batch's.
-        logged_losses: which of these are the loss.
+        rules: per logged value and how it is computed, the ways to merge it that give the whole batch's.
         lost_rows: paths in globals, callbacks and the like where parts leave the last one's rows only.
         keeps: whether training_step changes something outside of layers and metrics.
         open: whether an attribute that it changes is equal as numbers may be by chance.
@@ -75,9 +73,8 @@ class Verdict:
     mixed: bool | None = None
     losses_inside: list[str] = field(default_factory=list)
     shared: dict[str, str] = field(default_factory=dict)
-    rules: dict[Key, Fitting] = field(default_factory=dict)
+    rules: dict[How, Fitting] = field(default_factory=dict)
     kept_rows: set[str] = field(default_factory=set)
-    logged_losses: set[Key] = field(default_factory=set)
     lost_rows: list[str] = field(default_factory=list)
     keeps: bool = False
     open: bool = False

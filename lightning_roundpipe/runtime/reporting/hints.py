@@ -200,17 +200,18 @@ class Hints:
             ),
         )
 
-    def of_a_new_log(self, name: str, rule: str, before: str, *, is_open: bool) -> None:
+    def of_a_new_log(self, name: str, rule: str, *, is_known: bool, is_new: bool, is_open: bool) -> None:
         """Warning: a logged value was merged otherwise than it is from now on.
 
         Args:
             name: its name.
             rule: how it is merged now.
-            before: how it was merged; empty if it was logged for the first time.
-            is_open: whether nothing was known of it, so that it was merged as a mean.
+            is_known: whether it was logged before.
+            is_new: whether it was computed in another way then.
+            is_open: whether it was merged as a mean, as nothing was known of it.
         """
-        since = "is another function of the batch than before" if before else "was logged for the first time"
-        if before and is_open:
+        since = "is another function of the batch than before" if is_known else "was logged for the first time"
+        if is_known and is_open and not is_new:
             since = "was logged with a value from which no comparison has shown how that of a batch follows from them"
         how = "as a mean of the microbatches" if is_open else "as before"
         self.warn(

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.lean_loss import LOSS_ARGUMENTS
-from lightning_roundpipe.runtime.batch.losses import COUNTED, WITH_REDUCTION, Counts, Sums, reduction_of
+from lightning_roundpipe.runtime.batch.losses import COUNTED, WITH_REDUCTION, Counts, Sums, reduction_of, spelled
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.module_buffers import HostBuffers
 from lightning_roundpipe.runtime.user_code.graph_cuts import (
@@ -205,8 +205,7 @@ class UserCodeMode(TorchFunctionMode):
             kwargs = completed(kwargs, sys._getframe(1))
         name = getattr(func, "__name__", "")
         if self._observe is not None and not self.returning:
-            called = name if func not in WITH_REDUCTION else f"{name} ({reduction_of(func, args, kwargs)})"
-            self._observe(sys._getframe(1), called)
+            self._observe(sys._getframe(1), spelled(func, name, args, kwargs))
         if self._offloaded:
             self._restore_all((args, kwargs))
         if self._buffers and (func in _VALUES or name not in _NO_VALUES):
@@ -248,6 +247,11 @@ class UserCodeMode(TorchFunctionMode):
                     self.counts.note(result, count)
             return result
         return self._call(func, name, args, kwargs)
+
+    def saw(self, frame: FrameType | None, called: str) -> None:
+        """Let ``observe`` know that ``frame`` has called something that is no torch function."""
+        if self._observe is not None and not self.returning:
+            self._observe(frame, called)
 
     def _watched(self, master: nn.Parameter, data: Tensor) -> Tensor:
         """Watch the ``data`` of ``master``, which has a version counter of its own, and return it."""

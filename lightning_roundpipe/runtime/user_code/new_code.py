@@ -6,6 +6,7 @@ later batches take, or other samples. `NewCode` finds these, so that they can be
     a rehearsal ── the places in user code that call a torch function, which one, and the names that it logs ── [1]
     a step ── it finds a place, a function there, a name or an attribute that is set which is not known, or a place
               that only some microbatches reach ── [2]
+              what it has called where, by which `log_rules` tells how a logged value was computed ── [4]
     another rehearsal ── what was found is known once it has run ── [3]
 
 Code that calls no torch function, logs nothing and sets no attribute of a module is not seen.
@@ -41,12 +42,13 @@ class NewCode:
 
     Attributes:
         watched: whether a rehearsal has shown anything, so that there is something to compare with.
+        follows: whether to note what a step calls even if that is not compared.
         found: what is new, as text for messages, and the microbatch that has done it.
         unknown: names of logged values among these.
     """
 
     def __init__(self) -> None:
-        self.watched = False
+        self.watched = self.follows = False
         self.found: dict[str, int] = {}
         self.unknown: list[str] = []
         self._known: set[Key | tuple[Key, str]] = set()
@@ -59,9 +61,11 @@ class NewCode:
         """What some microbatches of a step have called, and others have not."""
         self._values: Counter[str] = Counter()
         """How often each logged value was found."""
-        self._passed: dict[tuple[int, int, str], CodeType] = {}
-        """What is known to be called where, by the id of the code, which is alive, so that it stays its own. To compare
-        code by what is in it takes microseconds."""
+        self._passed: dict[tuple[int, int, str], tuple[CodeType, int]] = {}
+        """What is known to be called where, by the id of the code, which is alive, so that it stays its own, and its
+        number. To compare code by what is in it takes microseconds."""
+        self._numbers: dict[tuple[Key, str], int] = {}
+        """Numbers of what was called where."""
 
     # -- rehearsals ---------------------------------------------------------------------------------------------------
 
@@ -100,7 +104,7 @@ class NewCode:
 
         None if there is nothing to compare with.
         """
-        if not self.watched:
+        if not (self.watched or self.follows):
             return None
         done = self._done[microbatch] = set()
         return functools.partial(self._note, microbatch, done)
@@ -116,9 +120,9 @@ class NewCode:
             return
         if len(self._passed) == _MOST_PLACES:  # of code that is compiled anew for each batch
             self._passed.clear()
-        self._passed[at] = found.f_code
         place = _place(found.f_code, found.f_lasti)
-        if (place, called) not in self._known:
+        self._passed[at] = found.f_code, self.number((place, called))
+        if self.watched and (place, called) not in self._known:
             does = f"called {called}" if place in self._known else "ran"
             self._known.add(place)
             self._find((place, called), f"{_line(found)} {does} for the first time", microbatch)
@@ -143,7 +147,18 @@ class NewCode:
                 self.found.setdefault(f"{where} called {called} in some microbatches only", part)
 
     def _key(self, at: tuple[int, int, str]) -> tuple[Place, str]:
-        return _place(self._passed[at], at[1]), at[2]
+        return _place(self._passed[at][0], at[1]), at[2]
+
+    def number(self, call: tuple[Key, str]) -> int:
+        """Return the number of what was called where."""
+        return self._numbers.setdefault(call, len(self._numbers))
+
+    def ran(self) -> frozenset[int] | None:
+        """Return the numbers of what the step's microbatches have called [4]; None if that was not noted."""
+        if not self._done:
+            return None
+        done = set[tuple[int, int, str]]().union(*self._done.values())
+        return frozenset(self._passed[at][1] for at in done if at in self._passed)
 
     def note_names(self, names: Iterable[str], microbatch: int) -> None:
         """``microbatch`` has logged values under ``names`` [2]."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.batch.losses import Site
 from lightning_roundpipe.runtime.user_code.new_code import Key, place_of
 
 How = Literal["divisor", "inverse", "elements", "at least", "read", "targets"]
@@ -42,12 +43,13 @@ class CountSites:
     Attributes:
         sites: where counts are found.
         of_loss: whether the loss is a mean by such counts, and not only logged values.
-        of_logs: for logged values that are, where their count is found, and which one, by name and number.
+        of_logs: for logged values that are, as the last comparison has shown, where their count is found, by name and
+            number; see `batch.losses.Site`.
     """
 
     sites: frozenset[CountSite] = frozenset()
     of_loss: bool = False
-    of_logs: Mapping[tuple[str, int], tuple[CountSite, int]] = field(default_factory=dict)
+    of_logs: Mapping[tuple[str, int], Site] = field(default_factory=dict)
 
 
 class TargetCounts:
