@@ -45,9 +45,11 @@ SIZES_OF = {
     "tokens": "of a step, of at least two microbatches",
     "microbatch": "its tokens, at least a sequence",
     "steps": "that are timed; of longer sequences a third as many",
-    "warmup": "steps before them, of longer sequences two at the most",
+    "warmup": "steps before them",
 }
-SIZES = {"sequence": 2048, "longest": 2**18, "tokens": 65536, "microbatch": 8192, "steps": 6, "warmup": 3}
+WARMUP = 4
+"""Ours compares the fourth batch with its parts, which takes as long as a step or two, and the 16th and 64th."""
+SIZES = {"sequence": 2048, "longest": 2**18, "tokens": 65536, "microbatch": 8192, "steps": 6, "warmup": WARMUP}
 TINY = {"sequence": 32, "longest": 0, "tokens": 256, "microbatch": 64, "steps": 3, "warmup": 2}
 
 
@@ -103,11 +105,9 @@ def job_of(
     batch = size * max(2, options.tokens // (size * sequence))
     if microbatch is not None or SYSTEMS[row].whole:
         size = min(batch, max(1, (microbatch or batch * sequence) // sequence))
-    steps, warmup = options.steps, options.warmup
-    if sequence != options.sequence:
-        steps, warmup = max(1, steps // 3), min(2, warmup)
+    steps = options.steps if sequence == options.sequence else max(1, options.steps // 3)
     return Job(
-        row, model, cap, sequence, batch // size, size, steps, warmup,
+        row, model, cap, sequence, batch // size, size, steps, options.warmup,
         options.precision, options.device, options.tiny, options.workers,
     )  # fmt: skip
 

@@ -14,7 +14,6 @@ half as long; the sides take turns.
 from __future__ import annotations
 
 import argparse
-import functools
 import statistics
 import time
 from dataclasses import replace

@@ -97,7 +97,7 @@ def sanitizer(device: str, folder: Path) -> Figures:
     return {"exit_code": done.returncode, "summary": last[-1] if last else done.stdout[-300:]}
 
 
-BASE = Job("ours", "qwen3_1_7b", None, 2048, 8, 4, steps=3, warmup=2)
+BASE = Job("ours", "qwen3_1_7b", None, 2048, 8, 4, steps=3, warmup=4)
 """65,536 tokens a step in microbatches of 8,192."""
 
 

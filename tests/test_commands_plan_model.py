@@ -479,7 +479,7 @@ def test_the_memory_of_each_kind_is_shown(command: Any) -> None:
     assert (code, err) == (0, "")
     assert "2 workers, 4 microbatches" in out
     assert "Each RTX 4090" in out and "Each H200" in out and "Each worker" not in out
-    assert "together, of 21.60" in out and "together, of 118.18" in out
+    assert "together, of 21.60" in out and "together, of 125.82" in out
 
 
 def test_a_file_of_two_kinds(command: Any, tmp_path: Path) -> None:

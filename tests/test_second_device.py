@@ -15,9 +15,21 @@ FILES = sorted(path.name for path in HOME.glob("test_*.py"))
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, for a part of the device")
 
 
-def _run(where: Path, marked: str) -> None:
+ORDINARY = {
+    "test_logging.py": "",
+    "test_log_rules.py": "not numpy and not to_be_cut and not python_computes and not no_rule",  # they call numpy()
+    "test_manual.py": "",
+    "test_gradients_between_steps.py": "",
+    "test_evaluation.py": "",
+    "test_hooks.py": "",
+}
+"""Files of ordinary tests, and which of their tests are for devices that are not the host."""
+
+
+def _run(where: Path, marked: str, *options: str, **settings: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", marked, str(where)]
-    environment = os.environ | {"SECOND_DEVICE": "1"}
+    environment = os.environ | {"SECOND_DEVICE": "1"} | settings
+    command += options
     done = subprocess.run(command, env=environment, cwd=HOME.parent.parent, capture_output=True, text=True)
     nothing = 5
     assert done.returncode in (0, nothing), done.stdout + done.stderr
@@ -34,3 +46,14 @@ def test_on_a_second_device() -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_at_length_on_a_second_device(name: str) -> None:
     _run(HOME / name, "slow")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("newest_first", ["0", "1"])
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_tests_as_late_as_may_be(name: str, newest_first: str) -> None:
+    """What is not in the order of events, or not waited for, shows in the numbers; see ``second_device.lately``."""
+    found = os.pathsep.join([str(HOME.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    options = ["-p", "second_device.lately", "-k", ORDINARY[name]]
+    _run(HOME.parent / name, "not slow", *options, PYTHONPATH=found, NEWEST_FIRST=newest_first)

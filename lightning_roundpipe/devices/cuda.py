@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices import cuda_libraries, interpreter, intraop_threads, pinned
+from lightning_roundpipe.devices import cuda_libraries, cuda_seeds, interpreter, intraop_threads, pinned
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import Device, Stream, TrackedTensors
@@ -221,8 +221,10 @@ class CudaDevice(Device):
     def follow_caller(self) -> None:
         self.compute.wait_for(torch.cuda.current_stream(self.torch_device))
 
-    def step_settings(self) -> AbstractContextManager[None]:
-        return interpreter.quick_switches()
+    @contextmanager
+    def step_settings(self) -> Iterator[None]:
+        with interpreter.quick_switches(), cuda_seeds.seeding_one_gpu():
+            yield
 
     def host_thread_settings(self) -> AbstractContextManager[None]:
         # One core per GPU, so that its worker launches without delay. This counts GPUs without a worker too: the number

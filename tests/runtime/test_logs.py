@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -79,6 +80,9 @@ class Busy:
 
     def host_like(self, t: Tensor) -> Tensor:
         return torch.full(t.shape, -1.0)
+
+    def running(self) -> Any:
+        return contextlib.nullcontext()
 
     def record(self) -> Any:
         return self

@@ -22,6 +22,8 @@ from second_device.late import Mark
 ROOM = 8 << 30
 """Bytes that each device says it has."""
 _numbers = itertools.count(1)
+_seed_all = Module.manual_seed_all
+"""What `play` puts something in front of; it may be called twice."""
 
 
 class Event:
@@ -118,6 +120,8 @@ def play(patch: pytest.MonkeyPatch) -> None:
         "set_device": Module.set_device,
         "current_device": Module.current_device,
         "default_generators": backend.generators(),
+        "manual_seed": lambda seed: backend.generators()[Module.current_device()].manual_seed(seed),
+        "manual_seed_all": _seed_all,
         "cudart": lambda: backend.CUDART,
         "mem_get_info": lambda device: (ROOM, ROOM),
         "get_device_name": lambda device: "a GPU",
@@ -130,6 +134,8 @@ def play(patch: pytest.MonkeyPatch) -> None:
     }
     for name, fake in fakes.items():
         patch.setattr(torch.cuda, name, fake)
+    # torch.manual_seed calls this as it calls CUDA's.
+    patch.setattr(Module, "manual_seed_all", staticmethod(lambda seed: torch.cuda.manual_seed_all(seed)))
     patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     patch.setattr(cuda, "_open", WeakSet())
     patch.setattr(cuda_streams, "_streams", {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 import zoo
 from harness import assert_same, ours, run
 from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import cuda_seeds
 
 WIDTH = 16
 
@@ -75,3 +79,29 @@ def test_between(what: str, workers: int, devices: list[Any]) -> None:
     result = run(ours(num_microbatches=2, layers=["Linear", "Scaled"]), module, batches, devices=workers)
     assert_same(expected, result)
     assert harness.roundpipe_threads() == []
+
+
+class Seeds(zoo.PlainClassifier):
+    """Seeds torch's generators in every step, as for noise that is always the same."""
+
+    def loss_and_logits(self, batch: Any) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(7)
+        with torch.random.fork_rng():
+            weights = torch.rand(5)
+        logits = self.model(batch["x"])
+        return nn.functional.cross_entropy(logits * weights.to(logits.device), batch["y"]), logits
+
+
+def test_seeds_of_user_code_do_not_reach_other_devices(devices: list[Any]) -> None:
+    """There a layer may be drawing its mask: torch seeds, and restores, the generators of all devices."""
+    module, data = Seeds(zoo.make_module("mlp").model), zoo.make_batches("mlp", 4, samples=8)
+    module.model.blocks = nn.ModuleList(nn.Sequential(layer, nn.Dropout(0.5)) for layer in module.model.blocks)
+    results = [
+        run(ours(num_microbatches=4, layers=["Linear", "Sequential"]), module, data, devices=count) for count in (1, 2)
+    ]
+    assert devices
+    harness.assert_identical(*results)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_seeds, "seeding_one_gpu", contextlib.nullcontext)
+        with pytest.raises(RoundPipeError, match="random numbers were drawn"):
+            run(ours(num_microbatches=4, layers=["Linear", "Sequential"]), module, data, devices=2)
