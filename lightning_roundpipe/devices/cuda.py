@@ -219,7 +219,7 @@ class CudaDevice(Device):
         return interpreter.unwalked_objects()
 
     def follow_caller(self) -> None:
-        self.compute.wait_for(torch.cuda.current_stream(self.torch_device))
+        self.compute.follow(torch.cuda.current_stream(self.torch_device))
 
     @contextmanager
     def step_settings(self) -> Iterator[None]:

@@ -171,7 +171,7 @@ class CudaStream(Stream):
         assert isinstance(event, GpuEvent)
         self.stream.wait_event(event.on_gpu(self._switch).event)
 
-    def wait_for(self, other: torch.cuda.Stream) -> None:
+    def follow(self, other: torch.cuda.Stream) -> None:
         """Enqueue a wait for all that ``other``, a stream of the same GPU, has been given so far."""
         event = _new_event(timed=False)
         event.record(other)

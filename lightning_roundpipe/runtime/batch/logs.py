@@ -59,7 +59,7 @@ class LogRecorder:
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
         if self._observe is not None and not is_returned(kwargs):
-            self._observe(sys._getframe(1), logs(name))
+            self._observe(sys._getframe(1), log_call(name))
         with torch._C.DisableTorchFunction():  # what copies the value is no operation of training_step
             self.calls.append((name, self._kept(value), kwargs))
         self.weights.append(self.counts.behind(value))
@@ -91,8 +91,8 @@ class LogRecorder:
         return _Download(value, device)
 
 
-def logs(name: str) -> str:
-    """Return what a call that logs ``name`` is called."""
+def log_call(name: str) -> str:
+    """Return the name under which `NewCode` knows a call that logs ``name``."""
     return f"self.log({name!r})"
 
 

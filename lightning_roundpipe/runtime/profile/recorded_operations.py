@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_roundpipe.runtime.batch.logs import logs
+from lightning_roundpipe.runtime.batch.logs import log_call
 from lightning_roundpipe.runtime.batch.losses import COUNTED, WITH_REDUCTION, reduction_of, spelled
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
 from lightning_roundpipe.runtime.user_code.new_code import Key, line_of, place_of
@@ -305,7 +305,7 @@ class OperationRecorder:
         is_float = type(value) is float
         self.is_read.append(type(value) is int or (is_float and any(value is answer for _, answer in self._reads)))
         self.logged.append((name, self._numbers.get(value) if isinstance(value, Tensor) else number))
-        self._logged_at.append((place_of(frame), logs(name), len(self.operations), value))
+        self._logged_at.append((place_of(frame), log_call(name), len(self.operations), value))
 
     def led_to(self) -> dict[tuple[str, int], set[tuple[Key, str]]]:
         """Return which calls of user code have computed and logged each value, by name and number.
