@@ -10,6 +10,7 @@ layer has eight times the weights of another one. The 1st, 3rd, 7th, ... batch i
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from typing import Any
@@ -82,6 +83,7 @@ def measure(devices: int, batches: int, layer_s: float) -> tuple[list[float], fl
     data = torch.randint(CLASSES, (batches, SEQUENCES, TOKENS))
     fitter = trainer(RoundPipeStrategy(num_microbatches=SEQUENCES), devices)
     loaded = torch.utils.data.DataLoader(list(data), batch_size=None)
+    gc.collect()  # a full collection takes 0.3 s, and would fall into one of the first batches
     (result,) = fitter.validate(module, loaded, verbose=False)
     return module.seconds, result["loss"]
 

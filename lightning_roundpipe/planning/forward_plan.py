@@ -65,17 +65,16 @@ def _filled(ends: list[int], room: int) -> list[range]:
 
 
 def plan_forward(
-    costs: Costs, workers: int, sizes: Sequence[int], upload_rate: float, hop_s: float, stage_bytes: int | None = None
+    costs: Costs, workers: int, sizes: Sequence[int], upload_rate: float, turn_s: float, stage_bytes: int | None = None
 ) -> ForwardPlan:
-    """Return the fastest of the plans whose stages take about equally long.
+    """Return the fastest of the plans whose stages take about equally long; of equally fast ones, that with the fewest.
 
     Args:
         costs: of the calls of one sample; only their forwards count.
         workers: number of workers. Slot *i* runs on worker *i* modulo ``workers``.
         sizes: number of samples of each microbatch.
         upload_rate: bytes a second from the host to a worker.
-        hop_s: seconds from the end of a microbatch's call to the start of its next one, at least. Other microbatches
-            compute meanwhile, if they are in the same stage.
+        turn_s: seconds that a turn takes beside its calls.
         stage_bytes: most weights of a stage of several calls; None for no limit.
     """
     total_s = sum(call.forward_s for call in costs)
@@ -83,7 +82,7 @@ def plan_forward(
     cuts = dict.fromkeys(_stages(costs, total_s / count, stage_bytes) for count in sorted(counts))
     ways = [(1, -1), (workers, -1), (workers, 0)]
     plans = [ForwardPlan(stages, spread, first) for stages in cuts for spread, first in ways]
-    return min(plans, key=lambda plan: forward_seconds(plan, costs, workers, sizes, upload_rate, hop_s))
+    return min(plans, key=lambda plan: forward_seconds(plan, costs, workers, sizes, upload_rate, turn_s))
 
 
 def _stages(costs: Costs, limit_s: float, stage_bytes: int | None) -> tuple[Span, ...]:
@@ -101,13 +100,13 @@ def _stages(costs: Costs, limit_s: float, stage_bytes: int | None) -> tuple[Span
 
 
 def forward_seconds(
-    plan: ForwardPlan, costs: Costs, workers: int, sizes: Sequence[int], upload_rate: float, hop_s: float = 0.0
+    plan: ForwardPlan, costs: Costs, workers: int, sizes: Sequence[int], upload_rate: float, turn_s: float = 0.0
 ) -> float:
     """Return how long all microbatches take under ``plan``. For the arguments see `plan_forward`.
 
     A worker computes one microbatch at a time, in order. It has room for two stages: the upload of a slot begins when
     the slot before opens, and when the one before that has closed. A microbatch makes all its calls of a stage before
-    the next one makes its first, so only a stage of one call lets another microbatch compute between two calls.
+    the next one makes its first.
     """
     calls, shares = list(costs), plan.shares(sizes)
     slots = [(span, range(len(sizes))) for span in plan.stages[: plan.first_spread]]
@@ -125,7 +124,6 @@ def forward_seconds(
         opened[worker] = clock = max(free[worker], uploaded[worker])
         closed[worker] = free[worker]
         for microbatch in served:
-            begun = max(clock, ready[microbatch] + hop_s)
-            clock = ready[microbatch] = begun + seconds * sizes[microbatch] + (len(span) - 1) * hop_s
+            clock = ready[microbatch] = max(clock, ready[microbatch]) + turn_s + seconds * sizes[microbatch]
         free[worker] = clock
     return max(ready)

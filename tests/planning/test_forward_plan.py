@@ -44,12 +44,12 @@ def test_by_hand_where_all_stages_are_spread() -> None:
     assert forward_seconds(plan, costs, 2, [1] * 4, 1000.0) == pytest.approx(1.0 + 2 * 3.0)
 
 
-def test_short_stages_hide_the_time_between_two_calls() -> None:
-    """One worker, two microbatches, two layers of 1 s: with a stage each, one computes while the other waits."""
+def test_a_turn_costs_time_so_stages_are_no_shorter_than_they_must_be() -> None:
+    """One worker, two microbatches, two layers of 1 s: a stage each makes four turns, both in one stage two."""
     costs, one, two = costs_of(1.0, 1.0), ForwardPlan((Span(0, 1),)), ForwardPlan((Span(0, 0), Span(1, 1)))
-    assert forward_seconds(one, costs, 1, [1, 1], FAST, 0.5) == pytest.approx(0.5 + 2 * 2.5)
-    assert forward_seconds(two, costs, 1, [1, 1], FAST, 0.5) == pytest.approx(0.5 + 2 * 2.0)
-    assert plan_forward(costs, 1, [1, 1], FAST, 0.5).stages == two.stages
+    assert forward_seconds(one, costs, 1, [1, 1], FAST, 0.5) == pytest.approx(4.0 + 2 * 0.5)
+    assert forward_seconds(two, costs, 1, [1, 1], FAST, 0.5) == pytest.approx(4.0 + 4 * 0.5)
+    assert plan_forward(costs, 1, [1, 1], FAST, 0.5).stages == one.stages
 
 
 def test_all_stages_are_spread_where_copies_are_fast() -> None:
