@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_roundpipe.commands.choices import make_model, read_config
-from lightning_roundpipe.commands.quantized import Quantization, packed_weights, read_quantization
+from lightning_roundpipe.commands.packed_weights import Quantization, packed_weights, read_quantization
 from lightning_roundpipe.planning.packing import pack
 
 TINY = ("model=tiny_llama", "hardware=rtx4090x8", "sequence_length=64", "search_seconds=0", "lora=all_linear")

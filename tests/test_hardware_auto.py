@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.commands import probes, this_machine
-from lightning_roundpipe.commands.probes import Probed, probe
+from lightning_roundpipe.commands import hardware_probes, this_machine
+from lightning_roundpipe.commands.hardware_probes import Probed, probe
 from lightning_roundpipe.devices import DeviceOutOfMemory
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.planning.nominal import EMULATED, GPU
@@ -30,9 +30,9 @@ TICK = 1e-3
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with little free memory, and a clock that goes on by `TICK` whenever it is read."""
-    monkeypatch.setattr(probes, "clock", map(TICK.__mul__, itertools.count()).__next__)
-    monkeypatch.setattr(probes, "_SECONDS", TICK)
-    monkeypatch.setattr(probes, "free_bytes", lambda: 8 * 2**20)
+    monkeypatch.setattr(hardware_probes, "clock", map(TICK.__mul__, itertools.count()).__next__)
+    monkeypatch.setattr(hardware_probes, "_SECONDS", TICK)
+    monkeypatch.setattr(hardware_probes, "free_bytes", lambda: 8 * 2**20)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, quick: None) -> Iterator[dict[int, str
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**22, 3 * 2**30))
-    monkeypatch.setattr(probes, "make_devices", make)
+    monkeypatch.setattr(hardware_probes, "make_devices", make)
     yield names
     assert all(device._closed for device in made)
 
@@ -74,7 +74,7 @@ def test_emulated_devices_share_the_processor(quick: None) -> None:
     machine = found.hardware
     assert is_plausible(machine) and machine.emulated
     assert (machine.workers, machine.memory) == (2, None)
-    assert machine.host_memory == probes.total_bytes() > 2**28
+    assert machine.host_memory == hardware_probes.total_bytes() > 2**28
     # Both are done with a repetition after a tick, so each does it in that time.
     size = 128
     assert machine.flops == dict.fromkeys(("fp32", "bf16", "fp16"), pytest.approx(6 * size**3 / TICK, rel=0.01))
@@ -87,24 +87,28 @@ def test_emulated_devices_share_the_processor(quick: None) -> None:
 
 def test_without_a_number_there_are_four(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    monkeypatch.setattr(probes, "make_devices", lambda kind, torch_devices, _: made.append(len(torch_devices)) or 1 / 0)
+    monkeypatch.setattr(
+        hardware_probes, "make_devices", lambda kind, torch_devices, _: made.append(len(torch_devices)) or 1 / 0
+    )
     with pytest.raises(ZeroDivisionError):
         probe(None, lambda what: None)
-    assert made == [probes.EMULATED_WORKERS]
+    assert made == [hardware_probes.EMULATED_WORKERS]
 
 
 def test_devices_compute_with_the_threads_that_training_gives_them(
     quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[str, int]] = []
-    linear, step = probes._linear, probes.optimizer_rate
+    linear, step = hardware_probes._linear, hardware_probes.optimizer_rate
 
     def with_threads(*args: Any, **kwargs: Any) -> Callable[[], object]:
         seen.append(("worker", torch.get_num_threads()))
         return linear(*args, **kwargs)
 
-    monkeypatch.setattr(probes, "_linear", with_threads)
-    monkeypatch.setattr(probes, "optimizer_rate", lambda: seen.append(("host", torch.get_num_threads())) or step())
+    monkeypatch.setattr(hardware_probes, "_linear", with_threads)
+    monkeypatch.setattr(
+        hardware_probes, "optimizer_rate", lambda: seen.append(("host", torch.get_num_threads())) or step()
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -146,14 +150,14 @@ class TestGpus:
     ) -> None:
         gpus[1] = "NVIDIA GeForce RTX 3090"
         memory = iter([3 * 2**30, 2 * 2**30, 3 * 2**30, 2 * 2**30])  # of both, and of each alone
-        real = probes.DeviceProbe._identity
+        real = hardware_probes.DeviceProbe._identity
 
         def identity(self: Any, remarks: list[str]) -> Any:
             with monkeypatch.context() as patched:
                 patched.setattr(torch.cuda, "mem_get_info", lambda _: (2**22, next(memory)))
                 return real(self, remarks)
 
-        monkeypatch.setattr(probes.DeviceProbe, "_identity", identity)
+        monkeypatch.setattr(hardware_probes.DeviceProbe, "_identity", identity)
         found = probe(None, lambda what: None)
         assert (found.hardware.title, found.hardware.memory) == ("1 x H100 + 1 x GeForce RTX 3090", 2 * 2**30)
         assert [(kind.title, kind.workers, kind.memory) for kind in found.hardware.kinds] == [
@@ -193,7 +197,7 @@ def test_an_operation_that_torch_lacks_is_named(quick: None, monkeypatch: pytest
             raise RuntimeError("\"addmm\" not implemented for 'Half'\nmore lines")
         return lambda: None
 
-    monkeypatch.setattr(probes, "_linear", missing)
+    monkeypatch.setattr(hardware_probes, "_linear", missing)
     code, out, err = command("hardware=auto", "workers=1")
     assert (code, out) == (2, "")
     assert "the probe of fp16 products failed: \"addmm\" not implemented for 'Half' Let nothing else run" in err

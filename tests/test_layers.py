@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import tomllib
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -258,3 +259,10 @@ def test_every_package_is_shipped() -> None:
 def test_every_package_has_an_init() -> None:
     folders = {file.parent for file in FILES}
     assert not [str(folder) for folder in folders if not (folder / "__init__.py").is_file()]
+
+
+def test_no_two_files_and_no_two_classes_have_one_name() -> None:
+    files, classes = Counter(file.name for file in FILES if file.name != "__init__.py"), Counter[str]()
+    for file in FILES:
+        classes.update(node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef))
+    assert [name for name, times in [*files.items(), *classes.items()] if times > 1] == []

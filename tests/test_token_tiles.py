@@ -22,8 +22,8 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.messages import RoundPipeWarning
 from lightning_roundpipe.runtime.layer_calls import tile_check
-from lightning_roundpipe.runtime.layer_calls.tile_check import Verdict, check
-from lightning_roundpipe.runtime.layer_calls.tiled_call import Adding, Layout, Surroundings, TiledCall
+from lightning_roundpipe.runtime.layer_calls.tile_check import TileVerdict, check
+from lightning_roundpipe.runtime.layer_calls.tiled_call import Adding, CallSurroundings, Layout, TiledCall
 from lightning_roundpipe.runtime.layer_calls.token_tiles import TokenTiles
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
@@ -263,7 +263,7 @@ def _outside(self: _Layer, x: Tensor) -> Tensor:
     return x.tanh() * _OUTSIDE
 
 
-def _verdict(act: Callable[..., Tensor], x: Tensor | None = None) -> Verdict:
+def _verdict(act: Callable[..., Tensor], x: Tensor | None = None) -> TileVerdict:
     x = torch.randn(2, 30, 8) if x is None else x
     module, layout = _Layer(act), Layout.of([x])
     assert layout is not None
@@ -290,7 +290,7 @@ def test_what_couples_tokens_is_found(act: Callable[..., Tensor], why: str) -> N
 
 def test_what_acts_on_each_token_passes_and_tells_what_its_graph_keeps() -> None:
     verdict = _verdict(lambda self, x: x.tanh())
-    assert verdict == Verdict("", 32 * 4, (True,))
+    assert verdict == TileVerdict("", 32 * 4, (True,))
 
 
 def test_dropout_that_begins_later_is_an_error() -> None:
@@ -334,7 +334,7 @@ def test_gradients_of_tiles_are_those_of_the_whole(dtype: torch.dtype, adding: b
 
 
 def _tiled(module: _Layer, x: Tensor, tile: int, *, adding: bool) -> Tensor:
-    around = Surroundings(
+    around = CallSurroundings(
         TorchThreadState.capture(("cpu",)), contextvars.copy_context(), contextlib.nullcontext, lambda tensors: None,
         contextlib.nullcontext, False, False, Adding(adding),
     )  # fmt: skip

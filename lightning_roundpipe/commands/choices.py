@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from lightning_roundpipe.commands.conf_files import shipped_files
 from lightning_roundpipe.commands.machines import is_path
 from lightning_roundpipe.commands.options import Settings, did_you_mean
-from lightning_roundpipe.commands.quantized import NAMES, Quantization, read_quantization
+from lightning_roundpipe.commands.packed_weights import NAMES, Quantization, read_quantization
 from lightning_roundpipe.messages import first_line
 from lightning_roundpipe.model.rope import stretch
 from lightning_roundpipe.planning.cases import read_json

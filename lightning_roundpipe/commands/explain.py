@@ -14,7 +14,7 @@ from typing import Any
 from lightning_roundpipe.commands.plan_model import Longest, Outlook, find_longest, plan_of_longest, shape_of
 from lightning_roundpipe.commands.plan_shape import TILE, ModelShape
 from lightning_roundpipe.config import AUTO_TILE
-from lightning_roundpipe.planning.census import CallMemory, Part, Row
+from lightning_roundpipe.planning.census import CallMemory, Part, StorageLifetime
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.memory import Item, device_items, worst_stage
 from lightning_roundpipe.planning.schedule import Plan
@@ -159,7 +159,7 @@ def _lines(call: CallMemory) -> list[Line]:
     return sorted(lines, key=lambda line: -line.nbytes)
 
 
-def _line(row: Row) -> Line:
+def _line(row: StorageLifetime) -> Line:
     module, operation, shape, dtype = row.name
     return Line(row.part, module, operation, shape, str(dtype).removeprefix("torch."), 1, row.nbytes)
 

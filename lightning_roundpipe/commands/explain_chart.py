@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_roundpipe.commands.explain import Explained
 from lightning_roundpipe.pictures import TimeUnit, save, set_time_axis
-from lightning_roundpipe.planning.census import Row
+from lightning_roundpipe.planning.census import StorageLifetime
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,7 @@ def draw_explained(found: Sequence[Explained], path: Path) -> None:
 def _panel(axes: Axes, one: Explained) -> None:
     call = one.call
     unit = TimeUnit.of(call.end_s)
-    groups: dict[str, list[Row]] = defaultdict(list)
+    groups: dict[str, list[StorageLifetime]] = defaultdict(list)
     for row in call.rows:
         groups[_group(row)].append(row)
     inputs = groups.pop("inputs", [])
@@ -69,7 +69,7 @@ def _panel(axes: Axes, one: Explained) -> None:
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, reverse=True, frameon=False)
 
 
-def _group(row: Row) -> str:
+def _group(row: StorageLifetime) -> str:
     if row.part == "input":
         return "inputs"
     if row.part == "loss":
@@ -77,7 +77,7 @@ def _group(row: Row) -> str:
     return row.name.module.partition(".")[0] or "the layer itself"
 
 
-def _curve(rows: Sequence[Row], times: Sequence[float]) -> list[float]:
+def _curve(rows: Sequence[StorageLifetime], times: Sequence[float]) -> list[float]:
     """Return the GiB alive from each of the times on. A storage that is released when it is made does not show."""
     changes: dict[float, int] = defaultdict(int)
     for row in rows:

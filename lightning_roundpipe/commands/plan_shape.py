@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from lightning_roundpipe.commands.choices import make_model, read_config
 from lightning_roundpipe.commands.options import Settings
-from lightning_roundpipe.commands.quantized import Quantization, packed_weights
+from lightning_roundpipe.commands.packed_weights import Quantization, packed_weights
 from lightning_roundpipe.config import REDUCE_DTYPES
 from lightning_roundpipe.model.layers import find_layers
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean

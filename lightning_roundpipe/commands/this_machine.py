@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
+from lightning_roundpipe.commands.hardware_probes import Probed, probe
 from lightning_roundpipe.commands.machines import MOST_WORKERS
-from lightning_roundpipe.commands.probes import Probed, probe
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.profile import OF_KINDS, Hardware
 

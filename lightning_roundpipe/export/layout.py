@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from lightning_roundpipe.export.sources import Spec
+from lightning_roundpipe.export.weight_sources import Spec
 
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
 

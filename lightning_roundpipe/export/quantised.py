@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.export.sources import Source, Spec
+from lightning_roundpipe.export.weight_sources import Source, Spec
 from lightning_roundpipe.extras import need
 from lightning_roundpipe.messages import first_line
 from lightning_roundpipe.model.quantize_weight import shape_to_unpack

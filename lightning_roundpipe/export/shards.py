@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_roundpipe.export.sources import Spec
+from lightning_roundpipe.export.weight_sources import Spec
 
 _METADATA = {"format": "pt"}  # transformers refuses files without it
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_roundpipe.export.skeleton import Skeleton
-from lightning_roundpipe.export.sources import Spec, reading, spec_of
+from lightning_roundpipe.export.weight_sources import Spec, reading, spec_of
 from lightning_roundpipe.messages import first_line, plural
 from lightning_roundpipe.model.loading import Pretrained
 from lightning_roundpipe.model.weight_files import from_the_hub

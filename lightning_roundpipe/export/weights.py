@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_roundpipe.export.layout import Group, OfFiles, OfParameters
 from lightning_roundpipe.export.merging import Adapters
 from lightning_roundpipe.export.skeleton import Skeleton
-from lightning_roundpipe.export.sources import Source, Spec
+from lightning_roundpipe.export.weight_sources import Source, Spec
 from lightning_roundpipe.messages import plural
 
 

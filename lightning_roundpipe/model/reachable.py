@@ -29,7 +29,7 @@ _VALUES = 5000
 """Most values of a snapshot. It only serves an error message."""
 
 
-class _State:
+class _StatefulValue:
     """Something that has a state rather than a value, such as a generator. Instances with equal states are equal."""
 
     def __init__(self, kind: str, state: Any) -> None:
@@ -37,7 +37,7 @@ class _State:
         self._state = state
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _State) and self._state == other._state
+        return isinstance(other, _StatefulValue) and self._state == other._state
 
     def __hash__(self) -> int:
         return hash(self.kind)
@@ -74,7 +74,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
         new = after.get(name, old)
         if old is new or _equal(old, new):
             continue
-        if isinstance(new, _State):
+        if isinstance(new, _StatefulValue):
             said.append(f"{new.kind} {name} has another state")
         else:
             said.append(f"{name} changed from {_short(old)} to {_short(new)}")
@@ -85,15 +85,15 @@ def _walk(name: str, value: Any, depth: int, walked: set[int]) -> Iterator[tuple
     if isinstance(value, _PLAIN):
         yield name, value
     elif isinstance(value, _GENERATORS):
-        yield name, _State("generator", _state_of(value))
+        yield name, _StatefulValue("generator", _state_of(value))
     elif isinstance(value, np.ndarray):
         if value.nbytes <= _BYTES and value.dtype != object:
-            yield name, _State("array", (value.shape, zlib.crc32(np.ascontiguousarray(value).tobytes())))
+            yield name, _StatefulValue("array", (value.shape, zlib.crc32(np.ascontiguousarray(value).tobytes())))
     elif isinstance(value, Tensor):
         if not isinstance(value, nn.Parameter) and not value.is_inference():
-            yield name, _State("tensor", (id(value), value._version))
+            yield name, _StatefulValue("tensor", (id(value), value._version))
     elif isinstance(value, itertools.count):
-        yield name, _State("counter", repr(value))
+        yield name, _StatefulValue("counter", repr(value))
     elif depth and id(value) not in walked and hasattr(type(value), "global_step"):  # a LightningModule or a Trainer
         walked.add(id(value))
         yield f"{name}.global_step", value.global_step
@@ -157,7 +157,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, _State):
+    if isinstance(value, _StatefulValue):
         return f"another {value.kind}"
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -23,7 +23,7 @@ from lightning_roundpipe.optim.fused import DTYPES
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 
-class Row(NamedTuple):
+class KernelRow(NamedTuple):
     """The kernel's arguments for one parameter, except its gradient.
 
     Attributes:
@@ -35,7 +35,7 @@ class Row(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
-def row_of(number: int, group: Mapping[str, Any], parameter: Tensor, state: Mapping[str, Any]) -> Row | None:
+def row_of(number: int, group: Mapping[str, Any], parameter: Tensor, state: Mapping[str, Any]) -> KernelRow | None:
     """Return the row of a parameter of group ``number``; None if it has no state yet or the kernel cannot take it.
 
     Args:
@@ -53,13 +53,13 @@ def row_of(number: int, group: Mapping[str, Any], parameter: Tensor, state: Mapp
         return None
     if not all(_fit(tensor, dtype, shape) for tensor in tensors):
         return None
-    return Row((number, dtype), (parameter, count, *tensors[1:]))  # type: ignore[arg-type]
+    return KernelRow((number, dtype), (parameter, count, *tensors[1:]))  # type: ignore[arg-type]
 
 
 def step(
     cls: type[Optimizer],
     groups: tuple[Mapping[str, Any], ...],
-    rows: Sequence[Row | None],
+    rows: Sequence[KernelRow | None],
     gradients: Iterable[Tensor],
 ) -> bool:
     """Step the parameters of ``rows`` if the kernel can take all rows and ``gradients``; otherwise step none.
@@ -81,7 +81,7 @@ def step(
 
 
 def step_part(
-    cls: type[Optimizer], groups: tuple[Mapping[str, Any], ...], row: Row, gradient: Tensor, start: int, end: int
+    cls: type[Optimizer], groups: tuple[Mapping[str, Any], ...], row: KernelRow, gradient: Tensor, start: int, end: int
 ) -> None:
     """Step elements ``start`` to ``end`` of a parameter. The part with the last element increases the step counter.
 

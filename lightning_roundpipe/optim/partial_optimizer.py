@@ -51,7 +51,7 @@ class PartialOptimizer:
         self._optimizer = unwrapped(optimizer)
         self._masters = {id(master): master for master in masters}
         self._aliases: dict[int, nn.Parameter] = {}
-        self._laid_out: tuple[Hyperparameters, dict[int, direct.Row]] | None = None
+        self._laid_out: tuple[Hyperparameters, dict[int, direct.KernelRow]] | None = None
 
     @contextlib.contextmanager
     def prepared(self, hyperparameters: Hyperparameters) -> Iterator[None]:
@@ -118,7 +118,7 @@ class PartialOptimizer:
         """Release the masters' memory until the next step."""
         self._aliases.clear()
 
-    def _lay_out(self, values: Hyperparameters, keys: Iterable[int]) -> dict[int, direct.Row]:
+    def _lay_out(self, values: Hyperparameters, keys: Iterable[int]) -> dict[int, direct.KernelRow]:
         """Return rows for the masters that the kernel can step directly."""
         rows = {}
         everyones = self._optimizer.state

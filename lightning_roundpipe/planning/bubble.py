@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_roundpipe.planning.paper_schedules import Operation, PaperRun
+from lightning_roundpipe.planning.paper_schedules import PaperRun, StageOperation
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Bubble:
 def find_bubble(run: PaperRun) -> Bubble:
     """Return the idle time of ``run``. All percentages are 0 if the makespan is 0."""
     makespan, workers = run.makespan, run.case.workers
-    of_worker: list[list[Operation]] = [[] for _ in range(workers)]
+    of_worker: list[list[StageOperation]] = [[] for _ in range(workers)]
     for operation in run.operations:
         if operation.end > operation.start:
             of_worker[operation.worker].append(operation)
@@ -71,7 +71,7 @@ def find_bubble(run: PaperRun) -> Bubble:
     )
 
 
-def _turn(operations: Sequence[Operation], warm_up: int | None) -> tuple[int, int]:
+def _turn(operations: Sequence[StageOperation], warm_up: int | None) -> tuple[int, int]:
     """Return the end of a forward and the start of the first backward.
 
     The forward is the ``warm_up``-th, or the last one before the first backward if ``warm_up`` is None.
@@ -87,6 +87,6 @@ def _turn(operations: Sequence[Operation], warm_up: int | None) -> tuple[int, in
     return (forwards[-1].end, first.start) if forwards else (0, 0)
 
 
-def _busy(operations: Sequence[Operation], begin: int, end: int) -> int:
+def _busy(operations: Sequence[StageOperation], begin: int, end: int) -> int:
     """Return the ticks of work between ``begin`` and ``end``. No operation may cross either."""
     return sum(op.end - op.start for op in operations if begin <= op.start and op.end <= end)

@@ -147,7 +147,7 @@ def _names(root: nn.Module) -> dict[nn.Module, str]:
     return {module: name for name, module in root.named_modules()}
 
 
-class Row(NamedTuple):
+class StorageLifetime(NamedTuple):
     """A storage of a call. Times are seconds since the call began."""
 
     part: Part
@@ -171,13 +171,13 @@ class CallMemory:
     """
 
     layer: str
-    rows: tuple[Row, ...]
+    rows: tuple[StorageLifetime, ...]
     parts: tuple[tuple[Part, float], ...]
     worst_s: float
     end_s: float
 
     @property
-    def at_worst(self) -> list[Row]:
+    def at_worst(self) -> list[StorageLifetime]:
         """Storages alive at the worst moment, the largest first."""
         return sorted((row for row in self.rows if row.at_worst), key=lambda row: -row.nbytes)
 
@@ -215,9 +215,9 @@ def call_memory(
             return end_s
         return seconds + (loss_s if moment > turn else 0.0)
 
-    rows = [Row("input", name, nbytes, 0.0, end_s, True) for name, nbytes in inputs]
+    rows = [StorageLifetime("input", name, nbytes, 0.0, end_s, True) for name, nbytes in inputs]
     rows += [
-        Row(
+        StorageLifetime(
             "forward" if one.made <= turn else "backward",
             one.name,
             one.nbytes,
@@ -228,7 +228,7 @@ def call_memory(
         for one in own.log
     ]
     rows += [
-        Row(
+        StorageLifetime(
             "loss",
             one.name,
             one.nbytes,

@@ -41,7 +41,7 @@ MOST_OPERATIONS = 2_000_000
 """Some ten times what the largest clusters run in a step; more is a slip of the pen that would fill the memory."""
 
 
-class Operation(NamedTuple):
+class StageOperation(NamedTuple):
     """One stage for one microbatch in one direction, in ticks from the start of the step.
 
     Stages count from 0 in the direction of the forward pass for a baseline, and in the order in which they run, for
@@ -70,7 +70,7 @@ class PaperRun:
     """
 
     case: Case
-    operations: tuple[Operation, ...]
+    operations: tuple[StageOperation, ...]
     parts: Mapping[tuple[Direction, int], tuple[tuple[Part, int], ...]]
     ticks_per_ms: int
 
@@ -149,7 +149,7 @@ def _parts_of_roundpipe(case: Case, ticks: _TickTimes) -> _Parts:
 # -- baselines -------------------------------------------------------------------------------------------------------
 
 
-def _run_lists(case: Case, lists: Sequence[Sequence[Task]], parts: _Parts, hop: int) -> Iterator[Operation]:
+def _run_lists(case: Case, lists: Sequence[Sequence[Task]], parts: _Parts, hop: int) -> Iterator[StageOperation]:
     """Runs what can run until all is done; in which order workers are looked at does not matter."""
     workers, last = case.workers, len(case.forward_stages) - 1
     lengths = {key: sum(length for _, length in found) for key, found in parts.items()}
@@ -171,7 +171,7 @@ def _run_lists(case: Case, lists: Sequence[Sequence[Task]], parts: _Parts, hop: 
             arrived = (ended[need] + (hop if need[1] % workers != worker else 0) for need in needs)
             start = max(free[worker], *arrived, 0)  # [1]
             end = ended[task] = free[worker] = start + lengths[direction, stage]
-            yield Operation(worker, direction, stage, microbatch, start, end)
+            yield StageOperation(worker, direction, stage, microbatch, start, end)
             place[worker] += 1
             awake += [(stage + 1) % workers if direction == "F" else (stage - 1) % workers]
     assert all(at == len(tasks) for at, tasks in zip(place, lists, strict=True)), "workers wait for each other forever"
@@ -265,7 +265,7 @@ _ORDERS: Mapping[str, Callable[[Case], list[list[Task]]]] = {
 # -- RoundPipe -------------------------------------------------------------------------------------------------------
 
 
-def _run_roundpipe(case: Case, parts: _Parts, hop: int) -> Iterator[Operation]:
+def _run_roundpipe(case: Case, parts: _Parts, hop: int) -> Iterator[StageOperation]:
     workers, slots = case.workers, len(case.forward_stages) + len(case.backward_stages)
     free = [0] * workers
     for number, begin in enumerate(range(0, case.microbatches, workers)):
@@ -280,7 +280,7 @@ def _run_roundpipe(case: Case, parts: _Parts, hop: int) -> Iterator[Operation]:
                 arrived = ended[m] + hop if stage and workers > 1 else ended[m]
                 start = max(free[worker], arrived)  # [1]
                 free[worker] = ended[m] = start + length
-                yield Operation(worker, "F", stage, m, start, ended[m])
+                yield StageOperation(worker, "F", stage, m, start, ended[m])
             forward_ended = {m: ended[m] + hop for m in block}
         for stage in range(len(case.backward_stages)):
             worker = (first + len(case.forward_stages) + stage) % workers
@@ -289,7 +289,7 @@ def _run_roundpipe(case: Case, parts: _Parts, hop: int) -> Iterator[Operation]:
                 arrived = ended[m] + hop if stage and workers > 1 else 0
                 start = max(free[worker] + ahead, forward_ended[m], arrived)  # [3]
                 free[worker] = ended[m] = start + after
-                yield Operation(worker, "B", stage, m, start - ahead, ended[m])
+                yield StageOperation(worker, "B", stage, m, start - ahead, ended[m])
 
 
 def _split_at_backward(parts: Sequence[tuple[Part, int]]) -> tuple[int, int]:

@@ -34,7 +34,7 @@ from typing import Literal, NamedTuple
 
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase
 from lightning_roundpipe.planning.host_time import HostTime
-from lightning_roundpipe.planning.interpreter import Interpreter
+from lightning_roundpipe.planning.interpreter_time import Interpreter
 from lightning_roundpipe.planning.links import Lane, Links
 from lightning_roundpipe.planning.network import Exchange, Network
 from lightning_roundpipe.planning.schedule import Plan, Stage
@@ -188,7 +188,7 @@ def step_ends(
         ValueError: as `run_steps`.
     """
     pipeline = _pipeline(plan, costs, workers, microbatches, rules, steps, records=False)
-    ends, states = pipeline.ends, list[_State]()
+    ends, states = pipeline.ends, list[_StepState]()
     while len(ends) < steps:
         pipeline.step()
         state = pipeline.state()
@@ -211,7 +211,7 @@ def _pipeline(
     return _Pipeline(plan, costs, workers, microbatches, rules or Rules(), records=records)
 
 
-class _State(NamedTuple):
+class _StepState(NamedTuple):
     """What a step leaves to the next ones.
 
     Attributes:
@@ -224,7 +224,7 @@ class _State(NamedTuple):
     time_s: float
     seconds: list[float]
 
-    def is_like(self, other: _State) -> bool:
+    def is_like(self, other: _StepState) -> bool:
         """Return whether what follows is the same but for the time."""
         most = _ALIKE * other.time_s
         return len(self.seconds) == len(other.seconds) and all(
@@ -414,7 +414,7 @@ class _Pipeline:
             if end > start
         )
 
-    def state(self) -> _State:
+    def state(self) -> _StepState:
         """Return the state between two steps, in an order that does not depend on which of equal workers is next."""
         begin, workers = self.losses[-1], range(self._workers)
         alike = not self._costs.unequal and not isinstance(self._rules.links, tuple)
@@ -435,7 +435,7 @@ class _Pipeline:
         if self._rules.updates is not None:
             seconds.append(self._updating.free - begin)  # an update may begin before its layer's last gradients come
         seconds += [max(0.0, time - begin) for time in times]
-        return _State(len(self.ends), begin, seconds)
+        return _StepState(len(self.ends), begin, seconds)
 
     def _rounds(self) -> Iterator[range]:
         for begin in range(0, self._microbatches, self._round):

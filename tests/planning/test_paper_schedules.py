@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lightning_roundpipe.planning.bubble import find_bubble
 from lightning_roundpipe.planning.cases import FIGURES, Case, read_cases
-from lightning_roundpipe.planning.paper_schedules import MOST_OPERATIONS, Operation, PaperRun, run_case
+from lightning_roundpipe.planning.paper_schedules import MOST_OPERATIONS, PaperRun, StageOperation, run_case
 
 PAPER = read_cases(Path(__file__).parents[2] / "conf" / "cases" / "paper.json")
 
@@ -196,7 +196,7 @@ def test_what_holds_for_every_schedule(case: Case) -> None:
     both_ways = len(case.backward_stages) or len(case.forward_stages)
     assert len(done) == len(run.operations) == case.microbatches * (len(case.forward_stages) + both_ways)
 
-    of_worker: dict[int, list[Operation]] = defaultdict(list)
+    of_worker: dict[int, list[StageOperation]] = defaultdict(list)
     for op in run.operations:
         of_worker[op.worker].append(op)
         assert op.end - op.start == sum(length for _, length in run.parts[op.direction, op.stage])

@@ -138,7 +138,7 @@ def _reading(name: str) -> Any:
 
     def method(self: Any, *args: Any) -> Any:
         self.before_read()
-        return getattr(super(_Watched, self), name)(*args)
+        return getattr(super(_WatchedResults, self), name)(*args)
 
     return method
 
@@ -147,7 +147,7 @@ def _made(kind: Any) -> Any:
     return kind.__new__(kind)
 
 
-class _Watched:
+class _WatchedResults:
     """Mixin of Lightning's collection of logged values during a step.
 
     Attributes:
@@ -170,7 +170,7 @@ _watched_classes: dict[type, type] = {}
 
 def _watched_class(kind: type) -> type:
     if kind not in _watched_classes:
-        _watched_classes[kind] = type(kind.__name__, (_Watched, kind), {})
+        _watched_classes[kind] = type(kind.__name__, (_WatchedResults, kind), {})
     return _watched_classes[kind]
 
 

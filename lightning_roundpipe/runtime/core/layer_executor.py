@@ -41,13 +41,13 @@ from lightning_roundpipe.runtime.layer_calls.compiling import LayerCompiler
 from lightning_roundpipe.runtime.layer_calls.discrete_ops import DiscreteOpRecorder, DiscreteOpReplayer
 from lightning_roundpipe.runtime.layer_calls.output_collectors import collecting
 from lightning_roundpipe.runtime.layer_calls.precedent import attempt
-from lightning_roundpipe.runtime.layer_calls.probes import OperationRecorder, differs, differs_outside
+from lightning_roundpipe.runtime.layer_calls.probes import LayerOpRecorder, differs, differs_outside
 from lightning_roundpipe.runtime.layer_calls.recompute_check import CallFingerprint, refuse_difference
 from lightning_roundpipe.runtime.layer_calls.shared_memory import apart_from_lent, overlapping, private
 from lightning_roundpipe.runtime.layer_calls.side_outputs import SideOutputCollector, again, refuse_new_gradients
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import parametrizing
 from lightning_roundpipe.runtime.layer_calls.tile_check import refuse_random
-from lightning_roundpipe.runtime.layer_calls.tiled_call import Surroundings
+from lightning_roundpipe.runtime.layer_calls.tiled_call import CallSurroundings
 from lightning_roundpipe.runtime.layer_calls.token_tiles import TokenTiles
 from lightning_roundpipe.runtime.layer_calls.value_watch import ValueWatch
 from lightning_roundpipe.runtime.memory.dtypes import Formats
@@ -149,7 +149,7 @@ class LayerExecutor:
         with device.track(inputs, INPUTS):
             meter = PeakMemoryMeter(device, inputs) if call.measure else None
             foretold = self._foretold(slot, call, leaves, activations)
-            operations = OperationRecorder() if call.probe else None
+            operations = LayerOpRecorder() if call.probe else None
             ran = foretold or self._run(slot, call, leaves, "forward", operations=operations)
             refuse_hidden(ran.output.leaves, call.layer.name)
             device.track_until_freed(ran.tensors(), OUTPUTS)  # user code holds them longer than this block
@@ -281,7 +281,7 @@ class LayerExecutor:
         kind: str,
         replay: DiscreteOpReplayer | None = None,
         as_written: Counter | None = None,
-        operations: OperationRecorder | ValueWatch | None = None,
+        operations: LayerOpRecorder | ValueWatch | None = None,
         valueless: bool = False,
     ) -> LayerExecution:
         """Run the layer's code under the modes, context variables and random state that were active at the call.
@@ -374,7 +374,7 @@ class LayerExecutor:
         replica = self._worker.replica(layer)
         draws = call.seed is None or self._randomness().may_draw(layer.index)
         chooses = layer.chooses is not None and (layer.chooses or choosing)
-        surroundings = Surroundings(
+        surroundings = CallSurroundings(
             thread_state=call.thread_state,
             context=call.context,
             saving=device.saved_for_backward,
@@ -458,7 +458,12 @@ class LayerExecutor:
                 )
 
     def _differs_without_grad(
-        self, slot: Slot, call: Call, leaves: list[Any], first: LayerExecution, operations: OperationRecorder | None
+        self,
+        slot: Slot,
+        call: Call,
+        leaves: list[Any],
+        first: LayerExecution,
+        operations: LayerOpRecorder | None,
     ) -> bool:
         """Return whether the layer runs other operations or returns different bits without grad.
 
@@ -472,7 +477,7 @@ class LayerExecutor:
         compiled = self._forwards.compiled
         if not call.probe or self._writes(call, first):
             return call.probe or compiled
-        again, others = dataclasses.replace(call, graph=compiled), OperationRecorder()
+        again, others = dataclasses.replace(call, graph=compiled), LayerOpRecorder()
 
         def second() -> list[Tensor]:
             meter = PeakMemoryMeter(self._device, _tensors(leaves))

@@ -28,7 +28,7 @@ _COPIES = {
 grad mode."""
 
 
-class OperationRecorder(LayerMode):  # type: ignore[no-untyped-call]
+class LayerOpRecorder(LayerMode):  # type: ignore[no-untyped-call]
     """Records which operations run, views and copies left out.
 
     Attributes:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import STRUCTURE, frozen, same
 from lightning_roundpipe.model.below_modes import call_below
-from lightning_roundpipe.runtime.layer_calls.tiled_call import CannotTile, Layout, Span, part_of
+from lightning_roundpipe.runtime.layer_calls.tiled_call import CannotTile, Layout, TokenSpan, part_of
 
 TOKENS = 512
 """The most tokens that are compared."""
@@ -40,7 +40,7 @@ _SEED = 0x711E
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TileVerdict:
     """What the comparison has shown of a module.
 
     Attributes:
@@ -61,7 +61,7 @@ def refuse_random() -> TorchDispatchMode:
 
 def check(
     module: nn.Module, call: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor], layout: Layout, *, grad: bool
-) -> Verdict:
+) -> TileVerdict:
     """Compare a module on some tokens with the same module on parts of them.
 
     Args:
@@ -75,13 +75,13 @@ def check(
     with _disable_current_modes():  # the engine's modes would take this for the layer's own
         try:
             look.forward()
-            return look.backward() if grad else Verdict()
+            return look.backward() if grad else TileVerdict()
         except CannotTile as error:
-            return Verdict(str(error))
+            return TileVerdict(str(error))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            return Verdict(f"fails on some of the tokens ({type(error).__name__}: {str(error)[:200]})")
+            return TileVerdict(f"fails on some of the tokens ({type(error).__name__}: {str(error)[:200]})")
 
 
 class _Look:
@@ -100,8 +100,8 @@ class _Look:
                 for t, shaped in zip(tensors, self._shaped, strict=True)
             ]
         cuts = [0, number // 4, number - number // 3, number]
-        self._parts = [Span(slice(0, 1), slice(a, b), slice(a, b)) for a, b in itertools.pairwise(cuts)]
-        self._all = Span(slice(0, 1), slice(0, number), slice(0, number))
+        self._parts = [TokenSpan(slice(0, 1), slice(a, b), slice(a, b)) for a, b in itertools.pairwise(cuts)]
+        self._all = TokenSpan(slice(0, 1), slice(0, number), slice(0, number))
         self._generator = torch.Generator(device).manual_seed(_SEED)
         self._formats = {t.dtype for t in tensors if t.is_floating_point()}
         if torch.is_autocast_enabled(device.type):
@@ -115,7 +115,7 @@ class _Look:
         """
         with torch.no_grad():
             self._outputs(self._some, self._all)  # the first call of a module may set it up
-            before = _State(self._module, self._some)
+            before = _UnchangedState(self._module, self._some)
             with _NoRandom(_draws):
                 whole = self._outputs(self._some, self._all)
                 again = self._outputs(self._some, self._all)
@@ -129,7 +129,7 @@ class _Look:
             moved = self._outputs(others, self._all)
             self._compare([t[::2] for t in whole], [t[::2] for t in moved], "mixes tokens")
 
-    def backward(self) -> Verdict:
+    def backward(self) -> TileVerdict:
         """Check [4] and [5], and return what the module's graph keeps.
 
         Raises:
@@ -175,11 +175,11 @@ class _Look:
         around = sum(t.nbytes for t in self._some) + sum(s.nbytes for s in slopes)
         if _WORTH * kept[0] < around:
             raise CannotTile("keeps little for its backward")
-        return Verdict("", kept[0] / tokens, self._differentiable)
+        return TileVerdict("", kept[0] / tokens, self._differentiable)
 
     # -- runs
 
-    def _outputs(self, tensors: Sequence[Tensor], span: Span) -> list[Tensor]:
+    def _outputs(self, tensors: Sequence[Tensor], span: TokenSpan) -> list[Tensor]:
         """Return the outputs' tensors, each of shape (tokens, ...)."""
         layout = Layout(1, span.flat.stop - span.flat.start, self._layout.shaped)
         found = []
@@ -214,7 +214,7 @@ class _Look:
             if not bool(((a - b).abs() <= allowed).all()):  # also if there are NaN
                 raise CannotTile(what)
 
-    def _cut(self, tensors: Sequence[Tensor], span: Span) -> list[Tensor]:
+    def _cut(self, tensors: Sequence[Tensor], span: TokenSpan) -> list[Tensor]:
         return [part_of(t, span, shaped=shaped) for t, shaped in zip(tensors, self._shaped, strict=True)]
 
     def _others(self, tensor: Tensor, shaped: bool) -> Tensor:
@@ -227,7 +227,7 @@ class _Look:
         return flat[None] if shaped else flat
 
     def _gradients(
-        self, span: Span, parameters: list[nn.Parameter], slopes: list[Tensor], kept: list[int] | None = None
+        self, span: TokenSpan, parameters: list[nn.Parameter], slopes: list[Tensor], kept: list[int] | None = None
     ) -> list[Tensor | None]:
         """Return the gradients of inputs, of shape (tokens, ...), and of parameters.
 
@@ -294,7 +294,7 @@ class _Kept(torch.autograd.graph.saved_tensors_hooks):
             return None
 
 
-class _State:
+class _UnchangedState:
     """What a call of a module must not change: attributes, buffers, parameters and arguments."""
 
     def __init__(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:

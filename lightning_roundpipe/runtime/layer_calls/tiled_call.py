@@ -41,7 +41,7 @@ _WIDE = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class Span:
+class TokenSpan:
     """The tokens of a tile: a part of one row, or several whole rows. They are contiguous in both cases."""
 
     rows: slice
@@ -76,7 +76,7 @@ class Layout:
     def tokens(self) -> int:
         return self.rows * self.columns
 
-    def is_shaped(self, tensor: Tensor, span: Span | None = None) -> bool:
+    def is_shaped(self, tensor: Tensor, span: TokenSpan | None = None) -> bool:
         """Return whether ``tensor``, of all tokens or those of ``span``, has rows of tokens."""
         if not self.shaped or tensor.dim() < 2:
             return False
@@ -85,14 +85,14 @@ class Layout:
             rows, columns = span.rows.stop - span.rows.start, span.columns.stop - span.columns.start
         return tensor.shape[0] == rows and tensor.shape[1] == columns
 
-    def fits(self, tensor: Tensor, span: Span | None = None) -> bool:
+    def fits(self, tensor: Tensor, span: TokenSpan | None = None) -> bool:
         """Return whether ``tensor`` has an entry for each token, or for each one of ``span``."""
         if tensor.layout is not torch.strided or tensor.is_nested or not tensor.dim():
             return False
         tokens = self.tokens if span is None else span.flat.stop - span.flat.start
         return self.is_shaped(tensor, span) or tensor.shape[0] == tokens
 
-    def spans(self, tile: int) -> list[Span]:
+    def spans(self, tile: int) -> list[TokenSpan]:
         """Return tiles of at most ``tile`` tokens and about equal sizes, in the order of the tokens."""
         if self.columns >= tile:
             number = -(-self.columns // tile)
@@ -107,12 +107,12 @@ class Layout:
             self._span(row, min(row + size, self.rows), 0, self.columns) for row in range(0, self.rows, max(1, size))
         ]
 
-    def _span(self, first: int, last: int, start: int, stop: int) -> Span:
+    def _span(self, first: int, last: int, start: int, stop: int) -> TokenSpan:
         flat = slice(first * self.columns + start, (last - 1) * self.columns + stop)
-        return Span(slice(first, last), slice(start, stop), flat)
+        return TokenSpan(slice(first, last), slice(start, stop), flat)
 
 
-def part_of(tensor: Tensor, span: Span, *, shaped: bool) -> Tensor:
+def part_of(tensor: Tensor, span: TokenSpan, *, shaped: bool) -> Tensor:
     """Return the view of the tokens of ``span``."""
     return tensor[span.rows, span.columns] if shaped else tensor[span.flat]
 
@@ -147,7 +147,7 @@ class CannotTile(Exception):
 
 
 @dataclass(eq=False)
-class Surroundings:
+class CallSurroundings:
     """What surrounds the layer call that a tiled module is in.
 
     Attributes:
@@ -209,7 +209,7 @@ class TiledCall:
     layout: Layout
     tile: int
     parameters: list[nn.Parameter]
-    around: Surroundings
+    around: CallSurroundings
     outputs: Outputs | None = None
     differentiable: Sequence[bool] = ()
     chosen: list[Choices] = field(default_factory=list)
@@ -285,7 +285,7 @@ class TiledCall:
         total = [self.sums.pop(i, None) for i in range(len(self.parameters))]
         return [*found, *(None if t is None else t.to(p.dtype) for t, p in zip(total, self.parameters, strict=True))]
 
-    def pieces(self, tensors: Sequence[Tensor], span: Span) -> list[Tensor]:
+    def pieces(self, tensors: Sequence[Tensor], span: TokenSpan) -> list[Tensor]:
         return [part_of(t, span, shaped=s) for t, s in zip(tensors, self.shaped, strict=True)]
 
     def call(self, pieces: Sequence[Tensor]) -> Any:
@@ -298,7 +298,7 @@ class TiledCall:
 
     # -- outputs
 
-    def _put(self, found: Any, span: Span, buffers: list[Tensor]) -> None:
+    def _put(self, found: Any, span: TokenSpan, buffers: list[Tensor]) -> None:
         """Write a tile's outputs to their places; the first tile's make the buffers."""
         values, spec = tree_flatten(found)
         tensors = [v for v in values if isinstance(v, Tensor)]
@@ -309,7 +309,7 @@ class TiledCall:
         for buffer, tensor in zip(buffers, tensors, strict=True):
             part_of(buffer, span, shaped=self.layout.is_shaped(buffer)).copy_(tensor)
 
-    def _leaf(self, value: Tensor, span: Span) -> Leaf:
+    def _leaf(self, value: Tensor, span: TokenSpan) -> Leaf:
         if not self.layout.fits(value, span):
             raise CannotTile(f"returns a tensor of shape {tuple(value.shape)}")
         shaped = self.layout.is_shaped(value, span)
@@ -365,7 +365,7 @@ class TiledCall:
             self.around.track([self.sums[index]])
 
     def _collect(
-        self, found: list[Tensor | None], tensors: Sequence[Tensor], leaves: list[Tensor], span: Span, number: int
+        self, found: list[Tensor | None], tensors: Sequence[Tensor], leaves: list[Tensor], span: TokenSpan, number: int
     ) -> None:
         """Write the gradients of a tile's inputs to their places."""
         for i, (leaf, tensor) in enumerate(zip(leaves, tensors, strict=True)):

@@ -29,14 +29,14 @@ from torch.utils._pytree import tree_flatten
 from lightning_roundpipe.config import AUTO_TILE
 from lightning_roundpipe.model.attributes import StateDiff
 from lightning_roundpipe.model.replica import Replica
-from lightning_roundpipe.runtime.layer_calls.tile_check import Verdict, check
+from lightning_roundpipe.runtime.layer_calls.tile_check import TileVerdict, check
 from lightning_roundpipe.runtime.layer_calls.tiled_call import (
     PLAIN,
     Adding,
+    CallSurroundings,
     CannotTile,
     Layout,
     Outputs,
-    Surroundings,
     TiledCall,
 )
 from lightning_roundpipe.runtime.layer_calls.value_watch import ValueWatch
@@ -62,7 +62,7 @@ class Known:
     """
 
     state: StateDiff | None
-    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    verdicts: dict[int, TileVerdict] = field(default_factory=dict)
     outputs: dict[int, Outputs] = field(default_factory=dict)
     needed: set[int] = field(default_factory=set)
     watched: set[int] = field(default_factory=set)
@@ -124,7 +124,7 @@ class TokenTiles:
         layer: HostLayer,
         replica: Replica,
         state: StateDiff | None,
-        surroundings: Surroundings,
+        surroundings: CallSurroundings,
         watch: ValueWatch | None = None,
     ) -> Iterator[None]:
         """Let modules of ``replica`` run in tiles while its layer is called.
@@ -185,7 +185,7 @@ class TokenTiles:
 @dataclass(eq=False)
 class _Run:
     known: Known
-    surroundings: Surroundings
+    surroundings: CallSurroundings
     watch: ValueWatch | None
     attributes: list[dict[str, Any]]
     """Of each module of the layer, before the call."""
@@ -226,7 +226,7 @@ class _TiledReplica:
             try:
                 return self._in_tiles(run, number, call)
             except CannotTile as error:  # by what it returns for these arguments
-                run.known.verdicts[number] = Verdict(str(error))
+                run.known.verdicts[number] = TileVerdict(str(error))
                 return function(*args, **kwargs)
             finally:
                 run.inside = False
@@ -257,7 +257,7 @@ class _TiledReplica:
         tensors = [leaves[i] for i in places]
         layout = Layout.of(tensors)
         if layout is None or not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves):
-            run.known.verdicts.setdefault(number, Verdict("takes something else than a row for each token"))
+            run.known.verdicts.setdefault(number, TileVerdict("takes something else than a row for each token"))
             return None
         if layout.tokens <= self._tiles.tile or _is_hooked(module) or not self._is_as_before(run, module):
             return None
@@ -289,11 +289,13 @@ class _TiledReplica:
                 return False
         return True
 
-    def _verdict(self, run: _Run, number: int, module: nn.Module, call: TiledCall, tensors: list[Tensor]) -> Verdict:
+    def _verdict(
+        self, run: _Run, number: int, module: nn.Module, call: TiledCall, tensors: list[Tensor]
+    ) -> TileVerdict:
         """Compare the module with its parts. Modules in it are not wrapped meanwhile."""
         grad = run.surroundings.thread_state.grad and not run.surroundings.thread_state.inference
         if not grad and not self._tiles.seen(self._layer, number):
-            return Verdict("has not been compared in training yet")
+            return TileVerdict("has not been compared in training yet")
         run.inside = self._tiles.compared = True
         try:
             return check(module, call.call, tensors, call.layout, grad=grad)

@@ -37,7 +37,7 @@ BETWEEN = "between layers"
 
 
 @dataclass
-class _Watched:
+class _WatchedObject:
     """One object under observation.
 
     Attributes:
@@ -94,7 +94,7 @@ class OutsideWrites:
         later: list[tuple[str, Any]] = []
         around = [*walk(modules, seen=seen, later=later), *walk_around(others, seen, later)]
         self._watched = [
-            _Watched(path, value, kind, id(value) in apart, _mark(value, kind))
+            _WatchedObject(path, value, kind, id(value) in apart, _mark(value, kind))
             for path, value, kind in (*around, *walk([*later, *code], seen=seen))
             if kind != "leaf" and id(value) not in ignored and not isinstance(value, torch.jit.ScriptModule)
         ]
@@ -141,7 +141,7 @@ class OutsideWrites:
         finally:
             self._replay = None
 
-    def _see(self, place: str, those: Iterable[_Watched]) -> None:
+    def _see(self, place: str, those: Iterable[_WatchedObject]) -> None:
         if not (self._narrow and self._watched):
             return
         if self._record is not None:

@@ -15,7 +15,7 @@ from lightning_roundpipe.planning import Plan
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.estimate import estimate_costs
 from lightning_roundpipe.planning.host_time import HostTime
-from lightning_roundpipe.planning.interpreter import Interpreter
+from lightning_roundpipe.planning.interpreter_time import Interpreter
 from lightning_roundpipe.planning.meter import Meter
 from lightning_roundpipe.planning.pipeline import Rules, run_steps
 
