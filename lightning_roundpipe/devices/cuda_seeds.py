@@ -7,35 +7,22 @@ layer may be drawing on another GPU: its dropout mask would change, and its reco
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-_lock = threading.Lock()
-_users = 0
-_before: tuple[Any, Any] = (None, None)
+from lightning_roundpipe.devices.process_context import shared_context
 
 
-@contextmanager
+@shared_context
 def seeding_one_gpu() -> Iterator[None]:
     """Let both functions leave other GPUs alone inside the context. Any thread may enter, and several may be inside."""
-    global _users, _before
-    with _lock:
-        _users += 1
-        if _users == 1:
-            _before = torch.cuda.manual_seed_all, torch.random.fork_rng
-            torch.cuda.manual_seed_all = _seed_own  # which torch.manual_seed calls
-            torch.random.fork_rng = _forking_own(torch.random.fork_rng)
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if not _users:
-                torch.cuda.manual_seed_all, torch.random.fork_rng = _before
+    before = torch.cuda.manual_seed_all, torch.random.fork_rng
+    torch.cuda.manual_seed_all = _seed_own  # which torch.manual_seed calls
+    torch.random.fork_rng = _forking_own(torch.random.fork_rng)
+    yield
+    torch.cuda.manual_seed_all, torch.random.fork_rng = before
 
 
 def _seed_own(seed: int) -> None:

@@ -13,70 +13,44 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+
+from lightning_roundpipe.devices.process_context import shared_context
 
 SWITCH_INTERVAL_S = 1e-4
 """The switch interval in seconds while a step runs on GPUs."""
 
 _HALF_A_MICROSECOND = 5e-7
 """``sys.setswitchinterval`` truncates to microseconds, so a value that it returned may lose its last one."""
-_lock = threading.Lock()
-_users = 0
-_before = _ours = 0.0
-"""The interval that the first user found, and the one it set."""
 
 
-@contextmanager
+@shared_context
 def quick_switches() -> Iterator[None]:
     """Switch threads at least every `SWITCH_INTERVAL_S` inside the context. Any thread may enter.
 
     Several threads may be inside at once. The last one to leave restores the interval that the first one found, unless
     it was set to another value meanwhile.
     """
-    global _users, _before, _ours
-    with _lock:
-        _users += 1
-        if _users == 1:
-            _before = sys.getswitchinterval()
-            if _before > SWITCH_INTERVAL_S:
-                sys.setswitchinterval(SWITCH_INTERVAL_S)
-            _ours = sys.getswitchinterval()
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if not _users and _before != _ours == sys.getswitchinterval():
-                sys.setswitchinterval(_before + _HALF_A_MICROSECOND)
+    before = sys.getswitchinterval()
+    if before > SWITCH_INTERVAL_S:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+    ours = sys.getswitchinterval()
+    yield
+    if before != ours == sys.getswitchinterval():
+        sys.setswitchinterval(before + _HALF_A_MICROSECOND)
 
 
-_collector_lock = threading.Lock()
-_runs = 0
-_frozen = False
-"""Whether the objects that the collector leaves out were set aside here, and not by the user."""
-
-
-@contextmanager
+@shared_context
 def unwalked_objects() -> Iterator[None]:
     """Leave the objects that exist now out of garbage collection inside the context. Any thread may enter.
 
     Those of them that become unreachable in cycles are freed by the first collection afterwards. Nothing changes if
     the user has called ``gc.freeze`` or ``gc.disable``.
     """
-    global _runs, _frozen
-    with _collector_lock:
-        _runs += 1
-        if _runs == 1 and gc.isenabled() and not gc.get_freeze_count():
-            gc.collect()
-            gc.freeze()
-            _frozen = True
-    try:
-        yield
-    finally:
-        with _collector_lock:
-            _runs -= 1
-            if not _runs and _frozen:
-                gc.unfreeze()
-                _frozen = False
+    freezes = gc.isenabled() and not gc.get_freeze_count()
+    if freezes:
+        gc.collect()
+        gc.freeze()
+    yield
+    if freezes:
+        gc.unfreeze()

@@ -18,7 +18,6 @@ is refused (`UserCodeSections.used_unseen`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
+from lightning_roundpipe.devices.process_context import shared_context
 from lightning_roundpipe.runtime.user_code.graph_cuts import driven_backward, witness
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
 from lightning_roundpipe.runtime.user_code.interception import current
@@ -169,24 +169,13 @@ def user_of(master: nn.Parameter) -> str:
     return "code that runs in backward"
 
 
-_users = 0
-_own: Any = vars(torch.autograd.Function)["apply"]
-
-
-@contextlib.contextmanager
+@shared_context
 def functions_given_stand_ins() -> Iterator[None]:
-    """Patch ``Function.apply``, until the last context of several has exited. Main thread only."""
-    global _users, _own
-    _users += 1
-    try:
-        if _users == 1:
-            _own = vars(torch.autograd.Function)["apply"]
-            torch.autograd.Function.apply = classmethod(_wrapped(_own.__func__))  # type: ignore[method-assign, assignment]
-        yield
-    finally:
-        _users -= 1
-        if not _users:
-            torch.autograd.Function.apply = _own  # type: ignore[method-assign]
+    """Patch ``Function.apply``, until the last context of several has exited."""
+    own = vars(torch.autograd.Function)["apply"]
+    torch.autograd.Function.apply = classmethod(_wrapped(own.__func__))  # type: ignore[method-assign, assignment]
+    yield
+    torch.autograd.Function.apply = own  # type: ignore[method-assign]
 
 
 def _wrapped(own: Any) -> Any:

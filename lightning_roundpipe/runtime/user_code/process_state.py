@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 
 from lightning_roundpipe.devices import Device, generators
 from lightning_roundpipe.devices.generators import GeneratorLock
+from lightning_roundpipe.devices.process_context import shared_context
 from lightning_roundpipe.runtime.user_code.interception import current
 
 PATIENCE_S = 60.0
@@ -35,30 +36,22 @@ _LEVELS = (
     (eager_transforms, "enter_jvp_nesting", "exit_jvp_nesting"),
 )
 _local = threading.local()
-_users = 0
 _own: dict[tuple[Any, str], Any] = {}
 """torch's functions while they are replaced."""
 _forked: set[str] = set()
 """Names of the layers that fork."""
 
 
-@contextlib.contextmanager
+@shared_context
 def one_at_a_time(devices: Iterable[Device]) -> Iterator[None]:
-    """Replace torch's functions, until the last context of several has exited. Main thread only.
+    """Replace torch's functions, until the last context of several has exited.
 
     Args:
         devices: devices on which layers run.
     """
-    global _users
-    _users += 1
-    try:
-        if _users == 1:
-            _install({device.torch_device: device.generator_lock for device in devices})
-        yield
-    finally:
-        _users -= 1
-        if not _users:
-            _remove()
+    _install({device.torch_device: device.generator_lock for device in devices})
+    yield
+    _remove()
 
 
 def under_forward_mode() -> bool:
