@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from harness import assert_identical, assert_same, ours, run
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import DeviceOutOfMemory
 from lightning_roundpipe.runtime.core import learned as of_learned
 from lightning_roundpipe.runtime.profile.first_batch import Planner
 
@@ -224,6 +226,66 @@ def test_what_comes_once_is_waited_for_only_so_long(monkeypatch: pytest.MonkeyPa
     assert_same(run("auto", module, data(7)), result)
     assert result.report is not None
     assert not result.report["profiled"]
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+TIGHT = 300_000
+"""Bytes of a device that are enough for four microbatches of 64 samples without the wide head, and not with it."""
+
+
+class WithAWideHead(nn.Module):
+    """A head that is larger than all other layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(16, 3)
+        self.wide = nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 3))
+
+
+def with_a_wide_head(module: Any, batch: Batch, index: int) -> Tensor:
+    x = batch["x"]
+    for block in module.model.blocks:
+        x = block(x)
+    loss = cross_entropy(module.model.head(x), batch)
+    return loss + cross_entropy(module.model.wide(x), batch) if index >= 3 else loss
+
+
+def wide(samples: int) -> tuple[Module, list[Batch]]:
+    module, generator = Module(with_a_wide_head), torch.Generator().manual_seed(1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        module.model = WithAWideHead()
+    return module, [
+        {"x": torch.randn(samples, 16, generator=generator), "y": torch.randint(3, (samples,), generator=generator)}
+        for _ in range(6)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "microbatches", "memory"),
+    [
+        (32, 4, TIGHT),  # the head fits, but is larger than what the plan reserves for weights
+        (256, 8, TIGHT),  # what the message says of smaller microbatches
+        pytest.param(256, 4, 2 * TIGHT, marks=pytest.mark.slow),  # and of more memory
+    ],
+)
+def test_a_layer_that_is_larger_than_those_of_the_plan(samples: int, microbatches: int, memory: int) -> None:
+    module, batches = wide(samples)
+    result = run(ours(num_microbatches=microbatches, emulation={"memory": memory}), module, batches, devices=2)
+    assert_same(run("auto", module, batches), result)
+
+
+@pytest.mark.parametrize("memory", [TIGHT, TIGHT // 2])
+def test_out_of_memory_names_the_call(memory: int) -> None:
+    module, batches = wide(256)
+    with pytest.raises(DeviceOutOfMemory) as caught, harness.quiet():
+        run(ours(num_microbatches=4, emulation={"memory": memory}), module, batches, devices=2)
+    place, call = caught.value.__notes__
+    assert "in layer 'model.wide" in place
+    assert re.search(r"has called layer 'model.wide(.0)?' after layer 'model.head', which the batches before", call)
+    assert "needs more memory for it than the plan leaves. Set a smaller microbatch_size" in call
 
 
 # ------------------------------------------------------------------------------------------- what cannot leave the plan
