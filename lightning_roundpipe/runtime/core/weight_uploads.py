@@ -53,10 +53,7 @@ class WeightUploads:
         Raises:
             DeviceOutOfMemory: it does not fit.
         """
-        arena, stream = self.arenas[self._turn], self.device.weights_up
-        if arena.last_use is not None:
-            stream.wait(arena.last_use)
-        arena.last_use = stream.record()  # behind the upload for a slot that was cancelled, which may still run
+        arena = self.arenas[self._turn]
         arena.release()
         arena.make(nbytes)
 
