@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import harness
 import lightning.pytorch as pl
+import peft
 import pytest
 import stress
 import torch
 import torch.nn.functional as F
+import transformers
 from harness import assert_identical, assert_same, ours, run
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import DeviceOutOfMemory
 from lightning_roundpipe.runtime.core import learned as of_learned
 from lightning_roundpipe.runtime.profile.first_batch import Planner
 
@@ -226,6 +230,66 @@ def test_what_comes_once_is_waited_for_only_so_long(monkeypatch: pytest.MonkeyPa
     assert not result.report["profiled"]
 
 
+# --------------------------------------------------------------------------------------------------------------- memory
+
+TIGHT = 300_000
+"""Bytes of a device that are enough for four microbatches of 64 samples without the wide head, and not with it."""
+
+
+class WithAWideHead(nn.Module):
+    """A head that is larger than all other layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(16, 3)
+        self.wide = nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 3))
+
+
+def with_a_wide_head(module: Any, batch: Batch, index: int) -> Tensor:
+    x = batch["x"]
+    for block in module.model.blocks:
+        x = block(x)
+    loss = cross_entropy(module.model.head(x), batch)
+    return loss + cross_entropy(module.model.wide(x), batch) if index >= 3 else loss
+
+
+def wide(samples: int) -> tuple[Module, list[Batch]]:
+    module, generator = Module(with_a_wide_head), torch.Generator().manual_seed(1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        module.model = WithAWideHead()
+    return module, [
+        {"x": torch.randn(samples, 16, generator=generator), "y": torch.randint(3, (samples,), generator=generator)}
+        for _ in range(6)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "microbatches", "memory"),
+    [
+        (32, 4, TIGHT),  # the head fits, but is larger than what the plan reserves for weights
+        (256, 8, TIGHT),  # what the message says of smaller microbatches
+        pytest.param(256, 4, 2 * TIGHT, marks=pytest.mark.slow),  # and of more memory
+    ],
+)
+def test_a_layer_that_is_larger_than_those_of_the_plan(samples: int, microbatches: int, memory: int) -> None:
+    module, batches = wide(samples)
+    result = run(ours(num_microbatches=microbatches, emulation={"memory": memory}), module, batches, devices=2)
+    assert_same(run("auto", module, batches), result)
+
+
+@pytest.mark.parametrize("memory", [TIGHT, TIGHT // 2])
+def test_out_of_memory_names_the_call(memory: int) -> None:
+    module, batches = wide(256)
+    with pytest.raises(DeviceOutOfMemory) as caught, harness.quiet():
+        run(ours(num_microbatches=4, emulation={"memory": memory}), module, batches, devices=2)
+    place, call = caught.value.__notes__
+    assert "in layer 'model.wide" in place
+    assert re.search(r"has called layer 'model.wide(.0)?' after layer 'model.head', which the batches before", call)
+    assert "needs more memory for it than the plan leaves. Set a smaller microbatch_size" in call
+
+
 # ------------------------------------------------------------------------------------------- what cannot leave the plan
 
 
@@ -278,3 +342,114 @@ def test_a_batch_norm_whose_graph_was_kept_is_recomputed() -> None:
     options = {"num_microbatches": 4, "layers": ["Sequential", "Linear"], "microbatch_scope": "step"}
     result = run(ours(**options, plan=plan, emulation=HARD), module, data(5), devices=2)
     assert_identical(run(ours(**options), module, data(5), devices=1), result)
+
+
+# ----------------------------------------------------------------------------------- what layers keep from some step on
+
+
+class Keeps(nn.Module):
+    """A layer that keeps something once it is told to."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear, self.what = nn.Linear(8, 8), what
+        self.keeps, self.calls = False, 0
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.linear(x).tanh()
+        if self.keeps and self.what == "a number":
+            self.size = float(h.detach().square().mean())
+        elif self.keeps and self.what == "a count":
+            self.calls += 1
+            h = h * (1 + self.calls % 2)
+        elif self.keeps:
+            self.seen.copy_(h.detach().mean(0))
+        return h
+
+
+class KeepsLate(Module):
+    def __init__(self, what: str) -> None:
+        super().__init__(that_reads_sizes)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(6)
+            self.model.blocks = nn.ModuleList(Keeps(what) for _ in range(4))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for block in self.model.blocks:
+            block.keeps = batch_idx >= 3
+
+
+def that_reads_sizes(module: Any, batch: Batch, index: int) -> Tensor:
+    logits = module.model(batch["x"])
+    if index >= 3:
+        module.log("size", sum(getattr(block, "size", 0.0) for block in module.model.blocks))
+    return cross_entropy(logits, batch)
+
+
+@pytest.mark.parametrize("what", ["a number", "a count"])
+def test_microbatches_find_what_their_own_calls_begin_to_keep(what: str) -> None:
+    module = KeepsLate(what)
+    strategy = ours(num_microbatches=4, layers=["Keeps", "Linear"], emulation=HARD)
+    result = run(strategy, module, data(6), devices=2)
+    assert_same(run("auto", module, data(6)), result)
+
+
+def test_a_buffer_that_begins_to_change_is_warned_of() -> None:
+    strategy = ours(num_microbatches=4, layers=["Keeps", "Linear"])
+    with pytest.warns(UserWarning, match="buffer 'seen' of Keeps in layer 'model.blocks.0' changes in every forward"):
+        run(strategy, KeepsLate("a buffer"), data(6), devices=2)
+
+
+def small_llama() -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes))
+
+
+def with_hidden_states(module: Any, batch: Batch, index: int) -> Tensor:
+    late = index >= module.first
+    out = module.model(input_ids=batch["x"], labels=batch["x"], output_hidden_states=late)
+    if late:
+        module.log("norm", out.hidden_states[2].detach().square().mean())
+    loss: Tensor = out.loss
+    return loss
+
+
+def with_a_reference(module: Any, batch: Batch, index: int) -> Tensor:
+    def score(ids: Tensor) -> Tensor:
+        found: Tensor = module.model(input_ids=ids).logits.log_softmax(-1).gather(-1, ids[..., None]).sum((1, 2))
+        return found
+
+    margin = score(batch["x"]) - score(batch["x"].flip(1))
+    if index >= module.first:
+        with torch.no_grad(), module.model.disable_adapter():
+            margin = margin - score(batch["x"]) + score(batch["x"].flip(1))
+    return -F.logsigmoid(0.1 * margin).mean()
+
+
+@pytest.mark.parametrize(
+    ("step", "named"),
+    [
+        (with_hidden_states, "as Hugging Face models do when output_hidden_states"),
+        (with_a_reference, "as PEFT does in disable_adapter"),
+    ],
+)
+def test_what_libraries_switch_late_is_refused_by_name(step: Any, named: str) -> None:
+    module, generator = Module(step), torch.Generator().manual_seed(1)
+    module.model = small_llama()
+    if step is with_a_reference:
+        module.model = peft.get_peft_model(module.model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    batches = [{"x": torch.randint(32, (8, 6), generator=generator)} for _ in range(6)]
+    module.first = 3  # type: ignore[assignment]
+    with pytest.raises(RoundPipeError, match=f"{named}.* from the first batch on, or set num_microbatches=1"):
+        run(ours(num_microbatches=4), module, batches, devices=2)
+
+
+def test_hidden_states_from_the_first_batch_on() -> None:
+    """What the refusal above recommends."""
+    module, generator = Module(with_hidden_states), torch.Generator().manual_seed(1)
+    module.model, module.first = small_llama(), 0  # type: ignore[assignment]
+    batches = [{"x": torch.randint(32, (8, 6), generator=generator)} for _ in range(6)]
+    assert_same(run("auto", module, batches), run(ours(num_microbatches=4), module, batches, devices=2))

@@ -219,7 +219,7 @@ ELSEWHERE = {
     ("runtime.core.off_plan:OffPlan.wait", "cancel_scope.wait(waiter)"),
     (
         "runtime.core.microbatch:MicrobatchTask._leave_plan",
-        'off_plan.wait(self.index, self._called, f"layer {layer.name!r}{grad} after {before}", self._cancel_scope)',
+        "off_plan.wait(self.index, self._called, self._left_plan_at, self._cancel_scope)",
     ),
     (
         "runtime.core.step:Step._wait_for_outputs",

@@ -40,7 +40,7 @@ from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
 from lightning_roundpipe.runtime.core.trace import Kind, Trace, TracedCall
 from lightning_roundpipe.runtime.core.turns import Slot, Slots
-from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
+from lightning_roundpipe.runtime.faults.notes import FaultPlace, add_off_plan_note, noted
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten_call, is_cache, refuse_caches
 from lightning_roundpipe.runtime.layer_calls.recompute_check import is_checked
 from lightning_roundpipe.runtime.layer_calls.shared_memory import SharedOutputs
@@ -109,7 +109,7 @@ class MicrobatchTask:
         recent: Trace | None = None,
     ) -> None:  # fmt: skip
         self.index = index
-        self.learning, self._is_off_plan = trace is None, False
+        self.learning, self._left_plan_at = trace is None, ""
         self.segments = UserCodeSections(engine, step.spec, index, learning=self.learning)
         self.kept = self.segments.kept
         self._step, self.engine, self._cancel_scope = step, engine, step.spec.cancel_scope
@@ -176,6 +176,8 @@ class MicrobatchTask:
                     self._prefetcher.end()
             self._slots.finish(self.index)
         except BaseException as error:
+            if self._left_plan_at:
+                add_off_plan_note(error, self._left_plan_at)
             self._cancel_scope.fail(error)  # the main thread raises it
         finally:
             self._announce()
@@ -208,7 +210,7 @@ class MicrobatchTask:
                 self.activations.restore_all()  # what user code has kept for later, where nothing restores it
             if self.kept is not None:
                 changed = self.kept.module_state.finished()
-                if not self.learning or self._is_off_plan:
+                if not self.learning or self._left_plan_at:
                     self.engine.learned.new_code.note_attributes(changed, self.index)
             if self._step.in_parts:
                 self.engine.learned.new_code.note_names((name for name, *_ in self.logs.calls), self.index)
@@ -271,6 +273,9 @@ class MicrobatchTask:
             if recorded is not None:
                 recorded.is_plain = call.profile is not None and forward.profile is not None
             owner = self.activations.number if self.learning or self._prefetcher.offloads else 0
+            if self.kept is not None and forward.side_outputs and not self.learning:
+                attributes = [(number, name) for kind, number, name in forward.side_outputs if kind == "attribute"]
+                self.kept.module_state.writes(layer, attributes, self._segment_key)
             output, taped = hand_back(call, recorded, traced, forward, args, kwargs, self._watched, owner)
             if call.measure:
                 self._gauge = PeakMemoryMeter(self._device, ())
@@ -356,7 +361,7 @@ class MicrobatchTask:
         requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         thread_state = self.engine.thread_state()
         trainable = layer.trainable()
-        if self.kept is not None and (not self.learning or self._is_off_plan):
+        if self.kept is not None and (not self.learning or self._left_plan_at):
             self.kept.module_state.refuse_new(layer, state, trainable)
         can_tape = thread_state.grad and (any(requires_grad) or any(trainable) or bool(layer.reaches_out))
         index, traced = self._next(layer, can_tape=can_tape)
@@ -431,8 +436,9 @@ class MicrobatchTask:
         self._slots.finish(self.index)
         before = f"layer {engine.model.layers[self._called[-1][0]].name!r}" if self._called else "no other layer"
         grad = "" if can_tape else " without gradients"
-        off_plan.wait(self.index, self._called, f"layer {layer.name!r}{grad} after {before}", self._cancel_scope)
-        self.learning = self._is_off_plan = self._off_trace = engine.learned.randomness.learning = True
+        self._left_plan_at = f"layer {layer.name!r}{grad} after {before}"
+        off_plan.wait(self.index, self._called, self._left_plan_at, self._cancel_scope)
+        self.learning = self._off_trace = engine.learned.randomness.learning = True
         self.trace, self._slots = self.trace.extended(), off_plan.slots
         self._predictor = NextCallPredictor(self._slots, self._step.sums_of, None)
         self._prefetcher = ActivationPrefetcher(

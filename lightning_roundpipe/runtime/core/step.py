@@ -200,8 +200,8 @@ class Step:
         if self.engine.exchange is not None:
             return
         slots = SlotsOnArrival(
-            self._make_slot_off_plan, self._prepare, self._cancel, self._open, self._close_off_plan, ahead=False
-        )
+            self._make_slot_off_plan, lambda _: None, self._cancel, self._open, self._close_off_plan, ahead=False
+        )  # `Worker.open` prepares a slot, on behalf of the microbatch that makes the call
         before = self.before is not None and self.before.plan is not None
         self.off_plan = OffPlan(microbatches, slots, 1 + before)
         if self.before is not None and before:
@@ -491,11 +491,6 @@ class Step:
         self, phase: Phase, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None
     ) -> Slot:  # fmt: skip
         slot = self._make_slot(phase, microbatch, call, layer, sums, OFF_PLAN)
-        if not self.engine.worker_pool.workers[slot.worker].weights[0].has(layer.nbytes):
-            raise RoundPipeError(
-                f"layer {layer.name!r}, which no batch before has called, is larger than all layers of the plan, which "
-                "has reserved no memory for it. Call it in the first batch, or set num_microbatches=1."
-            )
         self.readiness.expect([slot], uploads=bool(self.engine.options.staleness))
         return slot
 

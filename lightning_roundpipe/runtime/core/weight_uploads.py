@@ -43,6 +43,20 @@ class WeightUploads:
         """Use ``number`` arenas from now on."""
         self.used, self._turn = number, 0
 
+    def outgrown_by(self, nbytes: int) -> bool:
+        """Return whether the free arena is too small for ``nbytes``, as for a layer that the plan does not have."""
+        return not self.arenas[self._turn].has(nbytes)
+
+    def grow(self, nbytes: int) -> None:
+        """Replace the free arena by one of ``nbytes``. No replica may refer to it.
+
+        Raises:
+            DeviceOutOfMemory: it does not fit.
+        """
+        arena = self.arenas[self._turn]
+        arena.release()
+        arena.make(nbytes)
+
     def prepare(self, slot: Slot, *, is_open: bool = False) -> None:
         """Enqueue the uploads of a slot's weights into the free arena [1].
 

@@ -237,6 +237,9 @@ class Worker:
             Whether all microbatches have left the slot already, so that the caller must close it.
         """
         if slot.arena is None:
+            if self.uploads.outgrown_by(needed := sum(layer.nbytes for layer in slot.layers)):
+                self._unbind()
+                self.uploads.grow(needed)
             self.prepare(slot)
         assert slot.arena is not None
         self._is_open = True
@@ -479,8 +482,7 @@ class Worker:
 
     def forget(self) -> None:
         """Drop the replicas, device gradients and calls in flight of the last step, which refer to the arenas."""
-        for replica, _ in self._replicas.values():
-            replica.unbind()
+        self._unbind()
         self._replicas.clear()
         self._device_gradients.clear()
         self._sent.clear()
@@ -489,6 +491,10 @@ class Worker:
         self._is_open = False
         self._in_flight = InFlight()
         self.departures.clear()
+
+    def _unbind(self) -> None:
+        for replica, _ in self._replicas.values():
+            replica.unbind()
 
     def abandon(self) -> None:
         """Reset the worker after a failure, when the device is at rest and has dropped the work enqueued on arenas."""

@@ -70,6 +70,8 @@ class Hints:
             self._said.add("coupled")  # walk over all modules in the first such step only: it takes time
             for key, text in self._coupled(layers).items():
                 self.warn(key, text)
+        elif microbatches > 1 and "buffers" not in self._said and (text := _changing_buffer(layers)):
+            self.warn("buffers", text)  # a later batch was the first to change it
 
     def of_tiles(self, tile: int, ran: Mapping[str, Sequence[str]], why_not: Mapping[str, Mapping[str, str]]) -> None:
         """Hint: modules run in tiles; or warning: none does, though calls have more tokens than a tile.
@@ -388,11 +390,8 @@ class Hints:
         found = {}
         if any(isinstance(m, _BatchNorm) and m.training for m in self._module.modules()):
             found["batch norm"] = f"batch norm computes its statistics {_OVER_MICROBATCHES}"
-        for layer in layers:
-            for module, name in layer.mutable_buffers.values():
-                if not isinstance(module, _BatchNorm) and "buffers" not in found:
-                    what = f"buffer {name!r} of {type(module).__name__} in layer {layer.name!r}"
-                    found["buffers"] = f"{what} changes in every forward pass, so it is computed {_OVER_MICROBATCHES}"
+        if text := _changing_buffer(layers):
+            found["buffers"] = text
         if self.couples:
             found["router"] = f"the router's loss (output_router_logits=True) is computed {_OVER_MICROBATCHES}"
         if self.coupled_by and not found:
@@ -406,3 +405,13 @@ class Hints:
         for module in self._module.modules():
             if (config := getattr(module, "config", None)) is not None:
                 yield config
+
+
+def _changing_buffer(layers: Sequence[HostLayer]) -> str:
+    """Return a warning of a buffer that layers change, other than the statistics of batch norm; empty if none."""
+    for layer in layers:
+        for module, name in layer.mutable_buffers.values():
+            if not isinstance(module, _BatchNorm):
+                what = f"buffer {name!r} of {type(module).__name__} in layer {layer.name!r}"
+                return f"{what} changes in every forward pass, so it is computed {_OVER_MICROBATCHES}"
+    return ""

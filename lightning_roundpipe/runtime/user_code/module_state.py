@@ -19,7 +19,7 @@ Metrics are left alone: they see one microbatch after another.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -185,12 +185,15 @@ class ModuleStateIsolation:
         for owner, old, new in self._watch.changes():
             for name in old.keys() | new.keys():
                 if not same(old.get(name, _ABSENT), new.get(name, _ABSENT)):
-                    place = self.places.get((id(owner), name))
-                    if place is None:
-                        place = self.places[id(owner), name] = StatePlace(owner, name)
-                        value = old.get(name, _ABSENT)
-                        place.start = place.latest = (_live(owner, name, value), value)
-                    place.segment_keys.add(segment_key)
+                    self._place_of(owner, name, old.get(name, _ABSENT)).segment_keys.add(segment_key)
+
+    def _place_of(self, owner: nn.Module | nn.Parameter, name: str, value: Any) -> StatePlace:
+        """Return the attribute's place; a new one starts from ``value``, a copy of what the attribute held."""
+        place = self.places.get((id(owner), name))
+        if place is None:
+            place = self.places[id(owner), name] = StatePlace(owner, name)
+            place.start = place.latest = (_live(owner, name, value), value)
+        return place
 
     # -- later --------------------------------------------------------------------------------------------------------
 
@@ -230,6 +233,22 @@ class ModuleStateIsolation:
     def _refuse_unless_known(self, module: nn.Module, name: str, where: str) -> None:
         if (id(module), name) not in self.places:
             _refuse(f"attribute {name!r} of {type(module).__name__}", where)
+
+    def writes(self, layer: HostLayer, attributes: Iterable[tuple[int, str]], segment_key: SegmentKey) -> None:
+        """Isolate attributes that ``layer`` itself is about to set, which no batch before has shown.
+
+        No microbatch has set them yet in this step, so each starts from what they hold.
+
+        Args:
+            layer: the layer.
+            attributes: number of the module in the layer, and name.
+            segment_key: the section of user code that finds what the layer has set.
+        """
+        for number, name in attributes:
+            owner = layer.state.modules[number]
+            if (id(owner), name) not in self.places:
+                value = frozen(owner.__dict__.get(name, _ABSENT))
+                self._place_of(owner, name, value).segment_keys.add(segment_key)
 
     def wrote(self, layer: HostLayer) -> None:
         """Accept attributes that ``layer`` itself has set as its current state."""
@@ -385,9 +404,17 @@ def _changed(state: StateDiff | None, index: int) -> dict[str, Any]:
     return {**changed, **dict.fromkeys(removed, _ABSENT)}
 
 
+_HABITS = {
+    "requires_grad": ", as PEFT does in disable_adapter() and set_adapter()",
+    "_forward_hooks": ", as Hugging Face models do when output_hidden_states or output_attentions is first set",
+}
+"""Who changes an attribute, by a word in its description: libraries do so behind a setting that errors have to name."""
+
+
 def _refuse(what: str, where: str) -> None:
+    habit = next((habit for word, habit in _HABITS.items() if word in what), "")
     raise RoundPipeError(
-        f"{what} ({where}) was changed by code between layers, which did not happen in the first batch. Microbatches "
-        "take turns there, so it may be another one's: change it between batches, from the first batch on, or set "
-        "num_microbatches=1."
+        f"{what} ({where}) was changed by code between layers{habit}, which did not happen in the first batch. "
+        "Microbatches take turns there, so it may be another one's: change it between batches, from the first batch "
+        "on, or set num_microbatches=1."
     )
