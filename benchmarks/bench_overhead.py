@@ -41,8 +41,9 @@ from lightning_roundpipe.tasks import CausalLM
 
 KINDS = ("lora", "full")
 MICROBATCHES = (1, 4)
-WARM_UP = 2
-"""Steps that are not counted: the engine finds the trace in its first and begins to use the plan in its second."""
+WARM_UP = 4
+"""Steps that are not counted: the engine finds the trace in its first and begins to use the plan in its second. It
+compares the fourth with its parts, which later happens in the 16th, 64th and so on only."""
 TURN_S = 3.0
 """How long one side runs until the other one does."""
 

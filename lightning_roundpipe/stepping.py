@@ -245,6 +245,8 @@ class Stepping:
             Whether gradients of earlier batches are dropped.
         """
         self.choose()
+        if self._engine.updates is not None:
+            self._engine.updates.optimizer = next(iter(self._trainer.optimizers), None)
         zero_grad = self.starts_accumulation()
         if accumulated and not zero_grad:
             restore(accumulated, self._module, self._engine.updates, self._engine.formats.scales.last)

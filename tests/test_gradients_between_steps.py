@@ -77,11 +77,20 @@ def batches() -> list[zoo.Batch]:
     return made
 
 
-def train(strategy: Any, look: Look, devices: int = 1, *, validates: bool = True, **options: Any) -> Any:
+class Matrices(Module):
+    """Its optimizer holds matrices alone. ``zero_grad`` does not reach the other parameters: their gradients grow."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.ndim > 1], lr=0.1)
+
+
+def train(
+    strategy: Any, look: Look, devices: int = 1, *, validates: bool = True, module: Any = Module, **options: Any
+) -> Any:
     torch.manual_seed(1)
     given = {"val_batches": batches()[:1]} if validates else {}
     given |= {"watch": False} | options
-    result = run(strategy, Module(), batches(), devices=devices, callbacks=[look], **given)
+    result = run(strategy, module(), batches(), devices=devices, callbacks=[look], **given)
     assert look.apart is (strategy != "auto"), "the optimizer steps on its own thread"
     return result
 
@@ -170,15 +179,66 @@ def test_what_hooks_make_of_them_counts(
     assert_tensors_same(plain.kept, other.kept, what="what a hook keeps")
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@on_the_grid
+def test_parameters_that_the_optimizer_does_not_hold(options: dict[str, Any], microbatches: int, devices: int) -> None:
+    plain, other = Look(), Look()
+    expected = train("auto", plain, module=Matrices, **options)
+    found = train(ours(num_microbatches=microbatches), other, devices, module=Matrices, **options)
+    check_seen(plain, other)
+    assert_same(expected, found)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("hook", ["on_validation_start", "on_train_epoch_end"])
+def test_what_hooks_make_of_those_counts(way: Callable[[nn.Parameter, Look], None], hook: str) -> None:
+    for options in OPTIONS["no window"] | {"max_epochs": 2}, OPTIONS["a window around validation"]:
+        plain, other = Look(hook, way), Look(hook, way)
+        expected = train("auto", plain, module=Matrices, **options)
+        found = train(ours(num_microbatches=2), other, 2, module=Matrices, **options)
+        check_seen(plain, other)
+        assert_same(expected, found)
+        assert_tensors_same(plain.kept, other.kept, what="what a hook keeps")
+
+
+class Joining(Matrices):
+    """The other parameters join the optimizer in the second epoch: from then on, ``zero_grad`` reaches them."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            others: list[nn.Parameter] = [p for p in self.parameters() if p.ndim < 2]
+            self.trainer.optimizers[0].add_param_group({"params": others, "lr": 0.05})
+
+
+class Replacing(Matrices):
+    """Another optimizer, which holds all parameters, takes over in the second epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.05)]
+
+
+@pytest.mark.parametrize("module", [Joining, Replacing])
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_parameters_that_join_the_optimizer(module: Any, accumulated: int) -> None:
+    plain, other = Look(), Look()
+    options: dict[str, Any] = {"max_epochs": 3, "validates": False, "accumulate_grad_batches": accumulated}
+    expected = train("auto", plain, module=module, **options)
+    found = train(ours(num_microbatches=2), other, 2, module=module, **options)
+    check_seen(plain, other)
+    assert_same(expected, found)
+
+
 @slow
+@pytest.mark.parametrize("module", [Module, Matrices])
 @pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_start"])
-def test_large_layers_that_are_stepped_in_parts(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_layers_that_are_stepped_in_parts(hook: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grad_buffers, "STREAMED", 64)
     monkeypatch.setattr(grad_buffers, "PART", 256)
     for options in OPTIONS["a window around validation"], {"validates": False}:
         plain, other = Look(hook, keep), Look(hook, keep)
-        expected = train("auto", plain, **options)
-        assert_same(expected, train(ours(num_microbatches=2), other, 2, **options))
+        expected = train("auto", plain, module=module, **options)
+        assert_same(expected, train(ours(num_microbatches=2), other, 2, module=module, **options))
         check_seen(plain, other)
         assert_tensors_same(plain.kept, other.kept, what="what a hook keeps")
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -72,6 +73,7 @@ class _OptimizerStep:
         clip: how to clip gradients; None leaves them.
         partial_optimizer: steps some of the optimizer's parameters.
         scale: the loss scale, which the gradients of all its batches were multiplied by.
+        outside: ids of the masters that the optimizer does not hold, whose gradients its ``zero_grad`` does not drop.
     """
 
     number: int
@@ -80,6 +82,7 @@ class _OptimizerStep:
     clip: Clip | None
     partial_optimizer: PartialOptimizer
     scale: float
+    outside: AbstractSet[int]
 
     def held(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return the ``gradients`` of the optimizer's parameters, in its order: only they are clipped."""
@@ -88,6 +91,8 @@ class _OptimizerStep:
 
 class _Accumulated:
     """The gradients of one bucket that batches have accumulated for the next optimizer step. Steps reuse its memory.
+
+    Those of masters outside of the optimizer are accumulated over all steps, as in plain training.
 
     Attributes:
         shown: whether user code has seen the tensors in ``.grad``, and may keep them.
@@ -108,12 +113,11 @@ class _Accumulated:
                 self._memory[key] = gradient.clone()
         self._present |= gradients.keys()
 
-    def with_last(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return the sum with the last batch's ``gradients``; these themselves if nothing was accumulated."""
-        if not self._present:
-            return gradients
-        self.add(gradients)
-        return self.present()
+    def with_last(self, gradients: dict[int, Tensor], outside: AbstractSet[int]) -> dict[int, Tensor]:
+        """Return the sum with the last batch's ``gradients``; these themselves where nothing was accumulated."""
+        kept = self._present | outside
+        self.add({key: gradient for key, gradient in gradients.items() if key in kept})
+        return gradients | self.present()
 
     def part_with_last(self, key: int, gradient: Tensor | None, start: int, end: int) -> Tensor:
         """Return the sum for the numbers ``start`` to ``end`` of one gradient, accumulated, in the last batch, or both.
@@ -138,11 +142,13 @@ class _Accumulated:
         for gradient in self.present().values() if factor != 1.0 else ():
             gradient.mul_(factor)
 
-    def forget(self) -> None:
-        self._present = set()
+    def forget(self, outside: AbstractSet[int]) -> None:
+        self._present &= outside
         if self.shown:  # do not reuse memory that user code still holds
-            self._memory = {key: memory for key, memory in self._memory.items() if holders(memory) == ALONE}
-            self.shown = False
+            self._memory = {
+                key: memory for key, memory in self._memory.items() if key in self._present or holders(memory) == ALONE
+            }
+            self.shown = bool(self._present)
 
     def drop(self, key: int) -> None:
         """Forget one gradient with its memory: user code has replaced it in ``.grad``, and may keep it."""
@@ -167,6 +173,7 @@ class AsyncOptimizer:
         submitted: the number of optimizer steps submitted, which is the version of the newest weights.
         torn: whether the last update was cut short, by a failing backward, after some buckets had been stepped.
         whole: whether no submitted update has failed or was left out.
+        optimizer: the one that the next step will use, as far as known; user code may replace it.
         applied: the last updates that are applied, by number, each with when it was, on the clock of
             ``time.perf_counter()``.
     """
@@ -185,12 +192,14 @@ class AsyncOptimizer:
         self._first = self.submitted = max(bucket.version for bucket in self.buckets)  # an earlier instance's, or 0
         self.torn = self._applying = False
         self.whole = True
+        self.optimizer: Optimizer | None = None
         self.applied: dict[int, float] = {}
         self._cancel_scopes: list[CancelScope] = []
         self._thread = TaskThread("roundpipe-optimizer", around)
         self._error: BaseException | None = None
         self._batch: StepGradients | None = None
         self._accumulated: dict[ParamBucket, _Accumulated] = {bucket: _Accumulated() for bucket in buckets}
+        self._masters = {id(master): master for bucket in self.buckets for master in bucket.masters}
         self._sizes = {bucket: sum(master.numel() for master in bucket.masters) for bucket in buckets}
         self._nbytes = {bucket: sum(master.nbytes for master in bucket.masters) for bucket in buckets}
         self._partial_optimizer: tuple[Optimizer, PartialOptimizer] | None = None
@@ -221,7 +230,8 @@ class AsyncOptimizer:
         self._accumulate()
         if zero_grad:
             self._window_is_open = False
-            self._post(self._forget)
+            outside = self._outside()
+            self._post(lambda: self._forget(outside))
 
     def accompany(self, cancel_scope: CancelScope) -> None:
         """Fail a running step when an update fails: it would wait for a version that is never published."""
@@ -247,9 +257,11 @@ class AsyncOptimizer:
             batch.release()
             batch = None
         self.submitted += 1
+        self.optimizer = optimizer
         self._window_is_open = False
         scale, partial_optimizer = self._scales.last, self._partial_optimizer_of(optimizer)
-        step = _OptimizerStep(self.submitted, batch, Hyperparameters.of(optimizer), clip, partial_optimizer, scale)
+        values, outside = Hyperparameters.of(optimizer), self._outside()
+        step = _OptimizerStep(self.submitted, batch, values, clip, partial_optimizer, scale, outside)
         self._post(lambda: self._run(step))
 
     def accumulated(self) -> dict[int, Tensor]:
@@ -278,11 +290,11 @@ class AsyncOptimizer:
         Args:
             after_step: whether plain training still has the gradients that a step has used.
         """
-        if not after_step and self._shown is None:
-            self._left, self._left_in = {}, ()
+        if not (after_step or self._window_is_open) and self._shown is None:
+            self._forget(frozenset())  # validation begins with the module's zero_grad, which reaches all parameters
         self._hide()
         self._shown = {}
-        gradients = self._present() if self._window_is_open else self._left
+        gradients = self._present() if self._window_is_open else self._left | self._present()
         if not self._window_is_open:
             for total in self._left_in:
                 total.handed_out = True  # the next batch must not reuse memory that user code has kept
@@ -298,6 +310,7 @@ class AsyncOptimizer:
         shown, self._shown = self._shown, None
         if shown is None:
             return
+        outside = self._outside()
         for bucket in self.buckets:
             for master in bucket.masters:
                 key, now = id(master), master.grad
@@ -306,7 +319,7 @@ class AsyncOptimizer:
                     continue
                 self._accumulated[bucket].drop(key)
                 self._left.pop(key, None)
-                if now is not None and self._window_is_open:
+                if now is not None and (self._window_is_open or key in outside):
                     self._accumulated[bucket].add({key: now.detach()})
                 elif now is not None:
                     self._left[key] = now.detach()
@@ -399,9 +412,20 @@ class AsyncOptimizer:
         if self._partial_optimizer is None or self._partial_optimizer[0] is not optimizer:
             self._partial_optimizer = (
                 optimizer,
-                PartialOptimizer(optimizer, [master for bucket in self.buckets for master in bucket.masters]),
+                PartialOptimizer(optimizer, list(self._masters.values())),
             )
         return self._partial_optimizer[1]
+
+    def _outside(self) -> AbstractSet[int]:
+        """Return the ids of the masters that the optimizer does not hold now, which a parameter group may change.
+
+        Several machines have none, as they sum the gradients of each step anew.
+        """
+        if self._exchange is not None or self.optimizer is None:
+            return frozenset()
+        return self._masters.keys() - {
+            id(master) for group in self.optimizer.param_groups for master in group["params"]
+        }
 
     # -- the optimizer's thread ---------------------------------------------------------------------------------------
 
@@ -420,10 +444,10 @@ class AsyncOptimizer:
 
         self._thread.submit(guarded)
 
-    def _forget(self) -> None:
+    def _forget(self, outside: AbstractSet[int]) -> None:
         self._left, self._left_in = {}, ()
         for accumulated in self._accumulated.values():
-            accumulated.forget()
+            accumulated.forget(outside)
 
     def _as_they_come(
         self, batch: StepGradients | None, came: Callable[[ParamBucket], None]
@@ -504,7 +528,8 @@ class AsyncOptimizer:
 
     def _gather(self, bucket: ParamBucket, step: _OptimizerStep) -> dict[int, Tensor]:
         """Return the bucket's gradients, summed over all batches since the last step [2]."""
-        gathered = self._accumulated[bucket].with_last(step.batch.take(bucket) if step.batch is not None else {})
+        last = step.batch.take(bucket) if step.batch is not None else {}
+        gathered = self._accumulated[bucket].with_last(last, step.outside)
         self._left.update(gathered)
         return gathered
 
@@ -591,13 +616,14 @@ class AsyncOptimizer:
 
         Returns:
             False if nothing was done, as the bucket has to be stepped as a whole: it is small, its batch gave no
-            gradients, user code has added to them, or the optimizer's kernel takes no parts.
+            gradients, user code has added to them, the optimizer does not hold all, or its kernel takes no parts.
         """
         batch, values, accumulated = step.batch, step.hyperparameters, self._accumulated[bucket]
         if (
             batch is None
             or self._nbytes[bucket] < grad_buffers.STREAMED
             or (found := batch.sums_by_master(bucket)) is None
+            or not step.outside.isdisjoint(found)
         ):
             return False
         keys = [key for key in dict.fromkeys((*found, *accumulated.present())) if key in values.group_of]
@@ -624,7 +650,7 @@ class AsyncOptimizer:
 
     def _finish(self, step: _OptimizerStep, bucket: ParamBucket) -> None:
         """Release the gradients of a stepped bucket, and publish it; with staleness 1, `_uploaded` does that later."""
-        self._accumulated[bucket].forget()
+        self._accumulated[bucket].forget(step.outside)
         if step.batch is not None:
             step.batch.release(bucket)
         if not self.staleness:
