@@ -275,7 +275,7 @@ class MicrobatchTask:
             owner = self.activations.number if self.learning or self._prefetcher.offloads else 0
             if self.kept is not None and forward.side_outputs and not self.learning:
                 attributes = [(number, name) for kind, number, name in forward.side_outputs if kind == "attribute"]
-                self.kept.module_state.writes(layer, attributes, self._segment_key)
+                self.kept.module_state.isolate(layer, attributes, self._segment_key)
             output, taped = hand_back(call, recorded, traced, forward, args, kwargs, self._watched, owner)
             if call.measure:
                 self._gauge = PeakMemoryMeter(self._device, ())

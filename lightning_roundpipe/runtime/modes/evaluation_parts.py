@@ -407,7 +407,7 @@ class Parting:
         )
         size, workers = min((room.numel() for room in rooms if room is not None), default=None), len(rooms)
         rates = dataclasses.replace(nominal(self._engine.worker_pool.accelerator or "cpu"), workers=workers)
-        turn_s = rates.hop_s + rates.turn_s if known.home is not None else 0.0  # expected times are ratios
+        turn_s = rates.hop_s + rates.turn_s if known.home is not None else 0.0  # expected times only compare calls
         plan = known.plans[tuple(sizes)] = plan_forward(costs, workers, sizes, rates.link(rates).upload, turn_s, size)
         return plan
 

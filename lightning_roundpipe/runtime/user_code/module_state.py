@@ -234,7 +234,7 @@ class ModuleStateIsolation:
         if (id(module), name) not in self.places:
             _refuse(f"attribute {name!r} of {type(module).__name__}", where)
 
-    def writes(self, layer: HostLayer, attributes: Iterable[tuple[int, str]], segment_key: SegmentKey) -> None:
+    def isolate(self, layer: HostLayer, attributes: Iterable[tuple[int, str]], segment_key: SegmentKey) -> None:
         """Isolate attributes that ``layer`` itself is about to set, which no batch before has shown.
 
         No microbatch has set them yet in this step, so each starts from what they hold.
@@ -404,7 +404,7 @@ def _changed(state: StateDiff | None, index: int) -> dict[str, Any]:
     return {**changed, **dict.fromkeys(removed, _ABSENT)}
 
 
-_HABITS = {
+_CHANGED_BY = {
     "requires_grad": ", as PEFT does in disable_adapter() and set_adapter()",
     "_forward_hooks": ", as Hugging Face models do when output_hidden_states or output_attentions is first set",
 }
@@ -412,9 +412,9 @@ _HABITS = {
 
 
 def _refuse(what: str, where: str) -> None:
-    habit = next((habit for word, habit in _HABITS.items() if word in what), "")
+    by = next((by for word, by in _CHANGED_BY.items() if word in what), "")
     raise RoundPipeError(
-        f"{what} ({where}) was changed by code between layers{habit}, which did not happen in the first batch. "
+        f"{what} ({where}) was changed by code between layers{by}, which did not happen in the first batch. "
         "Microbatches take turns there, so it may be another one's: change it between batches, from the first batch "
         "on, or set num_microbatches=1."
     )
