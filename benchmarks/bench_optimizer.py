@@ -68,7 +68,8 @@ class Engine:
         self.layers = host_layers(modules(**shape), self._device, Formats(), apart=False, mapped=())
         self.masters = [master for layer in self.layers for master in layer.masters]
         self._buckets = make_buckets(self.layers, self.masters)
-        self._updates = async_optimizer.AsyncOptimizer(self._buckets)
+        self._optimizer: Optimizer | None = None
+        self._updates = async_optimizer.AsyncOptimizer(self._buckets, lambda: self._optimizer)
         self._buffers = [HostGradBuffers(layer, self._device) for layer in self.layers]
         self._came = lambda: None
         gradients = {key: g for sums in self._sums() for key, g in sums.take(1.0).items()}
@@ -95,7 +96,8 @@ class Engine:
         batch = StepGradients(self._sums(), [], 1.0, readiness)
         batch.differentiated(1.0)
         self._updates.offer(batch)
-        self._updates.submit(optimizer, None)
+        self._optimizer = optimizer
+        self._updates.submit(None)
         self._came = lambda: readiness.passed(())
 
     def finish(self) -> None:

@@ -83,7 +83,7 @@ class Tail:
         [self.layer] = host_layers({"embed": module}, self.device, Formats(), apart=False, mapped=())
         self._buckets = make_buckets([self.layer], self.layer.masters)
         self.layer.round({0: torch.bfloat16})
-        self._updates = AsyncOptimizer(self._buckets)
+        self._updates = AsyncOptimizer(self._buckets, lambda: self._optimizer)
         self._buffers = [
             HostGradBuffers(self.layer, self.device, TRAVELS_AS_IT_IS) for _ in range(2)
         ]  # of the embedding, of the head
@@ -100,7 +100,7 @@ class Tail:
         batch = StepGradients([embedding, head], [], 1.0, readiness)
         batch.differentiated(1.0)
         self._updates.offer(batch)
-        self._updates.submit(self._optimizer, None)
+        self._updates.submit(None)
         on_device = DeviceGradSums(embedding, self._arena)
         on_device.present = [True]
         intraop_threads.release_intraop_threads()

@@ -90,9 +90,10 @@ class Stepping:
         kept: dict[str, Any] = {"optimizer_states": (), ACCUMULATED: {}}
         save(kept, self._module, self._engine.updates, self._engine.formats.scales.last)
         if self._engine.updates is not None:
-            self._engine.updates.show(after_step=False)
-            for parameter in self._module.parameters():
-                parameter.grad = None
+            self._engine.updates.show(after_step=True)  # the next thread takes over what no checkpoint has
+            for name, parameter in self._module.named_parameters():
+                if name in kept[ACCUMULATED]:
+                    parameter.grad = None
         gradients: dict[str, Tensor] = dict(kept[ACCUMULATED])
         for name, parameter in self._module.named_parameters():
             if name in gradients and gradients[name].shape != parameter.shape:
@@ -151,14 +152,14 @@ class Stepping:
         self._listening = now
         if reason is None:
             if not self.apart:
-                self._engine.enable_async_optimizer(True)
+                self._engine.enable_async_optimizer(lambda: next(iter(self._trainer.optimizers), None))
         elif staleness := self._engine.options.staleness:
             raise MisconfigurationException(
                 f"staleness={staleness} applies updates while the next step runs, which is not possible: {reason}. "
                 "Set staleness=0, or change that."
             )
         else:
-            self._engine.enable_async_optimizer(False)
+            self._engine.enable_async_optimizer(None)
             self._inform(f"roundpipe: training waits for each optimizer step: {reason}.")
         self._keep_own_state()
 
@@ -220,7 +221,7 @@ class Stepping:
                 "prepared without it. Do it between batches, for example in on_train_batch_start."
             )
 
-    def step(self, optimizer: Optimizer, plugin: RoundPipePrecision, run: Callable[[], Any]) -> Any:
+    def step(self, plugin: RoundPipePrecision, run: Callable[[], Any]) -> Any:
         """Run one optimizer step. ``run`` is Lightning's part of it [2]."""
         self.choose()
         clips: list[Clip] = []
@@ -232,7 +233,7 @@ class Stepping:
         self.refuse_late_hooks()
         updates = self._engine.updates
         if updates is not None and not plugin.skipped:
-            updates.submit(optimizer, clips[-1] if clips else None)  # [3]
+            updates.submit(clips[-1] if clips else None)  # [3]
         return result
 
     def begin(self, accumulated: dict[str, Tensor]) -> bool:
@@ -245,8 +246,6 @@ class Stepping:
             Whether gradients of earlier batches are dropped.
         """
         self.choose()
-        if self._engine.updates is not None:
-            self._engine.updates.optimizer = next(iter(self._trainer.optimizers), None)
         zero_grad = self.starts_accumulation()
         if accumulated and not zero_grad:
             restore(accumulated, self._module, self._engine.updates, self._engine.formats.scales.last)

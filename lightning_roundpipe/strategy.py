@@ -580,7 +580,7 @@ class RoundPipeStrategy(SeveralMachines):
         run = functools.partial(super().optimizer_step, optimizer, *args, **kwargs)
         if self._stepping is None:
             return run()
-        return self._stepping.step(optimizer, self._precision, run)
+        return self._stepping.step(self._precision, run)
 
     # -- where things live --------------------------------------------------------------------------------------------
 

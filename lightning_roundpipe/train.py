@@ -279,8 +279,6 @@ def _quiet() -> None:
         warnings.filterwarnings("ignore", message=message)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TQDM_DISABLE", "1")  # hides loading bars; Lightning's own bars ignore it
-    # Says on some processors that a kernel for inference is not there.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
         logger = logging.getLogger(name)
         if not any(isinstance(known, _WithoutNoise) for known in logger.filters):

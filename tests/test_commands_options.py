@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import subprocess
@@ -221,6 +222,18 @@ def test_help_is_short_and_its_examples_are_right(options: Any, monkeypatch: pyt
     assert len(options.examples) >= 3
     for example in options.examples:
         parse_all(options, shlex.split(example))
+
+
+def test_only_the_line_about_a_kernel_is_silenced(caplog: pytest.LogCaptureFixture) -> None:
+    """PEFT imports bitsandbytes, which logs it on some processors."""
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+
+    def main() -> None:
+        logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s. Please ...", "offline")
+        logger.warning("something else")
+
+    console_command(main)()
+    assert caplog.messages == ["something else"]
 
 
 def test_a_command_returns_what_its_function_does() -> None:

@@ -21,6 +21,7 @@ from faulty import BATCHES, CUT, MODULE, PLANTED, fail, notes
 
 from lightning_roundpipe.devices import DeviceOutOfMemory, StreamError, emulated_link, emulated_streams
 from lightning_roundpipe.devices.emulated import EmulatedDevice
+from lightning_roundpipe.runtime.core.worker import Worker
 
 REMEDY = (
     "Set a smaller microbatch_size (or more num_microbatches), or a smaller memory_budget, so that stages get smaller"
@@ -172,3 +173,28 @@ def test_a_copy_that_fails(number: int) -> None:
     PLANTED.clear()
     if number == 20:
         trains_again(trainer)
+
+
+def test_no_room_in_posted_work() -> None:
+    """Where a slot is closed, and in a copy, whose stream fails with another exception."""
+    for owner, name, error in (
+        (Worker, "close_slot", torch.OutOfMemoryError),
+        (emulated_streams, "move", StreamError),
+    ):
+        real, left = getattr(owner, name), itertools.count(-10)
+
+        def fails(*args: Any, real: Any = real, left: Any = left) -> Any:
+            if PLANTED.where == "armed" and next(left) == 0:
+                PLANTED("armed")
+            return real(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, fails)
+            armed = faulty.PlantAt(2, "armed")
+            armed.planted = ("armed", None, 0, torch.OutOfMemoryError)
+            trainer = harness.trainer_of(faulty.strategy(plan=CUT), devices=2, callbacks=[armed])
+            raised = run_out(trainer, error)
+        PLANTED.clear()
+        assert raised is not None, "swallowed"
+        assert sum(REMEDY in note for note in raised.__notes__) == 1, raised.__notes__
+        forget_frames(raised)

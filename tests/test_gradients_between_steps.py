@@ -267,3 +267,55 @@ def test_a_checkpoint_within_the_window_has_what_a_hook_made_of_them(tmp_path: P
     found = next(grads for hook, _, grads in look.seen if hook == "on_validation_end")
     assert saved.keys() == {name for name, grad in found.items() if grad is not None}
     assert saved and all(torch.equal(grad, torch.full_like(grad, 0.01)) for grad in saved.values())
+
+
+class Early(Matrices):
+    """Writes gradients before the first batch: of the parameters that the optimizer holds, and of the others."""
+
+    at = "on_fit_start"
+
+    def _write(self, hook: str) -> None:
+        for number, parameter in enumerate(self.parameters() if hook == self.at else ()):
+            parameter.grad = torch.full_like(parameter, 0.01 * number)
+
+    def on_fit_start(self) -> None:
+        self._write("on_fit_start")
+
+    def on_train_start(self) -> None:
+        self._write("on_train_start")
+
+    def on_train_epoch_start(self) -> None:
+        self._write("on_train_epoch_start" if self.current_epoch == 0 else "")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"validates": False}, {"validates": False, "accumulate_grad_batches": 4}, {"num_sanity_val_steps": 1}],
+)
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
+def test_gradients_from_before_the_first_batch(
+    hook: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Early, "at", hook)
+    plain, other = Look(), Look()
+    expected = train("auto", plain, module=Early, **options)
+    found = train(ours(num_microbatches=2), other, 2, module=Early, **options)
+    check_seen(plain, other)
+    assert_same(expected, found)
+
+
+class SetUpAgain(Matrices):
+    """A module of a layer is replaced in the second epoch, which has the strategy set up again."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.model.blocks[1].norm = torch.nn.Identity()  # type: ignore[union-attr, index]
+
+
+def test_gradients_stay_where_the_strategy_is_set_up_again() -> None:
+    plain, other = Look(), Look()
+    options: dict[str, Any] = {"max_epochs": 2, "validates": False}
+    expected = train("auto", plain, module=SetUpAgain, **options)
+    found = train(ours(num_microbatches=2), other, 2, module=SetUpAgain, **options)
+    check_seen(plain, other)
+    assert_same(expected, found)

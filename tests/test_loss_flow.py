@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import zoo
 from harness import assert_same, ours, run
 from test_parts_are_the_whole import Batch, Module, batches, cut_by, entropy
 from torch import Tensor, nn
+from traps import Block, Net
 
 from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.config import RoundPipeError
@@ -582,3 +584,19 @@ def test_function_modes_get_the_weight_of_an_l1_loss() -> None:
 
     for parts in (1, 2):
         assert_same(run("auto", module_of(step), data()), trained(module_of(step), data(), parts, 2))
+
+
+class Router(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.z_loss = (x.logsumexp(-1) ** 2).mean()
+        return super().forward(x)
+
+
+class WithZLoss(zoo.PlainClassifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.01 * self.model.blocks[1].z_loss  # type: ignore[union-attr, index, operator]
+
+
+def test_an_attribute_of_a_layer_is_named() -> None:
+    with pytest.warns(RoundPipeWarning, match="attribute 'z_loss' of Router in layer 'model.blocks.1' is computed by"):
+        run(ours(num_microbatches=2, microbatch_scope="step"), WithZLoss(Net(Router)), zoo.make_batches("mlp", 1))

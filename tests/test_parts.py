@@ -192,7 +192,7 @@ class Submitted:
         self.buckets = make_buckets([self.layer], [self.master])
         if cast:
             self.layer.round({0: torch.bfloat16})
-        self.updates = AsyncOptimizer(self.buckets)
+        self.updates = AsyncOptimizer(self.buckets, lambda: self._optimizer)
         self._buffers = HostGradBuffers(self.layer, self.device, OWN)
         self._optimizer = torch.optim.AdamW([self.master], lr=1.0)
         self._submit([])
@@ -212,7 +212,7 @@ class Submitted:
         batch = StepGradients([total], [], 1.0, readiness)
         batch.differentiated(1.0)
         self.updates.offer(batch)
-        self.updates.submit(self._optimizer, None)
+        self.updates.submit(None)
         readiness.passed(())
 
     def bring(self, index: int) -> None:

@@ -1,10 +1,12 @@
-"""Common behaviour of all console commands: ``--version``, and a quiet end when a pipe is closed.
+"""Common behaviour of all console commands: ``--version``, a quiet end when a pipe is closed, and no line of a library
+about a kernel that no command uses.
 
 This module imports no other module of the package, so ``--version`` answers at once.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ def console_command(main: Callable[P, int | None]) -> Callable[P, int | None]:
 
     @wraps(main)
     def command(*args: P.args, **kwargs: P.kwargs) -> int | None:
+        logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_of_use)
         try:
             try:
                 if "--version" in sys.argv[1:]:
@@ -49,6 +52,14 @@ def waiting(what: str) -> Iterator[None]:
 
     with Console(stderr=True).status(f"{what} ..."):
         yield
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Return whether ``record`` says anything to users.
+
+    On some processors bitsandbytes, which PEFT imports, says that it lacks a kernel for inference.
+    """
+    return not record.getMessage().startswith("Failed to load CPU gemm_4bit_forward from kernels-community")
 
 
 def _flush() -> None:

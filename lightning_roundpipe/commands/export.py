@@ -5,7 +5,6 @@ This module imports neither torch nor transformers, so that it reports a mistype
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -69,8 +68,6 @@ def answer(options: ExportOptions) -> Reply:
         OSError: a file cannot be read or written.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # hides the progress bars of other libraries
-    # bitsandbytes warns of missing kernels, which this command does not call.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         with waiting("Reading the run"):
             from lightning_roundpipe.export import MAX_SHARD_SIZE, export, from_run

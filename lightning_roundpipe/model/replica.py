@@ -94,6 +94,9 @@ class Replica:
         positions = {id(mine): position for position, mine in enumerate(self.parameters)}
         for packing, weight in self._aliases:
             keep_copies(packing, self.copies, positions[id(weight)])
+        self._registered = [h for m in self.modules for h in (m._parameters, m._modules, m._buffers)]
+        self._arranged = [dict(held) for held in self._registered]
+        self._flat_arranged = [value for held in self._arranged for value in held.values()]
         self._slots = [(inner._parameters, name, parameter) for inner, name, parameter in parameter_places(self.module)]
         self._base = [{k: v for k, v in m.__dict__.items() if k not in STRUCTURE} for m in self.modules]
         self._base_contents = [{k: frozen(base[k]) for k in _held(base)} for base in self._base]
@@ -187,6 +190,31 @@ class Replica:
         """Return whether a module has forward hooks."""
         return any(chain.from_iterable(map(_HOOKS, self.modules)))
 
+    def has_registered(self) -> bool:
+        """Return whether code has registered or removed parameters, modules or buffers, or replaced some."""
+        return not same_objects(self._registered, self._flat_arranged)
+
+    def rearranged(self) -> list[tuple[str, str, Any, Any]]:
+        """Return the parameters and modules that code has registered, removed or replaced.
+
+        Modules without parameters and buffers do not count: they hold nothing that could be lost.
+
+        Returns:
+            (type of the module that holds it, name, what was there, what is there now).
+        """
+        found = []
+        for position, (held, before) in enumerate(zip(self._registered, self._arranged, strict=True)):
+            if position % 3 == 2 or (
+                len(held) == len(before) and all(map(operator.is_, held.values(), before.values()))
+            ):
+                continue
+            holder = type(self.modules[position // 3]).__name__
+            for name in {**before, **held}:
+                old, new = before.get(name), held.get(name)
+                if old is not new and any(map(_holds_tensors, (old, new))):
+                    found.append((holder, name, old, new))
+        return found
+
     def replace_forward(self, number: int, forward: Callable[..., Any]) -> None:
         """Have module ``number`` run ``forward`` from now on, as if its attributes had been so from the start."""
         self.modules[number].__dict__["forward"] = self._base[number]["forward"] = forward
@@ -247,6 +275,12 @@ class AttributeSnapshot:
 _HOOKS = operator.attrgetter("_forward_hooks", "_forward_pre_hooks")
 _BOOKKEEPING = frozenset(nn.Module().__dict__)
 """Attributes of every module, among them its hooks. Code inside a layer does not change them."""
+
+
+def _holds_tensors(value: Tensor | nn.Module | None) -> bool:
+    if isinstance(value, nn.Module):
+        return any(True for _ in chain(value.parameters(), value.buffers()))
+    return value is not None
 
 
 def _held(attributes: dict[str, Any]) -> list[str]:

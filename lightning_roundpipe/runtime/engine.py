@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.devices import Device
@@ -446,22 +447,24 @@ class Engine:
         return self._switched_off
 
     @interrupts_deferred()
-    def enable_async_optimizer(self, enabled: bool) -> None:
+    def enable_async_optimizer(self, optimizer: Callable[[], Optimizer | None] | None) -> None:
         """Choose who applies gradients from now on.
 
         Args:
-            enabled: True: `AsyncOptimizer`, on its own thread. False: gradients go to ``.grad``, and the caller runs
-                the optimizer. What an open accumulation window has gathered so far moves to ``.grad``.
+            optimizer: returns the one that `AsyncOptimizer` steps, on its own thread. None: gradients go to ``.grad``,
+                and the caller runs the optimizer. What an open accumulation window has gathered so far moves to
+                ``.grad``.
         """
-        if enabled != (self.updates is not None):
+        if (enabled := optimizer is not None) != (self.updates is not None):
             if (exchange := self.context.exchange) is not None:
                 exchange.step_apart(enabled)
             self._drain()
             before, scales = self.updates, self.formats.scales
             around = self.worker_pool.devices[0].host_thread_settings
+            staleness, exchange = self.options.staleness, self.context.exchange
             self.updates = (
-                AsyncOptimizer(self.model.buckets, self.options.staleness, scales, around, self.context.exchange)
-                if enabled
+                AsyncOptimizer(self.model.buckets, optimizer, staleness, scales, around, exchange)
+                if optimizer is not None
                 else None
             )
             if before is not None:

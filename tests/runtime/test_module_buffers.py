@@ -38,7 +38,7 @@ class Sides:
         self.layer.buffers = shared if shared is not None else self.layer.buffers
         self.replica = Replica(module, torch.device("cpu"))
         self.buffers = ReplicaBuffers(
-            self.layer.name, self.layer.buffers, self.layer.mutable_buffers, self.replica, device
+            self.layer.name, self.layer.buffers, self.layer.mutable_buffers, [], self.replica, device
         )
         self.copy: Any = self.replica.module
 

@@ -176,7 +176,8 @@ class Forward:
         side_outputs: the attributes, lists and dicts that the layer changed.
         detached_inputs: the start of the graph; None if there is none.
         mutated: inputs that the layer wrote to, by position.
-        buffers: values of the layer's buffers before the call, by position, for the recomputation.
+        buffers: values of the layer's buffers before the call, by position, for the recomputation; None if none is
+            expected.
         activation_bytes: memory that the call took on the worker, if it was measured.
         differs_without_grad: whether the layer computes otherwise without grad, if it was probed.
         overlapping: positions of output tensors that share memory with others or with inputs, and positions of these
@@ -192,7 +193,7 @@ class Forward:
     side_outputs: SideOutputs
     detached_inputs: DetachedInputs | None
     mutated: dict[int, Tensor] = field(default_factory=dict)
-    buffers: dict[int, BufferValue] = field(default_factory=dict)
+    buffers: dict[int, BufferValue] | None = None
     activation_bytes: int = 0
     differs_without_grad: bool = False
     overlapping: tuple[list[int], list[int]] = ([], [])

@@ -53,6 +53,7 @@ from lightning_roundpipe.runtime.layer_calls.value_watch import ValueWatch
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
+from lightning_roundpipe.runtime.memory.module_buffers import BufferValue
 from lightning_roundpipe.runtime.memory.peak_memory import INPUTS, OUTPUTS, PeakMemoryMeter
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Borrowing, Lender
 from lightning_roundpipe.runtime.user_code.inference_writes import counting_writes, is_written
@@ -126,14 +127,14 @@ class LayerExecutor:
         Raises:
             RoundPipeError: if the layer does something that a call on a worker cannot reproduce.
         """
-        if call.profile is not None:
-            return self._plain_forward(slot, call, activations)
         worker, device = self._worker, self._device
         replica, buffers = worker.copy_of(call.layer)
+        if call.profile is not None and not buffers:  # user code may have registered some
+            return self._plain_forward(slot, call, activations)
         if call.measure:
             activations.leave()  # measure as if the microbatch came from another worker
         leaves = self._leaves(slot, call.layer, call.leaves, activations.on)
-        thorough = bool(buffers.places) and (call.learning or call.layer.is_new_state(call.state))
+        thorough = call.learning or call.layer.is_new_state(call.state)
         snapshot = buffers.snapshot() if call.recomputed else None
         values = reachable_values(call.layer.state.modules) if call.checked else {}
         if call.checked and not call.microbatch:
@@ -166,7 +167,7 @@ class LayerExecutor:
             self._formats.default_matters = self._differs_outside(slot, call, leaves, ran)
         buffers.write_back(snapshot, thorough)
         result = self._finished(call, leaves, ran, mutated, activations)
-        result.buffers, result.activation_bytes, result.differs_without_grad = snapshot or {}, activation, differs
+        result.buffers, result.activation_bytes, result.differs_without_grad = snapshot, activation, differs
         result.foretold = foretold is not None
         if call.checked:
             result.fingerprint = CallFingerprint.of(result.tensors(), values)
@@ -203,17 +204,20 @@ class LayerExecutor:
     def _plain_forward(self, slot: Slot, call: Call, activations: ActivationStore) -> Forward:
         """Run the forward of a call that has a profile; see `plain_executor`."""
         device, profile = self._device, call.profile
+        absent: dict[int, BufferValue] | None = {} if call.recomputed else None  # a plain layer has no buffers
         leaves = self._leaves(slot, call.layer, call.leaves, activations.on)
         with device.track(_tensors(leaves), INPUTS):
             ran = self._plain.run(slot, call, call.index, leaves, "forward", graph=call.graph)
             if ran.surprises:
                 profile = None
                 self._refuse_surprises(call.layer, leaves, ran)
+                self._worker.buffers(call.layer).write_back(absent, thorough=False)
             device.track_until_freed(ran.tensors(), OUTPUTS)
         if profile is not None:
             result = Forward(ran.output, ran.side_outputs, ran.detached_inputs)
         else:
             result = self._finished(call, leaves, ran, self._mutated(call, ran.given), activations)
+            result.buffers = absent
         result.profile = profile
         if call.graph and not call.kept:
             result.drop_graph()
@@ -238,6 +242,7 @@ class LayerExecutor:
             self._refuse_written(layer, ran.written)
         refuse_filled([leaf for leaf in leaves if not isinstance(leaf, Tensor)], layer.name)
         refuse_hidden(ran.output.leaves, layer.name)
+        self._refuse_registered(layer)
 
     def _foretold(
         self, slot: Slot, call: Call, leaves: list[Any], activations: ActivationStore
@@ -343,6 +348,7 @@ class LayerExecutor:
             written |= borrowing.written_by_data()
         if written:
             self._refuse_written(call.layer, written)
+        self._refuse_registered(call.layer)
         if call.thread_state.grad and any(
             p.requires_grad and not trained for p, trained in zip(replica.parameters, call.trainable, strict=True)
         ):
@@ -456,6 +462,24 @@ class LayerExecutor:
                     f"layer {layer.name!r} writes to its own parameters while it runs; on a worker that is lost. Write "
                     "to them between steps (in a hook of the LightningModule), or keep what changes in a buffer."
                 )
+
+    def _refuse_registered(self, layer: HostLayer) -> None:
+        """Raise if the layer registered or removed parameters or modules, which is lost with the replica.
+
+        A parameter that is replaced by an equal one is allowed: conversions by a layer's own ``to`` do that.
+        """
+        replica = self._worker.replica(layer)
+        for module, name, before, now in replica.rearranged():
+            if isinstance(before, Tensor) and isinstance(now, Tensor):
+                master = layer.masters[next(i for i, p in enumerate(replica.parameters) if p is before)]
+                if torch.equal(now.detach().to(master.device), layer.read(master)):
+                    continue
+            what = "parameter" if isinstance(before, Tensor) or isinstance(now, Tensor) else "module"
+            raise RoundPipeError(
+                f"layer {layer.name!r} registers, replaces or removes the {what} {name!r} of its {module} while it "
+                "runs; on a worker that is lost. Do it between steps (in a hook of the LightningModule), or keep what "
+                "changes in a buffer, which a layer may register."
+            )
 
     def _differs_without_grad(
         self,
@@ -689,6 +713,7 @@ class LayerExecutor:
                 if replay is not None and not replay.ended():
                     recorded.layer.chooses = None
                     replica.drop_written()
+                    buffers.discard()
                     buffers.load(recorded.buffers)
                     ran = self._run(slot, call, private(leaves, recorded.mutates), "recompute")
         if watch is not None and self._tiles is not None:
@@ -736,8 +761,10 @@ class LayerExecutor:
         """Raise if a recomputation returned other values than the forward."""
 
         def again() -> CallFingerprint:
-            self._worker.replica(recorded.layer).drop_written()
-            self._worker.buffers(recorded.layer).load(recorded.buffers)
+            replica, buffers = self._worker.copy_of(recorded.layer)
+            replica.drop_written()
+            buffers.discard()
+            buffers.load(recorded.buffers)
             return CallFingerprint.of(
                 _results(self._run(slot, call, private(leaves, recorded.mutates), "recompute"), recorded), {}
             )

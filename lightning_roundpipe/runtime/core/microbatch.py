@@ -265,6 +265,8 @@ class MicrobatchTask:
             self.activations.settle()
             self._prefetcher.after(slot, call.index)
             self._enter_user_code()
+            if self.engine.model.buffers.replaced:
+                self.segments.paused(self.engine.model.buffers.settle)
             if self.learning:
                 learn(call, traced, forward, self.trace.crossing, self.activations.number, taped=recorded is not None)
                 if call.tentative and layer.reaches_out:

@@ -9,9 +9,9 @@ call. So it looks once, and a `CallProfile` says how the call was made:
     profile is dropped until a call is seen to be plain again ── [3]
 
 [3] looks at all that a layer can do beside returning tensors: set attributes, write to its parameters or arguments,
-register hooks, cache parametrizations, return memory that is not its own. So a plain call that stops being plain gives
-the same result or error as if it had never been expected to be. What is not looked for again is what earlier batches
-decide for `LayerExecutor`, too: discrete choices, parameters of other modules, buffers.
+register hooks or buffers, cache parametrizations, return memory that is not its own. So a plain call that stops being
+plain gives the same result or error as if it had never been expected to be. What is not looked for again is what
+earlier batches decide for `LayerExecutor`, too: discrete choices, parameters of other modules.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def profile_of(
     layer, spec = call.layer, call.spec
     does_more = (
         result.side_outputs or result.mutated or result.overlapping[0] or result.choices or not _is_plain(ran.output)
-        or buffers.places or replica.unregistered_tensors or replica.has_hooks()
+        or buffers or replica.unregistered_tensors or replica.has_hooks()
         or layer.borrows != [] or layer.reaches_out or layer.rewritten or layer.reads_data
         or not (call.evaluates or layer.chooses is False)
     )  # fmt: skip
@@ -133,7 +133,8 @@ class PlainExecutor:
         ran.surprises = bool(
             ran.written or ran.side_outputs or layer.caches_parametrizations
             or any(is_written(t, inference=inference) for t in tensors)
-            or replica.has_hooks() or not _is_plain(flat) or self._share(flat.tensors(), tensors)
+            or replica.has_hooks() or replica.has_registered() or not _is_plain(flat)
+            or self._share(flat.tensors(), tensors)
         )  # fmt: skip
         if ran.surprises and alone:
             ran.output = FlatValue.of((output, collected), given)  # it may be an input

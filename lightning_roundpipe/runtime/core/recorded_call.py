@@ -40,7 +40,7 @@ class RecordedCall(GraphCut):
         seed: seed of the call's random numbers.
         context: context variables at the call.
         mutates: positions of the arguments that the layer wrote to; they are outputs as well.
-        buffers: values of the layer's buffers before the forward, by position.
+        buffers: values of the layer's buffers before the forward, by position; None if they were not saved.
         given: inputs of a kept graph that user code could overwrite, as (position, `witness`, version at the call).
         held: the arguments of a call whose graph is kept; see `off_plan`.
         graph: the kept graph, as (detached inputs, outputs).
@@ -65,7 +65,7 @@ class RecordedCall(GraphCut):
     seed: Seed | None
     context: contextvars.Context
     mutates: frozenset[int] = frozenset()
-    buffers: dict[int, BufferValue] = field(default_factory=dict)
+    buffers: dict[int, BufferValue] | None = None
     given: list[tuple[int, Tensor, int]] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)
     graph: tuple[DetachedInputs, list[Tensor]] | None = None

@@ -384,7 +384,9 @@ class Worker:
             replica = Replica(layer.module, self.device.torch_device, layer.state, layer.rounded, layer.copies_wanted)
             known = self._replicas[layer.index] = (
                 replica,
-                ReplicaBuffers(layer.name, layer.buffers, layer.mutable_buffers, replica, self.device),
+                ReplicaBuffers(
+                    layer.name, layer.buffers, layer.mutable_buffers, layer.buffer_places, replica, self.device
+                ),
             )
         return known
 

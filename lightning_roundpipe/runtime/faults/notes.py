@@ -11,11 +11,14 @@ import torch
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.devices.errors import NEW_PROCESS, DeviceOutOfMemory, is_sticky, sizeof
+from lightning_roundpipe.devices.errors import NEW_PROCESS, DeviceOutOfMemory, DoesNotFit, is_sticky, sizeof
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.runtime.threads.sync import Cancelled
 
 _MARK = "roundpipe: "
+_SMALLER = (
+    "Set a smaller microbatch_size (or more num_microbatches), or a smaller memory_budget, so that stages get smaller"
+)
 _OF_SHAPES = (RuntimeError, ValueError, IndexError)
 """Exceptions of code that gets fewer samples than it expects."""
 _FLEX = "flex_attention.py"
@@ -90,14 +93,8 @@ def add_note(error: BaseException, place: FaultPlace) -> None:
             f"{_MARK}training_step runs on a part of the batch here, {place.samples}. If it needs all of them, set "
             "microbatch_scope='model', which runs it once, or num_microbatches=1."
         )
-    # `DeviceOutOfMemory`, of a device that keeps its own accounts, says the same in its message.
-    if isinstance(error, torch.OutOfMemoryError) and not isinstance(error, DeviceOutOfMemory) and place.device:
-        resident = place.device.resident_by_purpose()
-        held = ", ".join(f"{name} {sizeof(n)}" for name, n in sorted(resident.items(), key=lambda kv: -kv[1]))
-        error.add_note(
-            f"{_MARK}{_named(place.device)} held {held or 'nothing'}. Set a smaller microbatch_size (or more "
-            "num_microbatches), or a smaller memory_budget, so that stages get smaller."
-        )
+    if place.device:
+        add_memory_note(error, place.device)
     on_gpu = place.device is not None and place.device.torch_device.type != "cpu"
     if on_gpu and _ELSEWHERE in str(error) and "cpu" in str(error):
         error.add_note(
@@ -112,6 +109,29 @@ def add_note(error: BaseException, place: FaultPlace) -> None:
             "lengths. Make the model with attn_implementation='sdpa'; attend_without_masks(model) of "
             "lightning_roundpipe.model.fused_attention then does without masks of length x length."
         )
+
+
+def add_memory_note(error: BaseException, device: Device | None = None) -> None:
+    """Add a note to an out-of-memory error, once: what the device holds and which settings help.
+
+    Args:
+        error: any exception. Work on a stream fails with another one, whose cause is the error.
+        device: where it was raised, if known.
+    """
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, torch.OutOfMemoryError):
+        found = found.__cause__
+    # `DeviceOutOfMemory`, of a device that keeps its own accounts, and `DoesNotFit` say the same in their messages.
+    if found is None or isinstance(found, (DeviceOutOfMemory, DoesNotFit)):
+        return
+    if any(_SMALLER in note for note in getattr(error, "__notes__", ())):
+        return
+    holds = ""
+    if device is not None:
+        resident = sorted(device.resident_by_purpose().items(), key=lambda kv: -kv[1])
+        held = ", ".join(f"{name} {sizeof(n)}" for name, n in resident)
+        holds = f"{_named(device)} held {held or 'nothing'}. "
+    error.add_note(f"{_MARK}{holds}{_SMALLER}.")
 
 
 def add_off_plan_note(error: BaseException, call: str) -> None:
@@ -137,10 +157,11 @@ def _passed(error: BaseException, file: str) -> bool:
 
 @contextlib.contextmanager
 def remedied() -> Iterator[None]:
-    """Add a note to an exception after which only a new process can use the GPU."""
+    """Add notes to exceptions wherever they were raised: out of memory, and after which only a new process helps."""
     try:
         yield
     except BaseException as error:
+        add_memory_note(error)
         if is_sticky(error):
             add_remedy(error)
         raise

@@ -82,6 +82,8 @@ class HostLayer:
         """Shared by all layers of a model."""
         self.mutable_buffers: dict[int, tuple[nn.Module, str]] = {}
         """Buffers that the forward was seen to change: module and name by position."""
+        self.buffer_places: list[tuple[int, str]] = []
+        """Index of the module and name of each buffer, in the order of positions."""
         self.caches_parametrizations = False
         self.rewritten: dict[int, int] = {}
         """How often the forward was seen to write to the worker's copies of masters, by their position."""

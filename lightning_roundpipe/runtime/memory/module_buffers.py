@@ -8,13 +8,19 @@ thread waits for a device:
     call ── changes the replica ── download to the host, where later calls find the values ── [2]
     settle ── the layer's own buffer gets them: at the end of a step, or when user code reads the buffer ── [3]
 
+A layer may also register buffers in its forward, and delete them, as code that fills a cache on first use does. So the
+places of its buffers are found as calls go on, on all workers together, and a buffer may be absent.
+
 User code may write to buffers too: hooks of the layer run there, possibly for the next microbatch already. So a call
 has changed what differs from the values loaded for it, not from what the layer's buffer holds by now.
 """
 
 from __future__ import annotations
 
+import enum
 import threading
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -30,24 +36,33 @@ Place = tuple[int, str]
 """Id of a module and name of one of its buffers."""
 
 
+class Absent(enum.Enum):
+    """What a module holds under a name that is not registered."""
+
+    ABSENT = enum.auto()
+
+
+ABSENT = Absent.ABSENT
+Held = Tensor | Absent | None
+"""What a module holds as one of its buffers."""
+
+
 class BufferValue:
     """Values of a buffer in host memory. Nothing writes to them once ``ready`` has passed.
 
     Attributes:
-        host: the values; None if the buffer is None.
+        host: the values; None if the buffer is None, `ABSENT` if there is none.
         ready: end of their download.
         of: the buffer that the values come from or will be settled in, and its version when it held ``base``.
         base: what the buffer holds until the values are settled.
         pending: whether the values are yet to be settled.
     """
 
-    def __init__(
-        self, host: Tensor | None, ready: Event | None, of: tuple[Tensor | None, int], base: Tensor | None = None
-    ) -> None:
+    def __init__(self, host: Held, ready: Event | None, of: tuple[Held, int], base: Held = None) -> None:
         self.host, self.ready, self.of, self.base = host, ready, of, base
         self.pending = ready is not None
 
-    def is_up_to_date(self, buffer: Tensor | None) -> bool:
+    def is_up_to_date(self, buffer: Held) -> bool:
         """Return whether ``buffer`` is still the tensor in ``of``, with no write to it since."""
         return self.of[0] is buffer and self.of[1] == _version(buffer)
 
@@ -62,33 +77,41 @@ class HostBuffers:
         self._compared: set[Place] = set()
         """Buffers whose values were compared since the last step: to do so in each call costs more than the call."""
         self._lock = threading.RLock()
+        self.replaced = False
+        """Whether pending values need another tensor than the module holds, so that no use of that tensor shows who
+        `awaits` them."""
 
     def now(self, module: nn.Module, name: str, device: Device) -> BufferValue:
         """Return the newest values of a buffer, in memory that ``device`` copies from."""
         with self._lock:
-            buffer = module._buffers.get(name)
+            buffer = _held(module, name)
             known = self._made.get((id(module), name))
             if known is not None and known[1].pending and not known[1].is_up_to_date(buffer):
                 self._settle((id(module), name))
-                known, buffer = self._made.get((id(module), name)), module._buffers.get(name)
+                known, buffer = self._made.get((id(module), name)), _held(module, name)
             if known is None or not known[1].is_up_to_date(buffer) or self._differs((id(module), name), buffer):
                 with torch.inference_mode(False):
-                    host = None if buffer is None else _staged(buffer.detach(), device)
+                    host = _staged(buffer.detach(), device) if isinstance(buffer, Tensor) else buffer
                 known = self._made[id(module), name] = module, BufferValue(host, None, (buffer, _version(buffer)))
             return known[1]
 
-    def _differs(self, place: Place, buffer: Tensor | None) -> bool:
+    def _differs(self, place: Place, buffer: Held) -> bool:
         """Return whether ``buffer`` was written to in a way that increments no version: by its ``data`` or ``numpy()``.
 
         The first call after a step finds it.
         """
         known = self._made[place][1]
-        if place in self._compared or known.pending or buffer is None or known.host is None or not _is_plain(buffer):
+        if place in self._compared or known.pending or not isinstance(buffer, Tensor) or not _is_plain(buffer):
             return False  # pending values are those of calls, which the buffer does not hold yet
         self._compared.add(place)
         return not _alike(buffer, known.host)
 
-    def put(self, module: nn.Module, name: str, before: BufferValue, host: Tensor | None, ready: Event) -> BufferValue:
+    def find(self, places: list[tuple[int, str]], found: Iterable[tuple[int, str]]) -> None:
+        """Add to the ``places`` of a layer's buffers those ``found`` that are new."""
+        with self._lock:
+            places += sorted(set(found) - set(places))
+
+    def put(self, module: nn.Module, name: str, before: BufferValue, host: Held, ready: Event) -> BufferValue:
         """Store what a call has made of the values ``before`` [2]."""
         with self._lock:
             base = before.base if before.pending else before.host
@@ -96,6 +119,7 @@ class HostBuffers:
             self._made[id(module), name] = module, made
             before.pending, before.base = False, None
             self._pending[id(module), name] = id(before.of[0])
+            self.replaced = self.replaced or not _fits(before.of[0], host)
             return made
 
     def __bool__(self) -> bool:
@@ -112,16 +136,16 @@ class HostBuffers:
             for place in list(self._pending):
                 self._settle(place)
             self._compared.clear()
+            self.replaced = False
 
     def _settle(self, place: Place) -> None:
         module, made = self._made[place]
         assert made.ready is not None
         made.ready.wait()
-        buffer = module._buffers.get(place[1])
         if not _alike(made.host, made.base):
             _assign(module, place[1], made.host)
-            buffer = module._buffers.get(place[1])
-            made_of = buffer, _version(buffer)
+            buffer = _held(module, place[1])
+            made_of: tuple[Held, int] = buffer, _version(buffer)
         else:
             made_of = made.of
         self._pending.pop(place, None)
@@ -133,14 +157,19 @@ class HostBuffers:
             self._made.clear()
             self._pending.clear()
             self._compared.clear()
+            self.replaced = False
 
 
 class _Loaded(NamedTuple):
     """The values that a replica's buffer was loaded with, and the tensor that holds them."""
 
     made: BufferValue
-    here: Tensor | None
+    here: Held
     here_version: int
+
+
+_NEVER = _Loaded(BufferValue(ABSENT, None, (ABSENT, 0)), ABSENT, 0)
+"""Of a buffer that a replica was not loaded with yet: neither the replica nor the layer's module had it."""
 
 
 class ReplicaBuffers:
@@ -150,37 +179,60 @@ class ReplicaBuffers:
         layer: name of the layer.
         host: values that the calls of all layers have left.
         mutable: module and name of the buffers that the forward changes, by position. Updated.
+        places: index of the module and name of each buffer, by position; the layer's replicas share it. Updated.
         replica: the replica.
         device: the worker's device.
     """
 
     def __init__(
-        self, layer: str, host: HostBuffers, mutable: dict[int, tuple[nn.Module, str]], replica: Replica, device: Device
+        self,
+        layer: str,
+        host: HostBuffers,
+        mutable: dict[int, tuple[nn.Module, str]],
+        places: list[tuple[int, str]],
+        replica: Replica,
+        device: Device,
     ) -> None:
-        self._layer, self._host, self._mutable = layer, host, mutable
+        self._layer, self._host, self._mutable, self._places = layer, host, mutable, places
         self._replica = replica
         self._device = device
-        self.places = [
-            (original, copy, name)
-            for original, copy in zip(replica.originals, replica.modules, strict=True)
-            for name in original._buffers
-        ]
-        self._loaded: list[_Loaded | None] = [None] * len(self.places)
+        sides = (replica.originals, replica.modules)
+        self._registered = [(i, m._buffers) for modules in sides for i, m in enumerate(modules)]
+        self._dicts = [held for _, held in self._registered]
+        self._names: list[str] = []
+        """All names that were registered when this last looked for new places."""
+        self._loaded: dict[int, _Loaded | None] = {}
+        """By position: None if the replica's buffer is to be loaded in any case. It does not have the others yet."""
+        self._loaded.update({index: None for index, *_ in self._each()})
+
+    def __bool__(self) -> bool:
+        """Whether the layer has buffers, or its copy has."""
+        return bool(self._places) or any(self._dicts)
+
+    def _each(self) -> Iterator[tuple[int, nn.Module, nn.Module, str]]:
+        """Yield position, module, its copy and name of all buffers that either has, or had."""
+        if (names := list(chain.from_iterable(self._dicts))) != self._names:
+            self._host.find(self._places, ((index, name) for index, held in self._registered for name in held))
+            self._names = names
+        for position, (index, name) in enumerate(self._places):
+            yield position, self._replica.originals[index], self._replica.modules[index], name
 
     def load(self, saved: dict[int, BufferValue] | None = None) -> None:
-        """Load the newest values into the replica, or those in ``saved`` where given [1]."""
-        for index, (original, copy, name) in enumerate(self.places):
-            made = None if saved is None else saved.get(index)
-            if made is None:
+        """Load the newest values into the replica, or those of a `snapshot` [1]."""
+        for index, original, copy, name in self._each():
+            if saved is None:
                 made = self._host.now(original, name, self._device)
-            known = self._loaded[index]
+            else:
+                made = saved.get(index, _NEVER.made)  # found by a later call
+            known = self._loaded.get(index, _NEVER)
             if known is None or known.made is not made:
-                here = copy._buffers[name] = self._uploaded(made)
+                here = self._uploaded(made)
+                _hold(copy, name, here)
                 self._loaded[index] = _Loaded(made, here, _version(here))
 
-    def _uploaded(self, made: BufferValue) -> Tensor | None:
-        if made.host is None:
-            return None
+    def _uploaded(self, made: BufferValue) -> Held:
+        if not isinstance(made.host, Tensor):
+            return made.host
         with torch.inference_mode(False):
             if made.ready is not None:
                 self._device.compute.wait(made.ready)
@@ -192,12 +244,7 @@ class ReplicaBuffers:
 
     def snapshot(self) -> dict[int, BufferValue]:
         """Return the values for the recomputation: the forward and user code may change the buffers meanwhile."""
-        found = {}
-        for index, (original, _, name) in enumerate(self.places):
-            made = self._host.now(original, name, self._device)
-            if made.host is not None:
-                found[index] = made
-        return found
+        return {index: self._host.now(original, name, self._device) for index, original, _, name in self._each()}
 
     def changed(self, thorough: bool) -> list[int]:
         """Return the positions of the buffers that the call has changed.
@@ -207,24 +254,24 @@ class ReplicaBuffers:
         mutable count as changed.
         """
         found = []
-        for index, (_, copy, name) in enumerate(self.places):
-            loaded = self._loaded[index]
-            now = copy._buffers.get(name)
+        for index, _, copy, name in self._each():
+            loaded = self._loaded.get(index, _NEVER)
+            now = _held(copy, name)
             if loaded is None or now is not loaded.here or _version(now) != loaded.here_version:
                 found.append(index)
-            elif now is not None and thorough:
+            elif isinstance(now, Tensor) and thorough:
                 if not _alike(now.cpu(), loaded.made.host):  # ``cpu`` comes after `load` on the compute stream
                     found.append(index)
-            elif now is not None and index in self._mutable:
+            elif isinstance(now, Tensor) and index in self._mutable:
                 found.append(index)
         return found
 
-    def written(self) -> list[tuple[int, int]]:
-        """Return a value that changes when code writes to the replica's buffers or replaces them."""
-        now = [copy._buffers.get(name) for _, copy, name in self.places]
-        return [(id(buffer), _version(buffer)) for buffer in now]
+    def written(self) -> dict[int, tuple[int, int]]:
+        """Return a value that changes when code writes to the replica's buffers or replaces them, by position."""
+        now = {index: _held(copy, name) for index, _, copy, name in self._each()}
+        return {index: (id(buffer), _version(buffer)) for index, buffer in now.items()}
 
-    def refuse_written(self, before: list[tuple[int, int]]) -> None:
+    def refuse_written(self, before: dict[int, tuple[int, int]]) -> None:
         """Refuse writes to buffers during a backward, because they would be lost.
 
         Args:
@@ -233,8 +280,9 @@ class ReplicaBuffers:
         Raises:
             RoundPipeError: if a buffer was written to or replaced.
         """
-        for (original, _, name), then, now in zip(self.places, before, self.written(), strict=True):
-            if then != now:
+        now = self.written()
+        for index, original, _, name in self._each():
+            if before.get(index, (id(ABSENT), 0)) != now[index]:
                 raise RoundPipeError(
                     f"buffer {name!r} of {type(original).__name__} in layer {self._layer!r} was written to in "
                     "backward, by a hook or an autograd.Function, on a worker's copy, where it would be lost. Write to "
@@ -243,27 +291,33 @@ class ReplicaBuffers:
 
     def write_back(self, saved: dict[int, BufferValue] | None, thorough: bool) -> None:
         """Store what a forward changed [2]. ``saved`` is its snapshot, None if the call is not recomputed."""
-        found: list[tuple[int, Tensor | None, Tensor | None]] = []
+        found: list[tuple[int, Held, Held]] = []
         for index in self.changed(thorough):
-            original, copy, name = self.places[index]
-            known = thorough or index in self._mutable
-            if saved is not None and not (known and index in saved):
+            original, copy, name = self._place(index)
+            loaded = self._loaded.get(index, _NEVER)
+            registered = loaded is not None and loaded.here is ABSENT
+            if saved is not None and not (thorough or registered or index in self._mutable):
                 raise RoundPipeError(
                     f"buffer {name!r} of {type(original).__name__} in layer {self._layer!r} changed during a "
                     "forward pass, which it did not do in the first batch, so its recomputation cannot be exact."
                 )
-            self._mutable[index] = (original, name)
-            here = copy._buffers.get(name)
-            found.append((index, here, None if here is None else self._downloaded(here)))
+            if not registered:  # once there, it may never change again
+                self._mutable[index] = (original, name)
+            here = _held(copy, name)
+            found.append((index, here, self._downloaded(here) if isinstance(here, Tensor) else here))
         if not found:
             return
         ready = self._device.compute.record()
         for index, here, host in found:
-            original, _, name = self.places[index]
-            loaded = self._loaded[index]
-            assert loaded is not None
-            made = self._host.put(original, name, loaded.made, host, ready)
+            original, _, name = self._place(index)
+            loaded = self._loaded.get(index)
+            before = loaded.made if loaded is not None else self._host.now(original, name, self._device)
+            made = self._host.put(original, name, before, host, ready)
             self._loaded[index] = _Loaded(made, here, _version(here))
+
+    def _place(self, position: int) -> tuple[nn.Module, nn.Module, str]:
+        index, name = self._places[position]
+        return self._replica.originals[index], self._replica.modules[index], name
 
     def _downloaded(self, here: Tensor) -> Tensor:
         here = here.detach()
@@ -280,8 +334,8 @@ class ReplicaBuffers:
             self._loaded[index] = None
 
 
-def _version(tensor: Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+def _version(buffer: Held) -> int:
+    return 0 if not isinstance(buffer, Tensor) or buffer.is_inference() else buffer._version
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -296,9 +350,9 @@ def _staged(tensor: Tensor, device: Device) -> Tensor:
         return tensor.clone()
 
 
-def _alike(one: Tensor | None, other: Tensor | None) -> bool:
+def _alike(one: Held, other: Held) -> bool:
     """Return whether both are equal to the bit."""
-    if one is None or other is None:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return one is other
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
@@ -307,10 +361,28 @@ def _alike(one: Tensor | None, other: Tensor | None) -> bool:
     return _is_plain(one) and torch.equal(bits(one), bits(other))
 
 
-def _assign(module: nn.Module, name: str, value: Tensor | None) -> None:
-    host = module._buffers.get(name)
-    if host is not None and value is not None and host.shape == value.shape and host.dtype == value.dtype:
+def _fits(buffer: Held, value: Held) -> bool:
+    """Return whether ``buffer`` can hold ``value``."""
+    if not isinstance(buffer, Tensor) or not isinstance(value, Tensor):
+        return buffer is value
+    return buffer.shape == value.shape and buffer.dtype == value.dtype
+
+
+def _held(module: nn.Module, name: str) -> Held:
+    return module._buffers.get(name, ABSENT)
+
+
+def _hold(module: nn.Module, name: str, value: Held) -> None:
+    if value is ABSENT:
+        module._buffers.pop(name, None)
+    else:
+        module._buffers[name] = value
+
+
+def _assign(module: nn.Module, name: str, value: Held) -> None:
+    host = _held(module, name)
+    if isinstance(host, Tensor) and isinstance(value, Tensor) and _fits(host, value):
         with torch.no_grad():
             host.copy_(value)
     else:
-        module._buffers[name] = None if value is None else value.detach().clone()
+        _hold(module, name, value.detach().clone() if isinstance(value, Tensor) else value)

@@ -164,6 +164,7 @@ class AsyncOptimizer:
 
     Args:
         buckets: all buckets of the model, in forward order.
+        optimizer: returns the one that the next step will use, which user code may replace; None if there is none.
         staleness: 0: a step computes with all updates before it. 1: with all but the last, which is applied meanwhile.
         scales: the loss scales.
         around: returns a context that the thread enters for as long as it lives.
@@ -173,7 +174,6 @@ class AsyncOptimizer:
         submitted: the number of optimizer steps submitted, which is the version of the newest weights.
         torn: whether the last update was cut short, by a failing backward, after some buckets had been stepped.
         whole: whether no submitted update has failed or was left out.
-        optimizer: the one that the next step will use, as far as known; user code may replace it.
         applied: the last updates that are applied, by number, each with when it was, on the clock of
             ``time.perf_counter()``.
     """
@@ -181,6 +181,7 @@ class AsyncOptimizer:
     def __init__(
         self,
         buckets: Sequence[ParamBucket],
+        optimizer: Callable[[], Optimizer | None] = lambda: None,
         staleness: int = 0,
         scales: Scales | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -192,7 +193,7 @@ class AsyncOptimizer:
         self._first = self.submitted = max(bucket.version for bucket in self.buckets)  # an earlier instance's, or 0
         self.torn = self._applying = False
         self.whole = True
-        self.optimizer: Optimizer | None = None
+        self._optimizer = optimizer
         self.applied: dict[int, float] = {}
         self._cancel_scopes: list[CancelScope] = []
         self._thread = TaskThread("roundpipe-optimizer", around)
@@ -211,8 +212,9 @@ class AsyncOptimizer:
         """The gradients that the last step used, by id of the master."""
         self._left_in: Sequence[HostGradSums] = ()
         """The sums whose memory these lie in."""
-        self._shown: dict[int, Tensor] | None = None
-        """What `show` has put into ``.grad`` since the last batch, by id of the master; None if it was not called."""
+        self._shown: dict[int, Tensor] | None = {}
+        """What `show` has put into ``.grad`` since the last batch, by id of the master; None if it was not called.
+        Before the first batch, all that is in ``.grad`` is user code's."""
 
     # -- the main thread ----------------------------------------------------------------------------------------------
 
@@ -250,14 +252,15 @@ class AsyncOptimizer:
         self._batch = gradients
 
     @interrupts_deferred()
-    def submit(self, optimizer: Optimizer, clip: Clip | None) -> None:
+    def submit(self, clip: Clip | None) -> None:
         """Submit the optimizer step that follows the batch [1]."""
         batch, self._batch = self._batch, None
         if batch is not None and batch.scale is None:  # its loss was not differentiated
             batch.release()
             batch = None
         self.submitted += 1
-        self.optimizer = optimizer
+        optimizer = self._optimizer()
+        assert optimizer is not None, "a step has an optimizer"
         self._window_is_open = False
         scale, partial_optimizer = self._scales.last, self._partial_optimizer_of(optimizer)
         values, outside = Hyperparameters.of(optimizer), self._outside()
@@ -421,11 +424,10 @@ class AsyncOptimizer:
 
         Several machines have none, as they sum the gradients of each step anew.
         """
-        if self._exchange is not None or self.optimizer is None:
+        optimizer = self._optimizer()
+        if self._exchange is not None or optimizer is None:
             return frozenset()
-        return self._masters.keys() - {
-            id(master) for group in self.optimizer.param_groups for master in group["params"]
-        }
+        return self._masters.keys() - {id(master) for group in optimizer.param_groups for master in group["params"]}
 
     # -- the optimizer's thread ---------------------------------------------------------------------------------------
 

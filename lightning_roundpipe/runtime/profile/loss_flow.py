@@ -438,7 +438,13 @@ class _Flows:
         if number not in self._flows:
             found = self._as_values_show(number)
             unknown = self._whole[number].has_grad_fn and (found.kind == "value" or self._is_zero(number))
-            self._flows[number] = Flow("coupled", None, why=_UNKNOWN) if unknown else found
+            set_as = self._whole[number].set_as
+            why = (
+                f"{set_as} is computed by the layer's own code, whose operations are not followed"
+                if set_as
+                else _UNKNOWN
+            )
+            self._flows[number] = Flow("coupled", None, why=why) if unknown else found
         return self._flows[number]
 
     def _is_zero(self, number: int) -> bool:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_roundpipe.model.attributes import STRUCTURE, tensors_in
 from lightning_roundpipe.runtime.batch.logs import log_call
 from lightning_roundpipe.runtime.batch.losses import COUNTED, WITH_REDUCTION, reduction_of, spelled
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
@@ -84,6 +85,7 @@ class TensorSeen:
         is_parameter: whether it is a parameter.
         has_grad_fn: whether autograd has its history.
         values: a copy on the host; None for large tensors, and for results that follow from their inputs.
+        set_as: names the attribute of a layer as which its code has set the tensor, if it has.
     """
 
     shape: tuple[int, ...]
@@ -92,6 +94,7 @@ class TensorSeen:
     is_parameter: bool
     has_grad_fn: bool
     values: Tensor | None = None
+    set_as: str = ""
 
 
 @dataclass
@@ -177,6 +180,8 @@ class OperationRecorder:
         """Numbers of the operations that give Python values, and these."""
         self._within_model = 0
         self._numbers: Any = WeakTensorKeyDictionary()
+        self._set_as: Any = WeakTensorKeyDictionary()
+        """Names of the attributes as which layers have set tensors."""
         self._made_by_python: set[int] = set()
         self._picked: set[int] = set()
         """Tensors whose sizes depend on values."""
@@ -280,6 +285,15 @@ class OperationRecorder:
             operation.made = [self._renumber(x, True) for x in _tensors_in(output)]
         self.operations.append(operation)
 
+    def see_attributes(self, layer: str, module: nn.Module) -> None:
+        """Record which tensors a layer's code has set as attributes of the layer, whose name is ``layer``."""
+        with torch._C.DisableTorchFunction():
+            for inner in module.modules():
+                for name, value in inner.__dict__.items():
+                    for tensor in tensors_in(value) if name not in STRUCTURE else ():
+                        if tensor.grad_fn is not None:
+                            self._set_as[tensor] = f"attribute {name!r} of {type(inner).__name__} in layer {layer!r}"
+
     def inside(self) -> TorchFunctionMode:
         """Return the mode that records what a layer's own code calls, as if user code had called it."""
         return _Inside(self)
@@ -355,6 +369,7 @@ class OperationRecorder:
         number = self._numbers[tensor] = len(self.tensors)
         is_parameter = isinstance(tensor, nn.Parameter)
         seen = TensorSeen((), tensor.dtype, tensor.requires_grad, is_parameter, tensor.grad_fn is not None)
+        seen.set_as = self._set_as.get(tensor, "")
         with contextlib.suppress(Exception):  # tensors of other layouts, and those inside of torch.func transforms
             seen.shape = tuple(tensor.shape)
             if (

@@ -126,6 +126,7 @@ class Rehearsal(Evaluation):
             self._outside.enter()
             output = super().call(layer, args, kwargs)
             self._outside.leave(layer.name)
+            self.operations.see_attributes(layer.name, layer.module)
             if layer.name in self._inside:
                 runner = self._runners[layer.index % len(self._runners)]
                 with torch._C.DisableTorchFunction():

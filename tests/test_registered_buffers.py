@@ -1,0 +1,193 @@
+"""Buffers that layers register, replace or delete in their forward come home, and are found there by all microbatches.
+
+Parameters and modules that a forward registers are refused: nothing else has them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from harness import assert_same, halves, ours, run
+from torch import Tensor, nn
+from traps import Block, Net
+
+from lightning_roundpipe.config import RoundPipeError
+
+SETUPS = [(1, None), (3, None), (3, halves(5))]
+"""Microbatches and plans."""
+
+
+class Registering(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.change(self, x)
+        return super().forward(y)
+
+    change: Any = staticmethod(lambda self, x: x)
+
+
+def once(self: Any, x: Tensor) -> Tensor:
+    if not hasattr(self, "seen"):
+        self.register_buffer("seen", torch.full((3,), 2.0))
+    return x * self.seen.sum()
+
+
+def lazily(self: Any, x: Tensor) -> Tensor:
+    """As rotary caches do."""
+    if self.inner._buffers.get("seen") is None:
+        self.inner.register_buffer("seen", torch.linspace(1, 2, x.shape[-1]), persistent=False)
+    return x * self.inner.seen
+
+
+def counting(self: Any, x: Tensor) -> Tensor:
+    if not hasattr(self, "seen"):
+        self.register_buffer("seen", torch.zeros(()))
+    self.seen += 1
+    return x * (1 + 0.1 * self.seen)
+
+
+def growing(self: Any, x: Tensor) -> Tensor:
+    held = self._buffers.get("seen")
+    if held is None or len(held) < 5:
+        self.register_buffer("seen", torch.ones(1 if held is None else len(held) + 1))
+    return x * self.seen.sum()
+
+
+def deleting(self: Any, x: Tensor) -> Tensor:
+    if hasattr(self, "table"):
+        del self.table
+    return x
+
+
+def train(change: Callable[[Any, Tensor], Tensor], strategy: Any, wrap: Any = zoo.PlainClassifier) -> Any:
+    torch.manual_seed(5)
+    net = Net(Registering)
+    block: Any = net.blocks[1]
+    block.change = change
+    block.register_buffer("table", torch.ones(2))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        devices = 1 if strategy == "auto" else 2
+        # A buffer that is new by the next batch has the strategy set up again, and the optimizer's thread with it.
+        result = run(strategy, wrap(net), zoo.make_batches("mlp", 4), devices=devices, blocking=True)
+    assert result.module is not None
+    names = {name for name, _ in result.module.named_buffers()}
+    return result, names, [str(w.message) for w in seen if "every forward pass" in str(w.message)]
+
+
+@pytest.mark.parametrize(("microbatches", "plan"), SETUPS)
+@pytest.mark.parametrize("change", [once, lazily, deleting])
+def test_it_comes_home(change: Any, microbatches: int, plan: str | None) -> None:
+    plain, expected, _ = train(change, "auto")
+    mine, names, warned = train(change, ours(num_microbatches=microbatches, plan=plan))
+    assert names == expected and mine.state.keys() == plain.state.keys()
+    assert_same(mine, plain)
+    assert not warned or change is deleting, "it never changes again"
+
+
+@pytest.mark.parametrize("change", [counting, growing])
+def test_what_changes_is_the_same_with_one_microbatch(change: Any) -> None:
+    plain, expected, _ = train(change, "auto")
+    mine, names, _ = train(change, ours(num_microbatches=1))
+    assert names == expected
+    assert_same(mine, plain)
+
+
+class Reading(zoo.PlainClassifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * self.model.blocks[1].seen.sum()  # type: ignore[union-attr, index, operator]
+
+
+class InStep(zoo.PlainClassifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        block: Any = self.model.blocks[1]  # type: ignore[union-attr, index]
+        if batch_idx == 1 and not hasattr(block, "seen"):
+            block.register_buffer("seen", torch.full((3,), 1.5))
+        return super().training_step(batch, batch_idx)
+
+
+class Between(zoo.PlainClassifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.model.blocks[1].register_buffer("seen", torch.full((3,), 1.5))  # type: ignore[union-attr, index, operator]
+
+
+class Late(zoo.PlainClassifier):
+    """The layer reads a flag that no comparison of attributes sees."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        FLAG[0] = batch_idx == 2
+
+
+FLAG = [False]
+
+
+def where_there(self: Any, x: Tensor) -> Tensor:
+    return x * self.seen.sum() if hasattr(self, "seen") else x
+
+
+def by_flag(self: Any, x: Tensor) -> Tensor:
+    if FLAG[0] and not hasattr(self, "seen"):
+        self.register_buffer("seen", torch.full((3,), 2.0))
+    return x
+
+
+@pytest.mark.parametrize(("microbatches", "plan"), SETUPS)
+@pytest.mark.parametrize(
+    ("module", "change"), [(Reading, once), (InStep, where_there), (Between, where_there), (Late, by_flag)]
+)
+def test_user_code_and_later_batches(module: Any, change: Any, microbatches: int, plan: str | None) -> None:
+    plain, expected, _ = train(change, "auto", module)
+    mine, names, _ = train(change, ours(num_microbatches=microbatches, plan=plan), module)
+    assert names == expected and "model.blocks.1.seen" in names
+    assert_same(mine, plain)
+
+
+def a_parameter(self: Any, x: Tensor) -> Tensor:
+    if not hasattr(self, "added"):
+        self.added = nn.Parameter(torch.ones(3))
+    return x
+
+
+def a_module(self: Any, x: Tensor) -> Tensor:
+    if not hasattr(self, "added"):
+        self.added = nn.Linear(2, 2)
+    return x
+
+
+def another_parameter(self: Any, x: Tensor) -> Tensor:
+    self.inner.weight = nn.Parameter(self.inner.weight.detach() * 1.1)
+    return x
+
+
+def a_parameter_later(self: Any, x: Tensor) -> Tensor:
+    return a_parameter(self, x) if FLAG[0] else x
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (a_parameter, "parameter 'added' of its Registering"),
+        (a_module, "module 'added' of its Registering"),
+        (another_parameter, "parameter 'weight' of its Linear"),
+        (a_parameter_later, "parameter 'added' of its Registering"),
+    ],
+)
+def test_parameters_and_modules_are_refused(change: Any, what: str, microbatches: int) -> None:
+    with pytest.raises(RoundPipeError, match=f"layer 'model.blocks.1' registers, replaces or removes the {what}"):
+        train(change, ours(num_microbatches=microbatches), Late)
+
+
+def a_stateless_module(self: Any, x: Tensor) -> Tensor:
+    self.act = nn.Tanh()
+    return self.act(x)
+
+
+def test_modules_without_tensors_may_be_made_anew() -> None:
+    assert_same(train(a_stateless_module, ours(num_microbatches=3))[0], train(a_stateless_module, "auto")[0])
