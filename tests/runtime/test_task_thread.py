@@ -6,10 +6,12 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from patience import join, start, until
 
+from lightning_roundpipe.devices.thread_owner import Behalf, _stash
 from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 
 
@@ -82,3 +84,20 @@ def test_one_function_at_a_time(seed: int, thread: TaskThread) -> None:
     join(start(*(lambda number=number: work(number) for number in range(4))))  # type: ignore[misc]
     assert most == [1]
     assert min(ways.values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not list threads")
+def test_a_joined_thread_has_released_what_torch_kept_for_it() -> None:
+    """It is released after the thread's Python code, and aborts the process if the interpreter is finalized by then."""
+    released: list[int] = []
+
+    class Kept:
+        def __del__(self) -> None:
+            time.sleep(0.2)
+            released.append(threading.get_ident())
+
+    thread = TaskThread("roundpipe-test")
+    ident = thread.submit(lambda: (_stash(Behalf(0, Kept())), threading.get_ident())[1])
+    thread.stop()
+    assert thread.join(time.monotonic() + 60)
+    assert released == [ident.result()]
