@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
@@ -21,12 +20,10 @@ from typing_extensions import override
 
 from lightning_roundpipe.data.encoding import PLAIN, Encoder, learnt
 from lightning_roundpipe.data.records import Fields
-from lightning_roundpipe.data.rows import JoinedRows, PackedRows, PaddedRows
+from lightning_roundpipe.data.rows import JoinedRows, PackedRows, PaddedRows, Rows
 from lightning_roundpipe.data.sequences import Batch, ShuffledLoader, check_sizes
 from lightning_roundpipe.data.token_store import TokenStore, Whole, open_store
 from lightning_roundpipe.messages import PREFIX, plural
-
-Rows: TypeAlias = JoinedRows | PackedRows | PaddedRows
 
 _CHOICES = {
     "rows": ("joined", "packed", "padded"),
