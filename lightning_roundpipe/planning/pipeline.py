@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from lightning_roundpipe.planning.costs import CallCost, Costs, Phase
+from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, for_each
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.interpreter_time import Interpreter
 from lightning_roundpipe.planning.links import Lane, Links
@@ -322,14 +322,11 @@ def _leads(calls: Sequence[CallCost], phase: Phase, rules: Rules) -> dict[str, f
 
 def _stages_of(plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules) -> list[list[_SimulatedStage]]:
     """By worker, what every stage is on it. Equal workers share one list. [13]"""
-    known: dict[int, list[_SimulatedStage]] = {}
-    each = [costs.on(worker) for worker in range(workers)]
-    for one in each:
-        if id(one) not in known:
-            known[id(one)] = [
-                _SimulatedStage(stage, _costs_in(stage, plan, one, microbatches), rules) for stage in plan.stages()
-            ]
-    return [known[id(one)] for one in each]
+
+    def stages(one: Costs) -> list[_SimulatedStage]:
+        return [_SimulatedStage(stage, _costs_in(stage, plan, one, microbatches), rules) for stage in plan.stages()]
+
+    return for_each([costs.on(worker) for worker in range(workers)], stages)
 
 
 def _fastest(links: Sequence[Links] | None) -> Links | None:
