@@ -92,7 +92,7 @@ def shortest_endings(names: Collection[str], suits: Callable[[str], bool]) -> di
         parts = name.split(".")
         return [".".join(parts[start:]) for start in reversed(range(len(parts)))]
 
-    counts = Counter(ending for name in names for ending in endings(name))
+    counts = Counter(ending for name in {*names} for ending in endings(name))
     return {name: next(e for e in endings(name) if e == name or (counts[e] == 1 and suits(e))) for name in names}
 
 

@@ -263,8 +263,8 @@ def look(wish: Wish) -> Outlook:
         ValueError: a name of the wish is not known, or a number is out of range. A model that does not fit is no error.
     """
     _check_rounds(wish)
-    machine = choose_machine(wish.hardware, wish.gpu, wish.gpus, wish.workers, wish.host_memory)
-    return look_at(shape_of(wish, machine.hardware), wish, machine.assumed)
+    machine, assumed = choose_machine(wish.hardware, wish.gpu, wish.gpus, wish.workers, wish.host_memory)
+    return look_at(shape_of(wish, machine), wish, assumed)
 
 
 def check(wish: Wish) -> None:
