@@ -29,6 +29,7 @@ from functools import cached_property
 from statistics import harmonic_mean
 from typing import Any, Literal, TypeVar
 
+from lightning_roundpipe.config import is_number
 from lightning_roundpipe.messages import plural
 
 S = TypeVar("S")
@@ -107,7 +108,7 @@ class CallCost:
             value = getattr(self, name)
             if value is None and name in ("kept_bytes", "forward_bytes", "reduced_bytes"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            if not (is_number(value) and 0 <= value < math.inf):
                 raise ValueError(f"{name}={value!r} of layer {self.layer!r} must be a number of at least 0.")
 
     @property
