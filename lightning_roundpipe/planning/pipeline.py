@@ -368,10 +368,7 @@ class _Pipeline:
         self._updating = Updating(rules.updates, costs, _fastest(links))
         self._exchange = None
         if rules.network is not None:
-            updates = rules.updates
-            rate = updates.bytes_per_s if updates else None
-            together = updates is not None and (updates.clipping or updates.blocking)
-            self._exchange = Exchange(rules.network, costs, rate, together=together)
+            self._exchange = Exchange(rules.network, costs, rules.updates.bytes_per_s if rules.updates else None)
         self._published: list[dict[str, _Updated]] = []
         self._slot = 0
         self.events: list[SimulatedEvent] = []
