@@ -107,7 +107,8 @@ def test_pictures_and_traces(command: Any, tmp_path: Path, staleness: int) -> No
 def test_the_papers_library_computes_the_loss_faster_and_updates_later() -> None:
     """``partitioner=paper`` predicts another system: its times, with the memory of this one."""
     machine = read_machine("rtx4090x8")
-    ours, theirs = (ModelShape("tiny_llama", "none", "16-true", machine, like_paper=paper) for paper in (False, True))
+    wishes = [Wish("tiny_llama", precision="16-true", like_paper=paper) for paper in (False, True)]
+    ours, theirs = (ModelShape(wish, machine) for wish in wishes)
     (*layers, head), (*their_layers, their_head) = ours.costs(8, 512), theirs.costs(8, 512)
     assert layers == their_layers
     assert 0 < their_head.forward_s + their_head.backward_s < head.forward_s + head.backward_s
@@ -744,7 +745,7 @@ def test_sizes_of_tiles_that_make_no_sense(command: Any, text: str) -> None:
 
 def test_a_larger_machine_of_unequal_devices_has_times_for_each() -> None:
     small, large = (choose_machine(f"rtx4090x{n}+rtx3090x{n}", None, None, None, None)[0] for n in (1, 2))
-    shape = ModelShape("tiny_llama", "none", "bf16-true", small)
+    shape = ModelShape(Wish("tiny_llama", precision="bf16-true"), small)
     shape.costs(1, 16).check_workers(2)
     shape.on(large).costs(1, 16).check_workers(4)
     shape.costs(1, 16).check_workers(2)

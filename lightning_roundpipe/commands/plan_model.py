@@ -301,12 +301,7 @@ def shape_of(wish: Wish, machine: Hardware) -> ModelShape:
     Raises:
         ValueError: see `ModelShape`.
     """
-    memory = least(memory_of(wish, machine))
-    shape = ModelShape(
-        wish.model, wish.lora, wish.precision, machine, wish.staleness, memory, wish.model_settings, wish.lora_settings,
-        wish.reduce_dtype, wish.like_paper, wish.max_positions,
-        wish.machines,
-    )  # fmt: skip
+    shape = ModelShape(wish, machine, least(memory_of(wish, machine)))
     return shape.in_tiles(wish.token_tiles) if isinstance(wish.token_tiles, int) else shape
 
 
