@@ -95,7 +95,6 @@ class Rules:
 
     Args:
         staleness: 0 or 1.
-        recompute_ahead: whether a recomputation may run before its gradient is there; None: as the plan says.
         host: time of the engine itself.
         links: link of every worker, or of each if workers are unequal; None: copies take no time.
         updates: rate and rules of the optimizer; None: updates take no time.
@@ -104,7 +103,6 @@ class Rules:
     """
 
     staleness: Staleness = 0
-    recompute_ahead: bool | None = None
     host: HostTime = field(default_factory=HostTime)
     links: Links | tuple[Links, ...] | None = None
     updates: UpdateModel | None = None
@@ -347,7 +345,7 @@ class _Pipeline:
         """By stage, when the next microbatch may begin beside the last one, and end. [12]"""
         self._added: dict[int, float] = {}
         self._adding = 0.0
-        self._ahead = plan.recompute_ahead if rules.recompute_ahead is None else rules.recompute_ahead
+        self._ahead = plan.recompute_ahead
         self._stages = _stages_of(plan, costs, workers, microbatches, rules)
         self._forward_of = plan.stage_of_forward
         self._last_backward = {  # per layer, the last stage that adds to its gradients

@@ -43,7 +43,7 @@ def test_counted_by_hand() -> None:
         ("recompute", 0, 1, 6, 7),
         ("backward", 0, 1, 7, 9),
     ]
-    late = run_steps(TWO, even(2), 2, 2, Rules(recompute_ahead=False))
+    late = run_steps(replace(TWO, recompute_ahead=False), even(2), 2, 2)
     assert rows(late)[4:] == [
         ("recompute", 0, 0, 4, 5),
         ("backward", 0, 0, 5, 7),
@@ -64,7 +64,7 @@ def test_hops() -> None:
 
 
 def test_rounds_follow_each_other_and_add_to_the_same_sums_one_after_another() -> None:
-    run = run_steps(TWO, even(2), 2, 4, Rules(recompute_ahead=False))
+    run = run_steps(replace(TWO, recompute_ahead=False), even(2), 2, 4)
     assert rows(run, "forward", "fused", "backward")[6:] == [
         ("forward", 1, 2, 7, 8),  # worker 1 is free from 7 on
         ("forward", 1, 3, 8, 9),
@@ -225,8 +225,8 @@ def test_an_independent_judge_agrees(case: Case) -> None:
     made, costs = ours(times, plan, speeds)
     made.validate(costs.layers)
     assert plan_of(*sizes_of(made)) == made
-    rules = Rules(1, recompute_ahead=True, host=HostTime(hop_s=times.hop))
-    run = run_steps(made, costs, workers, microbatches, rules, 4)
+    rules = Rules(1, host=HostTime(hop_s=times.hop))
+    run = run_steps(replace(made, recompute_ahead=True), costs, workers, microbatches, rules, 4)
     assert run.ends_s == pytest.approx(step_ends(times, plan, workers, microbatches, 4, speeds=speeds), abs=1e-9)
 
 
@@ -247,7 +247,7 @@ def test_batches_of_plans_take_what_plans_take(case: Case) -> None:
         ends = batched.step_ends(each, times.hop, members, 4)
         assert (ends[:, 0] == ends[:, 1]).all()
         assert PlanTimer(pace, workers)(shape.forward, sizes, members) == pytest.approx(ends[0, 0], abs=1e-9)
-        run = run_steps(made, costs, workers, microbatches, Rules(1, ahead, host), 4)
+        run = run_steps(replace(made, recompute_ahead=ahead), costs, workers, microbatches, Rules(1, host), 4)
         assert (ends[:, 0] >= np.array(run.ends_s) - 1e-9).all()
         recomputed = pace.recompute[-1] / min([*speeds_of(costs), 1.0]) if ahead else 0.0
         if recomputed <= (times.head_forward + times.head_backward) / max(
@@ -270,12 +270,12 @@ def machines(draw: st.DrawFn, workers: int) -> Rules:
     updates = draw(
         st.one_of(
             st.none(),
-            st.builds(UpdateModel, rate, st.booleans(), st.booleans(), st.sampled_from([None, 1.0, 30.0])),
+            st.builds(UpdateModel, rate, st.booleans(), st.sampled_from([None, 1.0, 30.0])),
         )
     )
     network = draw(st.one_of(st.none(), st.builds(Network, st.integers(2, 3), rate, st.sampled_from([0.5, 1.0]))))
     sums_per_s = draw(st.one_of(st.none(), rate))
-    return Rules(1 if stale else 0, None, host, links, updates, sums_per_s, network)
+    return Rules(1 if stale else 0, host, links, updates, sums_per_s, network)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -105,8 +106,8 @@ def test_many_microbatches_hide_what_staleness_0_costs() -> None:
 
 
 def judged(plan: Plan, costs: Costs, workers: int, microbatches: int, staleness: int, hop_s: float) -> float:
-    rules = Rules(1 if staleness else 0, recompute_ahead=True, host=HostTime(hop_s=hop_s))
-    run = run_steps(plan, costs, workers, microbatches, rules, 32 if staleness else 1)
+    rules = Rules(1 if staleness else 0, host=HostTime(hop_s=hop_s))
+    run = run_steps(replace(plan, recompute_ahead=True), costs, workers, microbatches, rules, 32 if staleness else 1)
     return run.period_s(16) if staleness else run.makespan_s
 
 
