@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import nn
 
 from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.plan_shape import ModelShape
+from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import intraop_threads, make_devices
 from lightning_roundpipe.planning.memory import partition_within
@@ -49,7 +49,7 @@ def simulate(model: str, hardware: str) -> Table:
     for column in ("host memory, GB/s", "tokens a step", "no tail, ms", "whole", "parts"):
         table.add_column(column, justify="right")
     for bandwidth in (machine.host_memory_bandwidth, machine.host_memory_bandwidth / 4):
-        shape = ModelShape(model, "none", "bf16-true", replace(machine, host_memory_bandwidth=bandwidth))
+        shape = ModelShape(Wish(model, precision="bf16-true"), replace(machine, host_memory_bandwidth=bandwidth))
         rules, workers = shape.rules(0), machine.workers
         assert rules.updates is not None
         for size in (1, 4):

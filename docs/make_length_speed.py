@@ -61,8 +61,8 @@ def measured() -> dict[int, float]:
 
 def speed(tokens: int) -> Speed:
     asked = wish(tokens)
-    machine = choose_machine(asked.hardware, None, None, None, None)
-    found = look_at(shape_of(asked, machine.hardware), asked, longest=False)
+    machine, _ = choose_machine(asked.hardware, None, None, None, None)
+    found = look_at(shape_of(asked, machine), asked, longest=False)
     return Speed(tokens, found, measured().get(tokens))
 
 

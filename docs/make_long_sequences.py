@@ -85,8 +85,8 @@ class Found:
 
 def find(row: Row, gpus: int) -> Found:
     wish = row.wish(gpus)
-    machine = choose_machine(wish.hardware, None, None, None, wish.host_memory)
-    outlook = look_at(shape_of(wish, machine.hardware), wish)
+    machine, _ = choose_machine(wish.hardware, None, None, None, wish.host_memory)
+    outlook = look_at(shape_of(wish, machine), wish)
     tiles = in_tiles(outlook)
     assert tiles is not None, "some sequence fits"
     return Found(gpus, outlook, explain(outlook)[-1], tiles)
@@ -110,8 +110,8 @@ class Need:
 def needs(row: Row, tokens: int) -> tuple[Need, Need]:
     """Without tiles and in tiles."""
     wish = row.wish(1)
-    machine = choose_machine(wish.hardware, None, None, None, wish.host_memory)
-    shape = shape_of(wish, machine.hardware)
+    machine, _ = choose_machine(wish.hardware, None, None, None, wish.host_memory)
+    shape = shape_of(wish, machine)
     return _need(shape, wish, tokens), _need(shape.in_tiles(), wish, tokens)
 
 
@@ -127,7 +127,7 @@ def _need(shape: ModelShape, wish: Wish, tokens: int) -> Need:
 def setting(row: Row, tokens: int) -> list[str]:
     """A row of the second table."""
     whole, tiled = needs(row, tokens)
-    limit = memory_of(row.wish(1), choose_machine(row.wish(1).hardware, None, None, None, None).hardware)
+    limit = memory_of(row.wish(1), choose_machine(row.wish(1).hardware, None, None, None, None)[0])
     assert limit is not None
     fits = [need.device <= limit for need in (whole, tiled)]
     chosen = whole if fits[0] else tiled

@@ -94,14 +94,14 @@ def shapes(row: Row) -> dict[str, ModelShape]:
     found = {}
     for base in BASES:
         wish = row.wish(base, 1, HOSTS[0], 1)
-        found[base] = shape_of(wish, choose_machine(None, "rtx4090", 1, None, wish.host_memory).hardware)
+        found[base] = shape_of(wish, choose_machine(None, "rtx4090", 1, None, wish.host_memory)[0])
     return found
 
 
 def on_machine(shape: ModelShape, gpus: int, host: int) -> ModelShape:
     """The same model on so many of the same GPUs: the costs of its calls are the same."""
     other = copy(shape)
-    other.hardware = choose_machine(None, "rtx4090", gpus, None, host * GIB).hardware
+    other.hardware = choose_machine(None, "rtx4090", gpus, None, host * GIB)[0]
     return other
 
 

@@ -76,7 +76,7 @@ ROWS = (
 
 def shape_for(row: Row, machines: int, staleness: Staleness) -> ModelShape:
     wish = row.wish(machines, None if machines == 1 else NETWORKS[0], staleness)
-    machine = choose_machine(wish.hardware, None, None, None, wish.host_memory).hardware
+    machine = choose_machine(wish.hardware, None, None, None, wish.host_memory)[0]
     return shape_of(wish, machine)
 
 

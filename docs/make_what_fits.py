@@ -81,13 +81,13 @@ ROWS = (
 
 def shape(row: Row, kind: str) -> ModelShape:
     """The model on one GPU of a kind; the costs of its calls are the same on several."""
-    return shape_of(row.wish(kind, 1, SIZES[0]), choose_machine(None, kind, 1, None, row.host * GIB).hardware)
+    return shape_of(row.wish(kind, 1, SIZES[0]), choose_machine(None, kind, 1, None, row.host * GIB)[0])
 
 
 def best(row: Row, kind: str, gpus: int, one: ModelShape) -> Outlook | None:
     """With the fastest size of microbatches that fits; None: none does."""
     own = copy(one)
-    own.hardware = choose_machine(None, kind, gpus, None, row.host * GIB).hardware
+    own.hardware = choose_machine(None, kind, gpus, None, row.host * GIB)[0]
     outlooks = [look_at(own, row.wish(kind, gpus, size), longest=False) for size in SIZES]
     return max(
         (outlook for outlook in outlooks if outlook.fits), key=lambda outlook: outlook.tokens_per_s, default=None

@@ -28,7 +28,7 @@ from lightning_roundpipe.devices.core_semaphore import concurrent_devices
 from lightning_roundpipe.messages import PREFIX, gib, plural, seconds, warn
 from lightning_roundpipe.model.quantized import weights_in
 from lightning_roundpipe.optim.independence import KNOWN, is_torchs
-from lightning_roundpipe.planning.pipeline import COMPUTE, run_steps
+from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.runtime.memory.budget import peak_bytes
@@ -136,8 +136,7 @@ class Announcements:
         run = run_steps(plan, engine.learned.costs, len(engine.worker_pool.workers), microbatches)
         if engine.worker_pool.accelerator is not None:
             return run.makespan_s
-        busy = sum(event.end_s - event.start_s for event in run.events if event.kind in COMPUTE)
-        return max(run.makespan_s, busy / concurrent_devices())  # emulated devices share the cores
+        return max(run.makespan_s, run.busy_s / concurrent_devices())  # emulated devices share the cores
 
     # -- loggers ------------------------------------------------------------------------------------------------------
 

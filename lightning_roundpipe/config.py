@@ -39,7 +39,7 @@ def parse_bytes(value: float | str, name: str) -> int:
         if not match or match[2].upper() not in _UNITS:
             raise ValueError(f"{name}={value!r} is not a size: write it like '20GiB', '512MB' or 1000000.")
         size = float(match[1]) * _UNITS[match[2].upper()]
-    elif _is_number(value) and math.isfinite(value):
+    elif is_number(value) and math.isfinite(value):
         size = value
     else:
         raise ValueError(f"{name}={value!r} is not a size: write it like '20GiB', '512MB' or 1000000.")
@@ -48,11 +48,13 @@ def parse_bytes(value: float | str, name: str) -> int:
     return int(size)
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Return whether ``value`` is a number, which ``True`` is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_whole(value: object) -> bool:
+def is_whole(value: object) -> bool:
+    """Return whether ``value`` is a whole number, which ``True`` is not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -82,11 +84,11 @@ class Emulation:
             object.__setattr__(self, "memory", parse_bytes(self.memory, "emulation.memory"))
         if self.bandwidth is not None:
             object.__setattr__(self, "bandwidth", float(parse_bytes(self.bandwidth, "emulation.bandwidth")))
-        if not (_is_number(self.latency) and 0 <= self.latency < math.inf):
+        if not (is_number(self.latency) and 0 <= self.latency < math.inf):
             raise ValueError(f"emulation.latency={self.latency!r} must be 0 or more seconds, as a number.")
         if not isinstance(self.poison, bool):
             raise ValueError(f"emulation.poison={self.poison!r} must be True or False.")
-        if self.delay_seed is not None and not _is_whole(self.delay_seed):
+        if self.delay_seed is not None and not is_whole(self.delay_seed):
             raise ValueError(f"emulation.delay_seed={self.delay_seed!r} must be a whole number, or None for no delays.")
 
     @classmethod
@@ -203,7 +205,7 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("num_microbatches", "microbatch_size", "round_microbatches"):
             value = getattr(self, name)
-            if value is not None and not (_is_whole(value) and value >= 1):
+            if value is not None and not (is_whole(value) and value >= 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
         if self.num_microbatches is not None and self.microbatch_size is not None:
             raise ValueError(
@@ -219,9 +221,9 @@ class Options:
             )
         self._check_budget()
         self._check_tiles()
-        if not (_is_number(self.watchdog_timeout) and self.watchdog_timeout > 0):
+        if not (is_number(self.watchdog_timeout) and self.watchdog_timeout > 0):
             raise ValueError(f"watchdog_timeout={self.watchdog_timeout!r} must be a number of more than 0 seconds.")
-        if not (_is_number(self.machine_timeout) and self.machine_timeout >= 5):
+        if not (is_number(self.machine_timeout) and self.machine_timeout >= 5):
             raise ValueError(
                 f"machine_timeout={self.machine_timeout!r} must be a number of at least 5 seconds: machines say every "
                 "half second that they are alive."
@@ -245,7 +247,7 @@ class Options:
         if pin not in ("auto", "on", "off"):
             raise ValueError(f"pin_memory={self.pin_memory!r} must be 'auto', 'on' or 'off'.")
         object.__setattr__(self, "pin_memory", pin)
-        if not (_is_whole(self.prefetch) and self.prefetch in (0, 1)):
+        if not (is_whole(self.prefetch) and self.prefetch in (0, 1)):
             raise ValueError(f"prefetch={self.prefetch!r} must be 0 or 1, the stages that are uploaded ahead.")
         self._check_modes()
 
@@ -292,7 +294,7 @@ class Options:
         seconds = self.stage_seconds
         if seconds is None:
             return
-        if not (_is_number(seconds) and seconds > 0):
+        if not (is_number(seconds) and seconds > 0):
             raise ValueError(f"stage_seconds={seconds!r} must be a number of more than 0 seconds.")
         if self.plan_text is not None:
             raise ValueError(
@@ -309,7 +311,7 @@ class Options:
         tiles = self.token_tiles
         if tiles is None:
             return
-        if tiles != "auto" and not (_is_whole(tiles) and int(tiles) >= 1):
+        if tiles != "auto" and not (is_whole(tiles) and int(tiles) >= 1):
             raise ValueError(
                 f"token_tiles={tiles!r} must be a whole number of tokens of at least 1, 'auto', or None for no tiles."
             )
@@ -331,7 +333,7 @@ class Options:
             object.__setattr__(self, "memory_budget", parse_bytes(budget, "memory_budget"))
 
     def _check_modes(self) -> None:
-        if not _is_whole(self.staleness) or self.staleness not in (0, 1):
+        if not is_whole(self.staleness) or self.staleness not in (0, 1):
             raise ValueError(
                 f"staleness={self.staleness!r} must be 0 (exact training) or 1 (gradients one optimizer step late)."
             )

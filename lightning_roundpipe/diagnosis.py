@@ -71,13 +71,11 @@ def planned_step(report: Mapping[str, Any], cores: int | None = None) -> Planned
         report: what ``RoundPipeStrategy.report()`` returns.
         cores: how many emulated devices compute at once; None for devices that share none.
     """
-    if not report or report["profiled"] or not report["costs"]:
+    if (followed := plan_and_costs(report)) is None:
         return None
-    plan, costs = Plan.parse(report["plan"]), Costs.from_dict(report["costs"])
-    if [slot["phase"] for slot in report["slots"] if slot["round"] <= 0] != [stage.phase for stage in plan.stages()]:
-        return None  # microbatch_scope="model", whose calls have their own slots, or microbatches have left the plan
+    plan, costs = followed
     if report["plan_policy"] == "static":
-        costs = _shortest(costs, report["events"])
+        costs = with_shortest_times(costs, report["events"], nominal=True)
     workers, microbatches = report["workers"], report["microbatches"]
     run = run_steps(plan, costs, workers, microbatches)
     shared_s = run.busy_s / cores if cores else 0.0
@@ -92,23 +90,38 @@ def planned_step(report: Mapping[str, Any], cores: int | None = None) -> Planned
     return PlannedStep(max(run.makespan_s, shared_s), max(best_s, shared_s), run.busy_s)
 
 
-def _shortest(costs: Costs, events: Sequence[Mapping[str, Any]]) -> Costs:
+def plan_and_costs(report: Mapping[str, Any]) -> tuple[Plan, Costs] | None:
+    """Return the plan of the step and the costs that it was made from; None if the step did not follow its stages."""
+    if not report or report["profiled"] or not report["costs"]:
+        return None
+    plan = Plan.parse(report["plan"])
+    if [slot["phase"] for slot in report["slots"] if slot["round"] <= 0] != [stage.phase for stage in plan.stages()]:
+        return None  # microbatch_scope="model", whose calls have their own slots, or microbatches have left the plan
+    return plan, Costs.from_dict(report["costs"])
+
+
+def with_shortest_times(costs: Costs, events: Sequence[Mapping[str, Any]], *, nominal: bool = False) -> Costs:
+    """Return the costs with the shortest times of each call in ``events``, if these are shorter.
+
+    ``nominal``: whether the times of ``costs`` are nominal, and do not count.
+    """
     took: dict[tuple[str, int], float] = defaultdict(lambda: math.inf)
     for event in events:
         kind = "forward" if event["kind"] == "recompute" else event["kind"]
         took[kind, event["call"]] = min(took[kind, event["call"]], event["end_s"] - event["start_s"])
 
-    def known(kind: str, number: int) -> float:
-        return took[kind, number] if took[kind, number] < math.inf else 0.0
+    def shortest(kind: str, number: int, known_s: float) -> float:
+        if nominal:
+            return took[kind, number] if took[kind, number] < math.inf else 0.0
+        return min(known_s, took[kind, number])
 
     return Costs(
         tuple(
-            # The shortest of a stage that unpacks once has found its weights unpacked.
             replace(
                 call,
-                forward_s=known("forward", number),
-                backward_s=known("backward", number),
-                unpack_s=0.0,
+                forward_s=shortest("forward", number, call.forward_s),
+                backward_s=shortest("backward", number, call.backward_s),
+                unpack_s=0.0,  # the shortest of a stage that unpacks once has found its weights unpacked
                 backward_unpack_s=0.0,
             )
             for number, call in enumerate(costs)
@@ -134,10 +147,8 @@ def stall_seconds(report: Mapping[str, Any]) -> dict[str, float]:
     for stall in report["stalls"]:
         ends = copies[stall["worker"]]
         at = bisect_right(ends, (stall["end_s"] + _AT_ONCE, "~"))
-        if at and ends[at - 1][0] > stall["start_s"]:
-            found[ends[at - 1][1]] += stall["end_s"] - stall["start_s"]
-        else:
-            found["weights"] += stall["end_s"] - stall["start_s"]
+        came = at and ends[at - 1][0] > stall["start_s"]
+        found[ends[at - 1][1] if came else "weights"] += stall["end_s"] - stall["start_s"]
     return found
 
 
@@ -208,26 +219,16 @@ class CriticalPath:
         return min(median(self.gaps) * len(self.gaps), self.code) if self.gaps else 0.0
 
 
-class _Chain:
-    """Computations of one worker, or of one microbatch, by their ends."""
+def _end_s(event: Mapping[str, Any]) -> float:
+    return float(event["end_s"])
 
-    def __init__(self) -> None:
-        self.events: list[Mapping[str, Any]] = []
-        self.ends: list[float] = []
 
-    def add(self, event: Mapping[str, Any]) -> None:
-        self.events.append(event)
-
-    def sort(self) -> None:
-        self.events.sort(key=lambda event: float(event["end_s"]))
-        self.ends = [event["end_s"] for event in self.events]
-
-    def before(self, event: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return the last computation that ended before ``event`` began."""
-        at = bisect_right(self.ends, event["start_s"] + _AT_ONCE)
-        while at and self.events[at - 1] is event:
-            at -= 1
-        return self.events[at - 1] if at else None
+def _before(event: Mapping[str, Any], chain: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the last computation of ``chain``, which is sorted by ends, that ended before ``event`` began."""
+    at = bisect_right(chain, event["start_s"] + _AT_ONCE, key=_end_s)
+    while at and chain[at - 1] is event:
+        at -= 1
+    return chain[at - 1] if at else None
 
 
 def critical_path(report: Mapping[str, Any], cores: int | None = None) -> CriticalPath:
@@ -241,21 +242,19 @@ def critical_path(report: Mapping[str, Any], cores: int | None = None) -> Critic
     computed = [event for event in report["events"] if event["kind"] in COMPUTE]
     if not computed:
         return path
-    workers: dict[int, _Chain] = defaultdict(_Chain)
-    microbatches: dict[int, _Chain] = defaultdict(_Chain)
-    for event in computed:
-        workers[event["worker"]].add(event)
-        microbatches[event["microbatch"]].add(event)
-    for chain in (*workers.values(), *microbatches.values()):
-        chain.sort()
+    workers: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    microbatches: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for event in sorted(computed, key=_end_s):
+        workers[event["worker"]].append(event)
+        microbatches[event["microbatch"]].append(event)
     gaps = _Gaps(report, computed, cores)
-    end = max(computed, key=lambda event: float(event["end_s"]))
+    end = max(computed, key=_end_s)
     path.code += max(0.0, report["step_time_s"] - end["end_s"])
     now: Mapping[str, Any] | None = end
     while now is not None and now["end_s"] > 0:
         path.compute += now["end_s"] - max(0.0, now["start_s"])
-        before = [chain.before(now) for chain in (workers[now["worker"]], microbatches[now["microbatch"]])]
-        last = max((one for one in before if one is not None), key=lambda one: float(one["end_s"]), default=None)  # [1]
+        before = [_before(now, chain) for chain in (workers[now["worker"]], microbatches[now["microbatch"]])]
+        last = max((one for one in before if one is not None), key=_end_s, default=None)  # [1]
         gaps.explain(path, last, now)
         now = last
     return path
@@ -276,8 +275,7 @@ class _Gaps:
             elif event["kind"] in DOWNLOADS:
                 leaving[event["worker"], event["microbatch"]].append(span)
         for arrivals in self._arrivals.values():
-            arrivals.sort(key=lambda event: float(event["end_s"]))
-        self._ends = {worker: [float(event["end_s"]) for event in found] for worker, found in self._arrivals.items()}
+            arrivals.sort(key=_end_s)
         self._up = {worker: merged(spans) for worker, spans in carried.items()}
         self._down = {key: merged(spans) for key, spans in leaving.items()}
         self._full = _crowded(computed, cores) if cores else []
@@ -295,11 +293,10 @@ class _Gaps:
             down = self._down.get((last["worker"], event["microbatch"]), []) if last is not None else []
             spans = merged([*_within((start, until), self._up[event["worker"]]), *_within((start, until), down)])
             on_its_way = covered((start, until), spans)
+            path.link[kind] += on_its_way
             if kind == "weights":
-                path.link[kind] += on_its_way
                 path.update += until - start - on_its_way
             else:
-                path.link[kind] += on_its_way
                 path.code += until - start - on_its_way
             start = until
         crowded = covered((start, end), self._full)
@@ -308,14 +305,11 @@ class _Gaps:
 
     def _late(self, event: Mapping[str, Any], start: float, end: float) -> Mapping[str, Any] | None:
         """Return the last copy that ``event`` needs and that arrived within the gap; None without one."""
-        ends = self._ends.get(event["worker"], [])
-        for at in range(bisect_right(ends, end + _AT_ONCE) - 1, bisect_right(ends, start) - 1, -1):
-            copy = self._arrivals[event["worker"]][at]
-            weights = copy["kind"] == "upload_weights" and (copy["slot"], copy["layer"]) == (
-                event["slot"],
-                event["layer"],
-            )
-            if weights or copy["microbatch"] == event["microbatch"]:
+        copies: Sequence[Mapping[str, Any]] = self._arrivals.get(event["worker"], [])
+        first, last = bisect_right(copies, start, key=_end_s), bisect_right(copies, end + _AT_ONCE, key=_end_s)
+        for copy in copies[first:last][::-1]:
+            is_its_layers = all(copy[name] == event[name] for name in ("slot", "layer"))
+            if copy["microbatch"] == event["microbatch"] or (copy["kind"] == "upload_weights" and is_its_layers):
                 return copy
         return None
 

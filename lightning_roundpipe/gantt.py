@@ -27,6 +27,7 @@ from lightning_roundpipe.pictures import (
     idle_note,
     save,
     set_time_axis,
+    trace_names,
 )
 
 if TYPE_CHECKING:
@@ -132,6 +133,14 @@ class Chart:
     def described(self, unit: TimeUnit) -> str:
         """Return the text beside the title."""
         return f"{unit.show(self.step_ms / 1e3)}{self.facts}{idle_note(self.workers - len(self.rows), self.workers)}"
+
+
+def write_charts(charts: Sequence[Chart], picture: Path | None, trace: Path | None) -> None:
+    """Write the picture and the trace of the charts, unless their paths are None."""
+    if picture:
+        draw_charts(charts, picture)
+    if trace:
+        write_charts_trace(charts, trace)
 
 
 # -- the picture -----------------------------------------------------------------------------------------------------
@@ -331,20 +340,14 @@ def write_charts_trace(charts: Sequence[Chart], path: Path) -> None:
         # Perfetto reads process 0 as the idle process of the kernel.
         process = number + 1
         name = f"{chart.title}: {chart.described(TimeUnit('ms', 1e-3))}"
-        records.append(_metadata("process_name", process, 0, name=name))
-        records.append(_metadata("process_sort_index", process, 0, sort_index=number))
+        records += trace_names("process", process, 0, name, number)
         for worker in range(chart.workers):
-            records.append(_metadata("thread_name", process, worker + 1, name=f"worker {worker}"))
-            records.append(_metadata("thread_sort_index", process, worker + 1, sort_index=worker))
+            records += trace_names("thread", process, worker + 1, f"worker {worker}", worker)
         for block in chart.blocks:
             records.extend(_records(process, block))
         for wait in chart.waits:
             records.append(_span(wait.why, process, wait.worker, wait.start_ms, wait.end_ms))
     path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": records}))
-
-
-def _metadata(what: str, process: int, thread: int, **details: str | int) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": details}
 
 
 def _records(process: int, block: Block) -> Iterator[dict[str, Any]]:

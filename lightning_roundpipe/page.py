@@ -100,10 +100,8 @@ def _timeline(report: Mapping[str, Any]) -> Any:
         x_axis_label=f"time in the step ({unit})",
     )
     figure.ygrid.visible = False
-    figure.yaxis.ticker = [number + sum(_LANES["compute"]) / 2 for number in row.values()]
-    figure.yaxis.major_label_overrides = {
-        number + sum(_LANES["compute"]) / 2: f"worker {worker}" for worker, number in row.items()
-    }
+    labels = {number + sum(_LANES["compute"]) / 2: f"worker {worker}" for worker, number in row.items()}
+    figure.yaxis.ticker, figure.yaxis.major_label_overrides = list(labels), labels
     figure.yaxis.major_tick_line_color = figure.yaxis.axis_line_color = None
     groups: dict[str, list[tuple[TimelineEvent, int]]] = defaultdict(list)
     for event, size in zip(events, sizes, strict=True):
@@ -122,31 +120,27 @@ def _timeline(report: Mapping[str, Any]) -> Any:
                 "layer": [event.layer or _NOTHING for event, _ in found],
                 "stage": [stages.get(event.slot, _NOTHING) for event, _ in found],
                 "microbatch": [str(event.microbatch) if event.microbatch >= 0 else _NOTHING for event, _ in found],
-                "took": [_precise(event.end_s - event.start_s) for event, _ in found],
-                "bytes": [gib(size) if size else _NOTHING for _, size in found],
+                "takes": [_precise(event.end_s - event.start_s) for event, _ in found],
+                "size": [gib(size) if size else _NOTHING for _, size in found],
             }
         )
         figure.quad(
             left="left", right="right", top="top", bottom="bottom", source=source, color=colour, line_width=0.5,
             line_color=colour if "copy" in label or "upload" in label else "#FFFFFF66", legend_label=label,
         )  # fmt: skip
-    hover = models.HoverTool(
-        tooltips=[
-            ("", "@what"),
-            ("layer", "@layer"),
-            ("stage", "@stage"),
-            ("microbatch", "@microbatch"),
-            ("takes", "@took"),
-            ("size", "@bytes"),
-        ]
-    )
-    figure.add_tools(hover)
+    columns = ("what", "layer", "stage", "microbatch", "takes", "size")
+    tooltips = [("" if column == "what" else column, f"@{column}") for column in columns]
+    figure.add_tools(models.HoverTool(tooltips=tooltips))
+    _put_legend_above(figure, 4)
+    return figure
+
+
+def _put_legend_above(figure: Any, columns: int) -> None:
     legend = figure.legend[0]
-    legend.orientation, legend.click_policy, legend.ncols = "horizontal", "hide", 4
+    legend.orientation, legend.click_policy, legend.ncols = "horizontal", "hide", columns
     legend.background_fill_alpha, legend.border_line_color = 0.0, None
     legend.label_text_font_size = "12px"
     figure.add_layout(legend, "above")
-    return figure
 
 
 def _precise(value: float) -> str:
@@ -221,11 +215,7 @@ def _curve(steps: Sequence[int], unit: str, lines: Mapping[str, Sequence[float |
             models.HoverTool(renderers=[line], tooltips=[("step", "@x"), (label, "@y{0,0.000}")], mode="vline")
         )
     if len(lines) > 1:
-        legend = figure.legend[0]
-        legend.orientation, legend.ncols, legend.click_policy = "horizontal", 3, "hide"
-        legend.background_fill_alpha, legend.border_line_color = 0.0, None
-        legend.label_text_font_size = "12px"
-        figure.add_layout(legend, "above")
+        _put_legend_above(figure, 3)
     return figure
 
 

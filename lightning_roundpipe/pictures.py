@@ -10,10 +10,11 @@ matplotlib is imported inside functions, so programs that draw nothing do not lo
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_roundpipe.messages import plural
 
@@ -80,18 +81,19 @@ def setting_names(keys: Sequence[str]) -> dict[str, str]:
 
     A single letter is too little: ``lora r``, not ``r``.
     """
+    found = shortest_endings(keys, lambda ending: len(ending) > 1)
+    return {key: re.sub(r"[._]", " ", ending) for key, ending in found.items()}
 
-    def endings(key: str) -> list[str]:
-        parts = key.split(".")
+
+def shortest_endings(names: Collection[str], suits: Callable[[str], bool]) -> dict[str, str]:
+    """Return the shortest ending of each dotted name that ``suits`` allows and no other name has; else the name."""
+
+    def endings(name: str) -> list[str]:
+        parts = name.split(".")
         return [".".join(parts[start:]) for start in reversed(range(len(parts)))]
 
-    def suits(ending: str, key: str) -> bool:
-        return ending == key or (
-            len(ending) > 1 and not any(ending in endings(other) for other in keys if other != key)
-        )
-
-    found = {key: next(ending for ending in endings(key) if suits(ending, key)) for key in keys}
-    return {key: re.sub(r"[._]", " ", ending) for key, ending in found.items()}
+    counts = Counter(ending for name in {*names} for ending in endings(name))
+    return {name: next(e for e in endings(name) if e == name or (counts[e] == 1 and suits(e))) for name in names}
 
 
 def idle_note(idle: int, workers: int) -> str:
@@ -99,6 +101,14 @@ def idle_note(idle: int, workers: int) -> str:
     if not idle:
         return ""
     return f"; {idle:,} of {plural(workers, 'worker')} {'has' if idle == 1 else 'have'} nothing to do and no row"
+
+
+def trace_names(kind: Literal["process", "thread"], process: int, thread: int, name: str, place: int) -> list[Any]:
+    """Return the records of a Chrome trace that name a process or thread, and say where it is shown."""
+    return [
+        {"name": f"{kind}_{what}", "ph": "M", "pid": process, "tid": thread, "args": {what: value}}
+        for what, value in (("name", name), ("sort_index", place))
+    ]
 
 
 def save(figure: Figure, path: Path, dpi: int = DPI) -> None:

@@ -22,7 +22,6 @@ _PARTS = (
     "precision",
     "hook_audit",
     "monitors",
-    "one_process",
     "shared_settings",
     "several_machines",
     "accumulation_checkpoint",

@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -35,11 +36,13 @@ ASYNC = "roundpipe_async"
 _log = logging.getLogger(__name__)
 
 
-def _make_strategy(**kwargs: Any) -> Any:
-    """Create the strategy for ``lightning``'s registry. Imports it only now [4]."""
-    from lightning_roundpipe.strategy import RoundPipeStrategy
+def _strategy_of(home: str) -> Callable[..., Any]:
+    """Return a function that creates the strategy of a module of this package, which is imported only then [4]."""
 
-    return RoundPipeStrategy(**kwargs)
+    def make(**kwargs: Any) -> Any:
+        return import_module(f"lightning_roundpipe.{home}").RoundPipeStrategy(**kwargs)
+
+    return make
 
 
 def _refuse_fabric(**kwargs: Any) -> Any:
@@ -52,16 +55,9 @@ def _refuse_fabric(**kwargs: Any) -> Any:
     )
 
 
-def _make_strategy_of_the_other_flavour(**kwargs: Any) -> Any:
-    """Create the strategy for ``pytorch_lightning``'s registry, whose Strategy is another class."""
-    from lightning_roundpipe.pytorch_lightning import RoundPipeStrategy
-
-    return RoundPipeStrategy(**kwargs)
-
-
 FACTORIES: dict[str, Callable[..., Any]] = {
-    "lightning.pytorch.strategies": _make_strategy,
-    "pytorch_lightning.strategies": _make_strategy_of_the_other_flavour,
+    "lightning.pytorch.strategies": _strategy_of("strategy"),
+    "pytorch_lightning.strategies": _strategy_of("pytorch_lightning"),
     "lightning.fabric.strategies": _refuse_fabric,
     "lightning_fabric.strategies": _refuse_fabric,
 }

@@ -19,9 +19,6 @@ A replay assumes:
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -29,11 +26,11 @@ from typing import Any
 from lightning.pytorch.strategies import Strategy
 
 from lightning_roundpipe.config import Emulation
+from lightning_roundpipe.diagnosis import plan_and_costs, with_shortest_times
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.pipeline import Rules, SimulatedEvent, SimulatedRun, run_steps
-from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.reporting.events import bubble_percent
 
 _KINDS = {
@@ -68,11 +65,11 @@ def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dic
         ``timeline.draw_timeline`` needs. None if the step did not follow the plan's stages in order, or had one worker,
         which shares no cores anyway.
     """
-    if not report or report["workers"] == 1 or report["profiled"] or not report["costs"]:
+    if (followed := plan_and_costs(report)) is None or report["workers"] == 1:
         return None
-    plan, costs = Plan.parse(report["plan"]), _fastest(Costs.from_dict(report["costs"]), report["events"])
-    if [slot["phase"] for slot in report["slots"] if slot["round"] <= 0] != [stage.phase for stage in plan.stages()]:
-        return None  # microbatch_scope="model", whose calls have their own slots, or microbatches have left the plan
+    plan, costs = followed
+    if not costs.unequal:
+        costs = with_shortest_times(costs, report["events"])
     emulation = emulation or Emulation()
     rate = emulation.bandwidth
     rules = Rules(
@@ -106,28 +103,6 @@ def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dic
         "step_time_s": run.makespan_s,
         "bubble_pct": bubble_percent(events, run.workers),
     }
-
-
-def _fastest(costs: Costs, events: Sequence[Mapping[str, Any]]) -> Costs:
-    """Return the costs with each call's time replaced by that in the step, if it is shorter and workers are equal."""
-    if costs.unequal:
-        return costs
-    took: dict[tuple[str, int], float] = defaultdict(lambda: math.inf)
-    for event in events:
-        kind = "forward" if event["kind"] == "recompute" else event["kind"]
-        took[kind, event["call"]] = min(took[kind, event["call"]], event["end_s"] - event["start_s"])
-    return Costs(
-        tuple(
-            dataclasses.replace(
-                call,
-                forward_s=min(call.forward_s, took["forward", number]),
-                backward_s=min(call.backward_s, took["backward", number]),
-                unpack_s=0.0,  # the shortest of a stage that unpacks once has found its weights unpacked
-                backward_unpack_s=0.0,
-            )
-            for number, call in enumerate(costs)
-        )
-    )
 
 
 def _parts(event: SimulatedEvent, run: SimulatedRun, costs: Costs) -> Iterator[tuple[str, float, float]]:

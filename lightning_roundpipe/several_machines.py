@@ -1,7 +1,7 @@
 """The parts of a strategy that concern several machines, of which each runs one process with all its devices.
 
 Lightning expects a process per device. Here the world is made of machines: ``world_size``, ranks, samplers, logs and
-checkpoints count these. With one machine, everything is as `OneProcess` has it, and torch.distributed is not touched.
+checkpoints count these. With one machine, collective operations return their input and do not touch torch.distributed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
@@ -28,7 +29,6 @@ from typing_extensions import override
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.machines.peers import Peers, is_main_thread, meet
 from lightning_roundpipe.messages import PREFIX
-from lightning_roundpipe.one_process import OneProcess
 from lightning_roundpipe.refusals import refuse_launch, refuse_several_machines
 from lightning_roundpipe.shared_settings import learning_rates, of_modules, of_optimizers, of_trainer
 
@@ -37,7 +37,7 @@ _PATH = "roundpipe_path"
 """Key under which a path travels."""
 
 
-class SeveralMachines(OneProcess):
+class SeveralMachines(ParallelStrategy):
     """A strategy with one process on each machine. Collective operations are between the machines."""
 
     options: Options
@@ -57,9 +57,22 @@ class SeveralMachines(OneProcess):
         self._num_nodes = value
 
     @property
+    def _launched(self) -> int:
+        """The number of processes by the environment; 1 where it has none."""
+        try:
+            return int(super().world_size)
+        except KeyError:  # SLURMEnvironment outside a SLURM task
+            return 1
+
+    @property
     @override
     def world_size(self) -> int:
-        return self.num_nodes if self.num_nodes > 1 else super().world_size
+        return self.num_nodes if self.num_nodes > 1 else self._launched
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return 0
 
     @property
     @override
@@ -77,7 +90,6 @@ class SeveralMachines(OneProcess):
         return self.global_rank
 
     @property
-    @override
     def is_distributed(self) -> bool:
         """Whether samples belong to several machines."""
         return self.num_nodes > 1
@@ -89,7 +101,7 @@ class SeveralMachines(OneProcess):
 
     def set_world_ranks(self) -> None:
         """Tell Lightning the number of this machine, so that only the first one prints and logs."""
-        refuse_launch(super().world_size, self.num_nodes, self.cluster_environment)
+        refuse_launch(self._launched, self.num_nodes, self.cluster_environment)
         if self.num_nodes > 1:
             rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
@@ -260,7 +272,7 @@ class SeveralMachines(OneProcess):
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if (peers := self._ready("all_gather", group)) is None:
-            return super().all_gather(tensor, group, sync_grads)
+            return tensor
         if sync_grads:
             raise RoundPipeError(
                 "all_gather(sync_grads=True) differentiates between machines, which the roundpipe strategy does not: "

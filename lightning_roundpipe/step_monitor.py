@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_roundpipe.config import is_whole
 from lightning_roundpipe.devices.core_semaphore import concurrent_devices
 from lightning_roundpipe.diagnosis import (
     Diagnosis,
@@ -92,9 +93,7 @@ class RoundPipeMonitor(Callback):
     roundpipe_looks_away = True
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        if every_n_steps is not None and (isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int)):
-            raise ValueError(f"every_n_steps={every_n_steps!r} must be a whole number of at least 1, or None.")
-        if every_n_steps is not None and every_n_steps < 1:
+        if every_n_steps is not None and not (is_whole(every_n_steps) and every_n_steps >= 1):
             raise ValueError(f"every_n_steps={every_n_steps!r} must be a whole number of at least 1, or None.")
         self.every_n_steps = every_n_steps
         self.history: list[dict[str, Any]] = []
@@ -108,7 +107,7 @@ class RoundPipeMonitor(Callback):
         self._began = time.perf_counter()
         self._mark: float | None = None
         self._fetching = self._stepping = 0.0
-        self._fetched_s = self._updated_s = 0.0
+        self._fetched_s = 0.0
         self._interval = _Interval()
         self._batches = 0
         self._steps = 0

@@ -195,16 +195,13 @@ def draw_table(rows: list[dict[str, Any]], width: int) -> RenderableType:
     """
     varied = varied_settings(rows)
     names = setting_names(varied)
-    apart = _table(rows, [names[key].replace(" ", "\n") for key in varied], _settings_apart(rows, varied))
+    settings = [[str(row.get(key, "")) for key in varied] for row in rows]
+    apart = _table(rows, [names[key].replace(" ", "\n") for key in varied], settings)
     if Console(width=10 * width).measure(apart).maximum > width:
         together = [["\n".join(f"{names[key]} {row.get(key, 'default')}" for key in varied)] for row in rows]
         apart = _table(rows, ["settings"], together)
     failed = [Text(f"run {row['run']} failed: {row['error']}") for row in rows if row["error"]]
     return Group(apart, *failed)
-
-
-def _settings_apart(rows: list[dict[str, Any]], varied: list[str]) -> list[list[str]]:
-    return [[str(row.get(key, "")) for key in varied] for row in rows]
 
 
 def _table(rows: list[dict[str, Any]], headings: list[str], settings: list[list[str]]) -> Table:

@@ -26,6 +26,7 @@ from lightning_roundpipe.pictures import (
     idle_note,
     save,
     set_time_axis,
+    trace_names,
 )
 
 if TYPE_CHECKING:
@@ -157,18 +158,12 @@ def write_trace(report: Mapping[str, Any], path: Path) -> None:
     events, stages, records = read_events(report), stage_names(report), []
     earliest_s = min(event.start_s for event in events)  # a trace has no negative times
     for worker in range(int(_value(report, "workers"))):
-        records.append(_metadata("process_name", worker, 0, name=f"worker {worker}"))
-        records.append(_metadata("process_sort_index", worker, 0, sort_index=worker))
+        records += trace_names("process", worker, 0, f"worker {worker}", worker)
         for number, track in enumerate(_TRACKS):
-            records.append(_metadata("thread_name", worker, number, name=track.replace("_", " ")))
-            records.append(_metadata("thread_sort_index", worker, number, sort_index=number))
+            records += trace_names("thread", worker, number, track.replace("_", " "), number)
     records.extend(_trace_record(event, stages.get(event.slot, ""), earliest_s) for event in events)
     summary = {key: report[key] for key in ("plan", "microbatches", "bubble_pct", "step_time_s") if key in report}
     path.write_text(json.dumps({"displayTimeUnit": "ms", "otherData": summary, "traceEvents": records}))
-
-
-def _metadata(what: str, worker: int, track: int, **details: str | int) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": worker, "tid": track, "args": details}
 
 
 def _trace_record(event: TimelineEvent, stage: str, origin_s: float) -> dict[str, Any]:

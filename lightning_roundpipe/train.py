@@ -27,7 +27,6 @@ import time
 import traceback
 import warnings
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -83,9 +82,6 @@ def main() -> None:
         raise SystemExit(2)
     if {"-h", "--help"} & set(arguments):
         print(help_text())
-        return
-    if "--version" in arguments:
-        print(f"lightning-roundpipe {version('lightning-roundpipe')}")
         return
     sys.argv[1:] = options_first(arguments)
     _finished.clear()

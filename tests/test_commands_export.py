@@ -12,7 +12,7 @@ from export_runs import logits, train
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from lightning_roundpipe.commands.export import ExportTable, main
+from lightning_roundpipe.commands.export import export_table, main
 from lightning_roundpipe.export import Exported
 
 
@@ -103,7 +103,7 @@ def test_the_table_fits(width: int) -> None:
     files = (("config.json", 700), *((f"model-{n:05}-of-00003.safetensors", 5 * 10**9) for n in (1, 2, 3)))
     made = Exported(Path("/out"), files, "all weights, in bfloat16", ("checkpoint step-8.ckpt",), "load(it)", 61.0)
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(ExportTable(made))
+    console.print(export_table(made))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= width
     assert any(line.split() == ["model-*.safetensors", "(3", "files)", "14.0", "GiB"] for line in map(str.strip, lines))

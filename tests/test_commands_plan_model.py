@@ -107,7 +107,8 @@ def test_pictures_and_traces(command: Any, tmp_path: Path, staleness: int) -> No
 def test_the_papers_library_computes_the_loss_faster_and_updates_later() -> None:
     """``partitioner=paper`` predicts another system: its times, with the memory of this one."""
     machine = read_machine("rtx4090x8")
-    ours, theirs = (ModelShape("tiny_llama", "none", "16-true", machine, like_paper=paper) for paper in (False, True))
+    wishes = [Wish("tiny_llama", precision="16-true", like_paper=paper) for paper in (False, True)]
+    ours, theirs = (ModelShape(wish, machine) for wish in wishes)
     (*layers, head), (*their_layers, their_head) = ours.costs(8, 512), theirs.costs(8, 512)
     assert layers == their_layers
     assert 0 < their_head.forward_s + their_head.backward_s < head.forward_s + head.backward_s
@@ -438,13 +439,12 @@ def test_never_slower_than_under_the_papers_plan(workers: int, memory: int | Non
 )
 def test_any_number_of_a_known_gpu(given: tuple[str, ...], title: str, host: int, bandwidth: float) -> None:
     options = parse_all(plan.PlanOptions, ["model=tiny_llama", *given])[0].options
-    machine = choose_machine(options.hardware, options.gpu, options.gpus, options.workers, options.host_memory)
-    found = machine.hardware
+    found, assumed = choose_machine(options.hardware, options.gpu, options.gpus, options.workers, options.host_memory)
     assert (found.title, found.host_memory, found.host_memory_bandwidth) == (title, host * 2**30, bandwidth)
     assert str(found.workers) == title.split()[0]
-    assert "GB/s of memory bandwidth" in machine.assumed[0]
-    assert ("(or set host_memory=)" in machine.assumed[0]) == (options.host_memory is None)
-    assert len(machine.assumed) == 1 + (options.workers is not None)
+    assert "GB/s of memory bandwidth" in assumed[0]
+    assert ("(or set host_memory=)" in assumed[0]) == (options.host_memory is None)
+    assert len(assumed) == 1 + (options.workers is not None)
 
 
 def test_what_is_assumed_of_the_host_is_said(command: Any, tmp_path: Path) -> None:
@@ -462,14 +462,13 @@ def test_what_is_assumed_of_the_host_is_said(command: Any, tmp_path: Path) -> No
 
 
 def test_two_kinds_of_gpu_in_one_host() -> None:
-    machine = choose_machine("rtx4090x2+a800", None, None, None, None)
-    found = machine.hardware
+    found, assumed = choose_machine("rtx4090x2+a800", None, None, None, None)
     assert (found.title, found.workers) == ("2 x RTX 4090 + 1 x A800 80GB", 3)
     assert [device.title for device in found.devices] == ["RTX 4090", "A800 80GB", "RTX 4090"]
     assert (found.host_memory, found.host_memory_bandwidth) == (384 * 2**30, 3 * 51.2e9)
-    assert any("in this order, RTX 4090, A800 80GB, RTX 4090" in text for text in machine.assumed)
+    assert any("in this order, RTX 4090, A800 80GB, RTX 4090" in text for text in assumed)
     assert len({device.host_memory for device in found.devices}) == 1, "they share one host"
-    same = choose_machine("rtx4090x2+rtx4090x2", None, None, None, None).hardware
+    same = choose_machine("rtx4090x2+rtx4090x2", None, None, None, None)[0]
     assert (same.title, same.workers, same.kinds) == ("4 x RTX 4090", 4, ())
 
 
@@ -745,8 +744,8 @@ def test_sizes_of_tiles_that_make_no_sense(command: Any, text: str) -> None:
 
 
 def test_a_larger_machine_of_unequal_devices_has_times_for_each() -> None:
-    small, large = (choose_machine(f"rtx4090x{n}+rtx3090x{n}", None, None, None, None).hardware for n in (1, 2))
-    shape = ModelShape("tiny_llama", "none", "bf16-true", small)
+    small, large = (choose_machine(f"rtx4090x{n}+rtx3090x{n}", None, None, None, None)[0] for n in (1, 2))
+    shape = ModelShape(Wish("tiny_llama", precision="bf16-true"), small)
     shape.costs(1, 16).check_workers(2)
     shape.on(large).costs(1, 16).check_workers(4)
     shape.costs(1, 16).check_workers(2)

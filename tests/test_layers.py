@@ -26,7 +26,6 @@ LAYERS: list[set[str]] = [
     {
         "precision",
         "checkpoint_io",
-        "one_process",
         "several_machines",
         "shared_settings",
         "refusals",

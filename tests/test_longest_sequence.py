@@ -13,7 +13,7 @@ from harness import loader, ours, quiet, trainer_of
 from peft import LoraConfig
 
 from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.plan_model import MEMORY_SHARE, ModelShape, find_longest
+from lightning_roundpipe.commands.plan_model import MEMORY_SHARE, ModelShape, Wish, find_longest
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.model.loading import from_config
 from lightning_roundpipe.planning import Costs, Plan
@@ -53,7 +53,8 @@ def shape_of(kind: str, lora: bool, folder: Path) -> ModelShape:
     config, choice = folder / "config.json", folder / "lora.yaml"
     config.write_text(json.dumps(settings(kind)))
     choice.write_text(json.dumps(adapters(kind)))
-    return ModelShape(str(config), str(choice) if lora else "none", "32-true", read_machine("cpu"))
+    wish = Wish(str(config), lora=str(choice) if lora else "none", precision="32-true")
+    return ModelShape(wish, read_machine("cpu"))
 
 
 def train(kind: str, lora: bool, length: int, workers: int, **options: Any) -> dict[str, Any]:

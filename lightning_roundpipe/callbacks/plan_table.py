@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,6 +12,7 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_roundpipe.messages import plural
+from lightning_roundpipe.pictures import shortest_endings
 
 
 class PlanTable(Callback):
@@ -58,7 +59,8 @@ def plan_table(report: Mapping[str, Any], module: Module) -> Table:
     of_round = [slot for slot in report["slots"] if slot["round"] == report["slots"][0]["round"]]
     slots = {position: slot for position, slot in enumerate(of_round) if slot["layers"]}
     rounds = len({slot["round"] for slot in report["slots"] if slot["round"] >= 0})
-    short = short_names({layer for slot in slots.values() for layer in slot["layers"]})
+    layers = {layer for slot in slots.values() for layer in slot["layers"]}
+    short = shortest_endings(layers, lambda ending: not ending.partition(".")[0].isdecimal())
     table = Table(
         title=f"Plan: {plural(len(slots), 'stage')} on {plural(report['workers'], 'worker')}, "
         f"{plural(report['microbatches'], 'microbatch')}" + (f" in {plural(rounds, 'round')}" if rounds > 1 else ""),
@@ -78,16 +80,6 @@ def plan_table(report: Mapping[str, Any], module: Module) -> Table:
 def span(names: Sequence[str]) -> str:
     """Return the first and last of several names, with their number."""
     return " … ".join(dict.fromkeys([names[0], names[-1]])) + (f" ({len(names)})" if len(names) > 2 else "")
-
-
-def short_names(names: Collection[str]) -> dict[str, str]:
-    """Return the shortest unique ending of each dotted name that does not begin with a number."""
-    return {name: next(e for e in _endings(name) if sum(e in _endings(n) for n in names) == 1) for name in names}
-
-
-def _endings(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[i:]) for i in reversed(range(len(parts))) if not parts[i].isdecimal() or i == 0]
 
 
 def weight_bytes(module: Module, layers: Sequence[str]) -> int:

@@ -47,9 +47,10 @@ class RunFolder(Callback):
         if not trainer.is_global_zero:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._write_report(strategy_report(trainer))
-        self._draw(trainer)
-        self._write_page(trainer)
+        if report := strategy_report(trainer):
+            self._write_report(report)
+            self._draw(trainer, report)
+            self._write_page(trainer)
         self._write_adapters(pl_module)
 
     @override
@@ -70,8 +71,6 @@ class RunFolder(Callback):
                 break
 
     def _write_report(self, report: dict[str, Any]) -> None:
-        if not report:
-            return
         (self.folder / "plan.txt").write_text(f"{report['plan']}\n")
         if report.get("costs"):
             facts = {"workers": report["workers"], "microbatches": report["microbatches"], **report["costs"]}
@@ -79,17 +78,13 @@ class RunFolder(Callback):
         (self.folder / "step.json").write_text(json.dumps(report))
 
     def _write_page(self, trainer: Trainer) -> None:
-        if not strategy_report(trainer):
-            return
         if not is_installed("bokeh"):
             warn(f"{PREFIX}no report page is written, as {remedy('bokeh')}")
             return
         strategy: Any = trainer.strategy
         strategy.save_report(self.folder / "report.html", self.settings)
 
-    def _draw(self, trainer: Trainer) -> None:
-        if not (report := strategy_report(trainer)):
-            return
+    def _draw(self, trainer: Trainer, report: dict[str, Any]) -> None:
         if not is_installed("matplotlib"):
             warn(f"{PREFIX}no picture of the step is drawn, as {remedy('matplotlib')}")
             return

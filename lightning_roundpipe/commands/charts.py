@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_roundpipe.gantt import Block, Chart, draw_charts, write_charts_trace
+from lightning_roundpipe.gantt import Block, Chart, write_charts
 from lightning_roundpipe.planning.bubble import Bubble
 from lightning_roundpipe.planning.cases import FIGURES
 from lightning_roundpipe.planning.paper_schedules import PaperRun
@@ -15,11 +15,7 @@ _LONGEST_NAME = 60
 
 def draw(runs: Sequence[PaperRun], bubbles: Sequence[Bubble], picture: Path | None, trace: Path | None) -> None:
     """Write the picture and the trace of the runs, unless their paths are None."""
-    charts = [chart_of(run, bubble) for run, bubble in zip(runs, bubbles, strict=True)]
-    if picture:
-        draw_charts(charts, picture)
-    if trace:
-        write_charts_trace(charts, trace)
+    write_charts([chart_of(run, bubble) for run, bubble in zip(runs, bubbles, strict=True)], picture, trace)
 
 
 def chart_of(run: PaperRun, bubble: Bubble) -> Chart:

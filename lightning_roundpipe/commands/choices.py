@@ -111,9 +111,28 @@ def make_model(
     Raises:
         ValueError: the model is not a causal language model, or the adapters do not fit it.
     """
+    AttentionInterface.register(ATTENTION, attention)
+    build: Any = AutoModelForCausalLM.from_config
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of libraries about each other
-        return _make_model(config, name, read_adapters(lora, changed), lora, precision)
+        adapters = read_adapters(lora, changed)
+        try:
+            with torch.device("meta"):
+                try:
+                    model: nn.Module = build(config, dtype=DTYPES[precision], attn_implementation=ATTENTION)
+                except (KeyError, ValueError):  # some architectures allow only their own attention
+                    model = build(config, dtype=DTYPES[precision], attn_implementation="eager")
+        except Exception as error:
+            raise ValueError(f"model={name} makes no causal language model: {first_line(error)}.") from error
+        if adapters:
+            from peft import LoraConfig, get_peft_model  # takes some seconds, with the libraries that it imports
+
+            try:
+                # As under autocast, adapters compute in the format of the weights beside them.
+                model = get_peft_model(model, LoraConfig(**adapters), autocast_adapter_dtype=False)
+            except Exception as error:
+                raise ValueError(f"lora={lora} does not fit model={name}: {first_line(error)}.") from error
+    return model.train()
 
 
 def read_adapters(lora: str, changed: Settings = ()) -> dict[str, Any]:
@@ -148,48 +167,25 @@ def _changed(settings: dict[str, Any], group: str, changed: Settings, known: Ite
     return settings
 
 
-def _make_model(
-    config: PretrainedConfig, name: str, adapters: Mapping[str, Any], lora: str, precision: Precision
-) -> nn.Module:
-    AttentionInterface.register(ATTENTION, attention)
-    build: Any = AutoModelForCausalLM.from_config
-    dtype = DTYPES[precision]
-    try:
-        with torch.device("meta"):
-            try:
-                model: nn.Module = build(config, dtype=dtype, attn_implementation=ATTENTION)
-            except (KeyError, ValueError):  # some architectures allow only their own attention
-                model = build(config, dtype=dtype, attn_implementation="eager")
-    except Exception as error:
-        raise ValueError(f"model={name} makes no causal language model: {first_line(error)}.") from error
-    if adapters:
-        from peft import LoraConfig, get_peft_model  # takes some seconds, with the libraries that it imports
-
-        try:
-            # As under autocast, adapters compute in the format of the weights beside them.
-            model = get_peft_model(model, LoraConfig(**adapters), autocast_adapter_dtype=False)
-        except Exception as error:
-            raise ValueError(f"lora={lora} does not fit model={name}: {first_line(error)}.") from error
-    return model.train()
-
-
 def _choice(group: str, text: str, otherwise: str, none: bool = False) -> dict[str, Any]:
     """Return the settings of a choice, without its ``_target_``."""
     if is_path(text):
         data = _load(Path(text).expanduser(), group)
-        data.pop("_target_", None)
-        return data
-    found = {name: _load(path, group) for name, path in shipped_files(group).items()}
-    usable = [name for name, data in found.items() if data.get("_target_") == _MADE_BY[group] or (none and not data)]
-    if text in found and text not in usable:
-        raise ValueError(
-            f"{group}={text} has no shape of its own, as it reads weights. Take {', '.join(sorted(usable))}, "
-            f"or {otherwise}."
+    else:
+        found = {name: _load(path, group) for name, path in shipped_files(group).items()}
+        usable = sorted(
+            n for n, data in found.items() if data.get("_target_") == _MADE_BY[group] or (none and not data)
         )
-    _check_name(group, text, sorted(usable), otherwise)
-    data = dict(found[text])
-    data.pop("_target_", None)
-    return data
+        if text in found and text not in usable:
+            raise ValueError(
+                f"{group}={text} has no shape of its own, as it reads weights. Take {', '.join(usable)}, "
+                f"or {otherwise}."
+            )
+        if text not in usable:
+            hint = did_you_mean(text, usable)
+            raise ValueError(f"There is no {group}={text}.{hint} Allowed are {', '.join(usable)}, and {otherwise}.")
+        data = found[text]
+    return {name: value for name, value in data.items() if name != "_target_"}
 
 
 def _load(path: Path, group: str) -> dict[str, Any]:
@@ -202,9 +198,3 @@ def _load(path: Path, group: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{group}: {path} must hold settings, each with its name.")
     return {str(key): value for key, value in data.items()}
-
-
-def _check_name(group: str, text: str, known: list[str], otherwise: str) -> None:
-    if text not in known:
-        hint = did_you_mean(text, known)
-        raise ValueError(f"There is no {group}={text}.{hint} Allowed are {', '.join(known)}, and {otherwise}.")

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -87,7 +88,7 @@ def answer(options: ExportOptions) -> Reply:
             )
     except ImportError as error:  # a package of an extra is missing
         raise ValueError(str(error)) from error
-    return Reply(ExportTable(made))
+    return Reply(export_table(made))
 
 
 @contextmanager
@@ -103,32 +104,20 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total, description="Writing")
 
 
-@dataclass(frozen=True)
-class ExportTable:
-    """Table of the exported files, with their contents and the code that loads them."""
+def export_table(made: Exported) -> RenderableType:
+    """Return a table of the exported files, with their contents and the code that loads them."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("file", overflow="fold")
+    table.add_column("size", justify="right", no_wrap=True)
+    for name, size in _rows(made.files):
+        table.add_row(Text(name), gib(size))
+    contents = f"{made.contents}; {gib(sum(size for _, size in made.files))} in {seconds(made.seconds)}"
+    return Group(table, *map(Text, (contents, *made.notes, "")), pasted(made.how))
 
-    made: Exported
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        table.add_column("file", overflow="fold")
-        table.add_column("size", justify="right", no_wrap=True)
-        for name, size in self._rows():
-            table.add_row(Text(name), gib(size))
-        yield table
-        yield Text(
-            f"{self.made.contents}; {gib(sum(size for _, size in self.made.files))} in {seconds(self.made.seconds)}"
-        )
-        for note in self.made.notes:
-            yield Text(note)
-        yield Text("")
-        yield pasted(self.made.how)
-
-    def _rows(self) -> Iterator[tuple[str, int]]:
-        """Yield name and bytes of each row. Shards of the weights share one row."""
-        parts = [size for name, size in self.made.files if name.startswith("model-") and name.endswith(".safetensors")]
-        if len(parts) > 1:
-            yield f"model-*.safetensors ({plural(len(parts), 'file')})", sum(parts)
-        for name, size in self.made.files:
-            if len(parts) < 2 or not (name.startswith("model-") and name.endswith(".safetensors")):
-                yield name, size
+def _rows(files: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    """Yield name and bytes of each row. Shards of the weights share one row."""
+    parts = [file for file in files if fnmatch(file[0], "model-*.safetensors")]
+    if len(parts) > 1:
+        yield f"model-*.safetensors ({plural(len(parts), 'file')})", sum(size for _, size in parts)
+    yield from (file for file in files if len(parts) < 2 or file not in parts)

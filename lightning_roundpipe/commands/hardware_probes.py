@@ -86,7 +86,7 @@ def probe(workers: int | None, say: Callable[[str], None]) -> Probed:
     cuda = torch.cuda.is_available() and torch.cuda.device_count() > 0
     count = (min(workers or 1024, torch.cuda.device_count()) if cuda else workers) or EMULATED_WORKERS
     say(plural(count, "CUDA device" if cuda else "emulated device") + ("" if cuda else ", as torch sees no GPU"))
-    host = HostProbe(say)
+    host_memory, bandwidth = total_bytes(), _host_bandwidth(say)
     with ExitStack() as stack:
         with _naming("the devices", say):
             torch_devices = [torch.device("cuda", index) if cuda else torch.device("cpu") for index in range(count)]
@@ -96,7 +96,7 @@ def probe(workers: int | None, say: Callable[[str], None]) -> Probed:
             for context in (made[0].process_settings(), made[0].step_settings()):
                 stack.enter_context(context)
             devices = DeviceProbe(made, emulated=not cuda, say=say, stack=stack)
-        found = devices.measured(host)
+        found = devices.measured(host_memory, bandwidth)
         kinds: dict[str, list[Device]] = {}
         for device in made:
             kinds.setdefault(device.kind.removeprefix("NVIDIA "), []).append(device)
@@ -105,7 +105,7 @@ def probe(workers: int | None, say: Callable[[str], None]) -> Probed:
         each = []
         for name, same in kinds.items():
             say(f"{name} alone")
-            part = DeviceProbe(same, emulated=not cuda, say=say, stack=stack).measured(host).hardware
+            part = DeviceProbe(same, emulated=not cuda, say=say, stack=stack).measured(host_memory, bandwidth).hardware
             own = {name: getattr(part, name) for name in OF_KINDS}
             each.append(replace(found.hardware, **own | {"title": name}))
         title = " + ".join(f"{kind.workers} x {kind.title}" for kind in each)
@@ -145,21 +145,16 @@ def _best(work: Work, repeats: int = _REPEATS) -> float:
 # -- the host --------------------------------------------------------------------------------------------------------
 
 
-class HostProbe:
-    """Probe of the host's memory, with all of torch's threads. It runs before any device exists.
+def _host_bandwidth(say: Callable[[str], None]) -> float:
+    """Return the bytes a second that an addition in place reads and writes, with all of torch's threads.
 
-    Attributes:
-        bandwidth: bytes a second that an addition in place reads and writes.
-        total: bytes of memory.
+    It runs before any device exists.
     """
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.total = total_bytes()
-        with _naming("the host's memory", say):
-            elements = min(32 * _MIB, int(SHARE * free_bytes()) // 8)
-            total, more = torch.zeros(elements), torch.ones(elements)
-            # In place, an element takes two reads and a write of 4 bytes. A write elsewhere would read there, too.
-            self.bandwidth = 12 * elements / _best(lambda: total.add_(more))
+    with _naming("the host's memory", say):
+        elements = min(32 * _MIB, int(SHARE * free_bytes()) // 8)
+        total, more = torch.zeros(elements), torch.ones(elements)
+        # In place, an element takes two reads and a write of 4 bytes. A write elsewhere would read there, too.
+        return 12 * elements / _best(lambda: total.add_(more))
 
 
 def optimizer_rate() -> float:
@@ -203,8 +198,8 @@ class DeviceProbe:
         self._room = int(SHARE * free)
         """Bytes that a probe may take on each device."""
 
-    def measured(self, host: HostProbe) -> Probed:
-        """Run all probes and return their results. ``host`` has run already."""
+    def measured(self, host_memory: int, host_bandwidth: float) -> Probed:
+        """Run all probes and return their results, with those of the host."""
         notes: dict[str, str] = {}
         remarks: list[str] = []
         flops: dict[Format, float] = {}
@@ -238,8 +233,8 @@ class DeviceProbe:
             memory_bandwidth=bandwidth,
             upload=upload,
             download=download,
-            host_memory=host.total,
-            host_memory_bandwidth=max(host.bandwidth, optimizer),  # other programs may slow down one of them
+            host_memory=host_memory,
+            host_memory_bandwidth=max(host_bandwidth, optimizer),  # other programs may slow down one of them
             matmul_efficiency=1.0,
             memory_efficiency=1.0,
             kernel_s=kernel_s,

@@ -11,7 +11,7 @@ With ``workers=``, the host stays the same.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -34,19 +34,6 @@ _OF_HOST = (
 """Numbers that all devices of a host share."""
 
 _COUNTED = re.compile(r"(?P<gpu>.+?)x(?P<count>\d+)")
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A machine to plan for.
-
-    Args:
-        hardware: its rates. ``workers`` is the number of devices that run stages.
-        assumed: assumptions that the command line does not make, in sentences.
-    """
-
-    hardware: Hardware
-    assumed: tuple[str, ...] = ()
 
 
 def read_machine(text: str) -> Hardware:
@@ -77,8 +64,8 @@ def read_machine(text: str) -> Hardware:
 
 def choose_machine(
     hardware: str | None, gpu: str | None, gpus: int | None, workers: int | None, host_memory: int | None
-) -> Machine:
-    """Return the machine of the command line's options, and the assumptions about it.
+) -> tuple[Hardware, tuple[str, ...]]:
+    """Return the machine of the command line's options, and the assumptions about it in sentences.
 
     Args:
         hardware: name of a machine, or a path; None: ``gpu`` names the machine.
@@ -122,7 +109,7 @@ def choose_machine(
     if workers is not None and workers != found.workers:
         assumed.append(_some(found, workers))
         found = replace(found, workers=workers, title=f"{workers} of {found.title}")
-    return Machine(found, tuple(assumed))
+    return found, tuple(assumed)
 
 
 def _host(machine: Hardware, host_memory: int | None) -> str:

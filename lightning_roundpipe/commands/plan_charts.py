@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_roundpipe.commands.plan_costs import Answer, Question, answer, run_answer
-from lightning_roundpipe.gantt import Block, Chart, IdleBlock, draw_charts, write_charts_trace
+from lightning_roundpipe.gantt import Block, Chart, IdleBlock, write_charts
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.pipeline import COMPUTE, SimulatedEvent, SimulatedRun, run_steps
@@ -39,7 +38,7 @@ def draw(question: Question, found: Answer, picture: Path | None, trace: Path | 
         chart(answer(question, partitioner="paper"), "the paper's algorithm"),
         chart(found, "found by simulation"),
     ]
-    _write(charts, picture, trace)
+    write_charts(charts, picture, trace)
 
 
 def draw_model(found: Outlook, picture: Path | None, trace: Path | None) -> None:
@@ -55,14 +54,7 @@ def draw_model(found: Outlook, picture: Path | None, trace: Path | None) -> None
     for how, run in runs.items():
         title, step_s = _title(found.wish.model, how), found.period_of(run)
         charts.append(_chart(run, costs, microbatches, steps, title, step_s))
-    _write(charts, picture, trace)
-
-
-def _write(charts: Sequence[Chart], picture: Path | None, trace: Path | None) -> None:
-    if picture:
-        draw_charts(charts, picture)
-    if trace:
-        write_charts_trace(charts, trace)
+    write_charts(charts, picture, trace)
 
 
 def _title(name: str, how: str) -> str:

@@ -244,14 +244,9 @@ def run_answer(question: Question, plan: Plan, steps: int) -> SimulatedRun:
 
 def as_dict(found: Answer) -> dict[str, Any]:
     """Return what ``format=json`` prints."""
-    plan = found.plan
     return {
         "fits": True,
-        "plan": str(plan),
-        "forward": [len(span) for span in plan.forward],
-        "fused": len(plan.fused) - 1,
-        "backward": [len(span) for span in plan.backward],
-        "round_microbatches": plan.round_microbatches,
+        **found.plan.to_dict(),
         "side_by_side": found.side_by_side,
         "makespan_ms": 1e3 * found.makespan_s,
         "period_ms": 1e3 * found.period_s,

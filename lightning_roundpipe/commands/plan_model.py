@@ -263,8 +263,8 @@ def look(wish: Wish) -> Outlook:
         ValueError: a name of the wish is not known, or a number is out of range. A model that does not fit is no error.
     """
     _check_rounds(wish)
-    machine = choose_machine(wish.hardware, wish.gpu, wish.gpus, wish.workers, wish.host_memory)
-    return look_at(shape_of(wish, machine.hardware), wish, machine.assumed)
+    machine, assumed = choose_machine(wish.hardware, wish.gpu, wish.gpus, wish.workers, wish.host_memory)
+    return look_at(shape_of(wish, machine), wish, assumed)
 
 
 def check(wish: Wish) -> None:
@@ -301,12 +301,7 @@ def shape_of(wish: Wish, machine: Hardware) -> ModelShape:
     Raises:
         ValueError: see `ModelShape`.
     """
-    memory = least(memory_of(wish, machine))
-    shape = ModelShape(
-        wish.model, wish.lora, wish.precision, machine, wish.staleness, memory, wish.model_settings, wish.lora_settings,
-        wish.reduce_dtype, wish.like_paper, wish.max_positions,
-        wish.machines,
-    )  # fmt: skip
+    shape = ModelShape(wish, machine, least(memory_of(wish, machine)))
     return shape.in_tiles(wish.token_tiles) if isinstance(wish.token_tiles, int) else shape
 
 

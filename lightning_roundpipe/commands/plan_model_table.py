@@ -277,7 +277,7 @@ def partitioner_of(wish: Wish) -> Partitioner:
 
 def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
     """Return what ``format=json`` prints. Keys end in their units; times and rates are None if it does not fit."""
-    wish, plan, parameters = found.wish, found.plan, found.parameters
+    wish, parameters = found.wish, found.parameters
     times: dict[str, Any] = {"tokens_per_s": None, "period_ms": None, "makespan_ms": None, "bubble_pct": None}
     if found.run is not None:
         times = {
@@ -310,11 +310,7 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "packed_parameters": parameters.packed,
         "packed_as": parameters.packed_as or None,
         "cut": found.cuts,
-        "plan": str(plan),
-        "forward": [len(span) for span in plan.forward],
-        "fused": len(plan.fused) - 1,
-        "backward": [len(span) for span in plan.backward],
-        "round_microbatches": plan.round_microbatches,
+        **found.plan.to_dict(),
         "side_by_side": found.side_by_side,
         "stages": [asdict(row) for row in found.stages],
         "device_memory": _memory(found.device_items, found.memory),

@@ -112,22 +112,21 @@ def plan_cells(asked: Sequence[Cell]) -> list[Cell]:
 
 
 def _plan_all(cells: Sequence[Cell], processes: int, tell: Callable[[Cell], None]) -> list[Cell]:
-    done: list[Cell | None] = [None] * len(cells)
     if processes == 1:
-        for number, cell in enumerate(cells):
-            tell(found := plan_cell(cell))
-            done[number] = found
-    else:
-        methods = get_all_start_methods()
-        context = get_context("forkserver" if "forkserver" in methods else "spawn")
-        if "forkserver" in methods:
-            context.set_forkserver_preload([__name__])  # torch is imported once for all of them
-        with ProcessPoolExecutor(processes, context, initializer=_end_quietly) as pool:
-            numbers = {pool.submit(plan_cell, cell): number for number, cell in enumerate(cells)}
-            for future in as_completed(numbers):
-                tell(found := future.result())
-                done[numbers[future]] = found
-    return [cell for cell in done if cell is not None]
+        found = []
+        for cell in cells:
+            found.append(plan_cell(cell))
+            tell(found[-1])
+        return found
+    methods = get_all_start_methods()
+    context = get_context("forkserver" if "forkserver" in methods else "spawn")
+    if "forkserver" in methods:
+        context.set_forkserver_preload([__name__])  # torch is imported once for all of them
+    with ProcessPoolExecutor(processes, context, initializer=_end_quietly) as pool:
+        futures = [pool.submit(plan_cell, cell) for cell in cells]
+        for future in as_completed(futures):
+            tell(future.result())
+        return [future.result() for future in futures]
 
 
 def _end_quietly() -> None:

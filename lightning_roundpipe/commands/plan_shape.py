@@ -47,15 +47,15 @@ class Wish:
     """
 
     model: str
-    hardware: str | None
-    lora: str
-    precision: Precision
-    sequence_length: int | None
-    microbatch_size: int | None
-    microbatches: int | None
-    workers: int | None
-    staleness: Staleness
-    memory: int | None
+    hardware: str | None = None
+    lora: str = "none"
+    precision: Precision = "bf16-mixed"
+    sequence_length: int | None = None
+    microbatch_size: int | None = None
+    microbatches: int | None = None
+    workers: int | None = None
+    staleness: Staleness = 0
+    memory: int | None = None
     min_round: int | None = None
     max_round: int | None = None
     max_fused: int | None = None
@@ -95,44 +95,31 @@ class ModelShape:
     """A model on the meta device, with estimates for a machine.
 
     Args:
-        model: choice of ``conf/model``, or a path; see `choices.read_config`.
-        lora: adapters: choice of ``conf/lora``, or a path; ``"none"``: no adapters.
-        precision: Lightning's precision.
+        wish: the model, its adapters, and how it is trained. With ``like_paper``, the times are those of the paper's
+            library: the loss takes no longer than the output layer's products, the host issues the operations of one
+            expert after another, and without staleness the optimizer begins when backward is over.
         hardware: the machine.
-        staleness: staleness of updates, 0 or 1.
         memory: bytes that every worker may use. Layers are cut to fit, as in training. None: no limit.
-        model_settings, lora_settings: settings of model and adapters that the command line changes.
-        reduce_dtype: dtype in which gradients travel to the host; None: fp32.
-        like_paper: whether the times are those of the paper's library: the loss takes no longer than the output layer's
-            products, the host issues the operations of one expert after another, and without staleness the optimizer
-            begins when backward is over.
-        max_positions: number of positions, if it is more than the configuration's; None: the configuration's.
-        machines: number of machines that share the optimizer's state.
 
     Raises:
         ValueError: there is no such model or there are no such adapters, they do not fit each other, packed weights
             have no adapters, or ``max_positions`` is no more than the configuration's.
     """
 
-    def __init__(
-        self, model: str, lora: str, precision: Precision, hardware: Hardware, staleness: Staleness = 0,
-        memory: int | None = None, model_settings: Settings = (), lora_settings: Settings = (),
-        reduce_dtype: str | None = None, like_paper: bool = False, max_positions: int | None = None,
-        machines: int = 1,
-    ) -> None:  # fmt: skip
-        config, self.quantization = read_config(model, model_settings)
-        if self.quantization is not None and lora == "none":
+    def __init__(self, wish: Wish, hardware: Hardware, memory: int | None = None) -> None:
+        model = wish.model
+        config, self.quantization = read_config(model, wish.model_settings)
+        if self.quantization is not None and wish.lora == "none":
             raise ValueError(_untrained(model, self.quantization))
         self.configured = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST_LENGTH
         self.longest = self.configured
-        if max_positions is not None:
-            _offer(config, max_positions, model, self.configured)
-            self.longest = max_positions
+        if wish.max_positions is not None:
+            _offer(config, wish.max_positions, model, self.configured)
+            self.longest = wish.max_positions
         self.hardware = hardware
-        self._like_paper = like_paper
-        self.experts_in_turn = like_paper
+        self._like_paper = self.experts_in_turn = wish.like_paper
         """Whether the interpreter issues the operations of each expert by themselves (transformers' ``eager``)."""
-        self._module = make_model(config, model, lora, precision, lora_settings)
+        self._module = make_model(config, model, wish.lora, wish.precision, wish.lora_settings)
         self._packed = {} if self.quantization is None else packed_weights(self._module, self.quantization)
         root = nn.Module()
         root.model = self._module  # as in a LightningModule, so that layers have the same names as in training
@@ -144,7 +131,7 @@ class ModelShape:
             fits = refined.stuck is None or arenas_of(sizes) <= memory  # as training does, with single arenas
             self.refined = replace(refined, stuck=None) if fits else refined
         self._layers = self.refined.layers if self.refined.stuck is None else found
-        nbytes = GRADIENT_BYTES if reduce_dtype is None else REDUCE_DTYPES[reduce_dtype]
+        nbytes = GRADIENT_BYTES if wish.reduce_dtype is None else REDUCE_DTYPES[wish.reduce_dtype]
         self._reduced_bytes = nbytes if nbytes < GRADIENT_BYTES else None
         self.has_experts = any(weight.ndim == 3 for weight in self._module.parameters())
         self._lean = _is_lean(self._module)
@@ -155,9 +142,9 @@ class ModelShape:
         frozen = sum(p.numel() for p in weights) - trained
         self._known: dict[tuple[int, int], Costs] = {}
         self.parameters = Parameters(
-            trained, frozen, weights[0].element_size(), bool(staleness), sum(p.numel() for p in self._packed),
+            trained, frozen, weights[0].element_size(), bool(wish.staleness), sum(p.numel() for p in self._packed),
             sum(one.nbytes for one in self._packed.values()), self.quantization.words if self.quantization else "",
-            any(weight.dim() == 3 for weight in self._packed), machines,
+            any(weight.dim() == 3 for weight in self._packed), wish.machines,
         )  # fmt: skip
 
     def _size(self, layer: nn.Module) -> Size:

@@ -111,22 +111,18 @@ class Remedies:
 
 def size_text(nbytes: int) -> str:
     """Return a size as an option takes it, in whole units that are no less than ``nbytes``."""
-    name, unit = _unit(nbytes)
+    name, unit = next((pair for pair in _UNITS if nbytes >= pair[1]), _UNITS[-1])
     return f"{-(-nbytes // unit)}{name}"
 
 
-def _unit(nbytes: int) -> tuple[str, int]:
-    return next((pair for pair in _UNITS if nbytes >= pair[1]), _UNITS[-1])
-
-
-def find_remedies(outlook: Outlook, tries: int = TRIES) -> Remedies:
-    """Return remedies for an outlook that does not fit, by at most ``tries`` tries."""
-    return _Tries(outlook, tries).run()
+def find_remedies(outlook: Outlook) -> Remedies:
+    """Return remedies for an outlook that does not fit, by at most `TRIES` tries."""
+    return _Tries(outlook).run()
 
 
 class _Tries:
-    def __init__(self, outlook: Outlook, tries: int) -> None:
-        self._outlook, self._wish, self._left = outlook, outlook.wish, tries
+    def __init__(self, outlook: Outlook) -> None:
+        self._outlook, self._wish, self._left = outlook, outlook.wish, TRIES
         self._shapes: dict[tuple[Any, ...], ModelShape] = {}
         self._refused: list[tuple[Changes, Outlook]] = []
         """Changes that do not fit."""
@@ -304,7 +300,7 @@ class _Tries:
     def _machine(self, wish: Wish) -> Hardware:
         own = self._wish
         if (wish.gpus, wish.hardware) != (own.gpus, own.hardware):
-            return choose_machine(wish.hardware, wish.gpu, wish.gpus, None, None).hardware
+            return choose_machine(wish.hardware, wish.gpu, wish.gpus, None, None)[0]
         if wish.host_memory != own.host_memory and wish.host_memory is not None:
             return replace(self._outlook.hardware, host_memory=wish.host_memory)
         return self._outlook.hardware

@@ -20,6 +20,7 @@ import torch
 
 from lightning_roundpipe.commands.hardware_probes import Probed, probe
 from lightning_roundpipe.commands.machines import MOST_WORKERS
+from lightning_roundpipe.commands.targets import check_targets
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.profile import OF_KINDS, Hardware
 
@@ -75,9 +76,7 @@ def measure_to_file(path: Path | None, workers: int | None) -> tuple[Path, str]:
         raise ValueError(f"hardware_file={path} must be the name of a file that ends in .yaml, as hardware= reads it.")
     if "," in str(path):
         raise ValueError(f"hardware_file={path} must be one file: in hardware=, a comma stands between two of them.")
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
-        raise ValueError(f"hardware_file={path} {what}. Give the name of a file in a folder that exists.")
+    check_targets({}, {"hardware_file": path})
     if (workers or 1) > MOST_WORKERS:
         raise ValueError(f"workers={workers} must be 1 to {MOST_WORKERS}.")
     if path.exists():

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
-from typing_extensions import override
 
-from lightning_roundpipe.data.sequences import Sequences, ShuffledLoader, check_sizes
+from lightning_roundpipe.data.sequences import InMemory, check_sizes
 from lightning_roundpipe.data.split import split_texts
 
 
-class PackedText(LightningDataModule):
+class PackedText(InMemory):
     """Causal language modelling on named texts. Whole texts go either to training or to validation.
 
     Args:
@@ -40,7 +37,7 @@ class PackedText(LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, seed, num_workers)
         if tokenizer is None:
             raise ValueError(
                 "data=topics needs the model's tokenizer, and this model has none. Choose a pretrained model "
@@ -48,9 +45,6 @@ class PackedText(LightningDataModule):
             )
         check_sizes(sequence_length, batch_size, num_workers, max_validation_sequences=max_validation_sequences)
         self.tokenizer = tokenizer
-        self.batch_size = batch_size
-        self.num_workers = num_workers
-        self.seed = seed
         training, validation = split_texts(texts, validation_fraction, seed)
         self.training = pack([self._tokens(texts[name]) for name in training], sequence_length)
         self.validation = pack([self._tokens(texts[name]) for name in validation], sequence_length)
@@ -65,14 +59,6 @@ class PackedText(LightningDataModule):
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         end = self.tokenizer.eos_token_id
         return tokens if end is None else [*tokens, end]
-
-    @override
-    def train_dataloader(self) -> ShuffledLoader:
-        return ShuffledLoader(Sequences(self.training), self.batch_size, self.seed, self.num_workers)
-
-    @override
-    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(Sequences(self.validation), self.batch_size, num_workers=self.num_workers)
 
 
 def pack(texts: Sequence[Sequence[int]], length: int) -> Tensor:

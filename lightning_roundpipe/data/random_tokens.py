@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import torch
-from lightning.pytorch import LightningDataModule
-from torch import Tensor
-from torch.utils.data import DataLoader
-from typing_extensions import override
 
-from lightning_roundpipe.data.sequences import Sequences, ShuffledLoader, check_sizes
+from lightning_roundpipe.data.sequences import InMemory, check_sizes
 
 
-class RandomTokens(LightningDataModule):
+class RandomTokens(InMemory):
     """A few random sequences, repeated, so that a model's loss falls as it learns them by heart.
 
     Args:
@@ -33,20 +29,9 @@ class RandomTokens(LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, seed, num_workers)
         check_sizes(sequence_length, batch_size, num_workers, vocab_size=vocab_size, sequences=sequences)
         generator = torch.Generator().manual_seed(seed)
         number = 4 * batch_size if sequences is None else sequences
         self.training = torch.randint(vocab_size, (number, sequence_length), generator=generator)
         self.validation = self.training[:batch_size]
-        self.batch_size = batch_size
-        self.num_workers = num_workers
-        self.seed = seed
-
-    @override
-    def train_dataloader(self) -> ShuffledLoader:
-        return ShuffledLoader(Sequences(self.training), self.batch_size, self.seed, self.num_workers)
-
-    @override
-    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(Sequences(self.validation), self.batch_size, num_workers=self.num_workers)

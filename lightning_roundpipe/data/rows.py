@@ -22,22 +22,29 @@ NO_TARGET = -100
 """The label that the losses of Hugging Face and torch ignore."""
 
 
-class JoinedRows(Dataset[Batch]):
-    """The records one after another, cut into rows. The remainder at the end is dropped."""
+class Rows(Dataset[Batch]):
+    """``count`` rows of ``length`` tokens. ``tokens`` of all these are not padding."""
 
-    def __init__(self, store: TokenStore, records: Whole, length: int) -> None:
-        self._store = store
-        self._records = records
-        self._length = length
-        self._ends = np.cumsum(store.lengths[records])
+    def __init__(self, store: TokenStore, records: Whole, length: int, count: int, tokens: int) -> None:
+        self._store, self._records, self._length = store, records, length
+        self._count, self._tokens = count, tokens
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) // self._length if len(self._ends) else 0
+        return self._count
 
     @property
     def filled(self) -> float:
         """The share of the rows' tokens that is not padding."""
-        return 1.0
+        return self._tokens / max(1, len(self) * self._length)
+
+
+class JoinedRows(Rows):
+    """The records one after another, cut into rows. The remainder at the end is dropped."""
+
+    def __init__(self, store: TokenStore, records: Whole, length: int) -> None:
+        self._ends = np.cumsum(store.lengths[records])
+        count = int(self._ends[-1]) // length if len(self._ends) else 0
+        super().__init__(store, records, length, count, count * length)
 
     @override
     def __getitem__(self, row: int) -> Batch:
@@ -55,7 +62,7 @@ class JoinedRows(Dataset[Batch]):
         return _batch(tokens, tokens >= 0)
 
 
-class PackedRows(Dataset[Batch]):
+class PackedRows(Rows):
     """Whole records, several per row, which do not attend to each other.
 
     Position ids restart with each record, and Hugging Face's models derive the attention mask from them. A row's loss
@@ -63,23 +70,12 @@ class PackedRows(Dataset[Batch]):
     """
 
     def __init__(self, store: TokenStore, records: Whole, length: int, pad: int) -> None:
-        self._store = store
-        self._length = length
-        self._pad = pad
         lengths = np.minimum(store.lengths[records], length)
         rows = packed(lengths, length)
-        order = np.argsort(rows, kind="stable")
-        self._records = records[order]
-        self._starts = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2))
-        self._tokens = int(lengths.sum())
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    @property
-    def filled(self) -> float:
-        """The share of the rows' tokens that is not padding."""
-        return self._tokens / max(1, len(self) * self._length)
+        order, count = np.argsort(rows, kind="stable"), int(rows.max(initial=-1)) + 1
+        super().__init__(store, records[order], length, count, int(lengths.sum()))
+        self._pad = pad
+        self._starts = np.searchsorted(rows[order], np.arange(count + 1))
 
     @override
     def __getitem__(self, row: int) -> Batch:
@@ -97,23 +93,12 @@ class PackedRows(Dataset[Batch]):
         return _batch(tokens, learn) | {"position_ids": torch.from_numpy(positions)}
 
 
-class PaddedRows(Dataset[Batch]):
+class PaddedRows(Rows):
     """One record per row, followed by padding."""
 
     def __init__(self, store: TokenStore, records: Whole, length: int, pad: int) -> None:
-        self._store = store
-        self._records = records
-        self._length = length
+        super().__init__(store, records, length, len(records), int(np.minimum(store.lengths[records], length).sum()))
         self._pad = pad
-        self._tokens = int(np.minimum(store.lengths[records], length).sum())
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    @property
-    def filled(self) -> float:
-        """The share of the rows' tokens that is not padding."""
-        return self._tokens / max(1, len(self) * self._length)
 
     @override
     def __getitem__(self, row: int) -> Batch:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sized
 from typing import Any, cast
 
 import torch
+from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import override
@@ -38,6 +39,25 @@ class Sequences(Dataset[Batch]):
     @override
     def __getitem__(self, index: int) -> Batch:
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+class InMemory(LightningDataModule):
+    """Rows of tokens in memory: those of ``training`` in a random order, then those of ``validation``."""
+
+    training: Tensor
+    validation: Tensor
+
+    def __init__(self, batch_size: int, seed: int, num_workers: int) -> None:
+        super().__init__()
+        self.batch_size, self.seed, self.num_workers = batch_size, seed, num_workers
+
+    @override
+    def train_dataloader(self) -> ShuffledLoader:
+        return ShuffledLoader(Sequences(self.training), self.batch_size, self.seed, self.num_workers)
+
+    @override
+    def val_dataloader(self) -> DataLoader[Batch]:
+        return DataLoader(Sequences(self.validation), self.batch_size, num_workers=self.num_workers)
 
 
 class ShuffledLoader(DataLoader[Batch]):

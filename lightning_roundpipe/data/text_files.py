@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
@@ -21,24 +19,16 @@ from typing_extensions import override
 
 from lightning_roundpipe.data.encoding import PLAIN, Encoder, learnt
 from lightning_roundpipe.data.records import Fields
-from lightning_roundpipe.data.rows import JoinedRows, PackedRows, PaddedRows
+from lightning_roundpipe.data.rows import JoinedRows, PackedRows, PaddedRows, Rows
 from lightning_roundpipe.data.sequences import Batch, ShuffledLoader, check_sizes
 from lightning_roundpipe.data.token_store import TokenStore, Whole, open_store
 from lightning_roundpipe.messages import PREFIX, plural
-
-Rows: TypeAlias = JoinedRows | PackedRows | PaddedRows
 
 _CHOICES = {
     "rows": ("joined", "packed", "padded"),
     "loss_on": ("completions", "everything"),
     "too_long": ("error", "truncate", "drop"),
 }
-
-
-@dataclass(frozen=True)
-class _Split:
-    training: Rows | Subset[Batch]
-    validation: Rows | Subset[Batch]
 
 
 class TextFiles(LightningDataModule):
@@ -124,7 +114,8 @@ class TextFiles(LightningDataModule):
         self.seed = seed
         self.num_workers = num_workers
         self._stores: tuple[TokenStore, TokenStore | None] | None = None
-        self._split: _Split | None = None
+        self._split: list[Rows | Subset[Batch]] = []
+        """The rows for training, and those for validation."""
 
     @override
     def prepare_data(self) -> None:
@@ -134,7 +125,7 @@ class TextFiles(LightningDataModule):
     @override
     def setup(self, stage: str) -> None:
         """Lay the records out in rows, and report their numbers."""
-        if self._split is None:
+        if not self._split:
             source, held_out = self._sources()
             if held_out is None:
                 training, validation = self._divided(source)
@@ -144,19 +135,18 @@ class TextFiles(LightningDataModule):
                     (name, store, np.arange(len(store)))
                     for name, store in (("training", source), ("validation", held_out))
                 ]
-            self._split = _Split(*(self._laid_out(*part) for part in parts))
+            self._split = [self._laid_out(*part) for part in parts]
 
     @override
     def train_dataloader(self) -> ShuffledLoader:
-        return ShuffledLoader(self._rows().training, self.batch_size, self.seed, self.num_workers)
+        return ShuffledLoader(self._rows()[0], self.batch_size, self.seed, self.num_workers)
 
     @override
     def val_dataloader(self) -> DataLoader[Batch]:
-        return DataLoader(self._rows().validation, self.batch_size, num_workers=self.num_workers)
+        return DataLoader(self._rows()[1], self.batch_size, num_workers=self.num_workers)
 
-    def _rows(self) -> _Split:
+    def _rows(self) -> list[Rows | Subset[Batch]]:
         self.setup("fit")
-        assert self._split is not None
         return self._split
 
     def _sources(self) -> tuple[TokenStore, TokenStore | None]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from lightning_roundpipe.export.gguf_tokenizer import write_tokenizer
+from lightning_roundpipe.export.gguf_tokenizer import OTHERWISE, write_tokenizer
 from lightning_roundpipe.export.weights import Weights
 from lightning_roundpipe.model.rope import llama3_factors
 
@@ -38,8 +38,6 @@ _USUAL_ROPE: dict[str, Any] = {
 }  # fmt: skip
 """Figures of rotary embeddings that a file is not given, and what llama.cpp takes for them."""
 
-_OTHERWISE = "Export safetensors, and convert those with llama.cpp's convert_hf_to_gguf.py"
-
 
 def check_architecture(config: PretrainedConfig) -> None:
     """Raise unless GGUF files of this model are written here.
@@ -52,7 +50,7 @@ def check_architecture(config: PretrainedConfig) -> None:
     if kind not in ARCHITECTURES:
         raise ValueError(
             f"format=gguf: models of the architecture {kind!r} are not written, only {', '.join(ARCHITECTURES)}. "
-            f"{_OTHERWISE}."
+            f"{OTHERWISE}."
         )
     for name, fits in (
         ("hidden_act", config.hidden_act == "silu"),
@@ -64,15 +62,13 @@ def check_architecture(config: PretrainedConfig) -> None:
         ("mlp_only_layers", not getattr(config, "mlp_only_layers", None)),
     ):
         if not fits:
-            raise ValueError(
-                f"format=gguf: a model with {name}={getattr(config, name)!r} is not written. {_OTHERWISE}."
-            )
+            raise ValueError(f"format=gguf: a model with {name}={getattr(config, name)!r} is not written. {OTHERWISE}.")
     rope = _rope(config)
     if (way := rope.get("rope_type", "default")) not in ("default", "linear", "yarn", "llama3"):
-        raise ValueError(f"format=gguf: a model with rope_type={way!r} is not written. {_OTHERWISE}.")
+        raise ValueError(f"format=gguf: a model with rope_type={way!r} is not written. {OTHERWISE}.")
     for name, usual in _USUAL_ROPE.items():
         if rope.get(name) not in (None, usual):
-            raise ValueError(f"format=gguf: a model with {name}={rope[name]!r} is not written. {_OTHERWISE}.")
+            raise ValueError(f"format=gguf: a model with {name}={rope[name]!r} is not written. {OTHERWISE}.")
     if find_spec("gguf") is None:
         raise ImportError("format=gguf needs the package gguf: pip install gguf")
 
@@ -126,7 +122,7 @@ class GgufFile:
                 if found is None:
                     raise ValueError(
                         f"format=gguf: GGUF has no name for the weight {parameter} of a {config.model_type}. "
-                        f"{_OTHERWISE}."
+                        f"{OTHERWISE}."
                     )
                 name = found if found.endswith((".weight", ".bias")) else f"{found}.weight"
                 parts.append(_Tensor(name, shape, self._type_of(name, shape)))
@@ -194,8 +190,7 @@ class GgufFile:
 
     def _add_facts(self, writer: Any) -> None:
         config = self._config
-        heads = config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        heads, width = config.num_attention_heads, _head_dim(config)
         rope = _rope(config)
         writer.add_type("model")
         writer.add_name(self._name)
@@ -257,4 +252,8 @@ def _rope_factors(config: PretrainedConfig) -> Any:
     rope = _rope(config)
     if rope.get("rope_type") != "llama3":
         return None
-    return llama3_factors(rope, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return llama3_factors(rope, _head_dim(config))
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

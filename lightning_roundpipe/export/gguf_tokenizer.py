@@ -22,7 +22,7 @@ _RULES = {_WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe", _WORDS + r"\p{N}" + _REST
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 """GGUF's kinds of tokens."""
 
-_OTHERWISE = "Export safetensors, and convert those with llama.cpp's convert_hf_to_gguf.py"
+OTHERWISE = "Export safetensors, and convert those with llama.cpp's convert_hf_to_gguf.py"
 
 
 def write_tokenizer(
@@ -83,7 +83,7 @@ def rule_of(backend: Mapping[str, Any]) -> str:
             return _RULES[pattern]
     raise ValueError(
         f"format=gguf: this tokenizer cuts text in a way that is not known here ({', '.join(map(str, kinds))}). "
-        f"{_OTHERWISE}."
+        f"{OTHERWISE}."
     )
 
 
@@ -94,7 +94,7 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
     if kind != "BPE" or backend["model"].get("byte_fallback"):
         raise ValueError(
             f"format=gguf: tokenizers of the kind {kind or type(tokenizer).__name__} are not written, only BPE over "
-            f"bytes. {_OTHERWISE}."
+            f"bytes. {OTHERWISE}."
         )
     return backend
 

@@ -14,7 +14,6 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -90,7 +89,7 @@ class OfFiles:
         if not patterns:
             return Group(files, files, (parameter,))
         group = Group(files, files, (parameter,), (rules[patterns[0]], parameter, patterns))
-        empty = {name: torch.empty(stored[name].shape, dtype=stored[name].dtype, device="meta") for name in files}
+        empty = {name: stored[name].empty() for name in files}
         return Group(files, files, tuple(self.parameters(group, empty)), group.rule)
 
     def parameters(self, group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -134,9 +133,7 @@ class OfParameters:
         self._model = model
         self.groups = []
         for names in blocks(parameters):
-            empty = {
-                name: torch.empty(parameters[name].shape, dtype=parameters[name].dtype, device="meta") for name in names
-            }
+            empty = {name: parameters[name].empty() for name in names}
             self.groups.append(Group(tuple(as_stored(model, empty)), names, names))
 
     def parameters(self, group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -47,16 +47,12 @@ class Dequantised:
         self.specs: dict[str, Spec] = {}
         stored = source.specs
         helpers = set()
-        for name in stored:
-            if (at := name.find(_STATE)) >= 0:
-                weight = name[:at]
-                parts = [other for other in stored if other.startswith(f"{weight}.")]
-                helpers.update(parts)
+        for weight, parts in _quantised(stored).items():
+            helpers.update(parts)
+            if parts[0].rpartition(".")[2] == _SCALES:
+                self._scales[weight] = parts[0]
+            else:
                 self._states[weight] = self._state(weight, source.read(parts))
-            elif name.rpartition(".")[2] == _SCALES:
-                module = name.rpartition(".")[0]
-                self._scales[f"{module}.weight"] = name
-                helpers.update({name, f"{module}.{_FORMAT}"})
         for name, spec in stored.items():
             if name in self._states:
                 state = self._states[name]
@@ -122,22 +118,28 @@ class Dequantised:
 
 def is_quantised(names: Iterable[str]) -> bool:
     """Return whether tensors of these names are weights that bitsandbytes has quantised."""
-    return any(_STATE in name or name.rpartition(".")[2] == _SCALES for name in names)
+    return bool(_quantised(names))
 
 
 def packed_parts(names: Iterable[str]) -> set[str]:
     """Return those of ``names`` that are quantised weights, and what is stored beside these."""
     names = list(names)
-    heads: set[str] = set()
-    found: set[str] = set()
+    return {name for weight, parts in _quantised(names).items() for name in (weight, *parts)}.intersection(names)
+
+
+def _quantised(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the quantised weights among tensors of these names, each with what may be stored beside it."""
+    names = list(names)
+    found: dict[str, list[str]] = {name[: name.find(_STATE)]: [] for name in names if _STATE in name}
     for name in names:
-        if (at := name.find(_STATE)) >= 0:
-            heads.add(name[:at])
-        elif name.rpartition(".")[2] == _SCALES:
-            module = name.rpartition(".")[0]
-            found |= {name, f"{module}.weight", f"{module}.{_FORMAT}"}
-    beside = {name for name in names if heads.intersection(itertools.accumulate(name.split("."), "{}.{}".format))}
-    return (found | beside).intersection(names)
+        for head in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
+            if head in found:
+                found[head].append(name)
+    for name in names:
+        module, _, own = name.rpartition(".")
+        if own == _SCALES:
+            found[f"{module}.weight"] = [name, f"{module}.{_FORMAT}"]
+    return found
 
 
 def method(config: Mapping[str, Any]) -> str | None:

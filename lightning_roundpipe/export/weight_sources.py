@@ -52,6 +52,10 @@ class Spec:
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
 
+    def empty(self) -> Tensor:
+        """Return such a tensor on the meta device."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
 
 class Source(Protocol):
     """Tensors by name."""

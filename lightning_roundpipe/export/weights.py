@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_roundpipe.export.layout import Group, OfFiles, OfParameters
 from lightning_roundpipe.export.merging import Adapters
 from lightning_roundpipe.export.skeleton import Skeleton
-from lightning_roundpipe.export.weight_sources import Source, Spec
+from lightning_roundpipe.export.weight_sources import Source, Spec, spec_of
 from lightning_roundpipe.messages import plural
 
 
@@ -172,13 +172,9 @@ class Weights:
     def _stored_specs(self, part: _Part) -> Iterator[tuple[str, Spec]]:
         for group in part.groups:
             if isinstance(self._layout, OfParameters):
-                empty = {
-                    name: torch.empty(
-                        self._source.specs[read].shape, dtype=self._source.specs[read].dtype, device="meta"
-                    )
-                    for name, read in zip(group.parameters, group.read, strict=True)
-                }
-                found = {name: Spec(tuple(t.shape), t.dtype) for name, t in self._layout.stored(group, empty).items()}
+                pairs = zip(group.parameters, group.read, strict=True)
+                empty = {name: self._source.specs[read].empty() for name, read in pairs}
+                found = {name: spec_of(tensor) for name, tensor in self._layout.stored(group, empty).items()}
             else:
                 found = {name: self._source.specs[read] for name, read in zip(group.stored, group.read, strict=True)}
             for name in group.stored:

@@ -18,17 +18,16 @@ count as run by the fastest worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.costs import Costs, for_each
 from lightning_roundpipe.planning.host_time import HostTime
 
-T = TypeVar("T")
 Floats = NDArray[np.float64]
 Sizes = NDArray[np.int64]
 """Plans of one shape, a row each: calls per forward stage, of the fused stage, per backward stage (deepest first)."""
@@ -60,10 +59,8 @@ class Pace:
         """Return the pace of calls that take ``costs``, and of each worker if workers are unequal."""
         if not costs.unequal:
             return cls._of_one(costs, host, ahead)
-        each = [costs.on(worker) for worker in range(len(costs.times))]
-        known = {id(one): cls._of_one(one, host, ahead) for one in each}
-        mean = cls._of_one(Costs(costs.calls), host, ahead)
-        return replace(mean, of_workers=tuple(known[id(one)] for one in each))
+        mean, each = cls._of_one(Costs(costs.calls), host, ahead), map(costs.on, range(len(costs.times)))
+        return replace(mean, of_workers=tuple(for_each(list(each), lambda one: cls._of_one(one, host, ahead))))
 
     @classmethod
     def _of_one(cls, costs: Costs, host: HostTime, ahead: bool) -> Pace:
@@ -78,7 +75,8 @@ class Pace:
 
     def going_ahead(self, ahead: bool) -> Pace:
         """Return this pace with or without recomputation ahead."""
-        return replace(self, ahead=ahead, of_workers=_each(self.of_workers, lambda one: replace(one, ahead=ahead)))
+        each = for_each(self.of_workers, lambda one: replace(one, ahead=ahead))
+        return replace(self, ahead=ahead, of_workers=tuple(each))
 
     def each(self, workers: int) -> tuple[Pace, ...]:
         """Return the pace of every worker."""
@@ -87,15 +85,6 @@ class Pace:
     def speeds(self) -> list[float]:
         """Return the speed of each worker relative to the mean; empty if workers are equal."""
         return [self.fused[-1] / one.fused[-1] if one.fused[-1] else 1.0 for one in self.of_workers]
-
-
-def _each(paces: Sequence[Pace], function: Callable[[Pace], T]) -> tuple[T, ...]:
-    """Apply ``function`` to each pace, once for workers that share a pace."""
-    known: dict[int, T] = {}
-    for one in paces:
-        if id(one) not in known:
-            known[id(one)] = function(one)
-    return tuple(known[id(one)] for one in paces)
 
 
 def _sums(times: Sequence[float]) -> Floats:
@@ -125,7 +114,7 @@ def period_of(workers: Sequence[object]) -> int:
     return next(repeats, max(1, whole))
 
 
-def worker_times(pace: Pace, workers: int, forward: int, sizes: Sizes) -> tuple[Turns, ...]:
+def worker_times(pace: Pace, workers: int, forward: int, sizes: Sizes) -> list[Turns]:
     """Return the turns of plans on each worker.
 
     Args:
@@ -139,7 +128,7 @@ def worker_times(pace: Pace, workers: int, forward: int, sizes: Sizes) -> tuple[
     since = None
     if pace.ahead:
         since = np.minimum.reduce([_since(one, cuts) for one in {id(one): one for one in each}.values()])
-    return _each(each, lambda one: _turns(one, cuts, since))
+    return for_each(each, lambda one: _turns(one, cuts, since))
 
 
 class _Cuts(NamedTuple):
@@ -203,23 +192,20 @@ def step_ends(each: Sequence[Turns], hop_s: float, rounds: Sequence[int], steps:
     workers, position = len(each), each[0].forward
     stages, plans = each[0].length.shape
     hop = hop_s if workers > 1 else 0.0
-    known: dict[int, tuple[Floats, Floats, dict[int, Floats]]] = {}
-    for turns in each:
-        if id(turns) not in known:
-            length = turns.length
-            comes = length - turns.lead + hop  # from a microbatch's end in the stage before to its own, without waiting
-            behind = {
-                members: length * (members - 1) for members in set(rounds)
-            }  # from the first turn's end to the last
-            known[id(turns)] = length, comes, behind
-    of_workers = [known[id(turns)] for turns in each]
+
+    def times(turns: Turns) -> tuple[Floats, Floats, dict[int, Floats]]:
+        length = turns.length
+        comes = length - turns.lead + hop  # from a microbatch's end in the stage before to its own, without waiting
+        return length, comes, {members: length * (members - 1) for members in set(rounds)}  # to the last turn's end
+
+    of_workers = for_each(each, times)
     free = [np.zeros(plans) for _ in range(workers)]
     ends = np.empty((steps, plans))
     begin = np.zeros(plans)
     through = [(begin, begin)] * len(rounds)  # ends of each round's first and last microbatch in the step before
     slot = 0
     for step in range(steps):
-        if len(known) > 1:  # as in `pipeline`
+        if any(turns is not each[0] for turns in each):  # as in `pipeline`
             slot += -slot % workers
         closed: list[Floats] = []
         fused = 0

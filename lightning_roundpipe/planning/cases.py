@@ -21,6 +21,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from lightning_roundpipe.config import is_number, is_whole
 from lightning_roundpipe.planning.costs import CallCost, Costs
 
 Schedule = Literal["1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "roundpipe"]
@@ -141,7 +142,7 @@ def _read_case(data: Any) -> Case:
         if not _is_number(value) or not 0 <= value <= MOST_MS:
             raise ValueError(f"{name}={_shown(value)} must be a number of 0 to {MOST_MS:g} milliseconds.")
     for name in _COUNTS:
-        if not _is_whole(data[name]) or not 1 <= data[name] <= MOST:
+        if not is_whole(data[name]) or not 1 <= data[name] <= MOST:
             raise ValueError(f"{name}={_shown(data[name])} must be a whole number of at least 1, and {MOST:,} at most.")
     if not isinstance(data["model"], str):
         raise ValueError(f"model={_shown(data['model'])} must be text.")
@@ -179,7 +180,7 @@ def _layers_per_stage(name: str, data: Any, at_least: int) -> tuple[int, ...]:
     if len(data) < at_least:
         raise ValueError(f"{name} is empty: it needs at least one stage, if only for the head.")
     for stage, count in enumerate(data):
-        if not _is_whole(count) or count < 0:
+        if not is_whole(count) or count < 0:
             raise ValueError(f"{name}[{stage}]={_shown(count)} must be a whole number of layers, 0 or more.")
     return tuple(data)
 
@@ -197,12 +198,8 @@ def _read_expected(data: Any) -> Mapping[str, float] | None:
     return dict(data)
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_number(value: Any) -> bool:
-    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+    return is_whole(value) or (is_number(value) and math.isfinite(value))
 
 
 def _shown(value: Any) -> str:

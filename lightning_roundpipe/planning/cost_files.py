@@ -17,12 +17,12 @@ Instead, the file may list the ``calls`` of a trace, each with times and sizes, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from lightning_roundpipe.config import is_number, is_whole
 from lightning_roundpipe.planning.cases import read_json
 from lightning_roundpipe.planning.costs import CallCost, Costs
 
@@ -97,9 +97,9 @@ def _equal_costs_of(data: Mapping[str, Any], path: Path) -> tuple[Costs, float]:
 def whole(data: Mapping[str, Any], name: str, path: Path, least: int = 1) -> int:
     """Return the value of a key, which must be a whole number of at least ``least``."""
     value = _found(data, name, path)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_whole(value) or value < least:
         raise ValueError(f"costs={path}: {name}={value!r} must be a whole number of at least {least}.")
-    return value
+    return int(value)
 
 
 def number(data: Mapping[str, Any], name: str, path: Path, default: float | None = None) -> float:
@@ -111,9 +111,7 @@ def number(data: Mapping[str, Any], name: str, path: Path, default: float | None
 
 
 def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and 0 <= value <= _MOST
-    )
+    return is_number(value) and 0 <= value <= _MOST
 
 
 def _found(data: Mapping[str, Any], name: str, path: Path) -> Any:

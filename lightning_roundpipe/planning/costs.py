@@ -23,13 +23,17 @@ Workers may be unequal: then each has times of its own, and sizes are the same o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cached_property
 from statistics import harmonic_mean
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from lightning_roundpipe.config import is_number
 from lightning_roundpipe.messages import plural
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 Phase = Literal["forward", "fused", "backward"]
 """Phase of a stage: forward; forward and backward in one; or recomputation and backward."""
@@ -104,7 +108,7 @@ class CallCost:
             value = getattr(self, name)
             if value is None and name in ("kept_bytes", "forward_bytes", "reduced_bytes"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            if not (is_number(value) and 0 <= value < math.inf):
                 raise ValueError(f"{name}={value!r} of layer {self.layer!r} must be a number of at least 0.")
 
     @property
@@ -390,6 +394,12 @@ class Costs:
                 f"times must be a list for each worker, of {plural(len(self), 'pair')} of seconds: {error}"
             ) from None
         return Costs.of_workers(each)
+
+
+def for_each(items: Sequence[S], function: Callable[[S], T]) -> list[T]:
+    """Return ``function`` of each item, called once for items that are one object, as the costs of equal workers."""
+    known = {id(one): function(one) for one in {id(one): one for one in items}.values()}
+    return [known[id(one)] for one in items]
 
 
 def _call_from_dict(number: int, data: object) -> CallCost:

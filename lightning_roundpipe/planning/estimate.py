@@ -262,7 +262,7 @@ class _Walk:
             gradient_bytes=gradients,
             boundary_bytes=call.boundary,
             # The loss begins when the head's forward has ended, and ends before the head's backward begins.
-            activation_bytes=found.inputs + max(found.peak, found.kept + after.peak, again.peak if again else 0),
+            activation_bytes=found.inputs + max(found.peak, found.kept + after.memory.peak, again.peak if again else 0),
             needs_backward=found.needs_backward,
             kept_bytes=found.inputs + found.kept,
             forward_bytes=None if found.forward_peak is None else found.inputs + found.forward_peak,
@@ -321,12 +321,12 @@ class _Walk:
         issued = work.operations + work.unpackings + (repeated.operations if repeated else 0)
         leaves = _tensors(tree_flatten(out)[0])
         roots = [leaf for leaf in leaves if leaf.requires_grad]
-        kept, outputs, turn = work.live, tree_map(_described, out), work.memory.moment
+        kept, outputs, turn = work.memory.live, tree_map(_described, out), work.memory.moment
         needs_backward, returning = bool(roots), sum(root.nbytes for root in roots)
         returned = sum(leaf.nbytes for leaf in leaves)
         given = freed = turn
         left = kept
-        recomputing = _Recomputing(work.peak + returning, work.memory.worst)
+        recomputing = _Recomputing(work.memory.peak + returning, work.memory.worst)
         if roots:
             with self.meter.scope(backward):
                 gradients = [torch.empty_like(root) for root in roots]
@@ -334,12 +334,12 @@ class _Walk:
                 recomputing.waiting = [held for held in work.memory.log if held.made > turn]
                 edges = [get_gradient_edge(root) for root in roots]
                 del out, leaves, roots  # as the engine does, when the gradients are there
-                left, freed = work.live, work.memory.moment
+                left, freed = work.memory.live, work.memory.moment
                 torch.autograd.backward(edges, gradients)
                 del gradients, edges
         for hook in hooks:
             hook.remove()
-        peak, forward_peak, worst = work.peak, None, work.memory.worst
+        peak, forward_peak, worst = work.memory.peak, None, work.memory.worst
         if self.emulated:
             peak, forward_peak, worst = kept + returning, returned, given
             in_tiles = left + backward.tile_bytes

@@ -138,27 +138,24 @@ def unpacked_within(plan: Plan, costs: Costs, workers: int, microbatches: int, b
     for most in sorted({size for size in sizes.values() if size}, reverse=True):
         chosen = tuple(position for position, size in sizes.items() if 0 < size <= most)
         found = replace(plan, unpack_once=chosen)
-        if _fits_with_ahead(found, costs, workers, budget):
+        if fits(found, costs, workers, budget, ahead=True):
             return found
     return plan
 
 
-def _fits_with_ahead(plan: Plan, costs: Costs, workers: int, budget: Memory) -> bool:
-    each = [None] if isinstance(budget, int) else range(workers)
-    return all(
-        device_bytes(plan, costs, workers, worker) + ahead_bytes(plan, costs, workers, worker)
-        <= (budget if isinstance(budget, int) else budget[worker or 0])
-        for worker in each
-    )
+def fits(plan: Plan, costs: Costs, workers: int, memory: Memory | None, *, ahead: bool = False) -> bool:
+    """Return whether every worker has the memory that ``plan`` takes, and if ``ahead`` what is brought ahead as well.
 
+    ``memory`` None: no limit.
+    """
 
-def fits(plan: Plan, costs: Costs, workers: int, memory: Memory | None) -> bool:
-    """Return whether every worker has the memory that ``plan`` takes; None: no limit."""
-    if memory is None:
-        return True
-    if isinstance(memory, int):
-        return device_bytes(plan, costs, workers) <= memory
-    return all(device_bytes(plan, costs, workers, worker) <= most for worker, most in enumerate(memory))
+    def need(worker: int | None) -> int:
+        brought = ahead_bytes(plan, costs, workers, worker) if ahead else 0
+        return device_bytes(plan, costs, workers, worker) + brought
+
+    if isinstance(memory, tuple):
+        return all(need(worker) <= most for worker, most in enumerate(memory))
+    return memory is None or need(None) <= memory
 
 
 def least(memory: Memory | None) -> int | None:

@@ -95,16 +95,6 @@ class Work:
     memory: Memory = field(default_factory=Memory)
     tile_bytes: int = 0
 
-    @property
-    def live(self) -> int:
-        """Bytes of all storages that are still alive."""
-        return self.memory.live
-
-    @property
-    def peak(self) -> int:
-        """Maximum of ``live``."""
-        return self.memory.peak
-
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts all operations, and estimates their time from their shapes."""

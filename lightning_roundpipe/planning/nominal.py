@@ -59,14 +59,10 @@ def with_times_of_bytes(costs: Costs, hardware: Hardware) -> Costs:
     A `Counter` does not see kernels that torch does not dispatch. The forward of such a call counts as memory traffic
     of its weights and activations, and its backward as twice that, for their gradients.
     """
-    return Costs(tuple(_with_times(call, hardware) for call in costs))
 
+    def timed(call: CallCost) -> CallCost:
+        moved_s = hardware.product_s(0.0, call.weight_bytes + call.activation_bytes, "fp32")
+        backward_s = call.backward_s or (2 * moved_s if call.needs_backward else 0.0)
+        return dataclasses.replace(call, forward_s=call.forward_s or moved_s, backward_s=backward_s)
 
-def _with_times(call: CallCost, hardware: Hardware) -> CallCost:
-    forward_s, backward_s = call.forward_s, call.backward_s
-    moved_s = hardware.product_s(0.0, call.weight_bytes + call.activation_bytes, "fp32")
-    if not forward_s:
-        forward_s = moved_s
-    if not backward_s and call.needs_backward:
-        backward_s = 2 * moved_s
-    return dataclasses.replace(call, forward_s=forward_s, backward_s=backward_s)
+    return Costs(tuple(map(timed, costs)))

@@ -36,12 +36,9 @@ def greedy_partition(
     microbatches: int,
     round_microbatches: int | None = None,
     stage_bytes: int | None = None,
-    slot_overhead_s: float = 0.0,
     stage_s: float | None = None,
 ) -> Plan:
-    """Return the plan that minimises `pipeline_length` times ``t_max``, plus ``M S slot_overhead_s``.
-
-    Of equals, it is the one with fewer stages.
+    """Return the plan that minimises `pipeline_length` times ``t_max``; of equals, the one with fewer stages.
 
     Args:
         costs: what each call costs for one microbatch.
@@ -51,7 +48,6 @@ def greedy_partition(
         stage_bytes: what one stage may hold on its worker: the weights of its layers, their gradients (unless it is a
             forward stage), and the activations of its worst call, or of all its calls in the fused stage, whose graph
             is kept. ``None``: no limit.
-        slot_overhead_s: seconds that a slot loses per microbatch whatever it runs. More of it means fewer stages.
         stage_s: ``t_max`` itself, instead of the best one: seconds that a stage may take for one microbatch.
 
     Raises:
@@ -61,14 +57,11 @@ def greedy_partition(
     for name, value in (("workers", workers), ("microbatches", microbatches)):
         if value < 1:
             raise ValueError(f"{name}={value!r} must be at least 1 to make a plan.")
-    if slot_overhead_s < 0:
-        raise ValueError(f"slot_overhead_s={slot_overhead_s!r} must be 0 or more seconds.")
     if stage_bytes is not None:
         _check_calls_fit(costs, stage_bytes)
     phases = {phase: _PhaseLimits.of(costs, phase, stage_bytes) for phase in get_args(Phase)}
     if stage_s is not None:
         check_calls_are_short(costs, stage_s)
-    overhead = round(slot_overhead_s * _TICKS_PER_S)
     best: tuple[int, int] | None = None
     cuts: _Cuts = ([], Span(0, len(costs) - 1), [])
     for t_max in _candidates(phases) if stage_s is None else [round(stage_s * _TICKS_PER_S)]:
@@ -78,8 +71,7 @@ def greedy_partition(
         if packed is None:
             continue
         stages = len(packed[0]) + 1 + len(packed[2])
-        length = pipeline_length(stages, workers, microbatches)
-        score = length * t_max + microbatches * stages * overhead
+        score = pipeline_length(stages, workers, microbatches) * t_max
         if best is None or (score, stages) < best:
             best, cuts = (score, stages), packed
     assert best is not None, "the largest candidate holds every call"

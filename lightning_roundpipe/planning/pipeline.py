@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from lightning_roundpipe.planning.costs import CallCost, Costs, Phase
+from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, for_each
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.interpreter_time import Interpreter
 from lightning_roundpipe.planning.links import Lane, Links
@@ -95,7 +95,6 @@ class Rules:
 
     Args:
         staleness: 0 or 1.
-        recompute_ahead: whether a recomputation may run before its gradient is there; None: as the plan says.
         host: time of the engine itself.
         links: link of every worker, or of each if workers are unequal; None: copies take no time.
         updates: rate and rules of the optimizer; None: updates take no time.
@@ -104,7 +103,6 @@ class Rules:
     """
 
     staleness: Staleness = 0
-    recompute_ahead: bool | None = None
     host: HostTime = field(default_factory=HostTime)
     links: Links | tuple[Links, ...] | None = None
     updates: UpdateModel | None = None
@@ -322,14 +320,11 @@ def _leads(calls: Sequence[CallCost], phase: Phase, rules: Rules) -> dict[str, f
 
 def _stages_of(plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules) -> list[list[_SimulatedStage]]:
     """By worker, what every stage is on it. Equal workers share one list. [13]"""
-    known: dict[int, list[_SimulatedStage]] = {}
-    each = [costs.on(worker) for worker in range(workers)]
-    for one in each:
-        if id(one) not in known:
-            known[id(one)] = [
-                _SimulatedStage(stage, _costs_in(stage, plan, one, microbatches), rules) for stage in plan.stages()
-            ]
-    return [known[id(one)] for one in each]
+
+    def stages(one: Costs) -> list[_SimulatedStage]:
+        return [_SimulatedStage(stage, _costs_in(stage, plan, one, microbatches), rules) for stage in plan.stages()]
+
+    return for_each([costs.on(worker) for worker in range(workers)], stages)
 
 
 def _fastest(links: Sequence[Links] | None) -> Links | None:
@@ -350,7 +345,7 @@ class _Pipeline:
         """By stage, when the next microbatch may begin beside the last one, and end. [12]"""
         self._added: dict[int, float] = {}
         self._adding = 0.0
-        self._ahead = plan.recompute_ahead if rules.recompute_ahead is None else rules.recompute_ahead
+        self._ahead = plan.recompute_ahead
         self._stages = _stages_of(plan, costs, workers, microbatches, rules)
         self._forward_of = plan.stage_of_forward
         self._last_backward = {  # per layer, the last stage that adds to its gradients
@@ -371,10 +366,7 @@ class _Pipeline:
         self._updating = Updating(rules.updates, costs, _fastest(links))
         self._exchange = None
         if rules.network is not None:
-            updates = rules.updates
-            rate = updates.bytes_per_s if updates else None
-            together = updates is not None and (updates.clipping or updates.blocking)
-            self._exchange = Exchange(rules.network, costs, rate, together=together)
+            self._exchange = Exchange(rules.network, costs, rules.updates.bytes_per_s if rules.updates else None)
         self._published: list[dict[str, _Updated]] = []
         self._slot = 0
         self.events: list[SimulatedEvent] = []

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightning_roundpipe.config import parse_bytes
+from lightning_roundpipe.config import is_number, is_whole, parse_bytes
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.network import Network
@@ -240,7 +240,7 @@ def _read(name: str, value: Any) -> Any:
     if name in _SIZES:
         return None if value is None and name == "memory" else parse_bytes(value, name)
     if name in _COUNTS:
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1024:
+        if not is_whole(value) or not 1 <= value <= 1024:
             raise ValueError(f"{name}={value!r} must be a whole number of 1 to 1024.")
         return value
     number = _number(name, value, may_be_zero=name.endswith("_s"))
@@ -250,7 +250,6 @@ def _read(name: str, value: Any) -> Any:
 
 
 def _number(name: str, value: Any, may_be_zero: bool = False) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < 0 or (value == 0 and not may_be_zero):
+    if not (is_number(value) and math.isfinite(value)) or value < 0 or (value == 0 and not may_be_zero):
         raise ValueError(f"{name}={value!r} must be a number of {'0 or more' if may_be_zero else 'more than 0'}.")
     return float(value)

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.costs import Phase
@@ -150,6 +150,16 @@ class Plan:
     def with_arenas(self, arenas: Arenas) -> Plan:
         """The same plan with so many arenas for weights and for gradients."""
         return replace(self, weight_arenas=arenas[0], gradient_arenas=arenas[1])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the text, and the numbers of calls of the stages, as the commands' JSON has them."""
+        return {
+            "plan": str(self),
+            "forward": [len(span) for span in self.forward],
+            "fused": len(self.fused) - 1,
+            "backward": [len(span) for span in self.backward],
+            "round_microbatches": self.round_microbatches,
+        }
 
     # -- what the engine asks ----------------------------------------------------------------------------------------
 

@@ -85,7 +85,6 @@ def search_partition(
     staleness: Staleness = 0,
     host: HostTime | None = None,
     search_seconds: float = SEARCH_SECONDS,
-    recompute_ahead: bool = True,
     judge: Callable[[Plan], float] | None = None,
     judged: int = 16,
 ) -> Plan:
@@ -104,7 +103,6 @@ def search_partition(
         host: what the engine itself takes; by default nothing.
         search_seconds: how much work the search may be, in seconds of an ordinary core that also pay for a usual
             ``judge``; 0: nothing is searched, and the paper's plan is taken, or that of rounds side by side.
-        recompute_ahead: whether the plan may say so.
         judge: what the plan is to be best by, such as the step's time with copies and updates, which the search itself
             leaves out; the lower the better, and infinite for what cannot be taken. By default the time that the search
             goes by.
@@ -124,22 +122,17 @@ def search_partition(
             raise
         return min(beside, key=judge)
     work = search_seconds * _WORK_PER_SECOND
-    pace = Pace.of(costs, host or HostTime(), recompute_ahead)
-    best = ahead_within(baseline, costs, workers, limits.memory) if recompute_ahead else baseline
+    best = ahead_within(baseline, costs, workers, limits.memory)
     if judge is not None:
         best = min(unpacking_plans([best, *beside], costs, workers, microbatches, limits), key=judge)
     if not search_seconds:
         return best
 
     def search(
-        arenas: Arenas,
-        ahead: bool = recompute_ahead,
-        share: float = 1.0,
-        limits: Limits = limits,
-        costs: Costs = costs,
+        arenas: Arenas, ahead: bool = True, share: float = 1.0, limits: Limits = limits, costs: Costs = costs
     ) -> list[Plan]:
-        ahead_pace, most = Pace.of(costs, host or HostTime(), recompute_ahead).going_ahead(ahead), share * work
-        timing = Timing(ahead_pace, workers, microbatches, staleness, most)
+        most = share * work
+        timing = Timing(Pace.of(costs, host or HostTime(), ahead), workers, microbatches, staleness, most)
         found = _PlanSearch(timing, costs, limits, most, arenas).run(baseline)
         return [replace(plan, recompute_ahead=ahead and bool(plan.backward)) for plan in found]
 
@@ -148,25 +141,25 @@ def search_partition(
         memory = limits.memory
         plans = search(BOTH if memory is None else SINGLE)[:judged]
         if any(not plan.forward for plan in (*plans[:1], baseline)):
-            plans += partly_fused(costs, workers, microbatches, limits, ahead=recompute_ahead)
+            plans += partly_fused(costs, workers, microbatches, limits)
         if memory is not None and (not plans or not fits(plans[0].with_arenas(BOTH), costs, workers, memory)):
             # Memory decides: without a second arena, or without graphs of whole stages, stages are larger.
-            others: list[tuple[Arenas, bool]] = [(BOTH, recompute_ahead)] if baseline.arenas == BOTH else []
-            others += [(arenas, False) for arenas in (SINGLE, BOTH) if recompute_ahead and arenas <= baseline.arenas]
+            others: list[tuple[Arenas, bool]] = [(BOTH, True)] if baseline.arenas == BOTH else []
+            others += [(arenas, False) for arenas in (SINGLE, BOTH) if arenas <= baseline.arenas]
             for arenas, ahead in others:
                 plans += search(arenas, ahead, _OTHERS)[:judged]
         if isinstance(memory, tuple):  # where each worker does its share in what all have, more for one is no better
-            plans += search(SINGLE, recompute_ahead, _OTHERS, replace(limits, memory=min(memory)))[:judged]
+            plans += search(SINGLE, share=_OTHERS, limits=replace(limits, memory=min(memory)))[:judged]
         plans = _with_arenas(plans, costs, workers, memory)
         if memory is not None and best.unpack_once:
             for arenas in (BOTH, SINGLE):
                 copied = costs.holding_copies(microbatches, arenas[0])
                 with suppress(ValueError):  # the baseline does not fit beside copies
-                    found = search(arenas, recompute_ahead, _OTHERS, limits, copied)[:judged]
+                    found = search(arenas, share=_OTHERS, costs=copied)[:judged]
                     plans += [plan.with_arenas(arenas) for plan in found]
         return min([best, *unpacking_plans(plans, costs, workers, microbatches, limits)], key=judge)
     plans = [plan.with_arenas(baseline.arenas) for plan in search(baseline.arenas)]
-    timing = Timing(pace, workers, microbatches, staleness, 0.0)
+    timing = Timing(Pace.of(costs, host or HostTime()), workers, microbatches, staleness, 0.0)
     best_s = timing.settled(best)
     for plan in plans:
         plan_s = timing.settled(plan)
@@ -176,7 +169,7 @@ def search_partition(
     return best
 
 
-def partly_fused(costs: Costs, workers: int, microbatches: int, limits: Limits, *, ahead: bool) -> list[Plan]:
+def partly_fused(costs: Costs, workers: int, microbatches: int, limits: Limits) -> list[Plan]:
     """Return plans that fuse an eighth of the calls, two eighths, and so on.
 
     Where everything is fused, all updates wait for the last microbatch, which only a judge sees. Recomputing some
@@ -186,8 +179,7 @@ def partly_fused(costs: Costs, workers: int, microbatches: int, limits: Limits, 
     for eighths in range(1, 8):
         fewer = replace(limits, max_fused=min(limits.max_fused, len(costs) * eighths // 8))
         with suppress(ValueError):
-            plan = baseline_within(costs, workers, microbatches, fewer)
-            found.append(ahead_within(plan, costs, workers, limits.memory) if ahead else plan)
+            found.append(paper_plan(costs, workers, microbatches, fewer))
     return list(dict.fromkeys(found))
 
 

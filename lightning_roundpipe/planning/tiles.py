@@ -100,7 +100,7 @@ class _Probe(Meter):  # type: ignore[no-untyped-call]
         with torch.enable_grad(), self.scope() as work:
             made = [leaf for leaf in tree_leaves(module(taken, *args[1:], **kwargs)) if isinstance(leaf, Tensor)]
             given = sum(leaf.nbytes for leaf in made)
-            kept = work.live - given
+            kept = work.memory.live - given
         return bool(_WORTH * kept >= taken.nbytes + given)
 
 
@@ -193,9 +193,9 @@ def _kept_by_tile() -> Iterator[None]:
     """Record the bytes that the graph of a tile keeps."""
     meter = current_meter()
     assert meter is not None, "tiles are counted, not computed"
-    before = meter.innermost.live
+    before = meter.innermost.memory.live
     yield
-    meter.innermost.tile_bytes = max(meter.innermost.tile_bytes, meter.innermost.live - before)
+    meter.innermost.tile_bytes = max(meter.innermost.tile_bytes, meter.innermost.memory.live - before)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_roundpipe.callbacks import Measurements, RunFolder
 from lightning_roundpipe.data import TextFiles
 from lightning_roundpipe.tasks.causal_lm import CausalLM
-from lightning_roundpipe.tasks.results import Completion, EvaluationResult, show_job, show_outcome, summarise
+from lightning_roundpipe.tasks.results import EvaluationResult, show_job, show_outcome, summarise
 
 _FILLED_IN = {"data.tokenizer", "data.vocab_size"}
 """Settings that may be left open, because the model determines them."""
@@ -238,7 +238,7 @@ def _outcome(job: Job) -> EvaluationResult:
     return EvaluationResult(loss, _complete(job) if job.prompt is not None else None)
 
 
-def _complete(job: Job) -> Completion:
+def _complete(job: Job) -> str:
     """Return the model's greedy completion of the prompt. Without a tokenizer, the prompt is a few token ids."""
     prompt = list(_PROMPT_WITHOUT_TOKENIZER)
     if job.tokenizer is not None:
@@ -255,5 +255,5 @@ def _complete(job: Job) -> Completion:
     assert predictions is not None
     tokens = torch.as_tensor(predictions[0])[0][len(prompt) :].tolist()
     if job.tokenizer is None:
-        return Completion(" ".join(map(str, tokens)))
-    return Completion(str(job.tokenizer.decode(tokens, skip_special_tokens=True)))
+        return " ".join(map(str, tokens))
+    return str(job.tokenizer.decode(tokens, skip_special_tokens=True))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NewType
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from rich import get_console
@@ -23,8 +23,6 @@ from lightning_roundpipe.replay import replay_of
 from lightning_roundpipe.runtime.batch.microbatches import sizes_of
 from lightning_roundpipe.sweep import memory
 
-Completion = NewType("Completion", str)
-
 _GIB = 2**30
 
 
@@ -33,7 +31,7 @@ class EvaluationResult:
     """The model's validation loss and its completion of the prompt, before or after training."""
 
     val_loss: float | None
-    completion: Completion | None
+    completion: str | None
 
 
 def summarise(

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.plan_shape import ModelShape
+from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
 from lightning_roundpipe.planning.census import CallMemory
 from lightning_roundpipe.planning.costs import CallCost
 from lightning_roundpipe.planning.estimate import estimate_costs, estimate_memory
@@ -129,7 +129,7 @@ def check(memory: CallMemory, cost: CallCost) -> None:
      ("tiny_qwen3_235b_a22b", "attention")],
 )  # fmt: skip
 def test_the_tensors_of_every_call_together_are_what_the_planner_counts(model: str, lora: str, hardware: str) -> None:
-    shape = ModelShape(model, lora, "bf16-true", read_machine(hardware))
+    shape = ModelShape(Wish(model, lora=lora, precision="bf16-true"), read_machine(hardware))
     costs, memories = shape.costs(2, 64), shape.memories(2, 64)
     assert len(costs) == len(memories)
     for memory, cost in zip(memories, costs, strict=True):
@@ -142,9 +142,9 @@ def test_the_tensors_of_every_call_together_are_what_the_planner_counts(model: s
 
 
 def test_packed_weights_have_their_copies_in_it() -> None:
-    shape = ModelShape(
-        "tiny_llama", "all_linear", "bf16-true", GPU, model_settings=(("quantization", "nf4"),)
-    )  # fmt: skip
+    settings = (("quantization", "nf4"),)
+    wish = Wish("tiny_llama", lora="all_linear", precision="bf16-true", model_settings=settings)
+    shape = ModelShape(wish, GPU)
     memories = shape.memories(1, 32)
     for memory, cost in zip(memories, shape.costs(1, 32), strict=True):
         check(memory, cost)

@@ -92,12 +92,12 @@ def test_memory_is_what_lives_at_once() -> None:
     with Meter(SLOW_MEMORY) as meter, meter.scope() as work:
         first = meta(100)
         second = first + 1
-        assert work.live == 800
+        assert work.memory.live == 800
         view = second[:50]
         del first, second
-        assert (work.live, work.peak) == (400, 800)
+        assert (work.memory.live, work.memory.peak) == (400, 800)
         del view
-        assert work.live == 0
+        assert work.memory.live == 0
 
 
 class Model(nn.Module):

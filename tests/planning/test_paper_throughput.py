@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.plan_model import ModelShape, look_at
+from lightning_roundpipe.commands.plan_model import ModelShape, Wish, look_at
 from lightning_roundpipe.planning.costs import Costs
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def script(path: str) -> Any:
 
 @cache
 def shape(model: str) -> ModelShape:
-    return ModelShape(model, MODELS[model], "16-mixed", read_machine("rtx4090x8"))
+    return ModelShape(Wish(model, lora=MODELS[model], precision="16-mixed"), read_machine("rtx4090x8"))
 
 
 @cache

@@ -19,10 +19,10 @@ def longest_s(plan: Plan, costs: Costs) -> float:
     return max(costs.stage_time_s(stage.first, stage.last, stage.phase) for stage in plan.stages())
 
 
-def objective_s(plan: Plan, costs: Costs, workers: int, microbatches: int, overhead_s: float = 0.0) -> float:
+def objective_s(plan: Plan, costs: Costs, workers: int, microbatches: int) -> float:
     stages = len(plan.stages())
     length = pipeline_length(stages, workers, microbatches)
-    return length * longest_s(plan, costs) + microbatches * stages * overhead_s
+    return length * longest_s(plan, costs)
 
 
 def counted_length(stages: int, workers: int, microbatches: int) -> int:
@@ -77,9 +77,13 @@ def every_plan(n: int) -> Iterator[Plan]:
 
 
 def made(
-    costs: Costs, workers: int = 4, microbatches: int = 4, stage_bytes: int | None = None, overhead_s: float = 0.0
+    costs: Costs,
+    workers: int = 4,
+    microbatches: int = 4,
+    stage_bytes: int | None = None,
+    stage_s: float | None = None,
 ) -> str:
-    plan = greedy_partition(costs, workers, microbatches, stage_bytes=stage_bytes, slot_overhead_s=overhead_s)
+    plan = greedy_partition(costs, workers, microbatches, stage_bytes=stage_bytes, stage_s=stage_s)
     plan.validate(costs.layers)
     return str(plan)
 
@@ -104,21 +108,20 @@ call_costs = st.builds(
     st.integers(1, 8),
     st.integers(1, 16),
     st.none() | st.integers(300, 900),
-    st.sampled_from([0.0, 0.5, 4.0]),
 )
 def test_no_plan_of_the_family_is_better(
-    calls: list[CallCost], workers: int, microbatches: int, stage_bytes: int | None, overhead_s: float
+    calls: list[CallCost], workers: int, microbatches: int, stage_bytes: int | None
 ) -> None:
     costs = Costs(tuple(calls))
-    plan = greedy_partition(costs, workers, microbatches, stage_bytes=stage_bytes, slot_overhead_s=overhead_s)
+    plan = greedy_partition(costs, workers, microbatches, stage_bytes=stage_bytes)
     plan.validate(costs.layers)
     assert fits(plan, costs, stage_bytes)
     best = min(
-        (objective_s(other, costs, workers, microbatches, overhead_s), len(other.stages()))
+        (objective_s(other, costs, workers, microbatches), len(other.stages()))
         for other in every_plan(len(calls))
         if fits(other, costs, stage_bytes)
     )
-    assert (objective_s(plan, costs, workers, microbatches, overhead_s), len(plan.stages())) == best
+    assert (objective_s(plan, costs, workers, microbatches), len(plan.stages())) == best
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -145,14 +148,6 @@ def test_one_worker_needs_no_cut() -> None:
     assert made(even(9), workers=1) == "forward none; fused 0-8; backward none; round 4"
 
 
-def test_overhead_makes_fewer_stages() -> None:
-    stages = [
-        len(greedy_partition(even(24), 4, 8, slot_overhead_s=overhead).stages()) for overhead in (0.0, 3.0, 100.0)
-    ]
-    assert stages == sorted(stages, reverse=True)
-    assert len(set(stages)) == 3
-
-
 def test_stages_are_cut_to_match_a_heavy_head() -> None:
     costs = timed([1.0] * 20 + [9.0], [2.0] * 20 + [18.0])
     assert made(costs) == "forward 0-18; fused 19-20; backward 9-18 0-8; round 4"
@@ -176,7 +171,7 @@ def test_stages_stay_within_memory(stage_bytes: int) -> None:
 
 def test_memory_binds_by_phase() -> None:
     """450 bytes: four layers forward (4 x 100 + 10), three backward (3 x 140 + 10), three fused (3 x 140 + 3 x 10)."""
-    assert made(even(11), stage_bytes=450, overhead_s=1e3) == (
+    assert made(even(11), stage_bytes=450, stage_s=1e3) == (
         "forward 0-3 4-7; fused 8-10; backward 5-7 2-4 0-1; round 4"
     )
 
@@ -184,7 +179,7 @@ def test_memory_binds_by_phase() -> None:
 def test_kept_graph_limits_the_fused_stage() -> None:
     """In the fused stage activations add up; in a backward stage only the worst call's count."""
     costs = Costs(tuple(call(f"layers.{n}", weights=10, gradients=10, activations=100) for n in range(8)))
-    assert made(costs, stage_bytes=260, overhead_s=1e3) == "forward 0-5; fused 6-7; backward 0-5; round 4"
+    assert made(costs, stage_bytes=260, stage_s=1e3) == "forward 0-5; fused 6-7; backward 0-5; round 4"
 
 
 def test_layer_called_again_takes_no_more_memory_but_for_its_gradients() -> None:
@@ -237,13 +232,10 @@ def test_nothing_needs_backward() -> None:
     greedy_partition(costs, 2, 4).validate(costs.layers)
 
 
-@pytest.mark.parametrize(
-    ("workers", "microbatches", "overhead_s", "message"),
-    [(0, 1, 0.0, "workers=0"), (1, 0, 0.0, "microbatches=0"), (1, 1, -1.0, "slot_overhead_s=-1.0")],
-)
-def test_numbers_that_make_no_sense(workers: int, microbatches: int, overhead_s: float, message: str) -> None:
+@pytest.mark.parametrize(("workers", "microbatches", "message"), [(0, 1, "workers=0"), (1, 0, "microbatches=0")])
+def test_numbers_that_make_no_sense(workers: int, microbatches: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        greedy_partition(even(2), workers, microbatches, slot_overhead_s=overhead_s)
+        greedy_partition(even(2), workers, microbatches)
 
 
 def test_hundred_unequal_calls_are_planned_quickly() -> None:

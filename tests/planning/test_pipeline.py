@@ -43,7 +43,7 @@ def test_counted_by_hand() -> None:
         ("recompute", 0, 1, 6, 7),
         ("backward", 0, 1, 7, 9),
     ]
-    late = run_steps(TWO, even(2), 2, 2, Rules(recompute_ahead=False))
+    late = run_steps(replace(TWO, recompute_ahead=False), even(2), 2, 2)
     assert rows(late)[4:] == [
         ("recompute", 0, 0, 4, 5),
         ("backward", 0, 0, 5, 7),
@@ -64,7 +64,7 @@ def test_hops() -> None:
 
 
 def test_rounds_follow_each_other_and_add_to_the_same_sums_one_after_another() -> None:
-    run = run_steps(TWO, even(2), 2, 4, Rules(recompute_ahead=False))
+    run = run_steps(replace(TWO, recompute_ahead=False), even(2), 2, 4)
     assert rows(run, "forward", "fused", "backward")[6:] == [
         ("forward", 1, 2, 7, 8),  # worker 1 is free from 7 on
         ("forward", 1, 3, 8, 9),
@@ -225,8 +225,8 @@ def test_an_independent_judge_agrees(case: Case) -> None:
     made, costs = ours(times, plan, speeds)
     made.validate(costs.layers)
     assert plan_of(*sizes_of(made)) == made
-    rules = Rules(1, recompute_ahead=True, host=HostTime(hop_s=times.hop))
-    run = run_steps(made, costs, workers, microbatches, rules, 4)
+    rules = Rules(1, host=HostTime(hop_s=times.hop))
+    run = run_steps(replace(made, recompute_ahead=True), costs, workers, microbatches, rules, 4)
     assert run.ends_s == pytest.approx(step_ends(times, plan, workers, microbatches, 4, speeds=speeds), abs=1e-9)
 
 
@@ -247,7 +247,7 @@ def test_batches_of_plans_take_what_plans_take(case: Case) -> None:
         ends = batched.step_ends(each, times.hop, members, 4)
         assert (ends[:, 0] == ends[:, 1]).all()
         assert PlanTimer(pace, workers)(shape.forward, sizes, members) == pytest.approx(ends[0, 0], abs=1e-9)
-        run = run_steps(made, costs, workers, microbatches, Rules(1, ahead, host), 4)
+        run = run_steps(replace(made, recompute_ahead=ahead), costs, workers, microbatches, Rules(1, host), 4)
         assert (ends[:, 0] >= np.array(run.ends_s) - 1e-9).all()
         recomputed = pace.recompute[-1] / min([*speeds_of(costs), 1.0]) if ahead else 0.0
         if recomputed <= (times.head_forward + times.head_backward) / max(
@@ -270,12 +270,12 @@ def machines(draw: st.DrawFn, workers: int) -> Rules:
     updates = draw(
         st.one_of(
             st.none(),
-            st.builds(UpdateModel, rate, st.booleans(), st.booleans(), st.sampled_from([None, 1.0, 30.0])),
+            st.builds(UpdateModel, rate, st.booleans(), st.sampled_from([None, 1.0, 30.0])),
         )
     )
     network = draw(st.one_of(st.none(), st.builds(Network, st.integers(2, 3), rate, st.sampled_from([0.5, 1.0]))))
     sums_per_s = draw(st.one_of(st.none(), rate))
-    return Rules(1 if stale else 0, None, host, links, updates, sums_per_s, network)
+    return Rules(1 if stale else 0, host, links, updates, sums_per_s, network)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -429,21 +429,14 @@ def test_an_update_holds_the_next_step_up() -> None:
     costs = sized(2)
     free = run_steps(plan, costs, 2, 1, Rules(), 2)
     eager = run_steps(plan, costs, 2, 1, Rules(updates=UpdateModel(1.0)), 2)
-    clipped = run_steps(plan, costs, 2, 1, Rules(updates=UpdateModel(1.0, clipping=True)), 2)
-    assert free.ends_s[0] == eager.ends_s[0] == clipped.ends_s[0] == 6
+    assert free.ends_s[0] == eager.ends_s[0] == 6
     # The head's update (2 s) runs during the last backward; layer 0's, 6 to 8, holds the next forward up.
     assert [(e.position, e.start_s, e.end_s) for e in eager.events if e.kind == "update"][:2] == [
         (1, 4, 6),
         (2, 6, 8),
     ]
     assert eager.ends_s[1] == free.ends_s[1] + 2
-    # With clipping nothing starts before 6; layer 0 goes first, and the head's chases the next forward.
-    assert [(e.position, e.start_s, e.end_s) for e in clipped.events if e.kind == "update"][:2] == [
-        (2, 6, 8),
-        (1, 8, 10),
-    ]
-    assert clipped.ends_s[1] == eager.ends_s[1] + 1
-    assert waited_for_updates(clipped) > waited_for_updates(eager) > 0
+    assert waited_for_updates(eager) > 0
     assert waited_for_updates(free) == 0
     stale = run_steps(plan, costs, 2, 1, Rules(staleness=1, updates=UpdateModel(1.0)), 6)
     assert stale.period_s(4) < eager.ends_s[1] - eager.ends_s[0]
@@ -482,9 +475,6 @@ def test_pieces_follow_each_other(
     updating = Updating(UpdateModel(1.0, piece_bytes=piece), costs, Links(1.0, 1.0))
     rows = updating.step({"a": 20.0})
     assert rows == [("a", *updated)] and updating.published(rows) == {"a": readable}
-    clipped = Updating(UpdateModel(1.0, clipping=True, piece_bytes=piece), costs, Links(1.0, 1.0))
-    rows = clipped.step({"a": 20.0})
-    assert rows == [("a", 20, 30)] and clipped.published(rows) == {"a": 30}
 
 
 @pytest.mark.parametrize("reduced", [None, 5])
@@ -534,7 +524,7 @@ def test_one_worker_hides_all_updates_but_the_first_layers() -> None:
     plans(),
     st.floats(1, 50),
     st.floats(1, 50),
-    st.sampled_from([{}, {"clipping": True}, {"blocking": True}]),
+    st.sampled_from([{}, {"blocking": True}]),
     st.sampled_from([0, 1]),
 )
 def test_the_rules_hold(case: Case, rate: float, speed: float, kind: dict[str, bool], staleness: int) -> None:

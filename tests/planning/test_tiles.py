@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.plan_shape import ModelShape
+from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
 from lightning_roundpipe.planning.estimate import estimate_costs
 from lightning_roundpipe.planning.tiles import probe_batch, tiled, token_wise
 
@@ -76,7 +76,7 @@ def test_what_acts_on_each_token_alone_is_found() -> None:
 
 @pytest.mark.parametrize("name", ["tiny_llama", "tiny_gpt_oss_20b", "tiny_qwen3_235b_a22b"])
 def test_of_language_models_it_is_mlps_experts_and_norms(name: str) -> None:
-    shape = ModelShape(name, "none", "bf16-true", read_machine("rtx4090x8"))
+    shape = ModelShape(Wish(name, precision="bf16-true"), read_machine("rtx4090x8"))
     kinds = {type(module).__name__ for module in shape.in_tiles()._tiled}
     assert any("MLP" in kind or "Moe" in kind for kind in kinds)
     assert any("Norm" in kind for kind in kinds)

@@ -186,7 +186,7 @@ class Planner:
             others = unpacking_plans([plan], costs, workers, microbatches, limits, ahead=fuses)
             plan = min((one for one in others if one is plan or not trace.torn_buffer(one)), key=step_s)
             if fuses and not plan.forward:
-                others = partly_fused(costs, workers, microbatches, limits, ahead=True)
+                others = partly_fused(costs, workers, microbatches, limits)
                 plan = min([plan, *(one for one in others if not trace.torn_buffer(one))], key=step_s)
         if workers == 1 or size is not None or stage_s is not None:
             return plan
