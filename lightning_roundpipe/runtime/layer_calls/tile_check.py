@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import STRUCTURE, frozen, same
 from lightning_roundpipe.model.below_modes import call_below
+from lightning_roundpipe.model.graph_nodes import nodes_of
 from lightning_roundpipe.runtime.layer_calls.tiled_call import CannotTile, Layout, TokenSpan, part_of
 
 TOKENS = 512
@@ -359,17 +360,10 @@ def _refuse_random(name: str) -> None:
 def _leads_out(roots: Sequence[Tensor], ends: Sequence[Tensor]) -> bool:
     """Return whether the graph ends in a tensor that requires grad and is not among ``ends`` [5]."""
     own = set(map(id, ends))
-    nodes: list[Any] = [t.grad_fn for t in roots]
-    seen: set[Any] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_of(t.grad_fn for t in roots):
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in own and isinstance(variable, nn.Parameter):
             return True
         if getattr(node, "graph_cut", None) is not None or getattr(node, "detached_inputs", None) is not None:
             return True
-        nodes += [following for following, _ in node.next_functions]
     return False
