@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.model.attributes import STRUCTURE, frozen, same
+from lightning_roundpipe.model.attributes import STRUCTURE, differing, frozen
 from lightning_roundpipe.model.below_modes import call_below
 from lightning_roundpipe.model.graph_nodes import nodes_of
 from lightning_roundpipe.runtime.layer_calls.tiled_call import CannotTile, Layout, TokenSpan, part_of
@@ -305,10 +305,8 @@ class _UnchangedState:
     def changed(self, module: nn.Module, tensors: Sequence[Tensor]) -> str:
         """Return what has changed, for messages; empty if nothing has."""
         for before, inner in zip(self._attributes, module.modules(), strict=True):
-            now = _attributes(inner)
-            for key in before.keys() | now.keys():
-                if key not in before or key not in now or not same(before[key], now[key]):
-                    return f"sets attribute {key!r}"
+            for key in differing(before, _attributes(inner)):
+                return f"sets attribute {key!r}"
         now_versions = _versions([*module.parameters(), *module.buffers(), *tensors])
         return "" if now_versions == self._versions else "writes to a parameter, a buffer or an argument"
 

@@ -92,16 +92,20 @@ class Evaluation:
         """Whether a layer call has run in place."""
         self._engine = engine
         self._order, self._profiles = engine.learned.order, engine.learned.profiles
-        self._ahead, self._written = bool(engine.options.prefetch), False
+        self._ahead = bool(engine.options.prefetch)
+        self.follows_writes = False
+        """Whether user code may write to weights between calls, so that each call refreshes its working copies."""
         self._foreseen: Slot | None = None
         self._cancelled_uploads: set[Worker] = set()
         """Workers with uploads that no call has waited for."""
         self._cancel_scope = WatchedCancelScope(engine.worker_pool)
         self.recorder = Recorder()
         self._activations = ActivationStore(-1, self.recorder, engine.worker_pool.staging)
-        self._device: Device | None = None
+        self.device: Device | None = None
+        """The device of the last layer call; None before the first one."""
         self._user_code = contextlib.ExitStack()
-        self._calls = 0
+        self.calls = 0
+        """The number of layer calls so far."""
         self._slot: Slot | None = None
         self.surroundings = Surroundings()
         watching = EvaluationUserCode(engine, self._stay_behind)
@@ -126,7 +130,7 @@ class Evaluation:
                     self._foresee()
                 output = function(*args, **kwargs)
                 self._watched.assert_unmodified()
-            self._drop_foreseen()
+            self.drop_foreseen()
             for worker in self._cancelled_uploads:  # the caller may write to weights next, which uploads still read
                 worker.run(worker.device.weights_up.synchronize, self._cancel_scope)
         except BaseException as error:
@@ -134,33 +138,18 @@ class Evaluation:
         worker_pool = self._engine.worker_pool
         worker_pool.rest(self._cancel_scope, given_up=self._cancel_scope.given_up)
         self._activations.move_to(None)
-        for bucket in self._engine.model.buckets if self._written else ():
+        for bucket in self._engine.model.buckets if self.follows_writes else ():
             bucket.refresh()  # user code may have restored the weights that it swapped
         self._cancel_scope.raise_error()
         return output
 
     def _place(self) -> FaultPlace:
-        return FaultPlace("the code between layers", "evaluation", 0, self._slot, self._device)
+        return FaultPlace("the code between layers", "evaluation", 0, self._slot, self.device)
 
     # -- calls of a model ---------------------------------------------------------------------------------------------
 
-    @property
-    def calls(self) -> int:
-        """The number of layer calls so far."""
-        return self._calls
-
-    @property
-    def device(self) -> Device | None:
-        """The device of the last layer call; None before the first one."""
-        return self._device
-
-    @property
-    def follows_writes(self) -> bool:
-        """Whether user code may write to weights between calls, so that each call refreshes its working copies."""
-        return self._written
-
     def locate(self, tensor: Tensor) -> Device | None:
-        return self._engine.worker_pool.locate(tensor, self._device)
+        return self._engine.worker_pool.locate(tensor, self.device)
 
     def call_model(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an intercepted model, whose own forward is ``function``."""
@@ -182,11 +171,7 @@ class Evaluation:
         if device is not None:
             self._user_code.close()
             self._user_code.enter_context(device.activate())
-            self._device = device
-
-    def stop_foreseeing(self) -> None:
-        """Cancel the prefetch: a call in parts uploads its own stages."""
-        self._drop_foreseen()
+            self.device = device
 
     # -- calls of layers ----------------------------------------------------------------------------------------------
 
@@ -209,7 +194,7 @@ class Evaluation:
             engine = self._engine
             layer.assert_unmodified()
             self.surroundings.refuse(layer.name)
-            worker = self._worker_of(layer)
+            worker = self.worker_of(layer)
             state = layer.state.current()
             leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
             leaves = [self._mode.stand_in(leaf) for leaf in leaves]
@@ -217,16 +202,16 @@ class Evaluation:
                 make_ordinary(leaf)
             originals = list(leaves)
             for i, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor) and engine.worker_pool.locate(leaf, self._device) is not worker.device:
-                    leaves[i] = self._activations.save(leaf, engine.worker_pool.locate(leaf, self._device))
+                if isinstance(leaf, Tensor) and engine.worker_pool.locate(leaf, self.device) is not worker.device:
+                    leaves[i] = self._activations.save(leaf, engine.worker_pool.locate(leaf, self.device))
             call = Call(
-                self._calls, layer, 0, spec, leaves, [False] * len(leaves), layer.trainable(),
+                self.calls, layer, 0, spec, leaves, [False] * len(leaves), layer.trainable(),
                 engine.thread_state(), state, None,
                 contextvars.copy_context(), originals, lender=self,
             )  # fmt: skip
             self._adapt(call)
-            self._calls += 1
-            if self._written:
+            self.calls += 1
+            if self.follows_writes:
                 layer.bucket.refresh()
             slot = self._slot_for(layer)
             with noted(lambda: FaultPlace(layer.title, "evaluation", 0, slot, worker.device)):
@@ -239,7 +224,7 @@ class Evaluation:
             if self.looked_at is not None:
                 self.looked_at.append((layer, forward))
             self._activations.settle()
-            if self._calls % OFTEN == 0:
+            if self.calls % OFTEN == 0:
                 self._activations.forget_dead()
             worker.post(lambda: worker.close_slot(slot), self._cancel_scope)
             return self._hand_back(call, forward, args, kwargs)
@@ -289,16 +274,13 @@ class Evaluation:
 
     # -- uploading ahead ----------------------------------------------------------------------------------------------
 
-    def home_of(self, layer: HostLayer) -> Device:
-        """Return the device that a whole call of ``layer`` runs on."""
-        return self._worker_of(layer).device
-
-    def _worker_of(self, layer: HostLayer) -> Worker:
+    def worker_of(self, layer: HostLayer) -> Worker:
+        """Return the worker that a whole call of ``layer`` runs on."""
         return self._engine.worker_pool.workers[layer.index % len(self._engine.worker_pool.workers)]
 
     def _new_slot(self, layer: HostLayer) -> Slot:
         return Slot(
-            self._engine.worker_pool.next_slot(), self._worker_of(layer).index, 0, "forward", range(0), [layer], {},
+            self._engine.worker_pool.next_slot(), self.worker_of(layer).index, 0, "forward", range(0), [layer], {},
             [0], recorder=self.recorder, cancel_scope=self._cancel_scope,
         )  # fmt: skip
 
@@ -308,17 +290,17 @@ class Evaluation:
         if foreseen is not None and foreseen.layers[0] is layer:
             self._foreseen = None
             return foreseen
-        self._drop_foreseen()
+        self.drop_foreseen()
         return self._new_slot(layer)
 
     def _foresee(self) -> None:
         following = self._order.following() if self._ahead else None
         if following is not None:
-            slot, worker = self._new_slot(following), self._worker_of(following)
+            slot, worker = self._new_slot(following), self.worker_of(following)
             self._foreseen = slot
             worker.post(lambda: worker.prepare(slot), self._cancel_scope)
 
-    def _drop_foreseen(self) -> None:
+    def drop_foreseen(self) -> None:
         """Cancel the prefetch, if there is one. Its upload may still be running."""
         slot, self._foreseen = self._foreseen, None
         if slot is None:
@@ -329,8 +311,8 @@ class Evaluation:
 
     def _stay_behind(self) -> None:
         """Stop prefetching for the rest of the batch: user code may write to weights without raising their versions."""
-        self._ahead, self._written = False, True
-        self._drop_foreseen()
+        self._ahead, self.follows_writes = False, True
+        self.drop_foreseen()
 
 
 def _run_on_the_host(forward: Callable[..., Any], accelerator: str, *args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,14 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_roundpipe.model.attributes import Container, own_attributes
-from lightning_roundpipe.runtime.user_code.left_behind import names_in, put_back_of, state_of, walk, walk_around
+from lightning_roundpipe.runtime.user_code.left_behind import (
+    names_in,
+    put_back_of,
+    state_of,
+    version,
+    walk,
+    walk_around,
+)
 
 _MOST_BYTES = 1 << 26
 """Of a larger array, only the first bytes are compared."""
@@ -183,7 +190,7 @@ def _mark(value: Any, kind: str) -> dict[str, Any] | list[Any]:
     if (named := names_in(value, kind)) is not None:
         return named
     if kind == "tensor":
-        return [-1 if value.is_inference() else value._version]
+        return [version(value)]
     if kind == "array":
         return [zlib.crc32(memoryview(value).cast("B")[:_MOST_BYTES]) if value.flags.c_contiguous else repr(value)]
     if kind == "many":

@@ -614,7 +614,7 @@ class PartsCheck:
             shown.calls = self._calls(runs)
             shown.output, shown.loss = joined.output, joined.loss if joined.losses else None
             shown.metrics = dict(self._values(before))
-            changes = self._left.all_changes()
+            changes = self._left.changes()
             shown.left = changes[MODULES] | self._written.changes()
             shown.settings, shown.elsewhere = changes[SETTINGS], changes[ELSEWHERE]
             self._outside.narrow()

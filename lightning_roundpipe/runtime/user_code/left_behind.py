@@ -123,7 +123,7 @@ class LeftBehind:
             before[path] = value
         elif kind == "tensor":
             place = value.data_ptr() if value.layout is torch.strided else 0
-            self._marks[id(value)] = (value, place, _version(value), [part.clone() for part in sparse_parts(value)])
+            self._marks[id(value)] = (value, place, version(value), [part.clone() for part in sparse_parts(value)])
             before[path] = value
             self._bytes += sum(part.nbytes for part in sparse_parts(value) or [value])
             if self._bytes <= _TENSOR_BYTES:
@@ -151,30 +151,23 @@ class LeftBehind:
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
-    def changes(self) -> dict[str, Any]:
-        """Return what differs from before on the modules [3]: by path, the value now, or `ABSENT`.
+    def changes(self) -> dict[str, dict[str, Any]]:
+        """Return what differs from before [3]: on `MODULES`, in `SETTINGS`; of numbers, lengths, tensors `ELSEWHERE`.
 
-        Tensors are returned as copies on the host, numeric arrays as tensors, and other state as text or a length.
+        By path, the value now, or `ABSENT`. Tensors are returned as copies on the host, numeric arrays as tensors, and
+        other state as text or a length.
         """
-        return self._changes(((MODULES, *found) for found in walk(self._modules, later=[])), [MODULES])[MODULES]
-
-    def all_changes(self) -> dict[str, dict[str, Any]]:
-        """Return what differs from before: on `MODULES`, in `SETTINGS`; of numbers, lengths and tensors `ELSEWHERE`."""
-        return self._changes(self._walk(), [MODULES, SETTINGS, ELSEWHERE])
-
-    def _changes(self, walked: Iterable[tuple[str, str, Any, str]], where: list[str]) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {place: {} for place in where}
-        seen: dict[str, set[str]] = {place: set() for place in where}
-        for place, path, value, kind in walked:
+        found: dict[str, dict[str, Any]] = {place: {} for place in self._before}
+        seen: dict[str, set[str]] = {place: set() for place in self._before}
+        for place, path, value, kind in self._walk():
             seen[place].add(path)
             if place == ELSEWHERE and kind not in ("many", "tensor") and not _is_number(value):
                 continue
             before = self._before[place].get(path, ABSENT)
             if (now := self._change(before, value, kind)) is not _SAME:
                 found[place][path] = now
-        for place in where:
-            before_here = self._before[place].items()
-            gone = {p for p, value in before_here if p not in seen[place] and (place != ELSEWHERE or _is_number(value))}
+        for place, known in self._before.items():
+            gone = {p for p in known.keys() - seen[place] if place != ELSEWHERE or _is_number(known[p])}
             found[place] |= dict.fromkeys(sorted(gone), ABSENT)
         return found
 
@@ -189,7 +182,7 @@ class LeftBehind:
                 if value.layout is torch.strided
                 else bool(mark[3]) and all(map(torch.equal, mark[3], sparse_parts(value)))
             )
-            if before is not value or not same_memory or mark is None or mark[2] != _version(value):
+            if before is not value or not same_memory or mark is None or mark[2] != version(value):
                 return value.detach().cpu().clone()
             if (kept := self._kept.get(id(value))) is not None and not _same_bits(value, kept):
                 return value.detach().cpu().clone()
@@ -505,7 +498,7 @@ def _stands_for(copies: dict[int, tuple[Any, Callable[[Any], Any], Any]], value:
     return known[1](known[2])
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -517,12 +510,12 @@ def _same_bits(tensor: Tensor, kept: Tensor) -> bool:
 
 
 def _tensor_back(tensor: Tensor, kept: Tensor) -> Callable[[], None]:
-    version = _version(tensor)
+    before = version(tensor)
     where = tensor.data_ptr() if tensor.layout is torch.strided else 0
 
     def put() -> None:
         moved = tensor.layout is torch.strided and tensor.data_ptr() != where
-        if version >= 0 and not moved and _version(tensor) == version and _same_bits(tensor, kept):
+        if before >= 0 and not moved and version(tensor) == before and _same_bits(tensor, kept):
             return
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             if tensor.shape == kept.shape:

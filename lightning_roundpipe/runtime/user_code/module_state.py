@@ -27,7 +27,16 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.model.attributes import Container, StateDiff, frozen, own_attributes, refill, same, tensors_in
+from lightning_roundpipe.model.attributes import (
+    Container,
+    StateDiff,
+    differing,
+    frozen,
+    own_attributes,
+    refill,
+    same,
+    tensors_in,
+)
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 _ABSENT = object()
@@ -183,9 +192,8 @@ class ModuleStateIsolation:
     def learn(self, segment_key: SegmentKey) -> None:
         """After a section of user code: add the attributes that it changed."""
         for owner, old, new in self._watch.changes():
-            for name in old.keys() | new.keys():
-                if not same(old.get(name, _ABSENT), new.get(name, _ABSENT)):
-                    self._place_of(owner, name, old.get(name, _ABSENT)).segment_keys.add(segment_key)
+            for name in differing(old, new):
+                self._place_of(owner, name, old.get(name, _ABSENT)).segment_keys.add(segment_key)
 
     def _place_of(self, owner: nn.Module | nn.Parameter, name: str, value: Any) -> StatePlace:
         """Return the attribute's place; a new one starts from ``value``, a copy of what the attribute held."""
