@@ -443,7 +443,7 @@ class SameDraws(TorchFunctionMode):
     def __init__(self, devices: Sequence[Device], samples: int, seed: int) -> None:
         super().__init__()
         leave_untraced(SameDraws.__torch_function__)
-        self._samples, self._seed = samples, seed
+        self.samples, self._seed = samples, seed
         self._generators = list({id(g): g for g in (torch.default_generator, *(d.generator for d in devices))}.values())
         self._rows = self._narrowed = slice(0, samples)
         self._states: list[Any] = []
@@ -541,7 +541,7 @@ class SameDraws(TorchFunctionMode):
     def _covers(self, shape: Sequence[int]) -> bool:
         """Return whether ``shape`` has a row for each running sample, and these are not the whole batch."""
         rows = self._narrowed.stop - self._narrowed.start
-        return rows != self._samples and len(shape) > 0 and shape[0] == rows
+        return rows != self.samples and len(shape) > 0 and shape[0] == rows
 
     def _row(self, func: Callable[..., Any], like: Tensor) -> Tensor:
         return self._taken(func(self._full(like).shape, dtype=like.dtype, device=like.device), like.shape)
@@ -549,7 +549,7 @@ class SameDraws(TorchFunctionMode):
     def _full(self, tensor: Tensor) -> Tensor:
         if not self._covers(tensor.shape):
             return tensor
-        return tensor.new_empty((self._samples, *tensor.shape[1:]))
+        return tensor.new_empty((self.samples, *tensor.shape[1:]))
 
     def _taken(self, drawn: Tensor, shape: Sequence[int]) -> Tensor:
         return drawn[self._narrowed].clone() if self._covers(shape) else drawn
@@ -567,7 +567,7 @@ class SameDraws(TorchFunctionMode):
         shape = kwargs["size"] if "size" in kwargs else args[sizes[-1]] if sizes else args
         if not self._covers(shape):
             return func(*args, **kwargs)  # type: ignore[no-any-return]
-        full = (self._samples, *shape[1:])
+        full = (self.samples, *shape[1:])
         if "size" in kwargs:
             kwargs = kwargs | {"size": full}
         else:

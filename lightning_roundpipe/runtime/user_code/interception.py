@@ -74,7 +74,7 @@ class _ForwardStandIn:
 
     def remove(self) -> None:
         if self.own is not None:
-            self._module.__dict__["forward"] = self.own  # in its place among the attributes, which are compared in order
+            self._module.__dict__["forward"] = self.own  # in its place: attributes are compared in order
         else:
             self._module.__dict__.pop("forward", None)
 
