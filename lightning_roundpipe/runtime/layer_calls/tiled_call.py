@@ -30,7 +30,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from lightning_roundpipe.runtime.layer_calls.discrete_ops import (
     Choices,
     DiscreteOpRecorder,
-    TileOpReplayer,
+    DiscreteOpReplayer,
 )
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
@@ -387,7 +387,7 @@ class TiledCall:
         """Return a mode that repeats what the tile's forward chose."""
         if number >= len(self.chosen) or not self.chosen[number].made:
             return contextlib.nullcontext()
-        return TileOpReplayer(pieces[0].device, pieces, self.chosen[number])
+        return DiscreteOpReplayer(pieces[0].device, pieces, self.chosen[number])
 
 
 class _Tiles(torch.autograd.Function):

@@ -50,6 +50,7 @@ from lightning_roundpipe.runtime.profile.recorded_operations import OperationRec
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
 from lightning_roundpipe.runtime.user_code.interception import Inside, calling, current
 from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode, completed
+from lightning_roundpipe.runtime.user_code.rng import host_state
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 from lightning_roundpipe.runtime.user_code.untraced import leave_untraced
 
@@ -315,16 +316,14 @@ class Written:
             if parameter.shape != values.shape or not torch.equal(parameter.detach(), values)
         }
 
-    def put_back(self) -> bool:
-        """Restore all of them, and return whether any had changed."""
-        changed = bool(self.changes())
+    def put_back(self) -> None:
+        """Restore all of them."""
         for parameter, memory, values in self._kept.values():
             with torch.no_grad():
                 if parameter.data_ptr() != memory.data_ptr():
                     parameter.data = memory.data
                 if not torch.equal(parameter, values):
                     parameter.copy_(values)
-        return changed
 
 
 class _RehearsalUserCode(UserCodeMode):
@@ -464,7 +463,7 @@ class SameDraws(TorchFunctionMode):
             generator.manual_seed(self._seed)
         random.seed(self._seed)
         np.random.seed(self._seed & 0xFFFFFFFF)
-        self._states, self._others = self.now(), _others()
+        self._states, self._others = self.now(), host_state()
         self._before_seeding = None
 
     @property
@@ -479,7 +478,7 @@ class SameDraws(TorchFunctionMode):
         False if a generator has advanced other than by a draw that this mode has seen.
         """
         self._look()
-        return self._alike and self._others == _others()
+        return self._alike and self._others == host_state()
 
     def narrow(self, part: int, sizes: Sequence[int]) -> None:
         """Begin part number ``part`` of a call of a model, if the call has a row for each sample of the run."""
@@ -573,8 +572,3 @@ class SameDraws(TorchFunctionMode):
         else:
             args = (*args[: sizes[-1]], full, *args[sizes[-1] + 1 :]) if sizes else full
         return func(*args, **kwargs)[self._narrowed].clone()  # type: ignore[no-any-return]
-
-
-def _others() -> Any:
-    state: Any = np.random.get_state()
-    return random.getstate(), state[2], state[1].tobytes()

@@ -231,9 +231,10 @@ def put_back_of(value: Any, kind: str, now: Callable[[Any], Any] = lambda item: 
         length = len(value)
         return lambda: value.__delitem__(slice(length, None)) if isinstance(value, list) else None
     if kind == "globals":
-        return _globals_back(value, now)
+        return _names_back(value.held, value.space.__setitem__, value.space.__delitem__, now)
     if kind == "class":
-        return _class_back(value, now)
+        own = functools.partial(_class_attributes, value)
+        return _names_back(own, functools.partial(setattr, value), functools.partial(delattr, value), now)
     return _attributes_back(value, now) if kind == "object" else _container_back(value, now)
 
 
@@ -549,29 +550,21 @@ def _attributes_back(value: Any, now: Callable[[Any], Any]) -> Callable[[], None
     return put
 
 
-def _globals_back(value: Namespace, now: Callable[[Any], Any]) -> Callable[[], None]:
-    held = value.held()
+def _names_back(
+    read: Callable[[], dict[str, Any]], put: Callable[[str, Any], object], remove: Callable[[str], object],
+    now: Callable[[Any], Any],
+) -> Callable[[], None]:  # fmt: skip
+    held = read()
 
-    def put() -> None:
-        for name in value.held().keys() - held.keys():
-            del value.space[name]
-        value.space.update({name: now(item) for name, item in held.items()})
-
-    return put
-
-
-def _class_back(value: type, now: Callable[[Any], Any]) -> Callable[[], None]:
-    held = _class_attributes(value)
-
-    def put() -> None:
-        there = _class_attributes(value)
+    def put_back() -> None:
+        there = read()
         for name in there.keys() - held.keys():
-            delattr(value, name)
+            remove(name)
         for name, item in held.items():
             if there.get(name, ABSENT) is not (item := now(item)):
-                setattr(value, name, item)
+                put(name, item)
 
-    return put
+    return put_back
 
 
 def _container_back(value: Any, now: Callable[[Any], Any]) -> Callable[[], None]:

@@ -57,14 +57,9 @@ class GlobalRandomState:
 
     def has_moved(self) -> bool:
         """Return whether one of the generators is in another state than saved."""
-        kind, words, position, *_ = np.random.get_state()
-        held: Any = self._numpy
-        return (
-            any(not torch.equal(g.get_state(), self._states[key]) for key, g in self._generators.items())
-            or random.getstate() != self._python
-            or (kind, position) != (held[0], held[2])
-            or not np.array_equal(words, held[1])
-        )
+        return any(
+            not torch.equal(g.get_state(), self._states[key]) for key, g in self._generators.items()
+        ) or host_state() != _comparable(self._python, self._numpy)
 
     def restore(self) -> None:
         for key, generator in self._generators.items():
@@ -146,7 +141,7 @@ class Randomness:
             self._torch |= keys
             self._draws_in_backward |= again
         host = _has_two(device) and not torch.equal(before[1], after[1])
-        if host or before[2] != after[2] or not _same_numpy(before[3], after[3]):
+        if host or before[2] != after[2]:
             self._host |= keys
             self._draws_in_backward |= again
 
@@ -220,9 +215,14 @@ def _park(device: Device, *, host: bool) -> None:
         torch.default_generator.manual_seed(_PARKED)
 
 
-def _states(device: Device) -> tuple[torch.Tensor, torch.Tensor, Any, Any]:
-    return device.generator.get_state(), torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+def _states(device: Device) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    return device.generator.get_state(), torch.default_generator.get_state(), host_state()
 
 
-def _same_numpy(a: Any, b: Any) -> bool:
-    return bool(a[2] == b[2] and (a[1] == b[1]).all())
+def host_state() -> Any:
+    """Return the states of Python's and NumPy's generators, to compare."""
+    return _comparable(random.getstate(), np.random.get_state())
+
+
+def _comparable(python: Any, numpy: Any) -> Any:
+    return python, numpy[0], numpy[2], numpy[1].tobytes()
