@@ -28,6 +28,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import STRUCTURE, differing, frozen
 from lightning_roundpipe.model.below_modes import call_below
 from lightning_roundpipe.model.graph_nodes import nodes_of
+from lightning_roundpipe.runtime.batch.microbatches import rows_or_zeros
 from lightning_roundpipe.runtime.layer_calls.tiled_call import CannotTile, Layout, TokenSpan, part_of
 
 TOKENS = 512
@@ -149,16 +150,7 @@ class _Look:
             if not present:
                 joined.append(None)
             elif i < inputs:
-                like = next(g for g in column if g is not None)
-                sizes = [span.flat.stop - span.flat.start for span in self._parts]
-                joined.append(
-                    torch.cat(
-                        [
-                            like.new_zeros(n, *like.shape[1:]) if g is None else g
-                            for g, n in zip(column, sizes, strict=True)
-                        ]
-                    )
-                )
+                joined.append(rows_or_zeros(column, [span.flat.stop - span.flat.start for span in self._parts]))
             else:
                 total = present[0].to(torch.promote_types(present[0].dtype, torch.float32), copy=True)
                 for g in present[1:]:

@@ -239,13 +239,7 @@ class ModelCall(CutArgument, Generic[P]):
         there = [grad for grad in found if grad is not None]
         if not there or not cut:
             return functools.reduce(torch.add, there) if there else None
-        rest = there[0].shape[1:]
-        return torch.cat(
-            [
-                grad if grad is not None else there[0].new_zeros((size, *rest))
-                for grad, size in zip(found, self.sizes, strict=True)
-            ]
-        )
+        return microbatches.rows_or_zeros(found, self.sizes)
 
 
 class PartArguments:

@@ -99,10 +99,10 @@ class OutsideWrites:
             apart.update(_own(module, tensors=isinstance(module, Metric)))
         seen: dict[int, Any] = {}
         later: list[tuple[str, Any]] = []
-        around = [*walk(modules, seen=seen, later=later), *walk_around(others, seen, later)]
+        around = [*walk(modules, seen, later), *walk_around(others, seen, later)]
         self._watched = [
             _WatchedObject(path, value, kind, id(value) in apart, _mark(value, kind))
-            for path, value, kind in (*around, *walk([*later, *code], seen=seen))
+            for path, value, kind in (*around, *walk([*later, *code], seen))
             if kind != "leaf" and id(value) not in ignored and not isinstance(value, torch.jit.ScriptModule)
         ]
         self._narrow = False

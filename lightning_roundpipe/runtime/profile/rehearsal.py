@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.process_context import replaced
 from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.logs import LogRecorder, gathered, is_returned, issue
 from lightning_roundpipe.runtime.batch.losses import COUNTED, Counts, reduction_of
@@ -376,9 +377,10 @@ def _is_setting(func: Callable[..., Any]) -> bool:
 @contextlib.contextmanager
 def without_dropout() -> Iterator[None]:
     """Make dropout pass its input through [3], in all threads: nothing else runs during a rehearsal."""
-    before: dict[str, Any] = {}
 
-    def off(function: Callable[..., Any], position: int) -> Callable[..., Any]:
+    def off(name: str, position: int) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(F, name)
+
         @functools.wraps(function)
         def without(*args: Any, **kwargs: Any) -> Any:
             if len(args) > position:
@@ -389,16 +391,10 @@ def without_dropout() -> Iterator[None]:
 
         return without
 
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
-        before[name] = getattr(F, name)
-        setattr(F, name, off(before[name], 1))
-    before["scaled_dot_product_attention"] = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = off(F.scaled_dot_product_attention, 4)
-    try:
+    names = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+    attention = "scaled_dot_product_attention"
+    with replaced(F, **{name: off(name, 1) for name in names}, **{attention: off(attention, 4)}):
         yield
-    finally:
-        for name, function in before.items():
-            setattr(F, name, function)
 
 
 @contextlib.contextmanager
@@ -413,11 +409,8 @@ def seeding_noted(draws: SameDraws) -> Iterator[None]:
         draws.seeded(before)
         return generator
 
-    torch.manual_seed = torch.random.manual_seed = seeding
-    try:
+    with replaced(torch, manual_seed=seeding), replaced(torch.random, manual_seed=seeding):
         yield
-    finally:
-        torch.manual_seed = torch.random.manual_seed = seed
 
 
 _RATES = {1: "p", 4: "dropout_p"}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices.process_context import replaced
 from lightning_roundpipe.devices.thread_owner import behalf, working
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.reporting.hints import PACKED_ROWS
@@ -260,8 +261,5 @@ def _packed_rows_noted(switched_off: list[str]) -> Iterator[None]:
             switched_off.append(PACKED_ROWS)
         return documents
 
-    masks.find_packed_sequence_indices = found
-    try:
+    with replaced(masks, find_packed_sequence_indices=found):
         yield
-    finally:
-        masks.find_packed_sequence_indices = find

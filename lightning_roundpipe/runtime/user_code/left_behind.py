@@ -106,12 +106,12 @@ class LeftBehind:
         """Yield where something is reached, and what `walk` yields."""
         seen: dict[int, Any] = {}
         later: list[tuple[str, Any]] = []
-        yield from ((MODULES, *found) for found in walk(self._modules, seen=seen, later=later))
+        yield from ((MODULES, *found) for found in walk(self._modules, seen, later))
         for other in self._others:
             where = SETTINGS if isinstance(other[1], (dict, Namespace, LRScheduler)) else ELSEWHERE
             yield from ((where, *found) for found in walk_around([other], seen, later))
         alike: Counter[str] = Counter()
-        for path, value, kind in walk([*later, *self._code], seen=seen):
+        for path, value, kind in walk([*later, *self._code], seen):
             alike[path] += 1  # variables of several functions may have one name
             yield ELSEWHERE, path if alike[path] == 1 else f"{path} ({alike[path]})", value, kind
 
@@ -135,7 +135,7 @@ class LeftBehind:
             if kind == "array":
                 before[path] = value.copy()
             elif kind == "generator":
-                before[path] = repr(_STATES[type(value)][0](value))
+                [before[path]] = state_of(value, kind)
             elif kind == "many":
                 before[path] = len(value)
             self._put.append(put_back_of(value, kind, now))
@@ -189,12 +189,9 @@ class LeftBehind:
         elif kind == "array":
             if before is ABSENT or before.shape != value.shape or not np.array_equal(before, value):
                 return torch.from_numpy(value.copy()) if value.dtype.kind in "fiub" else repr(value)
-        elif kind == "generator":
-            if (now := repr(_STATES[type(value)][0](value))) != before:
+        elif kind in ("generator", "iterator"):
+            if (now := state_of(value, kind)[0]) != before:
                 return now
-        elif kind == "iterator":
-            if (position := _position(value)) != before:
-                return position
         elif kind == "many" and len(value) != before:
             return len(value)
         return _SAME
@@ -274,17 +271,15 @@ class SavedAttributes:
 
 
 def walk(
-    roots: Iterable[tuple[str, Any]], *, seen: dict[int, Any] | None = None,
-    later: list[tuple[str, Any]] | None = None,
-) -> Iterator[tuple[str, Any, str]]:  # fmt: skip
+    roots: Iterable[tuple[str, Any]], seen: dict[int, Any], later: list[tuple[str, Any]] | None = None
+) -> Iterator[tuple[str, Any, str]]:
     """Yield everything reachable that may change, as path, object and kind; each object once.
 
     Args:
         roots: the objects to start from, with their paths.
-        seen: the objects to leave out, by id; what is yielded is added.
+        seen: the objects to leave out, by id; what is yielded is added, and so kept alive: no id is used twice.
         later: takes the functions, methods and classes, with what hooks and closures keep. None: they are followed.
     """
-    seen = {} if seen is None else seen  # keeps the objects alive, so that no id is used twice
     waiting = list(roots)
     waiting.reverse()
     while waiting:
@@ -318,7 +313,7 @@ def walk_around(
     """
     for path, root in roots:
         known, functions = dict(seen), later if isinstance(root, LRScheduler) else []
-        found = list(itertools.islice(walk([(path, root)], seen=known, later=functions), _FEW_OBJECTS))
+        found = list(itertools.islice(walk([(path, root)], known, functions), _FEW_OBJECTS))
         if len(found) < _FEW_OBJECTS:
             seen.update(known)
             yield from (item for item in found if _is_small(*item[1:]))
