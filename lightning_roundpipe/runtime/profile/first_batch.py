@@ -102,7 +102,8 @@ class Planner:
         options, learned, layers = self._options, self._learned, self._engine.model.layers
         learned.trace = trace = learned.trace or Trace()
         static = options.plan == "static"
-        speeds = [] if static else self._speeds(recorder)
+        alike = {layer.name: (type(layer.module), layer.nbytes) for layer in layers}
+        speeds = [] if static else worker_speeds(recorder, self._devices, alike)
         seconds = recorder.nominal_seconds() if static else recorder.call_seconds(speeds)
         try:
             complete = trace.learn(traces, seconds, len(layers))
@@ -153,12 +154,6 @@ class Planner:
             learned.costs = costs = costs.without_offloading()
         self._reserve_for(plan, costs, trace, limit)
         learned.plan = plan
-
-    def _speeds(self, recorder: Recorder) -> list[float]:
-        """Return how fast workers are beside each other; empty if they are alike."""
-        layers = self._engine.model.layers
-        alike = {layer.name: (type(layer.module), layer.nbytes) for layer in layers}
-        return worker_speeds(recorder, self._devices, alike)
 
     def _cut(self, costs: Costs, trace: Trace, microbatches: int, limit: Memory | None, *, fuses: bool) -> Plan:
         """Return the best plan, in which stages unpack packed weights once where there is room for that."""

@@ -37,6 +37,7 @@ from lightning_roundpipe.model.attributes import (
     same,
     tensors_in,
 )
+from lightning_roundpipe.runtime.batch.microbatches import are_rows
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 _ABSENT = object()
@@ -387,10 +388,7 @@ def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     if any(type(value) is not type(last) for value in values):
         return last
     if isinstance(last, Tensor):
-        rows = zip(values, sizes, strict=True)
-        if last.dim() and all(t.shape == (size, *last.shape[1:]) and t.dtype is last.dtype for t, size in rows):
-            return torch.cat([value.detach().cpu() for value in values])
-        return last
+        return torch.cat([value.detach().cpu() for value in values]) if are_rows(values, sizes) else last
     if type(last) is dict and all(value.keys() == last.keys() for value in values):
         return {key: _joined([value[key] for value in values], sizes) for key in last}
     if isinstance(last, (list, tuple)) and all(len(value) == len(last) for value in values):

@@ -113,8 +113,22 @@ class Randomness:
 
     @contextlib.contextmanager
     def _learning(self, key: Hashable, seed: Seed, device: Device, again: bool) -> Iterator[None]:
-        with device.generator_lock, generators.HOST_LOCK, self._learned(key, seed, device, again):
+        with device.generator_lock, generators.HOST_LOCK:
+            self._seed(True, seed, device)
+            before = _states(device) if self.comparing else None
             yield
+            after = _states(device) if before is not None else None
+            _park(device, host=True)
+            if before is None or after is None:
+                return
+            keys = {key, key[0]} if isinstance(key, tuple) else {key}
+            if not torch.equal(before[0], after[0]):
+                self._torch |= keys
+                self._draws_in_backward |= again
+            host = _has_two(device) and not torch.equal(before[1], after[1])
+            if host or before[2] != after[2]:
+                self._host |= keys
+                self._draws_in_backward |= again
 
     @contextlib.contextmanager
     def _drawing(self, host: bool, seed: Seed, device: Device, what: str, backward: bool) -> Iterator[None]:
@@ -126,24 +140,6 @@ class Randomness:
                 _park(device, host=host)
         if not (host or backward):
             self._check_host(device, what)
-
-    @contextlib.contextmanager
-    def _learned(self, key: Hashable, seed: Seed, device: Device, again: bool) -> Iterator[None]:
-        self._seed(True, seed, device)
-        before = _states(device) if self.comparing else None
-        yield
-        after = _states(device) if before is not None else None
-        _park(device, host=True)
-        if before is None or after is None:
-            return
-        keys = {key, key[0]} if isinstance(key, tuple) else {key}
-        if not torch.equal(before[0], after[0]):
-            self._torch |= keys
-            self._draws_in_backward |= again
-        host = _has_two(device) and not torch.equal(before[1], after[1])
-        if host or before[2] != after[2]:
-            self._host |= keys
-            self._draws_in_backward |= again
 
     @staticmethod
     def _seed(host: bool, keys: Seed, device: Device) -> None:
