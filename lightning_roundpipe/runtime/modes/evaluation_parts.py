@@ -136,9 +136,7 @@ class Parting:
         sizes = self._sizes_of(samples) if samples > 1 else []
         whole = _Whole(evaluation, function, args, kwargs)
         self.expected = False
-        if len(sizes) < 2 or torch.is_grad_enabled() or evaluation.follows_writes:
-            return whole()
-        if (flags := self._flags()) is None:
+        if len(sizes) < 2 or torch.is_grad_enabled() or evaluation.follows_writes or (flags := self._flags()) is None:
             return whole()
         kind = (name, repr(spec), *map(_kind, given), *flags)
         known = self._known.get(kind) or _CallKind()

@@ -437,7 +437,8 @@ class SameDraws(TorchFunctionMode):
         leave_untraced(SameDraws.__torch_function__)
         self.samples, self._seed = samples, seed
         self._generators = list({id(g): g for g in (torch.default_generator, *(d.generator for d in devices))}.values())
-        self._rows = self._narrowed = slice(0, samples)
+        self._rows = self.rows = slice(0, samples)
+        """The rows of the whole batch that are running: of all, and now."""
         self._states: list[Any] = []
         self._before_seeding: list[Any] | None = None
         """States of the generators when user code has seeded them, until it puts these back."""
@@ -450,7 +451,7 @@ class SameDraws(TorchFunctionMode):
 
     def begin(self, rows: slice) -> None:
         """Begin a run of ``rows`` of the whole batch: seed all generators."""
-        self._rows = self._narrowed = rows
+        self._rows = self.rows = rows
         self.hooked = False
         for generator in self._generators:
             generator.manual_seed(self._seed)
@@ -458,11 +459,6 @@ class SameDraws(TorchFunctionMode):
         np.random.seed(self._seed & 0xFFFFFFFF)
         self._states, self._others = self.now(), host_state()
         self._before_seeding = None
-
-    @property
-    def rows(self) -> slice:
-        """The rows of the whole batch that are running."""
-        return self._narrowed
 
     @property
     def alike(self) -> bool:
@@ -477,11 +473,11 @@ class SameDraws(TorchFunctionMode):
         """Begin part number ``part`` of a call of a model, if the call has a row for each sample of the run."""
         rows = microbatches.rows_of(list(sizes))[part]
         if sum(sizes) == self._rows.stop - self._rows.start:
-            self._narrowed = slice(self._rows.start + rows.start, self._rows.start + rows.stop)
+            self.rows = slice(self._rows.start + rows.start, self._rows.start + rows.stop)
 
     def widen(self) -> None:
         """End the last part of a call of a model."""
-        self._narrowed = self._rows
+        self.rows = self._rows
 
     def now(self) -> list[Tensor]:
         """Return the states of all generators."""
@@ -532,7 +528,7 @@ class SameDraws(TorchFunctionMode):
 
     def _covers(self, shape: Sequence[int]) -> bool:
         """Return whether ``shape`` has a row for each running sample, and these are not the whole batch."""
-        rows = self._narrowed.stop - self._narrowed.start
+        rows = self.rows.stop - self.rows.start
         return rows != self.samples and len(shape) > 0 and shape[0] == rows
 
     def _row(self, func: Callable[..., Any], like: Tensor) -> Tensor:
@@ -544,7 +540,7 @@ class SameDraws(TorchFunctionMode):
         return tensor.new_empty((self.samples, *tensor.shape[1:]))
 
     def _taken(self, drawn: Tensor, shape: Sequence[int]) -> Tensor:
-        return drawn[self._narrowed].clone() if self._covers(shape) else drawn
+        return drawn[self.rows].clone() if self._covers(shape) else drawn
 
     def _filled(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
         target: Tensor = args[0]
@@ -552,7 +548,7 @@ class SameDraws(TorchFunctionMode):
             drawn: Tensor = func(*args, **kwargs)
             return drawn
         full = func(self._full(target.detach()), *args[1:], **kwargs)
-        return target.copy_(full[self._narrowed])
+        return target.copy_(full[self.rows])
 
     def _shaped(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
         sizes = [i for i, a in enumerate(args) if isinstance(a, (tuple, list))]
@@ -564,4 +560,4 @@ class SameDraws(TorchFunctionMode):
             kwargs = kwargs | {"size": full}
         else:
             args = (*args[: sizes[-1]], full, *args[sizes[-1] + 1 :]) if sizes else full
-        return func(*args, **kwargs)[self._narrowed].clone()  # type: ignore[no-any-return]
+        return func(*args, **kwargs)[self.rows].clone()  # type: ignore[no-any-return]
