@@ -240,7 +240,7 @@ class TiledCall:
         self.outputs = None
         for span in self.layout.spans(self.tile):
             pieces = self.pieces(tensors, span)
-            choosing = self._recorder(pieces) if keep and self.around.choosing else None
+            choosing = DiscreteOpRecorder(pieces[0].device, pieces) if keep and self.around.choosing else None
             with choosing or contextlib.nullcontext(), self.around.guard():
                 found = self.call(pieces)
             if choosing is not None:
@@ -379,9 +379,6 @@ class TiledCall:
                 part.zero_() if leaf.grad is None else part.copy_(leaf.grad)
 
     # -- choices
-
-    def _recorder(self, pieces: Sequence[Tensor]) -> DiscreteOpRecorder:
-        return DiscreteOpRecorder(pieces[0].device, pieces)
 
     def _replaying(self, number: int, pieces: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
         """Return a mode that repeats what the tile's forward chose."""
