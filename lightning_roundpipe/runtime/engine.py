@@ -514,7 +514,8 @@ class Engine:
             self.updates.settle()
         self._sync_weights(newest=True)
         self._follow_caller()
-        evaluation = Evaluation(self.context, self._parting, self._forwards)
+        parting = self._parting
+        evaluation = Evaluation(self.context, parting.call, self._forwards, foresees=not parting.expected)
         try:
             with intercepted(self._evaluating), self.worker_pool.devices[0].step_settings():
                 output = evaluation.run(function, args, kwargs)

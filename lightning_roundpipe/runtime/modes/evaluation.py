@@ -24,7 +24,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,20 +55,8 @@ OFTEN = 64
 """Layer calls between two searches for dead host copies: generating a long text makes thousands of calls in a step."""
 
 
-class CallsInParts(Protocol):
-    """Makes the calls of models, whole or in parts.
-
-    Attributes:
-        expected: whether the last call ran in parts, so that the next one probably will.
-    """
-
-    expected: bool
-
-    def call(
-        self, evaluation: Evaluation, name: str, function: Callable[..., Any], args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:  # fmt: skip
-        """Make the call and return its output."""
+CallInParts = Callable[["Evaluation", str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Makes a call of a model, whole or in parts, and returns its output; see `Parting.call`."""
 
 
 class Evaluation:
@@ -79,15 +67,16 @@ class Evaluation:
 
     Args:
         engine: the context that outlives the batch.
-        parts: makes the calls of models; None runs them whole.
+        call_in_parts: makes the calls of models; None runs them whole.
         forwards: the layers' own forwards, by index; None if no call is to run in place.
+        foresees: whether to begin with a prefetch: not if the first call of a model probably runs in parts.
     """
 
     def __init__(
-        self, engine: EngineContext, parts: CallsInParts | None = None,
-        forwards: Mapping[int, Callable[..., Any]] | None = None,
+        self, engine: EngineContext, call_in_parts: CallInParts | None = None,
+        forwards: Mapping[int, Callable[..., Any]] | None = None, *, foresees: bool = True,
     ) -> None:  # fmt: skip
-        self._parts, self._forwards = parts, forwards
+        self._call_in_parts, self._forwards, self._foresees = call_in_parts, forwards, foresees
         self.in_place = False
         """Whether a layer call has run in place."""
         self._engine = engine
@@ -126,7 +115,7 @@ class Evaluation:
             with calling(self), self._mode, self._user_code, noted(self._place), interrupts_allowed():
                 self._user_code.enter_context(self._engine.worker_pool.devices[0].activate())
                 self.surroundings = Surroundings()
-                if self._parts is None or not self._parts.expected:
+                if self._foresees:
                     self._foresee()
                 output = function(*args, **kwargs)
                 self._watched.assert_unmodified()
@@ -153,9 +142,9 @@ class Evaluation:
 
     def call_model(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an intercepted model, whose own forward is ``function``."""
-        if self._within or self._parts is None:
+        if self._within or self._call_in_parts is None:
             return function(*args, **kwargs)
-        return self._parts.call(self, name, function, args, kwargs)
+        return self._call_in_parts(self, name, function, args, kwargs)
 
     @contextlib.contextmanager
     def within_model(self) -> Iterator[None]:
