@@ -154,7 +154,7 @@ class Engine:
         self._gradients = self.context.gradients
         layers, models = [Interceptor(x) for x in model.layers], models_in(module, [x.module for x in model.layers])
         self._parting = Parting(self.context)
-        self._forwards = {interceptor.index: interceptor.run for interceptor in layers}
+        self._forwards = {layer.index: stand_in.run for layer, stand_in in zip(model.layers, layers, strict=True)}
         self._evaluating = [*layers, *(models if self._parting.possible else ())]
         self._planner = Planner(self.context, lambda: self.batches_left())
         self._scope = Scope(self.context, self.cutter, self._planner, layers, models, self._rehearsal)
@@ -517,7 +517,8 @@ class Engine:
             self.updates.settle()
         self._sync_weights(newest=True)
         self._follow_caller()
-        evaluation = Evaluation(self.context, self._parting, self._forwards)
+        parting = self._parting
+        evaluation = Evaluation(self.context, parting.call, self._forwards, foresees=not parting.expected)
         try:
             with intercepted(self._evaluating), self.worker_pool.devices[0].step_settings():
                 output = evaluation.run(function, args, kwargs)

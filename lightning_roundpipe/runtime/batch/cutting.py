@@ -70,20 +70,16 @@ class Cutter:
 
     def sizes_for(self, batch: Any) -> list[int]:
         """Return how many samples each microbatch of ``batch`` gets."""
-        if self._options.num_microbatches == 1:
-            try:
-                return [batch_size(batch)]
-            except ValueError:
-                return [1]
+        is_cut = self._options.num_microbatches != 1
         try:
             samples = batch_size(batch)
         except ValueError as error:
-            if not self._options.asks_for_parts:
-                if not isinstance(error, NoSamples):
-                    self._hints.of_a_whole_batch(str(error))
-                return [1]
-            raise
-        return self.sizes_of(samples)
+            if is_cut and self._options.asks_for_parts:
+                raise
+            if is_cut and not isinstance(error, NoSamples):
+                self._hints.of_a_whole_batch(str(error))
+            return [1]
+        return self.sizes_of(samples) if is_cut else [samples]
 
     def sizes_of(self, samples: int) -> list[int]:
         """Return how many of ``samples`` each microbatch gets."""

@@ -14,6 +14,7 @@ once, nothing has to be merged, and its values are issued at that moment.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -143,10 +144,6 @@ def _reading(name: str) -> Any:
     return method
 
 
-def _made(kind: Any) -> Any:
-    return kind.__new__(kind)
-
-
 class _WatchedResults:
     """Mixin of Lightning's collection of logged values during a step.
 
@@ -162,16 +159,13 @@ class _WatchedResults:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle it as the collection that it is outside of a step."""
         own = {name: value for name, value in vars(self).items() if name not in ("log", "before_read")}
-        return _made, (type(self).__mro__[2],), own, None, iter(list(self.items()))
+        again: Any = copyreg.__newobj__  # type: ignore[attr-defined]
+        return again, (type(self).__mro__[2],), own, None, iter(list(self.items()))
 
 
-_watched_classes: dict[type, type] = {}
-
-
-def _watched_class(kind: type) -> type:
-    if kind not in _watched_classes:
-        _watched_classes[kind] = type(kind.__name__, (_WatchedResults, kind), {})
-    return _watched_classes[kind]
+@functools.cache
+def _watched_class(kind: Any) -> type:
+    return type(kind.__name__, (_WatchedResults, kind), {})
 
 
 class _Watch:
@@ -187,7 +181,7 @@ class _Watch:
 
     def __enter__(self) -> None:
         results = self._results
-        results.log, results.before_read, results.__class__ = _refuse, self._read, _watched_class(self._kind)
+        results.log, results.before_read, results.__class__ = _refuse, self._read, _watched_class(self._kind)  # type: ignore[arg-type]
 
     def __exit__(self, *_: object) -> None:
         self._results.__class__ = self._kind
@@ -575,6 +569,11 @@ def ruled(rule: str, values: Sequence[Any], weights: Sequence[float], sizes: Seq
     return made.to(tensors[0].dtype if tensors[0].is_floating_point() else torch.float32)
 
 
+_REDUCTIONS: dict[str, Any] = {"min": torch.amin, "max": torch.amax, "sum": torch.sum}
+_REDUCTIONS |= {"amin": torch.amin, "amax": torch.amax}
+"""What ``reduce_fx`` may name beside a mean."""
+
+
 def _tensor(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
 
@@ -589,10 +588,6 @@ def _merged(values: list[Any], reduce_fx: Any, weights: list[float], losses: Seq
         return first
     tensors = [_tensor(value) for value in values]
     reduction = getattr(reduce_fx, "__name__", reduce_fx)
-    if reduction in ("min", "amin"):
-        return torch.stack(tensors).amin(0)
-    if reduction in ("max", "amax"):
-        return torch.stack(tensors).amax(0)
-    if reduction == "sum":
-        return torch.stack(tensors).sum(0)
+    if reduction in _REDUCTIONS:
+        return _REDUCTIONS[reduction](torch.stack(tensors), 0)
     return combined(tensors, weights, losses)

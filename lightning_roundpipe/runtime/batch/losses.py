@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.model.graph_nodes import nodes_of
 
 _ALTERNATIVES = "set microbatch_scope='model' or num_microbatches=1, which compute the loss on the whole batch"
 
@@ -163,16 +164,8 @@ class Counts:
         nodes, self._nodes, self._results = self._nodes, {}, []
         if loss is None or not nodes:
             return
-        reached: set[Any] = set()
-        waiting: list[Any] = [loss.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in reached:
-                continue
-            reached.add(node)
-            if node not in nodes:
-                self.mixed |= hasattr(node, "graph_cut")
-                waiting += [below for below, _ in node.next_functions]
+        reached = set(nodes_of([loss.grad_fn], nodes.__contains__))
+        self.mixed |= any(hasattr(node, "graph_cut") for node in reached - nodes.keys())
         self.of = [count for node, count in nodes.items() if node in reached]
 
 

@@ -135,6 +135,22 @@ def rows_of(sizes: list[int]) -> list[slice]:
     return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
+def are_rows(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    """Return whether each tensor, of parts of these sizes, has a row for each sample, and rows are alike."""
+    first = parts[0]
+    return first.dim() > 0 and all(
+        part.dtype is first.dtype and part.shape == (size, *first.shape[1:])
+        for part, size in zip(parts, sizes, strict=True)
+    )
+
+
+def rows_or_zeros(parts: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor:
+    """Concatenate parts of these sizes, with zeros in place of those that are None. At least one is not."""
+    like = next(part for part in parts if part is not None)
+    pairs = zip(parts, sizes, strict=True)
+    return torch.cat([like.new_zeros((size, *like.shape[1:])) if part is None else part for part, size in pairs])
+
+
 def part_of(value: Any, rows: Rows, samples: int, listed: bool, take: Callable[[Any, Rows | None], Any]) -> Any:
     """Return the part of a batch that belongs to the samples in ``rows``.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ def batch_size(batch: Any) -> int:
         if times > 1 and rows.count(rows[0]) == 1 and rows[0] > 1:
             raise _untold(f"its first tensor has {plural(rows[0], 'row')}, and {times} others have {common}")
         return rows[0]
-    for items in (*_arrays(batch), *_plain_lists(batch)):
+    for items in (*_outermost(batch, _is_array), *_outermost(batch, _is_plain_list)):
         return len(items)
     raise NoSamples(
         f"the size of the batch cannot be found: {type(batch).__name__} holds no tensor with a batch dimension and no "
@@ -66,7 +66,7 @@ def listed_samples(batch: Any) -> int | None:
     if len(lengths) != 1 or not outside <= lengths:
         return None
     (length,) = lengths
-    lists = list(_similar_lists(batch))
+    lists = list(_outermost(batch, lambda value: isinstance(value, list) and are_similar(value)))
     if inside != lengths and (outside or len(lists) > 1) and any(isinstance(items[0], Mapping) for items in lists):
         return length
     if len(inside) > 1 and not (isinstance(batch, list) and isinstance(batch[0], Tensor)):
@@ -76,13 +76,13 @@ def listed_samples(batch: Any) -> int | None:
     return None
 
 
-def _similar_lists(value: Any) -> Iterator[list[Any]]:
-    """Yield the outermost lists of similar items."""
-    if isinstance(value, list) and are_similar(value):
+def _outermost(value: Any, is_wanted: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield what is wanted in ``value``, and not what is in that again."""
+    if is_wanted(value):
         yield value
     else:
         for item in _items(value):
-            yield from _similar_lists(item)
+            yield from _outermost(item, is_wanted)
 
 
 def _untold(why: str) -> ValueError:
@@ -138,18 +138,12 @@ def are_texts(value: Any) -> bool:
     return type(value) is tuple and bool(value) and all(isinstance(v, (str, bytes)) for v in value)
 
 
-def _arrays(value: Any) -> Iterator[Any]:
-    if isinstance(value, np.ndarray):
-        yield from [value] if value.ndim else []
-    else:
-        for item in _items(value):
-            yield from _arrays(item)
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.ndim > 0
 
 
-def _plain_lists(value: Any) -> Iterator[Sequence[Any]]:
-    """Yield the lists without containers in them."""
-    if are_texts(value) or (isinstance(value, list) and not any(isinstance(v, (Tensor, Mapping, list)) for v in value)):
-        yield value
-    else:
-        for item in _items(value):
-            yield from _plain_lists(item)
+def _is_plain_list(value: Any) -> bool:
+    """Return whether it is a list without containers in it."""
+    return are_texts(value) or (
+        isinstance(value, list) and not any(isinstance(v, (Tensor, Mapping, list)) for v in value)
+    )

@@ -16,7 +16,7 @@ from lightning_roundpipe.model.attributes import StateDiff
 from lightning_roundpipe.runtime.core.detached_inputs import DetachedInputs
 from lightning_roundpipe.runtime.layer_calls.arguments import CallSpec, FlatValue, is_cache
 from lightning_roundpipe.runtime.layer_calls.discrete_ops import Choices, DiscreteOpRecorder
-from lightning_roundpipe.runtime.layer_calls.precedent import Manner, Precedent
+from lightning_roundpipe.runtime.layer_calls.precedent import Manner, Precedent, kind_of
 from lightning_roundpipe.runtime.layer_calls.recompute_check import CallFingerprint
 from lightning_roundpipe.runtime.layer_calls.side_outputs import SideOutputs
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
@@ -130,8 +130,15 @@ class Call:
 
     @functools.cached_property
     def manner(self) -> Manner | None:
-        """How the layer is called: a precedent applies only if its manner is equal."""
-        return Manner.of(self.spec, self.originals, self.requires_grad, self.trainable, self.thread_state, self.state)
+        """How the layer is called: a precedent applies only if its manner is equal.
+
+        None if objects or attributes carry tensors, which differ from call to call.
+        """
+        if self.spec.objects or (self.state is not None and self.state.carried):
+            return None
+        kinds = tuple(map(kind_of, self.originals))
+        flags, trainable = tuple(self.requires_grad), tuple(self.trainable)
+        return Manner(self.spec, kinds, flags, trainable, self.thread_state, self.state)
 
     def staying(self, written: Set[int]) -> Set[int]:
         """Return the positions of leaves that stay on their worker when the microbatch goes on to another one.

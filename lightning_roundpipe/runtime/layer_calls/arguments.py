@@ -85,12 +85,12 @@ class _Shell:
         return type(self.value).__name__
 
 
+@dataclasses.dataclass(eq=False)
 class _Opened:
     """An object that holds tensors, opened for flattening: the emptied object and a dict of its contents."""
 
-    def __init__(self, shell: Any, contents: dict[Any, Any]) -> None:
-        self.shell = shell
-        self.contents = contents
+    shell: Any
+    contents: dict[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,20 +132,15 @@ class _Lean:
         return Logits(self.head, hidden, self.steps, self.rows)
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Block:
     """What a mask of `flex_attention` consists of beside its tensors, of which some are in its function's closures.
 
     A copy of the object would leave those where user code made them.
     """
 
-    def __init__(self, kind: Any, context: Any) -> None:
-        self.kind, self.context = kind, context
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Block) and self.kind is other.kind
-
-    def __hash__(self) -> int:
-        return hash(self.kind)
+    kind: Any
+    context: Any = dataclasses.field(compare=False)
 
     def of(self, *parts: Any) -> Any:
         return self.kind._unflatten(parts, self.context)

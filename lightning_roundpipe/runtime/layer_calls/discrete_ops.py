@@ -66,8 +66,8 @@ class Choices:
     """The choices of one call, on the host.
 
     Attributes:
-        made: choices in order; tensors are represented by meta tensors of their dtype and shape.
-        packed: the data of all tensors, one after another.
+        made: choices in order; tensors that are packed are represented by meta tensors of their dtype and shape.
+        packed: the data of all tensors, one after another; None if there are none, or if they are in ``made``.
     """
 
     made: list[_RecordedOp]
@@ -158,15 +158,16 @@ class DiscreteOpReplayer(_Mode):  # type: ignore[no-untyped-call]
         device: device on which the call computes.
         inputs: the call's inputs.
         choices: the forward's choices.
-        bring: brings the packed tensor to the device.
+        bring: brings the packed tensor to the device. The choices of a tile are not packed, and stay on the device.
     """
 
     def __init__(
-        self, device: torch.device, inputs: Iterable[Tensor], choices: Choices, bring: Callable[[HostTensor], Tensor]
-    ) -> None:
+        self, device: torch.device, inputs: Iterable[Tensor], choices: Choices,
+        bring: Callable[[HostTensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(device, inputs)
         self._made = choices.made
-        self._packed = None if choices.packed is None else bring(choices.packed)
+        self._packed = bring(choices.packed) if bring is not None and choices.packed is not None else None
         self._next = 0
         self._again = False
         self.agrees = True
@@ -209,31 +210,11 @@ class DiscreteOpReplayer(_Mode):  # type: ignore[no-untyped-call]
         return max(kind, key=lambda made: int((self._tensor(made) == now).sum()))
 
     def _tensor(self, made: _RecordedOp) -> Tensor:
-        assert self._packed is not None
         like: Tensor = made.value
+        if self._packed is None:
+            return like
         part = self._packed[made.place : made.place + like.numel() * like.element_size()]
         return part.view(like.dtype).view(like.shape)
-
-
-class TileOpReplayer(DiscreteOpReplayer):  # type: ignore[no-untyped-call]
-    """Repeats the choices of a tile, which stay on the device: their tensors are in ``choices.made`` themselves.
-
-    Args:
-        device: device on which the tile computes.
-        inputs: the tile's inputs.
-        choices: the choices of the tile's forward.
-    """
-
-    def __init__(self, device: torch.device, inputs: Iterable[Tensor], choices: Choices) -> None:
-        super().__init__(device, inputs, choices, _unpacked)
-
-    def _tensor(self, made: _RecordedOp) -> Tensor:
-        tensor: Tensor = made.value
-        return tensor
-
-
-def _unpacked(packed: HostTensor) -> Tensor:
-    raise AssertionError("a tile's choices are not packed")
 
 
 def _makes_integers(kwargs: Mapping[str, Any]) -> bool:

@@ -16,19 +16,16 @@ did; a layer with an output that does not is learned in each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.runtime.layer_calls.arguments import FlatValue, Given
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.model.attributes import StateDiff
-    from lightning_roundpipe.runtime.layer_calls.arguments import CallSpec
-    from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
+from lightning_roundpipe.model.attributes import StateDiff
+from lightning_roundpipe.runtime.layer_calls.arguments import CallSpec, FlatValue, Given
+from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
 _Ran = TypeVar("_Ran")
 
@@ -50,23 +47,9 @@ class Manner:
     thread_state: TorchThreadState
     state: StateDiff | None
 
-    @classmethod
-    def of(
-        cls,
-        spec: CallSpec,
-        leaves: Sequence[Any],
-        requires_grad: Sequence[bool],
-        trainable: Sequence[bool],
-        thread_state: TorchThreadState,
-        state: StateDiff | None,
-    ) -> Manner | None:
-        """Return the manner of a call; None if objects or attributes carry tensors, which differ from call to call."""
-        if spec.objects or (state is not None and state.carried):
-            return None
-        return cls(spec, tuple(map(_kind, leaves)), tuple(requires_grad), tuple(trainable), thread_state, state)
 
-
-def _kind(leaf: Any) -> Any:
+def kind_of(leaf: Any) -> Any:
+    """Return what a `Manner` keeps of a leaf."""
     if isinstance(leaf, Tensor):
         return type(leaf), leaf.dtype, leaf.dim(), leaf.is_contiguous()
     return (type(leaf), leaf) if isinstance(leaf, _VALUES) else type(leaf)

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.layer_calls.arguments import FlatValue
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
+from lightning_roundpipe.runtime.user_code.graph_cuts import witness
 from lightning_roundpipe.runtime.user_code.inference_writes import writes_of
 
 
@@ -82,8 +83,7 @@ class SharedOutputs:
                 storage = tensor.untyped_storage()
                 self._storages.append((weakref.ref(storage), writes_of(storage), layer))
             else:
-                counter = tensor.detach()  # shares the version counter ...
-                counter.data = tensor.new_empty(0)  # ... but not the memory
+                counter = witness(tensor)
                 self._counters.append((counter, counter._version, layer))
 
     def assert_unmodified(self) -> None:

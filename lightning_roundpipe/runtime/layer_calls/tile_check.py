@@ -25,8 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.model.attributes import STRUCTURE, frozen, same
+from lightning_roundpipe.model.attributes import STRUCTURE, differing, frozen
 from lightning_roundpipe.model.below_modes import call_below
+from lightning_roundpipe.model.graph_nodes import nodes_of
+from lightning_roundpipe.runtime.batch.microbatches import rows_or_zeros
 from lightning_roundpipe.runtime.layer_calls.tiled_call import CannotTile, Layout, TokenSpan, part_of
 
 TOKENS = 512
@@ -148,16 +150,7 @@ class _Look:
             if not present:
                 joined.append(None)
             elif i < inputs:
-                like = next(g for g in column if g is not None)
-                sizes = [span.flat.stop - span.flat.start for span in self._parts]
-                joined.append(
-                    torch.cat(
-                        [
-                            like.new_zeros(n, *like.shape[1:]) if g is None else g
-                            for g, n in zip(column, sizes, strict=True)
-                        ]
-                    )
-                )
+                joined.append(rows_or_zeros(column, [span.flat.stop - span.flat.start for span in self._parts]))
             else:
                 total = present[0].to(torch.promote_types(present[0].dtype, torch.float32), copy=True)
                 for g in present[1:]:
@@ -304,10 +297,8 @@ class _UnchangedState:
     def changed(self, module: nn.Module, tensors: Sequence[Tensor]) -> str:
         """Return what has changed, for messages; empty if nothing has."""
         for before, inner in zip(self._attributes, module.modules(), strict=True):
-            now = _attributes(inner)
-            for key in before.keys() | now.keys():
-                if key not in before or key not in now or not same(before[key], now[key]):
-                    return f"sets attribute {key!r}"
+            for key in differing(before, _attributes(inner)):
+                return f"sets attribute {key!r}"
         now_versions = _versions([*module.parameters(), *module.buffers(), *tensors])
         return "" if now_versions == self._versions else "writes to a parameter, a buffer or an argument"
 
@@ -359,17 +350,10 @@ def _refuse_random(name: str) -> None:
 def _leads_out(roots: Sequence[Tensor], ends: Sequence[Tensor]) -> bool:
     """Return whether the graph ends in a tensor that requires grad and is not among ``ends`` [5]."""
     own = set(map(id, ends))
-    nodes: list[Any] = [t.grad_fn for t in roots]
-    seen: set[Any] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_of(t.grad_fn for t in roots):
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in own and isinstance(variable, nn.Parameter):
             return True
         if getattr(node, "graph_cut", None) is not None or getattr(node, "detached_inputs", None) is not None:
             return True
-        nodes += [following for following, _ in node.next_functions]
     return False

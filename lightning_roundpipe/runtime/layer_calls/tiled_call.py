@@ -30,7 +30,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from lightning_roundpipe.runtime.layer_calls.discrete_ops import (
     Choices,
     DiscreteOpRecorder,
-    TileOpReplayer,
+    DiscreteOpReplayer,
 )
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
@@ -240,7 +240,7 @@ class TiledCall:
         self.outputs = None
         for span in self.layout.spans(self.tile):
             pieces = self.pieces(tensors, span)
-            choosing = self._recorder(pieces) if keep and self.around.choosing else None
+            choosing = DiscreteOpRecorder(pieces[0].device, pieces) if keep and self.around.choosing else None
             with choosing or contextlib.nullcontext(), self.around.guard():
                 found = self.call(pieces)
             if choosing is not None:
@@ -380,14 +380,11 @@ class TiledCall:
 
     # -- choices
 
-    def _recorder(self, pieces: Sequence[Tensor]) -> DiscreteOpRecorder:
-        return DiscreteOpRecorder(pieces[0].device, pieces)
-
     def _replaying(self, number: int, pieces: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
         """Return a mode that repeats what the tile's forward chose."""
         if number >= len(self.chosen) or not self.chosen[number].made:
             return contextlib.nullcontext()
-        return TileOpReplayer(pieces[0].device, pieces, self.chosen[number])
+        return DiscreteOpReplayer(pieces[0].device, pieces, self.chosen[number])
 
 
 class _Tiles(torch.autograd.Function):

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_roundpipe.model.below_modes import call_below
+from lightning_roundpipe.model.graph_nodes import nodes_of
+from lightning_roundpipe.runtime.layer_calls.layer_mode import LayerMode
 
 aten = torch.ops.aten
 
@@ -33,28 +34,18 @@ _LINEAR = {
 """Operations [2] that control no choice, and save what their gradients need in a way that [3] sees."""
 
 
-class ValueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ValueWatch(LayerMode):  # type: ignore[no-untyped-call]
     """Follows the outputs of tiled modules through one recomputation.
 
     Attributes:
         needed: the modules, by number, whose outputs' values are needed.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seen: set[int] = set()
         self.needed: set[int] = set()
         self._of: weakref.WeakKeyDictionary[torch.UntypedStorage, set[int]] = weakref.WeakKeyDictionary()
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True  # otherwise torch.compile, possibly in another thread, would skip compilation in this mode
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def returned(self, number: int, tensors: Iterable[Tensor]) -> None:
         """Follow ``tensors``, the outputs of module ``number``."""
@@ -80,18 +71,11 @@ class ValueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
         """Look at the graph of the layer's ``outputs`` [3, 4]."""
-        nodes: list[Any] = [t.grad_fn for t in outputs]
-        known: set[Any] = set()
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in known:
-                continue
-            known.add(node)
+        for node in nodes_of(t.grad_fn for t in outputs):
             if _is_own(node):
                 self.needed |= self.seen
             for tensor in _saved_by(node):
                 self.needed |= self._origins(tensor)
-            nodes += [following for following, _ in node.next_functions]
 
     def _origins(self, tensor: Tensor) -> set[int]:
         if tensor.layout is not torch.strided or not self._of:

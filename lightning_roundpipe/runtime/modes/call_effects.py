@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
-
-from lightning_roundpipe.model.attributes import same
+from lightning_roundpipe.model.attributes import differing
 from lightning_roundpipe.runtime.core.context import EngineContext
-from lightning_roundpipe.runtime.user_code.left_behind import LeftBehind
+from lightning_roundpipe.runtime.user_code.left_behind import LeftBehind, version
 from lightning_roundpipe.runtime.user_code.module_state import StateWatch
 from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState
 
@@ -33,7 +31,7 @@ class CallEffects:
         self._parameters = list(module.parameters())
         self._left = LeftBehind(module)
         self._watch = StateWatch(list(module.modules()), self._parameters)
-        self._versions = [_version(p) for p in self._parameters]
+        self._versions = [*map(version, self._parameters)]
         self._random = GlobalRandomState(engine.worker_pool.devices)
         self._trainable = [p.requires_grad for p in self._parameters]
 
@@ -47,13 +45,9 @@ class CallEffects:
         self._buffers.settle()
         return (
             self._random.has_moved()
-            or self._versions != [_version(p) for p in self._parameters]
-            or any(self._left.all_changes().values())
-            or any(
-                not same(old.get(name), new.get(name))
-                for _, old, new in self._watch.changes()
-                for name in old.keys() | new.keys()
-            )
+            or self._versions != [*map(version, self._parameters)]
+            or any(self._left.changes().values())
+            or any(differing(old, new) for _, old, new in self._watch.changes())
         )
 
     def undo(self) -> None:
@@ -64,8 +58,3 @@ class CallEffects:
         for parameter, trainable in zip(self._parameters, self._trainable, strict=True):
             if parameter.requires_grad != trainable:
                 parameter.requires_grad_(trainable)
-
-
-def _version(parameter: nn.Parameter) -> int:
-    tensor: Tensor = parameter
-    return -1 if tensor.is_inference() else tensor._version

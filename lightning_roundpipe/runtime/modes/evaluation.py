@@ -24,7 +24,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,20 +55,8 @@ OFTEN = 64
 """Layer calls between two searches for dead host copies: generating a long text makes thousands of calls in a step."""
 
 
-class CallsInParts(Protocol):
-    """Makes the calls of models, whole or in parts.
-
-    Attributes:
-        expected: whether the last call ran in parts, so that the next one probably will.
-    """
-
-    expected: bool
-
-    def call(
-        self, evaluation: Evaluation, name: str, function: Callable[..., Any], args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:  # fmt: skip
-        """Make the call and return its output."""
+CallInParts = Callable[["Evaluation", str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Makes a call of a model, whole or in parts, and returns its output; see `Parting.call`."""
 
 
 class Evaluation:
@@ -79,29 +67,34 @@ class Evaluation:
 
     Args:
         engine: the context that outlives the batch.
-        parts: makes the calls of models; None runs them whole.
+        call_in_parts: makes the calls of models; None runs them whole.
         forwards: the layers' own forwards, by index; None if no call is to run in place.
+        foresees: whether to begin with a prefetch: not if the first call of a model probably runs in parts.
     """
 
     def __init__(
-        self, engine: EngineContext, parts: CallsInParts | None = None,
-        forwards: Mapping[int, Callable[..., Any]] | None = None,
+        self, engine: EngineContext, call_in_parts: CallInParts | None = None,
+        forwards: Mapping[int, Callable[..., Any]] | None = None, *, foresees: bool = True,
     ) -> None:  # fmt: skip
-        self._parts, self._forwards = parts, forwards
+        self._call_in_parts, self._forwards, self._foresees = call_in_parts, forwards, foresees
         self.in_place = False
         """Whether a layer call has run in place."""
         self._engine = engine
         self._order, self._profiles = engine.learned.order, engine.learned.profiles
-        self._ahead, self._written = bool(engine.options.prefetch), False
+        self._ahead = bool(engine.options.prefetch)
+        self.follows_writes = False
+        """Whether user code may write to weights between calls, so that each call refreshes its working copies."""
         self._foreseen: Slot | None = None
         self._cancelled_uploads: set[Worker] = set()
         """Workers with uploads that no call has waited for."""
         self._cancel_scope = WatchedCancelScope(engine.worker_pool)
         self.recorder = Recorder()
         self._activations = ActivationStore(-1, self.recorder, engine.worker_pool.staging)
-        self._device: Device | None = None
+        self.device: Device | None = None
+        """The device of the last layer call; None before the first one."""
         self._user_code = contextlib.ExitStack()
-        self._calls = 0
+        self.calls = 0
+        """The number of layer calls so far."""
         self._slot: Slot | None = None
         self.surroundings = Surroundings()
         watching = EvaluationUserCode(engine, self._stay_behind)
@@ -122,11 +115,11 @@ class Evaluation:
             with calling(self), self._mode, self._user_code, noted(self._place), interrupts_allowed():
                 self._user_code.enter_context(self._engine.worker_pool.devices[0].activate())
                 self.surroundings = Surroundings()
-                if self._parts is None or not self._parts.expected:
+                if self._foresees:
                     self._foresee()
                 output = function(*args, **kwargs)
                 self._watched.assert_unmodified()
-            self._drop_foreseen()
+            self.drop_foreseen()
             for worker in self._cancelled_uploads:  # the caller may write to weights next, which uploads still read
                 worker.run(worker.device.weights_up.synchronize, self._cancel_scope)
         except BaseException as error:
@@ -134,39 +127,24 @@ class Evaluation:
         worker_pool = self._engine.worker_pool
         worker_pool.rest(self._cancel_scope, given_up=self._cancel_scope.given_up)
         self._activations.move_to(None)
-        for bucket in self._engine.model.buckets if self._written else ():
+        for bucket in self._engine.model.buckets if self.follows_writes else ():
             bucket.refresh()  # user code may have restored the weights that it swapped
         self._cancel_scope.raise_error()
         return output
 
     def _place(self) -> FaultPlace:
-        return FaultPlace("the code between layers", "evaluation", 0, self._slot, self._device)
+        return FaultPlace("the code between layers", "evaluation", 0, self._slot, self.device)
 
     # -- calls of a model ---------------------------------------------------------------------------------------------
 
-    @property
-    def calls(self) -> int:
-        """The number of layer calls so far."""
-        return self._calls
-
-    @property
-    def device(self) -> Device | None:
-        """The device of the last layer call; None before the first one."""
-        return self._device
-
-    @property
-    def follows_writes(self) -> bool:
-        """Whether user code may write to weights between calls, so that each call refreshes its working copies."""
-        return self._written
-
     def locate(self, tensor: Tensor) -> Device | None:
-        return self._engine.worker_pool.locate(tensor, self._device)
+        return self._engine.worker_pool.locate(tensor, self.device)
 
     def call_model(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an intercepted model, whose own forward is ``function``."""
-        if self._within or self._parts is None:
+        if self._within or self._call_in_parts is None:
             return function(*args, **kwargs)
-        return self._parts.call(self, name, function, args, kwargs)
+        return self._call_in_parts(self, name, function, args, kwargs)
 
     @contextlib.contextmanager
     def within_model(self) -> Iterator[None]:
@@ -182,11 +160,7 @@ class Evaluation:
         if device is not None:
             self._user_code.close()
             self._user_code.enter_context(device.activate())
-            self._device = device
-
-    def stop_foreseeing(self) -> None:
-        """Cancel the prefetch: a call in parts uploads its own stages."""
-        self._drop_foreseen()
+            self.device = device
 
     # -- calls of layers ----------------------------------------------------------------------------------------------
 
@@ -209,7 +183,7 @@ class Evaluation:
             engine = self._engine
             layer.assert_unmodified()
             self.surroundings.refuse(layer.name)
-            worker = self._worker_of(layer)
+            worker = self.worker_of(layer)
             state = layer.state.current()
             leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
             leaves = [self._mode.stand_in(leaf) for leaf in leaves]
@@ -217,16 +191,16 @@ class Evaluation:
                 make_ordinary(leaf)
             originals = list(leaves)
             for i, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor) and engine.worker_pool.locate(leaf, self._device) is not worker.device:
-                    leaves[i] = self._activations.save(leaf, engine.worker_pool.locate(leaf, self._device))
+                if isinstance(leaf, Tensor) and engine.worker_pool.locate(leaf, self.device) is not worker.device:
+                    leaves[i] = self._activations.save(leaf, engine.worker_pool.locate(leaf, self.device))
             call = Call(
-                self._calls, layer, 0, spec, leaves, [False] * len(leaves), layer.trainable(),
+                self.calls, layer, 0, spec, leaves, [False] * len(leaves), layer.trainable(),
                 engine.thread_state(), state, None,
                 contextvars.copy_context(), originals, lender=self,
             )  # fmt: skip
             self._adapt(call)
-            self._calls += 1
-            if self._written:
+            self.calls += 1
+            if self.follows_writes:
                 layer.bucket.refresh()
             slot = self._slot_for(layer)
             with noted(lambda: FaultPlace(layer.title, "evaluation", 0, slot, worker.device)):
@@ -239,7 +213,7 @@ class Evaluation:
             if self.looked_at is not None:
                 self.looked_at.append((layer, forward))
             self._activations.settle()
-            if self._calls % OFTEN == 0:
+            if self.calls % OFTEN == 0:
                 self._activations.forget_dead()
             worker.post(lambda: worker.close_slot(slot), self._cancel_scope)
             return self._hand_back(call, forward, args, kwargs)
@@ -289,16 +263,13 @@ class Evaluation:
 
     # -- uploading ahead ----------------------------------------------------------------------------------------------
 
-    def home_of(self, layer: HostLayer) -> Device:
-        """Return the device that a whole call of ``layer`` runs on."""
-        return self._worker_of(layer).device
-
-    def _worker_of(self, layer: HostLayer) -> Worker:
+    def worker_of(self, layer: HostLayer) -> Worker:
+        """Return the worker that a whole call of ``layer`` runs on."""
         return self._engine.worker_pool.workers[layer.index % len(self._engine.worker_pool.workers)]
 
     def _new_slot(self, layer: HostLayer) -> Slot:
         return Slot(
-            self._engine.worker_pool.next_slot(), self._worker_of(layer).index, 0, "forward", range(0), [layer], {},
+            self._engine.worker_pool.next_slot(), self.worker_of(layer).index, 0, "forward", range(0), [layer], {},
             [0], recorder=self.recorder, cancel_scope=self._cancel_scope,
         )  # fmt: skip
 
@@ -308,17 +279,17 @@ class Evaluation:
         if foreseen is not None and foreseen.layers[0] is layer:
             self._foreseen = None
             return foreseen
-        self._drop_foreseen()
+        self.drop_foreseen()
         return self._new_slot(layer)
 
     def _foresee(self) -> None:
         following = self._order.following() if self._ahead else None
         if following is not None:
-            slot, worker = self._new_slot(following), self._worker_of(following)
+            slot, worker = self._new_slot(following), self.worker_of(following)
             self._foreseen = slot
             worker.post(lambda: worker.prepare(slot), self._cancel_scope)
 
-    def _drop_foreseen(self) -> None:
+    def drop_foreseen(self) -> None:
         """Cancel the prefetch, if there is one. Its upload may still be running."""
         slot, self._foreseen = self._foreseen, None
         if slot is None:
@@ -329,8 +300,8 @@ class Evaluation:
 
     def _stay_behind(self) -> None:
         """Stop prefetching for the rest of the batch: user code may write to weights without raising their versions."""
-        self._ahead, self._written = False, True
-        self._drop_foreseen()
+        self._ahead, self.follows_writes = False, True
+        self.drop_foreseen()
 
 
 def _run_on_the_host(forward: Callable[..., Any], accelerator: str, *args: Any, **kwargs: Any) -> Any:

@@ -136,9 +136,7 @@ class Parting:
         sizes = self._sizes_of(samples) if samples > 1 else []
         whole = _Whole(evaluation, function, args, kwargs)
         self.expected = False
-        if len(sizes) < 2 or torch.is_grad_enabled() or evaluation.follows_writes:
-            return whole()
-        if (flags := self._flags()) is None:
+        if len(sizes) < 2 or torch.is_grad_enabled() or evaluation.follows_writes or (flags := self._flags()) is None:
             return whole()
         kind = (name, repr(spec), *map(_kind, given), *flags)
         known = self._known.get(kind) or _CallKind()
@@ -326,7 +324,7 @@ class Parting:
         engine, evaluation, trace = self._engine, whole.evaluation, known.trace
         assert trace is not None
         known.calls += 1
-        evaluation.stop_foreseeing()
+        evaluation.drop_foreseen()  # a call in parts uploads its own stages
         call = EvaluatedCall(name, 0, engine.thread_state())
         call.settle = self._settle
         with torch._C.DisableTorchFunction(), interrupts_allowed(False):
@@ -372,7 +370,7 @@ class Parting:
         ]
         calls = [known.trace.calls[index] for index in made]
         known.know(Trace(calls), [min(times) for times in taken])
-        known.home = evaluation.home_of(calls[-1].layer)
+        known.home = evaluation.worker_of(calls[-1].layer).device
 
     def _few(self, call: EvaluatedCall, whole: _Whole, compared: tuple[int, ...]) -> tuple[Any, Any]:
         """Return the arguments of the call with the samples of the compared parts alone, as one part."""

@@ -69,7 +69,7 @@ class ManualStep(Step):
         low = engine.model.formats.low is not None
         self._copied = {layer: layer.written() for layer in engine.model.layers} if low else {}
         """Versions and addresses of each layer's masters when its working copies were last made."""
-        self._unversioned: set[int] = set()
+        self.unversioned: set[int] = set()
         """Ids of masters whose ``.data`` user code has read: writes through it do not raise the version."""
 
     def run(self, function: Callable[[], Any]) -> Any:
@@ -112,15 +112,11 @@ class ManualStep(Step):
         known = self._sums[key]
         return known if known.layout.nbytes else None
 
-    def mark_unversioned(self, master: nn.Parameter) -> None:
-        """From now on refresh the working copies of ``master`` before each upload: its version may not show writes."""
-        self._unversioned.add(id(master))
-
     def _prepare(self, slot: Slot) -> None:
         """Refresh the working copies of the slot's layers if their masters have changed, then upload."""
         for layer in slot.layers if self._copied else ():
             now = layer.written()
-            if self._copied[layer] != now or any(id(master) in self._unversioned for master in layer.masters):
+            if self._copied[layer] != now or any(id(master) in self.unversioned for master in layer.masters):
                 layer.bucket.refresh()
                 self._copied[layer] = now
         super()._prepare(slot)
@@ -154,7 +150,7 @@ class ManualRun(MicrobatchTask):
         super().__init__(step.engine, step, 0, None, slots)
         self._manual = step
         self.segments = self._sections = _ManualSections(step)
-        self.mode: ManualUserCode = ManualUserCode(self._differentiate, self._touched, step.engine)
+        self.mode: ManualUserCode = ManualUserCode(self._differentiate, self._touched, step.engine, step.unversioned)
         self._predictor = self._layer_predictor = LayerCallPredictor(
             slots, step.sums_of, step.engine.learned.order, ahead=bool(step.engine.options.prefetch)
         )
@@ -212,7 +208,6 @@ class ManualRun(MicrobatchTask):
         Stops prefetching, and copies the value if a recorded call still has to be recomputed with it.
         """
         self._layer_predictor.stay_behind()
-        self._manual.mark_unversioned(master)
         if self._phase == "forward":
             self._slots.finish(self.index)
         held = [recorded for recorded in self.tape if any(master is mine for mine in recorded.layer.masters)]

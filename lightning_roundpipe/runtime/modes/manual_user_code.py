@@ -32,11 +32,13 @@ class ManualUserCode(UserCodeMode):
         differentiate: a bound method that runs in place of ``loss.backward()``; referenced weakly.
         touched: a bound method called with each master whose ``.data`` user code reads; referenced weakly.
         engine: the context of the engine.
+        unversioned: takes the ids of these masters, whose versions do not show all writes.
     """
 
     def __init__(
-        self, differentiate: Callable[..., None], touched: Callable[[nn.Parameter], None], engine: EngineContext
-    ) -> None:
+        self, differentiate: Callable[..., None], touched: Callable[[nn.Parameter], None], engine: EngineContext,
+        unversioned: set[int],
+    ) -> None:  # fmt: skip
         formats = engine.model.formats
         seen = engine.model.bucket_of if formats.low is not None else ()
         super().__init__(
@@ -48,8 +50,7 @@ class ManualUserCode(UserCodeMode):
         self._touched = weakref.WeakMethod(touched)
         self._copies: dict[int, tuple[tuple[int, int, bool], Tensor]] = {}
         """Low-precision copies by id of the master, with its version, address and ``requires_grad`` at that time."""
-        self._unversioned: set[int] = set()
-        """Ids of masters whose ``.data`` user code has read: their versions do not show all writes."""
+        self._unversioned = unversioned
         self._steps = False
         """Whether an optimizer's own code is running."""
 
@@ -61,10 +62,10 @@ class ManualUserCode(UserCodeMode):
             assert differentiate is not None
             return differentiate(*args, **(kwargs or {}))
         if func == DATA and isinstance(args[0], nn.Parameter) and id(args[0]) in self._all:
+            self._unversioned.add(id(args[0]))
             touched = self._touched()
             assert touched is not None
             touched(args[0])
-            self._unversioned.add(id(args[0]))
         if self._steps:
             return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)

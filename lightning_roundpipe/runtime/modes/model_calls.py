@@ -185,10 +185,7 @@ class ModelCall(CutArgument, Generic[P]):
     def _merge(self, parts: list[Tensor], place: int) -> Tensor:
         """Return the tensor for the whole batch, the output's leaf number ``place``."""
         first = parts[0]
-        rows = bool(first.dim()) and all(
-            p.dtype is first.dtype and p.dim() and (len(p), p.shape[1:]) == (size, first.shape[1:])
-            for p, size in zip(parts, self.sizes, strict=True)
-        )
+        rows = microbatches.are_rows(parts, self.sizes)
         self.rows.append(rows)
         with torch.no_grad():
             if rows and len(parts) > 1:
@@ -239,13 +236,7 @@ class ModelCall(CutArgument, Generic[P]):
         there = [grad for grad in found if grad is not None]
         if not there or not cut:
             return functools.reduce(torch.add, there) if there else None
-        rest = there[0].shape[1:]
-        return torch.cat(
-            [
-                grad if grad is not None else there[0].new_zeros((size, *rest))
-                for grad, size in zip(found, self.sizes, strict=True)
-            ]
-        )
+        return microbatches.rows_or_zeros(found, self.sizes)
 
 
 class PartArguments:

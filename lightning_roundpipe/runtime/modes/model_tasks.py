@@ -226,7 +226,7 @@ class WholeRun(MicrobatchTask):
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Treat a layer that training_step calls itself as a model of one layer."""
-        return self.call_model(layer.name, functools.partial(_call_layer, layer), args, kwargs)
+        return self.call_model(layer.name, lambda *a, **k: current().call(layer, a, k), args, kwargs)
 
     def call_model(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an intercepted model, whose own forward is ``function``, in parts."""
@@ -304,10 +304,6 @@ class WholeRun(MicrobatchTask):
     def _total(self, call: ModelCall[PartRun], parts: list[tuple[Tensor, Device | None]]) -> Tensor | None:
         there = [self.activations.transfer(grad, device, call.home) for grad, device in parts]
         return functools.reduce(torch.add, there) if there else None
-
-
-def _call_layer(layer: HostLayer, *args: Any, **kwargs: Any) -> Any:
-    return current().call(layer, args, kwargs)
 
 
 class _Left:

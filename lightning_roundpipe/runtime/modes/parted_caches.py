@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.batch.microbatches import rows_of, same
+from lightning_roundpipe.runtime.batch.microbatches import are_rows, rows_of, same
 
 _PARTS, _STANDS_IN = "_roundpipe_parts", "_roundpipe_stands_in"
 _ABSENT = object()
@@ -174,11 +174,7 @@ def _with(value: Any, held: dict[str, Any]) -> Any:
 
 def _join_tensors(parts: list[Tensor], sizes: Sequence[int]) -> Tensor:
     first = parts[0]
-    rows = all(
-        part.dim() and len(part) == size and part.shape[1:] == first.shape[1:] and part.dtype is first.dtype
-        for part, size in zip(parts, sizes, strict=True)
-    )
-    if rows:
+    if are_rows(parts, sizes):
         return torch.cat([part.to(first.device) for part in parts])
     if all(part.shape == first.shape and torch.equal(part.to(first.device), first) for part in parts[1:]):
         return first.clone()

@@ -207,7 +207,7 @@ class Comparison:
                 return str(a) == str(b)
             return self._close(abs(a - b), max(abs(a), abs(b)))
         try:
-            return a is b or bool(a == b) or not _is_plain(a)
+            return a is b or bool(a == b) or not isinstance(a, (str, bytes, bool, int, float, type(None)))
         except Exception:
             return True  # not comparable: count them as equal
 
@@ -230,10 +230,6 @@ def _may_coincide(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 or not bool(value.any())
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (str, bytes, bool, int, float, type(None)))
 
 
 def _number(value: Any) -> Any:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules._functions import BackwardHookFunction
 
+from lightning_roundpipe.model.graph_nodes import nodes_of
 from lightning_roundpipe.runtime.layer_calls.recompute_check import sums_of
 
 _LINEAR = ("torch", "lightning_roundpipe", "bitsandbytes")
@@ -198,16 +199,10 @@ class _Rounding(contextlib.ExitStack):
         self._terms: dict[tuple[Any, int], float] = {}
         self._gains: dict[Any, float] = {}
         """How many times as large the only result of a node is as what it gets."""
-        seen = {node for node, _ in self._edges}
-        nodes = [root.grad_fn for root in roots]
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            for at, (below, output) in enumerate(node.next_functions):
+        ended = {node for node, _ in self._edges}
+        for node in nodes_of((root.grad_fn for root in roots), ended.__contains__):
+            for at, (below, output) in enumerate(node.next_functions if node not in ended else ()):
                 self._users.setdefault(below, []).append((output, node, at))
-                nodes.append(below)
         waiting = [node for edge in self._edges for node, _ in self._above(*edge)]
         hooked: set[Any] = set()
         while waiting:

@@ -102,7 +102,8 @@ class Planner:
         options, learned, layers = self._options, self._learned, self._engine.model.layers
         learned.trace = trace = learned.trace or Trace()
         static = options.plan == "static"
-        speeds = [] if static else self._speeds(recorder)
+        alike = {layer.name: (type(layer.module), layer.nbytes) for layer in layers}
+        speeds = [] if static else worker_speeds(recorder, self._devices, alike)
         seconds = recorder.nominal_seconds() if static else recorder.call_seconds(speeds)
         try:
             complete = trace.learn(traces, seconds, len(layers))
@@ -142,6 +143,8 @@ class Planner:
             try:
                 with interrupts_allowed():  # the search may be long, and an interrupt leaves nothing half done
                     plan = self._cut(costs, trace, microbatches, limit, fuses=fuses)
+                    # Stages unpack packed weights once where there is room for that.
+                    plan = unpacked_within(plan, costs, len(self._workers), microbatches, limit)
             except ValueError as error:
                 raise DoesNotFit(f"{error}{libraries_note(options, self._devices)}") from None
         if buffer := trace.torn_buffer(plan):
@@ -154,18 +157,7 @@ class Planner:
         self._reserve_for(plan, costs, trace, limit)
         learned.plan = plan
 
-    def _speeds(self, recorder: Recorder) -> list[float]:
-        """Return how fast workers are beside each other; empty if they are alike."""
-        layers = self._engine.model.layers
-        alike = {layer.name: (type(layer.module), layer.nbytes) for layer in layers}
-        return worker_speeds(recorder, self._devices, alike)
-
     def _cut(self, costs: Costs, trace: Trace, microbatches: int, limit: Memory | None, *, fuses: bool) -> Plan:
-        """Return the best plan, in which stages unpack packed weights once where there is room for that."""
-        plan = self._cut_stages(costs, trace, microbatches, limit, fuses=fuses)
-        return unpacked_within(plan, costs, len(self._workers), microbatches, limit)
-
-    def _cut_stages(self, costs: Costs, trace: Trace, microbatches: int, limit: Memory | None, *, fuses: bool) -> Plan:
         """Return the plan of the paper's algorithm, or a better one where the training is long enough for a search."""
         options, workers, size = self._options, len(self._workers), self._options.round_microbatches
         stage_s = options.stage_seconds
@@ -210,14 +202,10 @@ class Planner:
         return found if step_s(found) < step_s(plan) and not trace.torn_buffer(found) else plan
 
     def _say_search(self, seconds: float, search_s: float) -> None:
-        hints = self._engine.hints
-        if self._options.plan == "static":
-            hints.say("plan", "searching for a faster plan by the shapes of the calls, which takes some seconds.")
-        else:
-            hints.say(
-                "plan",
-                f"a step takes {seconds:.3g} s: searching for a faster plan, which takes about {search_s:.0f} s.",
-            )
+        text = "searching for a faster plan by the shapes of the calls, which takes some seconds."
+        if self._options.plan != "static":
+            text = f"a step takes {seconds:.3g} s: searching for a faster plan, which takes about {search_s:.0f} s."
+        self._engine.hints.say("plan", text)
 
     def _rules(self, costs: Costs) -> Rules:
         """Return what takes time beside computing. It is not measured, and has its nominal rates.

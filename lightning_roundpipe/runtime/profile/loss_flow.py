@@ -223,21 +223,12 @@ class LossFlow:
     def with_logs_of(self, other: LossFlow) -> LossFlow:
         """Return this with what ``other``, the flow into another part, shows of logged values beside it."""
         rules = {**other.rules, **self.rules}
-        log_counts = {
-            key: (self if key in self.rules else other).log_counts[key]
-            for key in rules
-            if key in (self if key in self.rules else other).log_counts
-        }
+        theirs = {key: site for key, site in other.log_counts.items() if key not in self.rules}
         coupled = {key: why for key, why in {**other.coupled_logs, **self.coupled_logs}.items() if key not in rules}
-        is_hidden = self.is_hidden or other.is_hidden
         return replace(
-            self,
-            is_hidden=is_hidden,
-            rules=rules,
-            log_counts=log_counts,
-            sites=self.sites | other.sites,
-            coupled_logs=coupled,
-        )
+            self, rules=rules, log_counts=theirs | dict(self.log_counts), sites=self.sites | other.sites,
+            coupled_logs=coupled, is_hidden=self.is_hidden or other.is_hidden,
+        )  # fmt: skip
 
 
 def flow_in_parts(
@@ -254,20 +245,16 @@ def flow_in_parts(
         sizes: number of samples of each part.
         batch: number of samples of the batch that they are taken from.
     """
-    found = LossFlow()
+    found: LossFlow | None = None
     calls = [Counter((one.place, one.called) for one in run.operations) for run in (whole, *parts)]
     uneven = frozenset(place for place, count in calls[0].items() if any(part[place] != count > 1 for part in calls))
-
-    def flow(part: OperationRecorder, samples: tuple[int, int, int]) -> LossFlow:
-        return flow_of(whole, part, samples, has_numbers=has_numbers, has_values=has_values, uneven=uneven)
-
-    for number, (part, size) in enumerate(zip(parts, sizes, strict=False)):
-        samples = sum(sizes), size, batch
-        if number == 0:
-            found = flow(part, samples)
-        elif not found.rules.keys() >= _by_key(whole.logged).keys():
-            found = found.with_logs_of(flow(part, samples))
-    return found
+    keys = {one.key for one in whole.logged}
+    for part, size in zip(parts, sizes, strict=False):
+        if found is None or not found.rules.keys() >= keys:
+            samples = sum(sizes), size, batch
+            shown = flow_of(whole, part, samples, has_numbers=has_numbers, has_values=has_values, uneven=uneven)
+            found = shown if found is None else found.with_logs_of(shown)
+    return found or LossFlow()
 
 
 def flow_of(
@@ -292,10 +279,10 @@ def flow_of(
     coupled: dict[Key, Coupling] = {}
     sites: frozenset[CountSite] = frozenset()
     is_hidden = False
-    its_values = _by_key(part.logged)
-    are_read = {key for key, is_read in zip(_by_key(whole.logged), whole.is_read, strict=True) if is_read}
-    for key, value in _by_key(whole.logged).items():
-        flow = flows.of_logged(value, its_values.get(key))
+    its_values = {one.key: one.number for one in part.logged}
+    for logged in whole.logged:
+        key, value, its = logged.key, logged.number, its_values.get(logged.key)
+        flow = flows.of_logged(value, its)
         counted = flows.sites(flow)
         shown = [site for site in counted if site.how in _COUNTS]
         by_samples = flow.divisor is None and not flow.counts_targets
@@ -303,7 +290,7 @@ def flow_of(
         is_mean = flow.kind == "value" or is_of_a_mean(flow.rule)
         if is_mean and len(shown) == 1 and (is_itself or (shown[0].place, shown[0].called) not in uneven):
             rules[key] = frozenset({flow.rule or BY_ITS_COUNT})
-            log_counts[key] = ITSELF if is_itself else (shown[0], flow.nth, flows.shown_at(shown[0]))
+            log_counts[key] = ITSELF if is_itself else (shown[0], flow.nth, flows.seen_sites[shown[0]])
             sites |= counted
         elif is_of_a_mean(flow.rule):
             rules[key] = frozenset({over_samples(flow.rule) if by_samples else flow.rule})
@@ -315,27 +302,18 @@ def flow_of(
             rules[key] = frozenset({"sum" if flow.degree else "mean over samples"})
         elif flow.kind == "coupled" or (flow.kind == "value" and flow.divisor is not None):
             coupled[key] = Coupling(flow.why, flow.within_model, log=key[0])
-        elif read := flows.rules_of_number(value, its_values.get(key), is_read=key in are_read):
+        elif read := flows.rules_of_number(value, its, is_read=logged.is_read):
             if read == {_UNRULED}:
                 coupled[key] = Coupling("the number of distinct values does not follow from those of parts", log=key[0])
             elif _UNRULED not in read:
                 rules[key] = read
-        elif flows.is_fixed(value, its_values.get(key)):
+        elif flows.is_fixed(value, its):
             rules[key] = LINEAR
         else:
             is_hidden |= flows.has_samples
     reducing = frozenset(flows.reducing_layers)
     coupling, mixing, is_over_targets = flows.of_loss(whole.loss)
     return LossFlow(coupling, mixing, is_over_targets, rules, log_counts, sites, coupled, reducing, is_hidden)
-
-
-def _by_key(logged: Sequence[tuple[str, int | float | None]]) -> dict[Key, int | float | None]:
-    said: Counter[str] = Counter()
-    found: dict[Key, int | float | None] = {}
-    for name, value in logged:
-        found[name, said[name]] = value
-        said[name] += 1
-    return found
 
 
 Pairs = list[tuple[Operation, Operation | None]]
@@ -365,6 +343,7 @@ class _Flows:
     Attributes:
         reducing_layers: names of layers that give a value over the samples, so that their own code decides what it is.
         has_samples: whether Python has read values of single samples.
+        seen_sites: how many counts each place has shown.
     """
 
     def __init__(
@@ -396,12 +375,15 @@ class _Flows:
         self._first: dict[int, int] = {}
         """By tensor, the first one that the same operation has given on the same tensors."""
         self._calls = Counter((one.place, one.called) for one in whole.operations)
-        self._seen_sites: Counter[CountSite] = Counter()
+        self.seen_sites: Counter[CountSite] = Counter()
         self._made_by: dict[int, Operation] = {}
         self._order = {id(one): i for i, (one, _) in enumerate(pairs)}
         seen: dict[Hashable, int] = {}
         for one, other in pairs:
-            self._pair(one, other)
+            if other is not None:
+                for mine, its in zip(one.given, other.given, strict=False):
+                    self._meet(mine, its)
+                self._partner.update(zip(one.made, other.made, strict=False))
             flows = [self.of(number) for number in one.given]
             self._see_read(one, other, flows)
             for number in one.made:
@@ -452,14 +434,6 @@ class _Flows:
         values = self._whole[number].values
         return values is not None and values.dtype.is_floating_point and not bool((values.abs() > _NEGLIGIBLE).any())
 
-    def _pair(self, one: Operation, other: Operation | None) -> None:
-        """Pair what ``one`` on the whole and ``other`` on the part take and give."""
-        if other is None:
-            return
-        for mine, its in zip(one.given, other.given, strict=False):
-            self._meet(mine, its)
-        self._partner.update(zip(one.made, other.made, strict=False))
-
     def _meet(self, mine: int, its: int) -> None:
         has_partner = mine in self._partner
         self._partner.setdefault(mine, its)
@@ -467,9 +441,7 @@ class _Flows:
         if kind == "unpaired":  # the part has computed another one
             same = shape == self._part[its].shape
             self._flows[mine] = replace(self._flows[mine], kind="value" if same else "rows", degree=None)
-        elif (
-            kind == "picked" and shape == () and not has_partner
-        ):  # the sum of a loop over samples, of which it takes some
+        elif kind == "picked" and shape == () and not has_partner:  # the sum of a loop over some of the samples
             self._flows[mine] = replace(self._flows[mine], kind="value", degree=None)
 
     def _see_read(self, one: Operation, other: Operation | None, flows: list[Flow]) -> None:
@@ -757,12 +729,12 @@ class _Flows:
         if IN_PLACE.fullmatch(one.called) and how == "at least":  # it would be seen when it is raised already
             return None
         site = CountSite(one.place, one.called, how)
-        self._seen_sites[site] += 1
+        self.seen_sites[site] += 1
         return frozenset({site})
 
     def _nth(self, shown: frozenset[CountSite] | None) -> int:
         """Return how many counts the place has shown before this one."""
-        return max((self._seen_sites[site] - 1 for site in shown or ()), default=0)
+        return max((self.seen_sites[site] - 1 for site in shown or ()), default=0)
 
     def _by_counts(
         self, flow: Flow, divisor: int | None, how: How | None, one: Operation,
@@ -850,13 +822,9 @@ class _Flows:
         """
         is_mean = flow.divisor is not None or flow.counts_targets
         found = flow.sites if flow.degree == 0.0 and is_mean else None
-        if not found or any(self._calls[c.place, c.called] != self._seen_sites[c] for c in found):
+        if not found or any(self._calls[c.place, c.called] != self.seen_sites[c] for c in found):
             return frozenset()
         return found
-
-    def shown_at(self, site: CountSite) -> int:
-        """Return how many counts the place has shown."""
-        return self._seen_sites[site]
 
     def of_logged(self, mine: int | float | None, its: int | float | None) -> Flow:
         """Return the flow of a logged value."""

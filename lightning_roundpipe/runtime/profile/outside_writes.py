@@ -26,7 +26,14 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_roundpipe.model.attributes import Container, own_attributes
-from lightning_roundpipe.runtime.user_code.left_behind import names_in, put_back_of, state_of, walk, walk_around
+from lightning_roundpipe.runtime.user_code.left_behind import (
+    names_in,
+    put_back_of,
+    state_of,
+    version,
+    walk,
+    walk_around,
+)
 
 _MOST_BYTES = 1 << 26
 """Of a larger array, only the first bytes are compared."""
@@ -92,10 +99,10 @@ class OutsideWrites:
             apart.update(_own(module, tensors=isinstance(module, Metric)))
         seen: dict[int, Any] = {}
         later: list[tuple[str, Any]] = []
-        around = [*walk(modules, seen=seen, later=later), *walk_around(others, seen, later)]
+        around = [*walk(modules, seen, later), *walk_around(others, seen, later)]
         self._watched = [
             _WatchedObject(path, value, kind, id(value) in apart, _mark(value, kind))
-            for path, value, kind in (*around, *walk([*later, *code], seen=seen))
+            for path, value, kind in (*around, *walk([*later, *code], seen))
             if kind != "leaf" and id(value) not in ignored and not isinstance(value, torch.jit.ScriptModule)
         ]
         self._narrow = False
@@ -183,7 +190,7 @@ def _mark(value: Any, kind: str) -> dict[str, Any] | list[Any]:
     if (named := names_in(value, kind)) is not None:
         return named
     if kind == "tensor":
-        return [-1 if value.is_inference() else value._version]
+        return [version(value)]
     if kind == "array":
         return [zlib.crc32(memoryview(value).cast("B")[:_MOST_BYTES]) if value.flags.c_contiguous else repr(value)]
     if kind == "many":

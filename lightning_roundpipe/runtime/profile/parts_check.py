@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,15 @@ _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 4e-3, tor
 """Relative difference that rounding makes, by dtype of the computation."""
 
 
+class StepCall(NamedTuple):
+    """What training_step is called with, and the numbers that identify the batch; see `Engine.train_batch`."""
+
+    function: Callable[..., Any]
+    batch: Any
+    rest: tuple[Any, ...]
+    seed: tuple[int, ...]
+
+
 class PartsCheck:
     """Rehearses one batch whole and in parts, and compares.
 
@@ -90,11 +99,8 @@ class PartsCheck:
         engine: the context of the engine. No step may be in flight.
         interceptors: the interceptors of all layers.
         cutter: cuts batches.
-        function: training_step.
-        batch: the batch of the coming step.
-        rest: the other arguments of training_step.
-        sizes: number of samples of each part that the step would cut.
-        seed: numbers that identify the batch.
+        step: the coming step.
+        sizes: number of samples of each part that it would cut.
         others: further objects that user code may change, by name.
         again: whether parts of an earlier batch of the kind were compared. Metrics have seen parts by then, so they are
             not compared.
@@ -106,14 +112,12 @@ class PartsCheck:
     """
 
     def __init__(
-        self, engine: EngineContext, interceptors: Sequence[Interceptor], cutter: Cutter, function: Callable[..., Any],
-        batch: Any, rest: tuple[Any, ...], sizes: list[int], seed: tuple[int, ...],
-        others: Iterable[tuple[str, Any]] = (), *, again: bool = False, near: int | None = None, asked: bool = False,
+        self, engine: EngineContext, interceptors: Sequence[Interceptor], cutter: Cutter, step: StepCall,
+        sizes: list[int], others: Iterable[tuple[str, Any]], *, again: bool, near: int | None, asked: bool,
     ) -> None:  # fmt: skip
         self._again, self._near, self._asked = again, near, asked
         self._engine, self._interceptors, self._cutter = engine, interceptors, cutter
-        self._function, self._batch, self._rest = function, batch, rest
-        self._sizes, self._seed = sizes, derive(*seed)
+        self._step, self._sizes, self._seed = step, sizes, derive(*step.seed)
         self._root: Any = engine.model.module
         names = {id(p): name for name, p in self._root.named_parameters()}
         self._written = Written(names)
@@ -124,7 +128,7 @@ class PartsCheck:
         self._outside = OutsideWrites(self._modules.items(), others, code_of(self._root), self._inside)
         self._order = CallOrder()
         self._flow = LossFlow()
-        leaves = tree_leaves(batch)
+        leaves = tree_leaves(step.batch)
         self._has_numbers = any(type(leaf) in (int, float) for leaf in leaves)
         self._has_values = any(not isinstance(leaf, (Tensor, bool, type(None))) for leaf in leaves)
         self._looked_into: frozenset[str] = frozenset()
@@ -162,11 +166,15 @@ class PartsCheck:
             differs = verdict.is_coupled or (verdict.parts is not None and (full or not verdict.raised))
             conclusive = not (verdict.why_not or verdict.raised or verdict.lopsided)
             if conclusive and not differs and verdict.keeps and rows[-1] != rows[0] and len(rows) - one > 1:
-                verdict = self._with_one_in_both(rows, one, models, verdict)
+                # With the first sample in place of the last one: user code may keep something for each class or user,
+                # which parts differ in only where one comes in both. It is not the only comparison, as parts may have
+                # equal numbers of targets for it.
+                verdict = self._with_others([*rows[:-1], rows[0]], one, models, verdict)
             if conclusive and not differs and self._near is None:
                 verdict = self._with_unlike_samples(rows, one, models, verdict)
             if conclusive and not differs and verdict.parts is None and verdict.coupling is not None:
-                verdict = self._with_parts_swapped(rows, one, models, verdict)
+                # With the second part first: what looks like an extreme may be what the first one logs.
+                verdict = self._with_others([*rows[one:], *rows[:one]], len(rows) - one, models, verdict)
             is_zero = (not self._again or self._near is not None) and any(
                 chosen(fitting) == OPEN for fitting in verdict.rules.values()
             )
@@ -190,8 +198,7 @@ class PartsCheck:
         parts = [self._take([*range(rows.start, rows.stop)]) for rows in microbatches.rows_of(self._sizes)]
         try:
             with without_dropout(), seeding_noted(draws):
-                backwards = CustomBackwards(samples, lambda: draws.rows)
-                return self._side(parts, self._sizes, draws, backwards).logs.said
+                return self._side(parts, self._sizes, draws).logs.said
         except Exception:
             if self._lost is not None:
                 raise
@@ -199,30 +206,14 @@ class PartsCheck:
         finally:
             state.restore()
 
-    def _with_one_in_both(
-        self, rows: list[int], one: int, models: Sequence[ModelInterceptor], verdict: Verdict
-    ) -> Verdict:  # fmt: skip
-        """Rehearse once more, with the first sample in place of the last one.
-
-        User code may keep something for each class or user, which parts differ in only where one comes in both. It is
-        not the only comparison, as parts may have equal numbers of targets for it.
-        """
-        return self._with_others([*rows[:-1], rows[0]], one, models, verdict)
-
     def _with_unlike_samples(
         self, rows: list[int], one: int, models: Sequence[ModelInterceptor], verdict: Verdict
     ) -> Verdict:  # fmt: skip
         """Rehearse once more on samples that are less alike than those that were compared, if the batch has any."""
-        for others, first in unlike_parts(self._batch, sum(self._sizes), rows, one):
+        for others, first in unlike_parts(self._step.batch, sum(self._sizes), rows, one):
             if verdict.parts is None and not verdict.is_coupled:
                 verdict = self._with_others(others, first, models, verdict)
         return verdict
-
-    def _with_parts_swapped(
-        self, rows: list[int], one: int, models: Sequence[ModelInterceptor], verdict: Verdict
-    ) -> Verdict:  # fmt: skip
-        """Rehearse once more with the second part first: what looks like an extreme may be what the first one logs."""
-        return self._with_others([*rows[one:], *rows[:one]], len(rows) - one, models, verdict)
 
     def _with_others(
         self, rows: list[int], one: int, models: Sequence[ModelInterceptor], verdict: Verdict
@@ -286,8 +277,7 @@ class PartsCheck:
                 return [self._take(rows[:one]), self._take(rows[one:])]
 
             def on_whole(*, steady: bool = False) -> Shown:
-                backwards = CustomBackwards(samples, lambda: draws.rows)
-                return self._side(whole_batch(), [samples], draws, backwards, models, steady=steady)
+                return self._side(whole_batch(), [samples], draws, models, steady=steady)
 
             def compared(whole: Shown) -> Shown:
                 """Compare the parts with it, and return what the whole shows: again, where layers are looked into."""
@@ -376,7 +366,7 @@ class PartsCheck:
         """Return a copy of some samples of the batch: training_step may write to them."""
         first, end = rows[0], rows[-1] + 1
         successive = slice(first, end) if rows == [*range(first, end)] else rows
-        return self._cutter.part(self._batch, successive, sum(self._sizes))
+        return self._cutter.part(self._step.batch, successive, sum(self._sizes))
 
     # -- sides --------------------------------------------------------------------------------------------------------
 
@@ -387,8 +377,9 @@ class PartsCheck:
         operations: list[OperationRecorder] = []
 
         def side(batches: list[Any], sizes: list[int]) -> Shown:
-            backwards = CustomBackwards(sum(sizes), lambda: draws.rows, whole.backwards)
-            return self._side(batches, sizes, draws, backwards, models, steady=steady, operations=operations)
+            return self._side(
+                batches, sizes, draws, models, whole=whole.backwards, steady=steady, operations=operations
+            )
 
         try:
             shown = side(parts(), sizes)
@@ -427,7 +418,7 @@ class PartsCheck:
 
         Raises:
             CannotRehearse: if the loss or the output differs between two runs of one side, or random numbers may be
-                the cause.
+                the cause, and it is not of what is only kept.
         """
         found = self._compare(whole, shown, sizes, verdict)
         for side, rows, run in ((whole, [sum(sizes)], again[0]), (shown, sizes, again[1])):
@@ -439,15 +430,7 @@ class PartsCheck:
                 raise CannotRehearse(f"{unsteady[0]} differs between two runs on the same samples")
             if len(self._unsteady) > before:
                 found = self._compare(whole, shown, sizes, verdict)
-        return self._with_same_draws(found, whole, shown)
-
-    def _with_same_draws(self, found: Difference | None, *sides: Shown) -> Difference | None:
-        """Return the difference, unless random numbers may be its cause.
-
-        Raises:
-            CannotRehearse: if they may, and it is not of what is only kept.
-        """
-        if found is None or all(side.alike for side in sides):
+        if found is None or (whole.alike and shown.alike):
             return found
         if found.elsewhere:
             return None
@@ -460,8 +443,7 @@ class PartsCheck:
             return outside.clashes
 
         def run(index: int) -> Shown:
-            backwards = CustomBackwards(sum(sizes), lambda: draws.rows)
-            return self._side([parts()[index]], [sizes[index]], draws, backwards)
+            return self._side([parts()[index]], [sizes[index]], draws)
 
         alone = run(0)
         with outside.recording():
@@ -491,8 +473,7 @@ class PartsCheck:
         samples = sum(sizes)
 
         def side(cut: Callable[[int], list[int]], whole: CustomBackwards | None = None) -> Shown:
-            backwards = CustomBackwards(samples, lambda: draws.rows, whole)
-            return self._side(batch(), [samples], draws, backwards, models, cut, steady=steady)
+            return self._side(batch(), [samples], draws, models, cut, whole=whole, steady=steady)
 
         def in_parts(called: int) -> list[int]:
             return sizes if called == samples else microbatches.sizes_of(called, 2, None, 1)
@@ -508,8 +489,8 @@ class PartsCheck:
         return self._difference(whole, cut, sizes, again), False
 
     def _side(
-        self, batches: list[Any], sizes: list[int], draws: SameDraws, backwards: CustomBackwards,
-        models: Sequence[ModelInterceptor] = (), cut: Callable[[int], list[int]] | None = None, *, steady: bool = False,
+        self, batches: list[Any], sizes: list[int], draws: SameDraws, models: Sequence[ModelInterceptor] = (),
+        cut: Callable[[int], list[int]] | None = None, *, whole: CustomBackwards | None = None, steady: bool = False,
         operations: list[OperationRecorder] | None = None,
     ) -> Shown:  # fmt: skip
         """Run training_step on each of ``batches`` [1] [2] [3], and restore everything.
@@ -518,14 +499,15 @@ class PartsCheck:
             batches: the whole samples, or the parts.
             sizes: number of samples of each.
             draws: supplies the random numbers.
-            backwards: collects what the user's own backward code gives.
             models: interceptors of the models whose calls ``cut`` applies to.
             cut: returns the sizes that a call of a model is cut into, for its number of samples.
+            whole: what the user's own backward code gives for the whole samples, unless these are them.
             steady: whether to hold batch statistics and layer buffers fixed.
             operations: takes what each of the batches has called.
         """
         if self._lost is not None:
             raise self._lost
+        backwards = CustomBackwards(draws.samples, lambda: draws.rows, whole)
         engine, shown = self._engine, Shown(backwards=backwards)
         runs: list[Rehearsal] = []
         losses: list[Tensor | None] = []
@@ -577,7 +559,7 @@ class PartsCheck:
                     own.put_back()  # as in a step, where each microbatch finds a layer's attributes as the step began
                     renew()
                     try:
-                        output = run.run(self._function, (batch, *self._rest), {})
+                        output = run.run(self._step.function, (batch, *self._step.rest), {})
                     except Exception as error:
                         engine.model.buffers.drop()
                         self._lost = error if run.lost else None
@@ -614,7 +596,7 @@ class PartsCheck:
             shown.calls = self._calls(runs)
             shown.output, shown.loss = joined.output, joined.loss if joined.losses else None
             shown.metrics = dict(self._values(before))
-            changes = self._left.all_changes()
+            changes = self._left.changes()
             shown.left = changes[MODULES] | self._written.changes()
             shown.settings, shown.elsewhere = changes[SETTINGS], changes[ELSEWHERE]
             self._outside.narrow()

@@ -6,11 +6,10 @@ import contextlib
 import itertools
 import os
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -149,6 +148,27 @@ class Operation:
     along: tuple[int, ...] = ()
 
 
+class LoggedValue(NamedTuple):
+    """A value that was logged.
+
+    Attributes:
+        key: its name, and how many values were logged under that before.
+        number: of a tensor, or Python's number as a float; None for others.
+        is_read: whether it is a number that Python has read of a tensor, or a whole number, which is no quotient.
+        place, called: where it was logged, and what `NewCode` knows that as.
+        before: how many operations there were.
+        value: the value itself.
+    """
+
+    key: tuple[str, int]
+    number: int | float | None
+    is_read: bool
+    place: Key | None
+    called: str
+    before: int
+    value: Any
+
+
 class OperationRecorder:
     """Records the operations of one run of training_step.
 
@@ -161,9 +181,7 @@ class OperationRecorder:
         loss: number of the loss, once the run has ended; None if no operation has given it.
         same: by number of a tensor, that of the one that it stands for: where a layer's code is recorded, user code and
             this code have tensors of their own.
-        logged: the names of logged values, in order, and the values: numbers of tensors, or Python's numbers as floats.
-        is_read: of each of these whether it is a number that Python has read of a tensor, or a whole number, which
-            is no quotient.
+        logged: the logged values, in order.
     """
 
     def __init__(self) -> None:
@@ -172,10 +190,7 @@ class OperationRecorder:
         self.tensors: list[TensorSeen] = []
         self.loss: int | None = None
         self.same: dict[int, int] = {}
-        self.logged: list[tuple[str, int | float | None]] = []
-        self.is_read: list[bool] = []
-        self._logged_at: list[tuple[Key | None, str, int, Any]] = []
-        """Of each of these: where, as what `NewCode` knows that, how many operations there were, and the value."""
+        self.logged: list[LoggedValue] = []
         self._reads: list[tuple[int, Any]] = []
         """Numbers of the operations that give Python values, and these."""
         self._within_model = 0
@@ -255,14 +270,16 @@ class OperationRecorder:
         operation.constants = tuple(f"{type(x).__name__} {x}"[:64] for x in others[:64])
         if name == "select":
             index = args[1] if len(args) > 1 else None
-            listed = any(isinstance(x, (list, np.ndarray)) for x in (index if isinstance(index, tuple) else [index]))
+            items = index if isinstance(index, tuple) else (index,)
+            listed = any(isinstance(x, (list, np.ndarray)) for x in items)
             operation.picks = listed or any(x.dtype in (torch.bool, torch.uint8) for x in given[1:])
             indices = {self._numbers.get(x) for x in given[1:]}
             operation.picks |= bool(indices & (self._made_by_python | self._picked))
-            operation.bounds = _bounds(index)
-            operation.ends = _ends_by_dimension(index, given[0].dim())
-            operation.picks |= any(isinstance(x, Tensor) for x in _ends(index))
-            operation.moves = not operation.restores and _moves(args[0], index)
+            ends = [end for x in items if isinstance(x, slice) for end in (x.start, x.stop)]
+            operation.bounds = [x for x in (*items, *ends) if type(x) is int]
+            operation.ends = _ends_by_dimension(items, given[0].dim())
+            operation.picks |= any(isinstance(x, Tensor) for x in ends)
+            operation.moves = not operation.restores and _moves(args[0], next(iter(items), None))
         operation.picks |= name in _SELECTING or (name == "where" and len(given) == 1)
         if name in _ALONG and given and not operation.restores:
             operation.along = _dimensions(name, args, kwargs, given[0].dim())
@@ -315,11 +332,14 @@ class OperationRecorder:
 
     def see_logged(self, name: str, value: Any, frame: FrameType | None) -> None:
         """Record that ``frame`` has logged ``value``; None if training_step has returned it."""
-        number = float(value) if _is_number(value) else None
         is_float = type(value) is float
-        self.is_read.append(type(value) is int or (is_float and any(value is answer for _, answer in self._reads)))
-        self.logged.append((name, self._numbers.get(value) if isinstance(value, Tensor) else number))
-        self._logged_at.append((place_of(frame), log_call(name), len(self.operations), value))
+        is_read = type(value) is int or (is_float and any(value is answer for _, answer in self._reads))
+        number = float(value) if _is_number(value) else None
+        if isinstance(value, Tensor):
+            number = self._numbers.get(value)
+        key = name, sum(one.key[0] == name for one in self.logged)
+        place = place_of(frame)
+        self.logged.append(LoggedValue(key, number, is_read, place, log_call(name), len(self.operations), value))
 
     def led_to(self) -> dict[tuple[str, int], set[tuple[Key, str]]]:
         """Return which calls of user code have computed and logged each value, by name and number.
@@ -328,12 +348,11 @@ class OperationRecorder:
         """
         made_by = {number: at for at, one in enumerate(self.operations) for number in one.made}
         found: dict[tuple[str, int], set[tuple[Key, str]]] = {}
-        said: Counter[str] = Counter()
-        for (name, number), (place, called, end, value) in zip(self.logged, self._logged_at, strict=True):
+        for key, number, _, place, called, before, value in self.logged:
             if type(number) is int:
                 left = self._makers([number], made_by)
             else:
-                reads = [(at, x) for at, x in self._reads if at < end and self.operations[at].name != "bool"]
+                reads = [(at, x) for at, x in self._reads if at < before and self.operations[at].name != "bool"]
                 same = [at for at, x in reads if x is value or (type(value) is int and x == value)]
                 left = same or [at for at, _ in reads]
             seen: set[int] = set()
@@ -344,8 +363,7 @@ class OperationRecorder:
                         left += self._makers(self.operations[at].given, made_by)
             by = [self.operations[at] for at in seen]
             calls = {(one.place, one.known_as) for one in by if one.place is not None}
-            found[name, said[name]] = calls if place is None else calls | {(place, called)}
-            said[name] += 1
+            found[key] = calls if place is None else calls | {(place, called)}
         return found
 
     def _makers(self, numbers: Iterable[int], made_by: Mapping[int, int]) -> list[int]:
@@ -407,23 +425,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
-def _ends(index: Any) -> list[Any]:
-    """Return the ends of the slices in an index."""
-    found = []
-    for item in index if isinstance(index, tuple) else (index,):
-        found += [item.start, item.stop] if isinstance(item, slice) else []
-    return found
-
-
-def _bounds(index: Any) -> list[int]:
-    """Return the whole numbers in an index."""
-    items = [x for x in (index if isinstance(index, tuple) else (index,)) if type(x) is int]
-    return items + [x for x in _ends(index) if type(x) is int]
-
-
-def _ends_by_dimension(index: Any, count: int) -> list[tuple[int, int]]:
+def _ends_by_dimension(items: Sequence[Any], count: int) -> list[tuple[int, int]]:
     """Return the whole numbers that bound slices, each with its dimension, of ``count``, counted from the last."""
-    items, found = index if isinstance(index, tuple) else (index,), []
+    found = []
     if any(not isinstance(x, (slice, int, type(None), type(...))) for x in items):
         return []  # a tensor may index several dimensions
     dim = -count
@@ -437,9 +441,8 @@ def _ends_by_dimension(index: Any, count: int) -> list[tuple[int, int]]:
     return found
 
 
-def _moves(taken: Tensor, index: Any) -> bool:
-    """Return whether an index takes all rows of a tensor in another order, or some of them more than once."""
-    first = index[0] if isinstance(index, tuple) and index else index
+def _moves(taken: Tensor, first: Any) -> bool:
+    """Return whether ``first`` of an index takes all rows of a tensor in another order, or some more than once."""
     if (
         not isinstance(first, Tensor)
         or first.dim() != 1

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.process_context import replaced
 from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.logs import LogRecorder, gathered, is_returned, issue
 from lightning_roundpipe.runtime.batch.losses import COUNTED, Counts, reduction_of
@@ -50,6 +51,7 @@ from lightning_roundpipe.runtime.profile.recorded_operations import OperationRec
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
 from lightning_roundpipe.runtime.user_code.interception import Inside, calling, current
 from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode, completed
+from lightning_roundpipe.runtime.user_code.rng import host_state
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 from lightning_roundpipe.runtime.user_code.untraced import leave_untraced
 
@@ -316,16 +318,14 @@ class Written:
             if parameter.shape != values.shape or not torch.equal(parameter.detach(), values)
         }
 
-    def put_back(self) -> bool:
-        """Restore all of them, and return whether any had changed."""
-        changed = bool(self.changes())
+    def put_back(self) -> None:
+        """Restore all of them."""
         for parameter, memory, values in self._kept.values():
             with torch.no_grad():
                 if parameter.data_ptr() != memory.data_ptr():
                     parameter.data = memory.data
                 if not torch.equal(parameter, values):
                     parameter.copy_(values)
-        return changed
 
 
 class _RehearsalUserCode(UserCodeMode):
@@ -378,9 +378,10 @@ def _is_setting(func: Callable[..., Any]) -> bool:
 @contextlib.contextmanager
 def without_dropout() -> Iterator[None]:
     """Make dropout pass its input through [3], in all threads: nothing else runs during a rehearsal."""
-    before: dict[str, Any] = {}
 
-    def off(function: Callable[..., Any], position: int) -> Callable[..., Any]:
+    def off(name: str, position: int) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(F, name)
+
         @functools.wraps(function)
         def without(*args: Any, **kwargs: Any) -> Any:
             if len(args) > position:
@@ -391,16 +392,10 @@ def without_dropout() -> Iterator[None]:
 
         return without
 
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
-        before[name] = getattr(F, name)
-        setattr(F, name, off(before[name], 1))
-    before["scaled_dot_product_attention"] = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = off(F.scaled_dot_product_attention, 4)
-    try:
+    names = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+    attention = "scaled_dot_product_attention"
+    with replaced(F, **{name: off(name, 1) for name in names}, **{attention: off(attention, 4)}):
         yield
-    finally:
-        for name, function in before.items():
-            setattr(F, name, function)
 
 
 @contextlib.contextmanager
@@ -415,11 +410,8 @@ def seeding_noted(draws: SameDraws) -> Iterator[None]:
         draws.seeded(before)
         return generator
 
-    torch.manual_seed = torch.random.manual_seed = seeding
-    try:
+    with replaced(torch, manual_seed=seeding), replaced(torch.random, manual_seed=seeding):
         yield
-    finally:
-        torch.manual_seed = torch.random.manual_seed = seed
 
 
 _RATES = {1: "p", 4: "dropout_p"}
@@ -444,9 +436,10 @@ class SameDraws(TorchFunctionMode):
     def __init__(self, devices: Sequence[Device], samples: int, seed: int) -> None:
         super().__init__()
         leave_untraced(SameDraws.__torch_function__)
-        self._samples, self._seed = samples, seed
+        self.samples, self._seed = samples, seed
         self._generators = list({id(g): g for g in (torch.default_generator, *(d.generator for d in devices))}.values())
-        self._rows = self._narrowed = slice(0, samples)
+        self._rows = self.rows = slice(0, samples)
+        """The rows of the whole batch that are running: of all, and now."""
         self._states: list[Any] = []
         self._before_seeding: list[Any] | None = None
         """States of the generators when user code has seeded them, until it puts these back."""
@@ -459,19 +452,14 @@ class SameDraws(TorchFunctionMode):
 
     def begin(self, rows: slice) -> None:
         """Begin a run of ``rows`` of the whole batch: seed all generators."""
-        self._rows = self._narrowed = rows
+        self._rows = self.rows = rows
         self.hooked = False
         for generator in self._generators:
             generator.manual_seed(self._seed)
         random.seed(self._seed)
         np.random.seed(self._seed & 0xFFFFFFFF)
-        self._states, self._others = self.now(), _others()
+        self._states, self._others = self.now(), host_state()
         self._before_seeding = None
-
-    @property
-    def rows(self) -> slice:
-        """The rows of the whole batch that are running."""
-        return self._narrowed
 
     @property
     def alike(self) -> bool:
@@ -480,17 +468,17 @@ class SameDraws(TorchFunctionMode):
         False if a generator has advanced other than by a draw that this mode has seen.
         """
         self._look()
-        return self._alike and self._others == _others()
+        return self._alike and self._others == host_state()
 
     def narrow(self, part: int, sizes: Sequence[int]) -> None:
         """Begin part number ``part`` of a call of a model, if the call has a row for each sample of the run."""
         rows = microbatches.rows_of(list(sizes))[part]
         if sum(sizes) == self._rows.stop - self._rows.start:
-            self._narrowed = slice(self._rows.start + rows.start, self._rows.start + rows.stop)
+            self.rows = slice(self._rows.start + rows.start, self._rows.start + rows.stop)
 
     def widen(self) -> None:
         """End the last part of a call of a model."""
-        self._narrowed = self._rows
+        self.rows = self._rows
 
     def now(self) -> list[Tensor]:
         """Return the states of all generators."""
@@ -541,8 +529,8 @@ class SameDraws(TorchFunctionMode):
 
     def _covers(self, shape: Sequence[int]) -> bool:
         """Return whether ``shape`` has a row for each running sample, and these are not the whole batch."""
-        rows = self._narrowed.stop - self._narrowed.start
-        return rows != self._samples and len(shape) > 0 and shape[0] == rows
+        rows = self.rows.stop - self.rows.start
+        return rows != self.samples and len(shape) > 0 and shape[0] == rows
 
     def _row(self, func: Callable[..., Any], like: Tensor) -> Tensor:
         return self._taken(func(self._full(like).shape, dtype=like.dtype, device=like.device), like.shape)
@@ -550,10 +538,10 @@ class SameDraws(TorchFunctionMode):
     def _full(self, tensor: Tensor) -> Tensor:
         if not self._covers(tensor.shape):
             return tensor
-        return tensor.new_empty((self._samples, *tensor.shape[1:]))
+        return tensor.new_empty((self.samples, *tensor.shape[1:]))
 
     def _taken(self, drawn: Tensor, shape: Sequence[int]) -> Tensor:
-        return drawn[self._narrowed].clone() if self._covers(shape) else drawn
+        return drawn[self.rows].clone() if self._covers(shape) else drawn
 
     def _filled(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
         target: Tensor = args[0]
@@ -561,21 +549,16 @@ class SameDraws(TorchFunctionMode):
             drawn: Tensor = func(*args, **kwargs)
             return drawn
         full = func(self._full(target.detach()), *args[1:], **kwargs)
-        return target.copy_(full[self._narrowed])
+        return target.copy_(full[self.rows])
 
     def _shaped(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
         sizes = [i for i, a in enumerate(args) if isinstance(a, (tuple, list))]
         shape = kwargs["size"] if "size" in kwargs else args[sizes[-1]] if sizes else args
         if not self._covers(shape):
             return func(*args, **kwargs)  # type: ignore[no-any-return]
-        full = (self._samples, *shape[1:])
+        full = (self.samples, *shape[1:])
         if "size" in kwargs:
             kwargs = kwargs | {"size": full}
         else:
             args = (*args[: sizes[-1]], full, *args[sizes[-1] + 1 :]) if sizes else full
-        return func(*args, **kwargs)[self._narrowed].clone()  # type: ignore[no-any-return]
-
-
-def _others() -> Any:
-    state: Any = np.random.get_state()
-    return random.getstate(), state[2], state[1].tobytes()
+        return func(*args, **kwargs)[self.rows].clone()  # type: ignore[no-any-return]

@@ -13,7 +13,8 @@ a later batch does something for the first time, or is one of `COMPARED_LATER` â
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -30,7 +31,7 @@ from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.profile.first_batch import Planner
 from lightning_roundpipe.runtime.profile.loss_flow import Coupling
 from lightning_roundpipe.runtime.profile.outside_writes import BETWEEN
-from lightning_roundpipe.runtime.profile.parts_check import PartsCheck
+from lightning_roundpipe.runtime.profile.parts_check import PartsCheck, StepCall
 from lightning_roundpipe.runtime.profile.unlike_samples import AlikeSamples
 from lightning_roundpipe.runtime.profile.verdict import (
     Verdict,
@@ -101,7 +102,7 @@ class Scope:
 
     def cut(self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...]) -> Cut:
         """Cut ``batch``, after a rehearsal if one is due. The arguments are those of `Engine.train_batch`."""
-        cut = self._cut_of(function, batch, rest, seed)
+        cut = self._cut_of(StepCall(function, batch, rest, seed))
         self._tensors, self._unwritten = [], None
         if cut.sizes is not None and len(cut.sizes) > 1 and self._engine.learned.new_code.watched:
             tensors = (x for x in tree_iter(cut.parts) if isinstance(x, Tensor) and not x.is_inference())
@@ -110,19 +111,20 @@ class Scope:
                 self._unwritten = self._cutter.part(batch, slice(0, sum(cut.sizes)), sum(cut.sizes))
         return cut
 
-    def _cut_of(self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...]) -> Cut:
+    def _cut_of(self, step: StepCall) -> Cut:
+        batch = step.batch
         cut = self._cutter.cut(batch, calls=self.cuts_calls)
         if cut.sizes is None and self._engine.options.microbatch_scope == "model" and not self._looks:
-            self._look_at_calls(function, batch, rest, seed)
+            self._look_at_calls(step)
         if self.cuts_calls or (sizes := cut.sizes) is None or len(sizes) == 1:
             return cut
         uneven, first = len(set(sizes)) > 1, not self._looks
         if self._looks.get(uneven, 0) < LOOKS and uneven not in self._whole:
             self._alike.begin(batch, sum(sizes))
-            self._look(PartsCheck, function, batch, rest, seed, sizes, first=first)
+            self._look(step, sizes, first=first)
             cut = self._cutter.cut(batch, calls=self.cuts_calls)
         elif uneven not in self._whole and self._alike.begin_to_differ_in(batch, sum(sizes)):
-            self._look(PartsCheck, function, batch, rest, seed, sizes, first=False, unlike=True)  # [6]
+            self._look(step, sizes, first=False, unlike=True)  # [6]
             cut = self._cutter.cut(batch, calls=self.cuts_calls)
         return cut if uneven not in self._whole or cut.sizes is None else Cut([batch], [sum(cut.sizes)])
 
@@ -149,16 +151,14 @@ class Scope:
         self._first_times += bool(new_code.found)
         anyway = (f"after {plural(self._cut, 'batch')}, training_step was compared again", 0)
         occasion, near = next(iter(new_code.found.items()), anyway)
-        known = self._engine.learned.log_ways
+        known, step = self._engine.learned.log_ways, StepCall(function, batch, rest, seed)
         try:
-            self._look(PartsCheck, function, batch, rest, seed, sizes, first=False, occasion=occasion, near=near)
+            self._look(step, sizes, first=False, occasion=occasion, near=near)
             if not self.cuts_calls:
 
                 def counted() -> Said:
-                    with self._rehearsal() as others:
-                        return PartsCheck(
-                            self._engine, self._layers, self._cutter, function, batch, rest, sizes, seed, others,
-                        ).said_in_parts()  # fmt: skip
+                    with self._checking(step, sizes) as check:
+                        return check.said_in_parts()
 
                 self._tell_of_logs(joined, sizes, known, counted)
         finally:
@@ -176,15 +176,24 @@ class Scope:
         if self._refusal:
             raise RoundPipeError(self._refusal)
 
+    @contextlib.contextmanager
+    def _checking(
+        self, step: StepCall, sizes: list[int], *, again: bool = False, near: int | None = None, asked: bool = False
+    ) -> Iterator[PartsCheck]:
+        """Yield the check of a step while layers may be called as in evaluation; see `PartsCheck` for the arguments."""
+        with self._rehearsal() as others:  # `Evaluation.run` lets interrupts through where user code runs
+            yield PartsCheck(
+                self._engine, self._layers, self._cutter, step, sizes, others, again=again, near=near, asked=asked
+            )
+
     def _look(
-        self, check: type[PartsCheck], function: Callable[..., Any], batch: Any, rest: tuple[Any, ...],
-        seed: tuple[int, ...], sizes: list[int], *, first: bool, occasion: str = "", near: int | None = None,
+        self, step: StepCall, sizes: list[int], *, first: bool, occasion: str = "", near: int | None = None,
         unlike: bool = False,
     ) -> None:  # fmt: skip
         """Rehearse the batch in parts, and act on the verdict [1].
 
         Args:
-            check, function, batch, rest, seed, sizes: see `PartsCheck`.
+            step, sizes: see `PartsCheck`.
             first: whether no batch has been compared before.
             occasion: why it is compared although it was trained on already, such as what it has done for the first
                 time; empty before it is.
@@ -195,16 +204,13 @@ class Scope:
         uneven = len(set(sizes)) > 1
         auto = options.microbatch_scope == "auto" and options.plan_text is None and not self._cutter.weighs
         again = uneven in self._looks
-        with self._rehearsal() as others:  # `Evaluation.run` lets interrupts through where user code runs
-            parts = check(
-                engine, self._layers, self._cutter, function, batch, rest, sizes, seed, others, again=again, near=near
-            )
-            verdict = parts.find_out(self._models if auto and (first or again or occasion) else ())
+        with self._checking(step, sizes, again=again, near=near) as check:
+            verdict = check.find_out(self._models if auto and (first or again or occasion) else ())
         learned = engine.learned
         learned.kept_rows |= verdict.kept_rows
         learned.mixed = False if engine.hints.couples else either(learned.mixed, verdict.mixed)
         learned.log_fits = in_both(learned.log_fits, verdict.rules)
-        learned.log_tolerance, learned.log_ways = parts.tolerance(), ways_of(learned.log_fits)
+        learned.log_tolerance, learned.log_ways = check.tolerance(), ways_of(learned.log_fits)
         learned.new_code.follows = any(len(ways) > 1 for ways in learned.log_ways.values())
         if not occasion:
             is_open = verdict.open or any(way.rule == OPEN for ways in learned.log_ways.values() for way in ways)
@@ -263,9 +269,7 @@ class Scope:
             )
         hints.of_logs([name for name in learned.new_code.unknown if name in still], [])
 
-    def _look_at_calls(
-        self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...]
-    ) -> None:
+    def _look_at_calls(self, step: StepCall) -> None:
         """Rehearse calls that are cut because the user has set ``microbatch_scope="model"``.
 
         An error that user code raises in the rehearsal is ignored: the step raises it again.
@@ -273,15 +277,12 @@ class Scope:
         engine = self._engine
         self._looks[False] = LOOKS
         try:
-            sizes = self._cutter.sizes_for(batch)
+            sizes = self._cutter.sizes_for(step.batch)
         except ValueError as error:
             return engine.hints.of_no_comparison(str(error), of_calls=True)
         if len(sizes) == 1:
             return None
-        with self._rehearsal() as others:
-            check = PartsCheck(
-                engine, self._layers, self._cutter, function, batch, rest, sizes, seed, others, asked=True
-            )
+        with self._checking(step, sizes, asked=True) as check:
             verdict = check.find_out(self._models)
         if verdict.why_not:
             engine.hints.of_no_comparison(verdict.why_not, of_calls=True)

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from lightning_roundpipe.devices.process_context import shared_context
+from lightning_roundpipe.model.graph_nodes import nodes_of
 from lightning_roundpipe.runtime.user_code.graph_cuts import driven_backward, witness
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
 from lightning_roundpipe.runtime.user_code.interception import current
@@ -156,17 +157,9 @@ def _arriving(master: nn.Parameter, grads: tuple[Tensor | None, ...]) -> tuple[N
 def user_of(master: nn.Parameter) -> str:
     """Return autograd's name of the operation on ``master`` in the graph that is being differentiated."""
     accumulator = torch.autograd.graph.get_gradient_edge(master).node
-    nodes, seen = [driven_backward.root], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        following = [after for after, _ in node.next_functions]
-        if accumulator in following:
-            return str(node.name())
-        nodes += following
-    return "code that runs in backward"
+    users = (n for n in nodes_of([driven_backward.root]) if any(after is accumulator for after, _ in n.next_functions))
+    user = next(users, None)
+    return "code that runs in backward" if user is None else str(user.name())
 
 
 @shared_context

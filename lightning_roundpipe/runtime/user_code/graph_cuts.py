@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.model.graph_nodes import nodes_of
 
 
 class _Driven:
@@ -191,19 +192,9 @@ def _refuse(graph_cut: GraphCut) -> NoReturn:
 def refuse_layers_between(outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor]) -> None:
     """Refuse user code that differentiates ``outputs`` by ``inputs`` across a layer: gradients would stop there."""
     wanted = {t.grad_fn or t for t in ([inputs] if isinstance(inputs, Tensor) else inputs)}
-    nodes: list[Any] = [t.grad_fn for t in ([outputs] if isinstance(outputs, Tensor) else outputs)]
-    seen: set[Any] = set()
-    layers: list[GraphCut] = []
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        wanted -= {node, getattr(node, "variable", node)}
-        if (graph_cut := getattr(node, "graph_cut", None)) is not None:
-            layers.append(graph_cut)
-        nodes += [following for following, _ in node.next_functions]
-    if wanted and layers:
+    nodes = nodes_of(t.grad_fn for t in ([outputs] if isinstance(outputs, Tensor) else outputs))
+    layers = [node.graph_cut for node in nodes if getattr(node, "graph_cut", None) is not None]
+    if layers and wanted.difference(nodes, (getattr(node, "variable", node) for node in nodes)):
         _refuse(layers[0])
 
 

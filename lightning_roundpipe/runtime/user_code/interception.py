@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices.process_context import replaced
 from lightning_roundpipe.devices.thread_owner import behalf, working
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.reporting.hints import PACKED_ROWS
@@ -42,18 +43,49 @@ def current() -> Any:
     return None if found is None else found.context
 
 
-class Interceptor:
-    """Stands in for one layer's ``forward``.
+class _ForwardStandIn:
+    """Stands in for the ``forward`` of ``module``.
 
     Attributes:
-        own: the layer's own instance attribute ``forward``, if it was patched; restored after the step.
+        own: the module's own instance attribute ``forward``, if it was patched; restored after the step.
     """
 
     is_interceptor = True
 
-    def __init__(self, layer: HostLayer) -> None:
-        self._layer = layer
+    def __init__(self, module: nn.Module) -> None:
         self.own: Any = None
+        self._module = module
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        return type(self._module).forward
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own ``forward`` in place."""
+        return self.own(*args, **kwargs) if self.own is not None else self._forward(self._module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the module for user code: within a step, the copy is an ordinary module."""
+        return copy.deepcopy(self.own, memo) or types.MethodType(self._forward, copy.deepcopy(self._module, memo))
+
+    def install(self, fail: Callable[[BaseException], None] | None) -> None:
+        """Replace ``forward``. ``fail`` is told of calls from foreign threads; None (evaluation) runs them in place."""
+        self.own = self._module.__dict__.get("forward")
+        self._module.__dict__["forward"] = self
+
+    def remove(self) -> None:
+        if self.own is not None:
+            self._module.__dict__["forward"] = self.own  # in its place: attributes are compared in order
+        else:
+            self._module.__dict__.pop("forward", None)
+
+
+class Interceptor(_ForwardStandIn):
+    """Stands in for one layer's ``forward``."""
+
+    def __init__(self, layer: HostLayer) -> None:
+        super().__init__(layer.module)
+        self._layer = layer
         self._fail: Callable[[BaseException], None] | None = None
         self._ask = self._hand_over
 
@@ -74,54 +106,28 @@ class Interceptor:
             raise error
         return self.run(*args, **kwargs)
 
-    @property
-    def index(self) -> int:
-        """Index of the layer."""
-        return self._layer.index
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's own ``forward`` in place."""
-        if self.own is not None:
-            return self.own(*args, **kwargs)
-        return type(self._layer.module).forward(self._layer.module, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the layer for user code: within a step, the copy is an ordinary module."""
-        module: Any = self._layer.module
-        copied = copy.deepcopy(module, memo)
-        return copy.deepcopy(self.own, memo) if self.own is not None else types.MethodType(type(module).forward, copied)
-
     def install(self, fail: Callable[[BaseException], None] | None) -> None:
-        """Replace ``forward``. ``fail`` is told of calls from foreign threads; None (evaluation) runs them in place."""
         self._fail = fail
-        self.own = self._layer.module.__dict__.get("forward")
         # Compiled user code must not be traced through the engine. Compiling it has imported dynamo by now.
         if "torch._dynamo" in sys.modules and self._ask == self._hand_over:
             self._ask = torch.compiler.disable(self._hand_over)  # type: ignore[no-untyped-call]
-        self._layer.module.__dict__["forward"] = self
+        super().install(fail)
 
     def remove(self) -> None:
         self._fail = None
-        if self.own is not None:
-            self._layer.module.__dict__["forward"] = self.own
-        else:
-            self._layer.module.__dict__.pop("forward", None)
+        super().remove()
 
 
-class ModelInterceptor:
+class ModelInterceptor(_ForwardStandIn):
     """Stands in for the ``forward`` of a module that contains layers.
 
     Attributes:
         name: qualified name of the module, or its class name if it is the root.
-        own: the module's own instance attribute ``forward``, if it was patched.
     """
 
-    is_interceptor = True
-
     def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__(module)
         self.name = name or type(module).__name__
-        self.own: Any = None
-        self._module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call_model = getattr(current(), "call_model", None)  # None inside the model, whose code then runs unchanged
@@ -133,26 +139,6 @@ class ModelInterceptor:
     def __signature__(self) -> inspect.Signature:
         """Signature of the module's ``forward``, which models inspect."""
         return inspect.signature(self.own if self.own is not None else types.MethodType(self._forward, self._module))
-
-    @property
-    def _forward(self) -> Callable[..., Any]:
-        return type(self._module).forward
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own ``forward``."""
-        return self.own(*args, **kwargs) if self.own is not None else self._forward(self._module, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.own, memo) or types.MethodType(self._forward, copy.deepcopy(self._module, memo))
-
-    def install(self, fail: Callable[[BaseException], None] | None) -> None:
-        self.own = self._module.__dict__.get("forward")
-        self._module.__dict__["forward"] = self
-
-    def remove(self) -> None:
-        self._module.__dict__.pop("forward", None)
-        if self.own is not None:
-            self._module.__dict__["forward"] = self.own
 
 
 def models_in(root: nn.Module, layers: Iterable[nn.Module]) -> list[ModelInterceptor]:
@@ -275,8 +261,5 @@ def _packed_rows_noted(switched_off: list[str]) -> Iterator[None]:
             switched_off.append(PACKED_ROWS)
         return documents
 
-    masks.find_packed_sequence_indices = found
-    try:
+    with replaced(masks, find_packed_sequence_indices=found):
         yield
-    finally:
-        masks.find_packed_sequence_indices = find

@@ -106,12 +106,12 @@ class LeftBehind:
         """Yield where something is reached, and what `walk` yields."""
         seen: dict[int, Any] = {}
         later: list[tuple[str, Any]] = []
-        yield from ((MODULES, *found) for found in walk(self._modules, seen=seen, later=later))
+        yield from ((MODULES, *found) for found in walk(self._modules, seen, later))
         for other in self._others:
             where = SETTINGS if isinstance(other[1], (dict, Namespace, LRScheduler)) else ELSEWHERE
             yield from ((where, *found) for found in walk_around([other], seen, later))
         alike: Counter[str] = Counter()
-        for path, value, kind in walk([*later, *self._code], seen=seen):
+        for path, value, kind in walk([*later, *self._code], seen):
             alike[path] += 1  # variables of several functions may have one name
             yield ELSEWHERE, path if alike[path] == 1 else f"{path} ({alike[path]})", value, kind
 
@@ -123,7 +123,7 @@ class LeftBehind:
             before[path] = value
         elif kind == "tensor":
             place = value.data_ptr() if value.layout is torch.strided else 0
-            self._marks[id(value)] = (value, place, _version(value), [part.clone() for part in sparse_parts(value)])
+            self._marks[id(value)] = (value, place, version(value), [part.clone() for part in sparse_parts(value)])
             before[path] = value
             self._bytes += sum(part.nbytes for part in sparse_parts(value) or [value])
             if self._bytes <= _TENSOR_BYTES:
@@ -135,7 +135,7 @@ class LeftBehind:
             if kind == "array":
                 before[path] = value.copy()
             elif kind == "generator":
-                before[path] = repr(_STATES[type(value)][0](value))
+                [before[path]] = state_of(value, kind)
             elif kind == "many":
                 before[path] = len(value)
             self._put.append(put_back_of(value, kind, now))
@@ -151,30 +151,23 @@ class LeftBehind:
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
-    def changes(self) -> dict[str, Any]:
-        """Return what differs from before on the modules [3]: by path, the value now, or `ABSENT`.
+    def changes(self) -> dict[str, dict[str, Any]]:
+        """Return what differs from before [3]: on `MODULES`, in `SETTINGS`; of numbers, lengths, tensors `ELSEWHERE`.
 
-        Tensors are returned as copies on the host, numeric arrays as tensors, and other state as text or a length.
+        By path, the value now, or `ABSENT`. Tensors are returned as copies on the host, numeric arrays as tensors, and
+        other state as text or a length.
         """
-        return self._changes(((MODULES, *found) for found in walk(self._modules, later=[])), [MODULES])[MODULES]
-
-    def all_changes(self) -> dict[str, dict[str, Any]]:
-        """Return what differs from before: on `MODULES`, in `SETTINGS`; of numbers, lengths and tensors `ELSEWHERE`."""
-        return self._changes(self._walk(), [MODULES, SETTINGS, ELSEWHERE])
-
-    def _changes(self, walked: Iterable[tuple[str, str, Any, str]], where: list[str]) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {place: {} for place in where}
-        seen: dict[str, set[str]] = {place: set() for place in where}
-        for place, path, value, kind in walked:
+        found: dict[str, dict[str, Any]] = {place: {} for place in self._before}
+        seen: dict[str, set[str]] = {place: set() for place in self._before}
+        for place, path, value, kind in self._walk():
             seen[place].add(path)
             if place == ELSEWHERE and kind not in ("many", "tensor") and not _is_number(value):
                 continue
             before = self._before[place].get(path, ABSENT)
             if (now := self._change(before, value, kind)) is not _SAME:
                 found[place][path] = now
-        for place in where:
-            before_here = self._before[place].items()
-            gone = {p for p, value in before_here if p not in seen[place] and (place != ELSEWHERE or _is_number(value))}
+        for place, known in self._before.items():
+            gone = {p for p in known.keys() - seen[place] if place != ELSEWHERE or _is_number(known[p])}
             found[place] |= dict.fromkeys(sorted(gone), ABSENT)
         return found
 
@@ -189,19 +182,16 @@ class LeftBehind:
                 if value.layout is torch.strided
                 else bool(mark[3]) and all(map(torch.equal, mark[3], sparse_parts(value)))
             )
-            if before is not value or not same_memory or mark is None or mark[2] != _version(value):
+            if before is not value or not same_memory or mark is None or mark[2] != version(value):
                 return value.detach().cpu().clone()
             if (kept := self._kept.get(id(value))) is not None and not _same_bits(value, kept):
                 return value.detach().cpu().clone()
         elif kind == "array":
             if before is ABSENT or before.shape != value.shape or not np.array_equal(before, value):
                 return torch.from_numpy(value.copy()) if value.dtype.kind in "fiub" else repr(value)
-        elif kind == "generator":
-            if (now := repr(_STATES[type(value)][0](value))) != before:
+        elif kind in ("generator", "iterator"):
+            if (now := state_of(value, kind)[0]) != before:
                 return now
-        elif kind == "iterator":
-            if (position := _position(value)) != before:
-                return position
         elif kind == "many" and len(value) != before:
             return len(value)
         return _SAME
@@ -238,9 +228,10 @@ def put_back_of(value: Any, kind: str, now: Callable[[Any], Any] = lambda item: 
         length = len(value)
         return lambda: value.__delitem__(slice(length, None)) if isinstance(value, list) else None
     if kind == "globals":
-        return _globals_back(value, now)
+        return _names_back(value.held, value.space.__setitem__, value.space.__delitem__, now)
     if kind == "class":
-        return _class_back(value, now)
+        own = functools.partial(_class_attributes, value)
+        return _names_back(own, functools.partial(setattr, value), functools.partial(delattr, value), now)
     return _attributes_back(value, now) if kind == "object" else _container_back(value, now)
 
 
@@ -280,17 +271,15 @@ class SavedAttributes:
 
 
 def walk(
-    roots: Iterable[tuple[str, Any]], *, seen: dict[int, Any] | None = None,
-    later: list[tuple[str, Any]] | None = None,
-) -> Iterator[tuple[str, Any, str]]:  # fmt: skip
+    roots: Iterable[tuple[str, Any]], seen: dict[int, Any], later: list[tuple[str, Any]] | None = None
+) -> Iterator[tuple[str, Any, str]]:
     """Yield everything reachable that may change, as path, object and kind; each object once.
 
     Args:
         roots: the objects to start from, with their paths.
-        seen: the objects to leave out, by id; what is yielded is added.
+        seen: the objects to leave out, by id; what is yielded is added, and so kept alive: no id is used twice.
         later: takes the functions, methods and classes, with what hooks and closures keep. None: they are followed.
     """
-    seen = {} if seen is None else seen  # keeps the objects alive, so that no id is used twice
     waiting = list(roots)
     waiting.reverse()
     while waiting:
@@ -324,7 +313,7 @@ def walk_around(
     """
     for path, root in roots:
         known, functions = dict(seen), later if isinstance(root, LRScheduler) else []
-        found = list(itertools.islice(walk([(path, root)], seen=known, later=functions), _FEW_OBJECTS))
+        found = list(itertools.islice(walk([(path, root)], known, functions), _FEW_OBJECTS))
         if len(found) < _FEW_OBJECTS:
             seen.update(known)
             yield from (item for item in found if _is_small(*item[1:]))
@@ -505,7 +494,7 @@ def _stands_for(copies: dict[int, tuple[Any, Callable[[Any], Any], Any]], value:
     return known[1](known[2])
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -517,12 +506,12 @@ def _same_bits(tensor: Tensor, kept: Tensor) -> bool:
 
 
 def _tensor_back(tensor: Tensor, kept: Tensor) -> Callable[[], None]:
-    version = _version(tensor)
+    before = version(tensor)
     where = tensor.data_ptr() if tensor.layout is torch.strided else 0
 
     def put() -> None:
         moved = tensor.layout is torch.strided and tensor.data_ptr() != where
-        if version >= 0 and not moved and _version(tensor) == version and _same_bits(tensor, kept):
+        if before >= 0 and not moved and version(tensor) == before and _same_bits(tensor, kept):
             return
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             if tensor.shape == kept.shape:
@@ -556,29 +545,21 @@ def _attributes_back(value: Any, now: Callable[[Any], Any]) -> Callable[[], None
     return put
 
 
-def _globals_back(value: Namespace, now: Callable[[Any], Any]) -> Callable[[], None]:
-    held = value.held()
+def _names_back(
+    read: Callable[[], dict[str, Any]], put: Callable[[str, Any], object], remove: Callable[[str], object],
+    now: Callable[[Any], Any],
+) -> Callable[[], None]:  # fmt: skip
+    held = read()
 
-    def put() -> None:
-        for name in value.held().keys() - held.keys():
-            del value.space[name]
-        value.space.update({name: now(item) for name, item in held.items()})
-
-    return put
-
-
-def _class_back(value: type, now: Callable[[Any], Any]) -> Callable[[], None]:
-    held = _class_attributes(value)
-
-    def put() -> None:
-        there = _class_attributes(value)
+    def put_back() -> None:
+        there = read()
         for name in there.keys() - held.keys():
-            delattr(value, name)
+            remove(name)
         for name, item in held.items():
             if there.get(name, ABSENT) is not (item := now(item)):
-                setattr(value, name, item)
+                put(name, item)
 
-    return put
+    return put_back
 
 
 def _container_back(value: Any, now: Callable[[Any], Any]) -> Callable[[], None]:

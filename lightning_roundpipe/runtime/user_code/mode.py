@@ -123,12 +123,6 @@ _OF_THE_SHAPE = frozenset({"size", "dim", "numel", "stride", "is_contiguous", "_
 _NO_VALUES = _OF_THE_SHAPE | {"__get__"}
 
 
-class Offloaded(Protocol):
-    """The tensors that are on the host only; see `offloading`."""
-
-    def __bool__(self) -> bool: ...
-
-
 class UserCodeMode(TorchFunctionMode):
     """The torch function mode of one microbatch's user code.
 
@@ -142,7 +136,7 @@ class UserCodeMode(TorchFunctionMode):
         devices: devices that host tensors move to.
         aside: runs a wait for a device while other microbatches may run user code.
         buffers: the layers' buffers; pending values are settled before user code reads a buffer.
-        offloaded: tensors of user code that are on the host only.
+        offloaded: the tensors of user code that are on the host only, true if there are any; see `offloading`.
         restore: brings such a tensor back, before user code touches it; does nothing for others.
         observe: called with the frame that calls a torch function, and its name, except in backward; see `new_code`.
         counted: what training_step counts itself.
@@ -164,7 +158,7 @@ class UserCodeMode(TorchFunctionMode):
         devices: Sequence[Device] = (),
         aside: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
         buffers: HostBuffers | None = None,
-        offloaded: Offloaded | None = None,
+        offloaded: object = None,
         restore: Callable[[Tensor], None] = lambda tensor: None,
         observe: Callable[[FrameType | None, str], None] | None = None,
         counted: CountSites | None = None,
@@ -192,7 +186,7 @@ class UserCodeMode(TorchFunctionMode):
         self._kept = kept
         self._aside = aside
         self._buffers = HostBuffers() if buffers is None else buffers
-        self._offloaded: Offloaded | tuple[()] = () if offloaded is None else offloaded
+        self._offloaded = offloaded
         self._restore = restore
         self._known = KnownValues(accelerator)
         self._bringer = HostToDeviceCopier(accelerator, devices, self._known)

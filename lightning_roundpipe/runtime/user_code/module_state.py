@@ -27,7 +27,17 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.model.attributes import Container, StateDiff, frozen, own_attributes, refill, same, tensors_in
+from lightning_roundpipe.model.attributes import (
+    Container,
+    StateDiff,
+    differing,
+    frozen,
+    own_attributes,
+    refill,
+    same,
+    tensors_in,
+)
+from lightning_roundpipe.runtime.batch.microbatches import are_rows
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 _ABSENT = object()
@@ -183,9 +193,8 @@ class ModuleStateIsolation:
     def learn(self, segment_key: SegmentKey) -> None:
         """After a section of user code: add the attributes that it changed."""
         for owner, old, new in self._watch.changes():
-            for name in old.keys() | new.keys():
-                if not same(old.get(name, _ABSENT), new.get(name, _ABSENT)):
-                    self._place_of(owner, name, old.get(name, _ABSENT)).segment_keys.add(segment_key)
+            for name in differing(old, new):
+                self._place_of(owner, name, old.get(name, _ABSENT)).segment_keys.add(segment_key)
 
     def _place_of(self, owner: nn.Module | nn.Parameter, name: str, value: Any) -> StatePlace:
         """Return the attribute's place; a new one starts from ``value``, a copy of what the attribute held."""
@@ -318,27 +327,20 @@ class StateWatch:
 
     def __init__(self, modules: list[nn.Module], parameters: list[nn.Parameter]) -> None:
         self._modules, self._parameters = modules, parameters
-        self._attributes: list[dict[str, Any]] = [{}] * len(modules)
-        self._seen: list[list[Any]] = [[]] * len(modules)
-        self._empty: list[list[Any]] = [[]] * len(modules)
-        self._filled: list[list[tuple[Any, Any]]] = [[]] * len(modules)
-        self._all_empty: list[Any] = []  # mostly hook dicts: thousands that stay empty, checked in one pass
+        self._seen = [_Attributes(module) for module in modules]
+        self._all_empty = [c for seen in self._seen for c in seen.empty]  # mostly hook dicts, checked in one pass
         self._trainable = [p.requires_grad for p in parameters]
-        for index in range(len(modules)):
-            self._snapshot(index)
-        self._all_empty = [c for containers in self._empty for c in containers]
 
     def changes(self) -> list[tuple[nn.Module | nn.Parameter, dict[str, Any], dict[str, Any]]]:
         """Return owners whose attributes may have changed since the last call, with the attributes before and now."""
         found: list[tuple[nn.Module | nn.Parameter, dict[str, Any], dict[str, Any]]] = []
         some_filled = any(self._all_empty)
-        for index, module in enumerate(self._modules):
-            if self._moved(index) or (some_filled and any(self._empty[index])):
-                before = self._attributes[index]
-                self._snapshot(index)
-                found.append((module, before, self._attributes[index]))
+        for index, (module, seen) in enumerate(zip(self._modules, self._seen, strict=True)):
+            if seen.differ(module) or (some_filled and any(seen.empty)):
+                now = self._seen[index] = _Attributes(module)
+                found.append((module, seen.values, now.values))
         if found:
-            self._all_empty = [c for containers in self._empty for c in containers]
+            self._all_empty = [c for seen in self._seen for c in seen.empty]
         trainable = [p.requires_grad for p in self._parameters]
         if trainable != self._trainable:
             for parameter, old, new in zip(self._parameters, self._trainable, trainable, strict=True):
@@ -347,20 +349,29 @@ class StateWatch:
             self._trainable = trainable
         return found
 
-    def _moved(self, index: int) -> bool:
-        held, seen = self._modules[index].__dict__, self._seen[index]
-        if len(held) != len(seen) or not all(map(operator.is_, held.values(), seen)):
-            return True
-        return any(not same(container, contents) for container, contents in self._filled[index])
 
-    def _snapshot(self, index: int) -> None:
-        module = self._modules[index]
+class _Attributes:
+    """The attributes of a module, with copies of its containers.
+
+    Attributes:
+        values: by name.
+        empty: the containers that hold nothing. Whether they still do is not seen by `differ`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
         own = own_attributes(module)
-        self._attributes[index] = {k: frozen(v) for k, v in own.items()}
-        self._seen[index] = list(module.__dict__.values())
-        containers = [(v, self._attributes[index][k]) for k, v in own.items() if isinstance(v, Container)]
-        self._empty[index] = [v for v, _ in containers if not v]
-        self._filled[index] = [(v, contents) for v, contents in containers if v]
+        self.values = {k: frozen(v) for k, v in own.items()}
+        self._held = list(module.__dict__.values())
+        containers = [(v, self.values[k]) for k, v in own.items() if isinstance(v, Container)]
+        self.empty = [v for v, _ in containers if not v]
+        self._filled = [(v, contents) for v, contents in containers if v]
+
+    def differ(self, module: nn.Module) -> bool:
+        """Return whether those of ``module`` are others now."""
+        held = module.__dict__
+        if len(held) != len(self._held) or not all(map(operator.is_, held.values(), self._held)):
+            return True
+        return any(not same(container, contents) for container, contents in self._filled)
 
 
 def _all_rows(values: Sequence[tuple[Any, Any]], sizes: Sequence[int]) -> tuple[Any, Any]:
@@ -377,10 +388,7 @@ def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     if any(type(value) is not type(last) for value in values):
         return last
     if isinstance(last, Tensor):
-        rows = zip(values, sizes, strict=True)
-        if last.dim() and all(t.shape == (size, *last.shape[1:]) and t.dtype is last.dtype for t, size in rows):
-            return torch.cat([value.detach().cpu() for value in values])
-        return last
+        return torch.cat([value.detach().cpu() for value in values]) if are_rows(values, sizes) else last
     if type(last) is dict and all(value.keys() == last.keys() for value in values):
         return {key: _joined([value[key] for value in values], sizes) for key in last}
     if isinstance(last, (list, tuple)) and all(len(value) == len(last) for value in values):

@@ -23,6 +23,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, FrameType
 
+from lightning_roundpipe.runtime.batch.logs import log_call
+
 _SKIPPED = (
     "torch", "torchmetrics", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning",
     "lightning_roundpipe",
@@ -79,7 +81,7 @@ class NewCode:
     def learn_names(self, names: Iterable[str]) -> None:
         """A rehearsal has logged values under ``names`` [1] [3]."""
         for name in names:
-            self._learn(_logs(name))
+            self._learn(log_call(name))
 
     def _learn(self, key: Key | tuple[Key, str]) -> None:
         self.watched = True
@@ -164,7 +166,7 @@ class NewCode:
         """``microbatch`` has logged values under ``names`` [2]."""
         if self.watched:
             for name in names:
-                if (key := _logs(name)) not in self._known:
+                if (key := log_call(name)) not in self._known:
                     self._find(key, f"{name!r} was logged for the first time", microbatch)
 
     def note_values(self, names: Mapping[str, int]) -> list[str]:
@@ -213,10 +215,6 @@ def line_of(frame: FrameType | None) -> str:
 
 def _line(frame: FrameType) -> str:
     return f"line {frame.f_lineno} of {os.path.basename(frame.f_code.co_filename)}"
-
-
-def _logs(name: str) -> str:
-    return f"self.log({name!r})"
 
 
 def _place(code: CodeType, at: int) -> Place:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices.process_context import shared_context
 
 _PLAIN = nn.TransformerEncoder.forward
 _OURS = __name__.partition(".")[0] + "."
@@ -57,23 +58,12 @@ class PaddedCalls:
                     )
 
 
-@contextlib.contextmanager
+@shared_context
 def as_plain() -> Iterator[None]:
-    """Let encoders give what they give in plain evaluation, within this context."""
-    with _LOCK:
-        _USERS.append(None)
-        nn.TransformerEncoder.forward = _forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        with _LOCK:
-            _USERS.pop()
-            if not _USERS:
-                nn.TransformerEncoder.forward = _PLAIN  # type: ignore[method-assign]
-
-
-_LOCK = threading.Lock()
-_USERS: list[None] = []
+    """Let encoders give what they give in plain evaluation, until the last context of several has exited."""
+    nn.TransformerEncoder.forward = _forward  # type: ignore[method-assign]
+    yield
+    nn.TransformerEncoder.forward = _PLAIN  # type: ignore[method-assign]
 
 
 @functools.wraps(_PLAIN)

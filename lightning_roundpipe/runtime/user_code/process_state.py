@@ -49,9 +49,17 @@ def one_at_a_time(devices: Iterable[Device]) -> Iterator[None]:
     Args:
         devices: devices on which layers run.
     """
-    _install({device.torch_device: device.generator_lock for device in devices})
+    _forked.clear()
+    lock = threading.RLock()  # a new one: a thread that is stuck in a layer may hold the previous one forever
+    for module, enter, leave in _LEVELS:
+        _replace(module, enter, functools.partial(_entering, lock=lock))
+        _replace(module, leave, functools.partial(_leaving, lock=lock))
+    locks = {device.torch_device: device.generator_lock for device in devices}
+    _replace(torch.random, "fork_rng", functools.partial(_forking, locks=locks))
     yield
-    _remove()
+    while _own:
+        (module, name), own = _own.popitem()
+        setattr(module, name, own)
 
 
 def under_forward_mode() -> bool:
@@ -80,24 +88,9 @@ def holding_generators(device: Device) -> Iterator[None]:
         yield
 
 
-def _install(generator_locks: dict[torch.device, GeneratorLock]) -> None:
-    _forked.clear()
-    lock = threading.RLock()  # a new one: a thread that is stuck in a layer may hold the previous one forever
-    for module, enter, leave in _LEVELS:
-        _replace(module, enter, functools.partial(_entering, lock=lock))
-        _replace(module, leave, functools.partial(_leaving, lock=lock))
-    _replace(torch.random, "fork_rng", functools.partial(_forking, locks=generator_locks))
-
-
 def _replace(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
     _own[module, name] = getattr(module, name)
     setattr(module, name, wrap(_own[module, name]))
-
-
-def _remove() -> None:
-    while _own:
-        (module, name), own = _own.popitem()
-        setattr(module, name, own)
 
 
 def _depth() -> int:

@@ -57,14 +57,9 @@ class GlobalRandomState:
 
     def has_moved(self) -> bool:
         """Return whether one of the generators is in another state than saved."""
-        kind, words, position, *_ = np.random.get_state()
-        held: Any = self._numpy
-        return (
-            any(not torch.equal(g.get_state(), self._states[key]) for key, g in self._generators.items())
-            or random.getstate() != self._python
-            or (kind, position) != (held[0], held[2])
-            or not np.array_equal(words, held[1])
-        )
+        return any(
+            not torch.equal(g.get_state(), self._states[key]) for key, g in self._generators.items()
+        ) or host_state() != _comparable(self._python, self._numpy)
 
     def restore(self) -> None:
         for key, generator in self._generators.items():
@@ -118,8 +113,22 @@ class Randomness:
 
     @contextlib.contextmanager
     def _learning(self, key: Hashable, seed: Seed, device: Device, again: bool) -> Iterator[None]:
-        with device.generator_lock, generators.HOST_LOCK, self._learned(key, seed, device, again):
+        with device.generator_lock, generators.HOST_LOCK:
+            self._seed(True, seed, device)
+            before = _states(device) if self.comparing else None
             yield
+            after = _states(device) if before is not None else None
+            _park(device, host=True)
+            if before is None or after is None:
+                return
+            keys = {key, key[0]} if isinstance(key, tuple) else {key}
+            if not torch.equal(before[0], after[0]):
+                self._torch |= keys
+                self._draws_in_backward |= again
+            host = _has_two(device) and not torch.equal(before[1], after[1])
+            if host or before[2] != after[2]:
+                self._host |= keys
+                self._draws_in_backward |= again
 
     @contextlib.contextmanager
     def _drawing(self, host: bool, seed: Seed, device: Device, what: str, backward: bool) -> Iterator[None]:
@@ -131,24 +140,6 @@ class Randomness:
                 _park(device, host=host)
         if not (host or backward):
             self._check_host(device, what)
-
-    @contextlib.contextmanager
-    def _learned(self, key: Hashable, seed: Seed, device: Device, again: bool) -> Iterator[None]:
-        self._seed(True, seed, device)
-        before = _states(device) if self.comparing else None
-        yield
-        after = _states(device) if before is not None else None
-        _park(device, host=True)
-        if before is None or after is None:
-            return
-        keys = {key, key[0]} if isinstance(key, tuple) else {key}
-        if not torch.equal(before[0], after[0]):
-            self._torch |= keys
-            self._draws_in_backward |= again
-        host = _has_two(device) and not torch.equal(before[1], after[1])
-        if host or before[2] != after[2] or not _same_numpy(before[3], after[3]):
-            self._host |= keys
-            self._draws_in_backward |= again
 
     @staticmethod
     def _seed(host: bool, keys: Seed, device: Device) -> None:
@@ -220,9 +211,14 @@ def _park(device: Device, *, host: bool) -> None:
         torch.default_generator.manual_seed(_PARKED)
 
 
-def _states(device: Device) -> tuple[torch.Tensor, torch.Tensor, Any, Any]:
-    return device.generator.get_state(), torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+def _states(device: Device) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    return device.generator.get_state(), torch.default_generator.get_state(), host_state()
 
 
-def _same_numpy(a: Any, b: Any) -> bool:
-    return bool(a[2] == b[2] and (a[1] == b[1]).all())
+def host_state() -> Any:
+    """Return the states of Python's and NumPy's generators, to compare."""
+    return _comparable(random.getstate(), np.random.get_state())
+
+
+def _comparable(python: Any, numpy: Any) -> Any:
+    return python, numpy[0], numpy[2], numpy[1].tobytes()
