@@ -61,6 +61,8 @@ _OTHERS = 0.5
 """Share of the work for each further search, if memory limits what the first one finds."""
 _HOPEFUL = 1.02
 """The search skips a start whose lower bound exceeds the best time so far by this factor."""
+_MOST_JUDGED = 48
+"""Most plans of a search that the judge is asked about."""
 _CLEARLY = 1e-4
 """Candidates come in the order of their searched times. A later one must be better by more than this fraction."""
 _NEAR = 512
@@ -157,7 +159,8 @@ def search_partition(
                 with suppress(ValueError):  # the baseline does not fit beside copies
                     found = search(arenas, share=_OTHERS, costs=copied)[:judged]
                     plans += [plan.with_arenas(arenas) for plan in found]
-        return min([best, *unpacking_plans(plans, costs, workers, microbatches, limits)], key=judge)
+        best = min([best, *unpacking_plans(plans, costs, workers, microbatches, limits)], key=judge)
+        return _improved(best, judge, judged, costs, workers, microbatches, limits)
     plans = [plan.with_arenas(baseline.arenas) for plan in search(baseline.arenas)]
     timing = Timing(Pace.of(costs, host or HostTime()), workers, microbatches, staleness, 0.0)
     best_s = timing.settled(best)
@@ -166,6 +169,36 @@ def search_partition(
         # By whatever steps one measures, it has to be no slower than the plan that it is taken for.
         if plan_s.mean() < best_s.mean() * (1 - _CLEARLY) and (plan_s <= best_s * (1 + 1e-12)).all():
             best, best_s = plan, plan_s
+    return best
+
+
+def _improved(
+    plan: Plan,
+    judge: Callable[[Plan], float],
+    judged: int,
+    costs: Costs,
+    workers: int,
+    microbatches: int,
+    limits: Limits,
+) -> Plan:
+    """Return the best of ``plan`` and plans near it, by ``judge``.
+
+    The search knows neither copies nor updates. Plans that hide them better are near the one that it found.
+    """
+    best, best_s, random = plan, judge(plan), np.random.default_rng(0)
+    tries = 8 * judged
+    while judged and tries:
+        tries -= 1
+        shape, sizes = sizes_of(best)
+        shape, moved = kicked(shape, np.array(sizes), random)
+        near = replace(plan_of(shape, moved.tolist()), recompute_ahead=best.recompute_ahead).with_arenas(best.arenas)
+        if len(near.fused) > limits.max_fused + 1 or (
+            limits.memory is not None and not fits(near, costs, workers, limits.memory)
+        ):
+            continue
+        judged -= 1
+        if (near_s := judge(near)) < best_s:
+            best, best_s = near, near_s
     return best
 
 
@@ -253,10 +286,10 @@ class _PlanSearch:
         """``order`` of the plans whose neighbours of other shapes have been timed."""
 
     def run(self, baseline: Plan) -> list[Plan]:
-        """Return up to 16 plans, best first."""
+        """Return up to `_MOST_JUDGED` plans, best first."""
         shape, sizes = sizes_of(baseline)
         found = self._improved(sorted([*self._best(shape, np.array([sizes]), 1), *self._seeds()]))
-        return [plan_of(one.shape, one.sizes.tolist()) for one in found[:16]]
+        return [plan_of(one.shape, one.sizes.tolist()) for one in found[:_MOST_JUDGED]]
 
     def _seeds(self) -> list[_Found]:
         """Return starts, at most two of a shape."""
