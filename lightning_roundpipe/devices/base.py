@@ -444,10 +444,18 @@ def check_copy(dst: Tensor, src: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stage(tensor: Tensor, device: Device) -> Tensor:
-    """Return a copy of a host tensor in host memory from which ``device`` can copy without blocking the host."""
+    """Return a copy of a host tensor, where possible in memory from which ``device`` copies without blocking the host.
+
+    It is an ordinary clone if the tensor is not strided, or if torch refuses to write to it, as its elements overlap.
+    """
+    if tensor.layout is not torch.strided:
+        return tensor.clone()
     staged = device.host_like(tensor)
     to, of = check_copy(staged, tensor)
-    to.copy_(of)
+    try:
+        to.copy_(of)
+    except RuntimeError:
+        return tensor.clone()
     return staged
 
 

@@ -73,7 +73,9 @@ class HostBuffers:
                 known, buffer = self._made.get((id(module), name)), module._buffers.get(name)
             if known is None or not known[1].is_up_to_date(buffer) or self._differs((id(module), name), buffer):
                 with torch.inference_mode(False):
-                    host = None if buffer is None else _staged(buffer.detach(), device)
+                    host = None if buffer is None else buffer.detach()
+                    if host is not None:
+                        host = stage(host, device) if _is_plain(host) else host.clone()
                 known = self._made[id(module), name] = module, BufferValue(host, None, (buffer, _version(buffer)))
             return known[1]
 
@@ -286,14 +288,6 @@ def _version(tensor: Tensor | None) -> int:
 
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
-
-
-def _staged(tensor: Tensor, device: Device) -> Tensor:
-    """Return a copy from which ``device`` copies asynchronously, where possible."""
-    try:
-        return stage(tensor, device) if _is_plain(tensor) else tensor.clone()
-    except RuntimeError:  # elements overlap in a way that torch refuses to write to
-        return tensor.clone()
 
 
 def _alike(one: Tensor | None, other: Tensor | None) -> bool:
