@@ -185,14 +185,12 @@ class Slot:
 
     def wait_for_predecessor(self, cancel_scope: CancelScope) -> None:
         """Wait until the downloads of the predecessor's sums have been enqueued [3]."""
-        if self.predecessor is not None:
-            self.predecessor._wait_closed(cancel_scope)
-
-    def _wait_closed(self, cancel_scope: CancelScope) -> None:
-        with self._lock:
-            if self.closed:
+        if (before := self.predecessor) is None:
+            return
+        with before._lock:
+            if before.closed:
                 return
-            waiter = self._successor = Waiter()
+            waiter = before._successor = Waiter()
         cancel_scope.wait(waiter)
 
     def is_turn_of(self, microbatch: int) -> bool:
