@@ -264,7 +264,7 @@ class SeveralMachines(ParallelStrategy):
         self._stop_agreeing()
         peers, self._peers = self._peers, None
         if peers is not None:
-            peers.barrier("the end of the run")
+            peers.come_together("the end of the run")
             peers.liveness.end()
 
     # -- collective operations ----------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class SeveralMachines(ParallelStrategy):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if (peers := self._ready("barrier", None)) is not None:
-            peers.barrier(f"barrier({args[0] if args else kwargs.get('name', '')})")
+            peers.come_together(f"barrier({args[0] if args else kwargs.get('name', '')})")
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:

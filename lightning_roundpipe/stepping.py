@@ -31,8 +31,7 @@ from lightning_roundpipe.hook_audit import (
     slowed_by,
 )
 from lightning_roundpipe.optim.clipping import Clip
-from lightning_roundpipe.optim.independence import goes_by_default_format
-from lightning_roundpipe.optim.partial_optimizer import stepped_by_parameter
+from lightning_roundpipe.optim.independence import goes_by_default_format, stepped_by_parameter
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.runtime.engine import Engine
 

@@ -20,7 +20,7 @@ from patience import PATIENCE_S, join, longer_each_try, until
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.core import teardown
+from lightning_roundpipe.runtime.core import worker_pool
 from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 
 # ----------------------------------------------------------------------------------------------------------------- dead
@@ -161,7 +161,7 @@ class StickAt(pl.Callback):
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
     """Afterwards it is let go, and the thread that was left behind ends."""
-    monkeypatch.setattr(teardown, "GRACE", 0.2)
+    monkeypatch.setattr(worker_pool, "GRACE", 0.2)
     STUCK.release.clear()
     STUCK.reached.clear()
     yield STUCK

@@ -23,7 +23,7 @@ from harness import Result, loader, ours, run, trainer_of
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, Optimizer
 
-from lightning_roundpipe.optim import PartialOptimizer
+from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.optimizer import async_optimizer
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer

@@ -441,8 +441,13 @@ class DeviceProbe:
         if not self.emulated:
             pageable = torch.zeros(nbytes, dtype=torch.uint8)
             first = self.devices[0]
+
+            def pageable_up() -> None:
+                there[first].copy_(pageable)
+                first.compute.synchronize()
+
             with first.activate():
-                slow = nbytes / _best(lambda: (there[first].copy_(pageable), first.compute.synchronize()))
+                slow = nbytes / _best(pageable_up)
             locked = (
                 f"locked in {locking:.2g} s/GiB" if here[first].is_pinned() else "refused: no copy is of locked memory"
             )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lightning_roundpipe.devices.generators import GeneratorLock
 
+_NOTHING = nullcontext()
 POISON = 0xFF
 """The byte that overwrites freed buffers. Two or four of them are a NaN in bf16, fp16 and fp32."""
 
@@ -150,24 +151,27 @@ class Stream(ABC):
     def fill(self, buffer: Tensor, byte: int) -> None:
         """Enqueue setting every byte of the contiguous ``buffer`` to ``byte`` (0 to 255), hidden from autograd."""
 
-    @abstractmethod
     def poison(self, buffer: Tensor) -> None:
-        """Enqueue ``fill(buffer, POISON)`` if the emulation asks for poison; else do nothing.
+        """Enqueue ``fill(buffer, POISON)`` if the emulation asks for poison; else do nothing, as on a GPU.
 
         Call it where the content of an arena dies but the arena stays, so that a late reader computes NaN.
         """
+        return
 
-    @abstractmethod
     def running(self) -> AbstractContextManager[None]:
         """Run the calling thread's torch operations on this stream. Emulated devices run them at once."""
+        return _NOTHING
 
-    @abstractmethod
     def synchronize(self) -> None:
-        """Block until all work enqueued so far is done, as ``record().wait()`` does."""
+        """Block until all work enqueued so far is done."""
+        self.record().wait()
 
 
 class Device(ABC):
     """One worker's device: five streams, memory, and the random generator of the layers that run on it.
+
+    What only some hardware needs does nothing by default: page-locked memory, a driver's libraries and process-wide
+    settings, counts of memory that no allocator keeps.
 
     Layers run on ``compute``. The four copy streams are independent of each other except for the link: both ``_up``
     streams share the direction to the device, both ``_down`` streams the other. Activations go first on the link and
@@ -232,16 +236,16 @@ class Device(ABC):
     def host_buffer(self, nbytes: int) -> Tensor:
         """Return host memory of shape ``(nbytes,)``, uint8, for asynchronous copies. Freed with its last view."""
 
-    @abstractmethod
     def reserve_host(self, nbytes: int) -> None:
         """Page-lock that much memory for `host_like` ahead of time, because doing so during a step stalls the step."""
+        return
 
-    @abstractmethod
     def worth_copying(self, nbytes: int) -> bool:
         """Return whether to copy ``nbytes`` of weights from mapped files into `host_buffer` memory.
 
         True if uploads from there are faster and the host has room for the copy.
         """
+        return False
 
     @abstractmethod
     def host_like(self, t: Tensor) -> Tensor:
@@ -264,51 +268,51 @@ class Device(ABC):
             DeviceOutOfMemory: it does not fit. (Emulated devices count it when it is tracked.)
         """
 
-    @abstractmethod
     def free_after_compute(self, tensors: Iterable[Tensor]) -> None:
         """Keep ``lent`` tensors until ``compute`` has done the work that is on it now.
 
         The stream that owns their memory would reuse it without waiting for ``compute``.
         """
+        return
 
-    @abstractmethod
     def drop_finished(self) -> None:
         """Release the tensors that streams keep for work that is done by now.
 
         Each stream does so by itself, but only at its next call. After the last download of a forward pass, that may be
         in the next step.
         """
+        return
 
-    @abstractmethod
     def named(self, *name: object) -> AbstractContextManager[None]:
         """Mark the work enqueued inside for a profiler. The words of ``name``, joined by spaces, are its label."""
+        return _NOTHING
 
-    @abstractmethod
     def track(self, tensors: Iterable[Tensor], purpose: str) -> TrackedTensors:
         """Count the tensors' storages as resident until the returned object is released.
 
         A storage counts once, however many tensors or `TrackedTensors` share it. The result keeps the storages alive,
-        but not the tensors or their autograd graph. Does nothing on CUDA, whose allocator counts.
+        but not the tensors or their autograd graph. Does nothing on a GPU, whose allocator counts.
 
         Raises:
             DeviceOutOfMemory: they do not fit. Then none of them is counted.
         """
+        return TrackedTensors()
 
-    @abstractmethod
     def track_until_freed(self, tensors: Iterable[Tensor], purpose: str) -> None:
         """Count the tensors' storages as resident for as long as they live, except those within an arena.
 
         Raises:
             DeviceOutOfMemory: one does not fit. The ones before it stay counted.
         """
+        return
 
-    @abstractmethod
     def saved_for_backward(self) -> AbstractContextManager[None]:
         """Count what autograd saves inside, until the graph that saved it is freed.
 
         Raises (inside):
             DeviceOutOfMemory: it does not fit.
         """
+        return _NOTHING
 
     def saved_counter(self, amounts: SavedAmounts, key: Hashable) -> SavedCounter | None:
         """Return what counts as `saved_for_backward` does, and knows calls that are alike; None if the device counts.
@@ -327,12 +331,12 @@ class Device(ABC):
     def reset_peak(self) -> None:
         """Start a new peak at the bytes resident now."""
 
-    @abstractmethod
     def allocation_retries(self) -> int:
         """Return how often the allocator returned its whole cache to find room, since the process began.
 
         Workers of one GPU report their sum.
         """
+        return 0
 
     @abstractmethod
     def resident_bytes(self) -> int:
@@ -346,15 +350,14 @@ class Device(ABC):
     def capacity(self) -> int | None:
         """Return how many bytes this worker may use, including those in use; ``None`` if there is no limit."""
 
-    @abstractmethod
     def library_bytes(self) -> int:
         """Return how many bytes libraries (cuBLAS) keep on the device beside our tensors, as far as it is known."""
+        return 0
 
-    @abstractmethod
     def warm_up(self) -> None:
         """Let libraries allocate that memory now, in the calling thread, or it would count as the first layer's."""
+        return
 
-    @abstractmethod
     def settle_libraries(self, devices: Sequence[Device], threads: int) -> None:
         """Free what libraries keep. From now on, `library_bytes` counts each microbatch's thread.
 
@@ -364,6 +367,7 @@ class Device(ABC):
             devices: all devices of the run, including this one.
             threads: how many microbatches there are.
         """
+        return
 
     @abstractmethod
     def acquire_core(self) -> AbstractContextManager[None]:
@@ -377,21 +381,21 @@ class Device(ABC):
     def process_settings(self) -> AbstractContextManager[None]:
         """Return the context of this kind's process-wide settings. The main thread enters it."""
 
-    @abstractmethod
     def follow_caller(self) -> None:
         """Let ``compute`` wait for what the calling thread has enqueued on a stream of its own.
 
         User code between steps runs there. What it writes is read by the next step, and what it reads is memory of
         ``compute``, which is used again once user code has let go of it.
         """
+        return
 
-    @abstractmethod
     def step_settings(self) -> AbstractContextManager[None]:
         """Return the context of this kind's process-wide settings during a step."""
+        return _NOTHING
 
-    @abstractmethod
     def host_thread_settings(self) -> AbstractContextManager[None]:
         """Return the context of the settings of a thread that computes on the host beside devices of this kind."""
+        return _NOTHING
 
     @abstractmethod
     def activate(self) -> AbstractContextManager[None]:
@@ -440,10 +444,18 @@ def check_copy(dst: Tensor, src: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stage(tensor: Tensor, device: Device) -> Tensor:
-    """Return a copy of a host tensor in host memory from which ``device`` can copy without blocking the host."""
+    """Return a copy of a host tensor, where possible in memory from which ``device`` copies without blocking the host.
+
+    It is an ordinary clone if the tensor is not strided, or if torch refuses to write to it, as its elements overlap.
+    """
+    if tensor.layout is not torch.strided:
+        return tensor.clone()
     staged = device.host_like(tensor)
     to, of = check_copy(staged, tensor)
-    to.copy_(of)
+    try:
+        to.copy_(of)
+    except RuntimeError:
+        return tensor.clone()
     return staged
 
 

@@ -41,16 +41,11 @@ def is_fifo() -> bool:
 
 
 def chunks(dst: Tensor, src: Tensor, nbytes: float) -> list[tuple[Tensor, Tensor]]:
-    """Split ``dst <- src`` into copies of at most ``nbytes`` each (but at least one element), in order.
+    """Split ``dst <- src``, a pair of `check_copy`, into copies of at most ``nbytes`` (but at least one element) each.
 
     Tensors that are not contiguous stay whole; large ones rarely are.
     """
     if not (dst.is_contiguous() and src.is_contiguous()) or dst.numel() * dst.element_size() <= nbytes:
         return [(dst, src)]
     elements = max(1, int(nbytes) // dst.element_size())
-    return list(zip(torch.split(_flat(dst), elements), torch.split(_flat(src), elements), strict=True))
-
-
-def _flat(t: Tensor) -> Tensor:
-    with torch.no_grad():
-        return t.view(-1)
+    return list(zip(torch.split(dst.view(-1), elements), torch.split(src.view(-1), elements), strict=True))

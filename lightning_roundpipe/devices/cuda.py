@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from weakref import WeakSet
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_roundpipe.devices import cuda_libraries, cuda_seeds, interpreter, intraop_threads, pinned
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
-from lightning_roundpipe.devices.base import Device, Stream, TrackedTensors
+from lightning_roundpipe.devices.base import Device, Stream
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.devices.cuda_streams import CudaStream, EventClock, begin_on
 from lightning_roundpipe.devices.errors import DeviceOutOfMemory, out_of_memory
@@ -154,15 +154,6 @@ class CudaDevice(Device):
             name = f"CUDA device {self.torch_device.index} (worker {self.index})"
             resident = self.resident_by_purpose()
             raise out_of_memory(name, nbytes, purpose, resident, self.capacity(), emulated=False) from error
-
-    def track(self, tensors: Iterable[Tensor], purpose: str) -> TrackedTensors:
-        return TrackedTensors()
-
-    def track_until_freed(self, tensors: Iterable[Tensor], purpose: str) -> None:
-        pass  # CUDA's allocator counts
-
-    def saved_for_backward(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)

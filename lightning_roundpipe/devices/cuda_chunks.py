@@ -118,9 +118,6 @@ class ChunkedCopyStream(QueuedStream):
     def fill(self, buffer: Tensor, byte: int) -> None:
         self._add(self._fill, check_fill(buffer, byte), byte)
 
-    def poison(self, buffer: Tensor) -> None:
-        pass  # emulated devices check for late readers
-
     def running(self) -> AbstractContextManager[None]:
         return self._last.running()
 

@@ -195,9 +195,6 @@ class CudaStream(Stream):
             flat.fill_(byte)
         self.keep(flat)
 
-    def poison(self, buffer: Tensor) -> None:
-        pass  # emulated devices check for late readers
-
     def running(self) -> AbstractContextManager[None]:
         begin_on(self._torch_device)
         return torch.cuda.stream(self.stream)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -113,12 +113,6 @@ class EmulatedDevice(Device):
         with torch.inference_mode(False):
             return self._poison(torch.empty(nbytes, dtype=torch.uint8))
 
-    def reserve_host(self, nbytes: int) -> None:
-        pass  # nothing is pinned
-
-    def worth_copying(self, nbytes: int) -> bool:
-        return False  # mapped files are host memory already, and nothing is pinned
-
     def host_like(self, t: Tensor) -> Tensor:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
@@ -127,15 +121,6 @@ class EmulatedDevice(Device):
 
     def device_like(self, t: Tensor, filled_on: Stream, *, lent: bool = False) -> Tensor:
         return self.host_like(t)  # all memory is the host's
-
-    def free_after_compute(self, tensors: Iterable[Tensor]) -> None:
-        pass  # `compute` runs everything at once
-
-    def drop_finished(self) -> None:
-        pass  # copy threads keep no finished work
-
-    def named(self, *name: object) -> AbstractContextManager[None]:
-        return _NOTHING
 
     def track(self, tensors: Iterable[Tensor], purpose: str) -> TrackedTensors:
         return LedgerTrackedTensors(self._ledger, tensors, purpose)
@@ -159,9 +144,6 @@ class EmulatedDevice(Device):
     def reset_peak(self) -> None:
         self._ledger.reset_peak()
 
-    def allocation_retries(self) -> int:
-        return 0
-
     def resident_bytes(self) -> int:
         return self._ledger.resident()
 
@@ -170,15 +152,6 @@ class EmulatedDevice(Device):
 
     def capacity(self) -> int | None:
         return self._ledger.limit
-
-    def library_bytes(self) -> int:
-        return 0
-
-    def warm_up(self) -> None:
-        pass
-
-    def settle_libraries(self, devices: Sequence[Device], threads: int) -> None:
-        pass
 
     # -- computing
 
@@ -190,15 +163,6 @@ class EmulatedDevice(Device):
 
     def process_settings(self) -> AbstractContextManager[None]:
         return intraop_threads.limit_num_threads()
-
-    def follow_caller(self) -> None:
-        pass  # operations run at once
-
-    def step_settings(self) -> AbstractContextManager[None]:
-        return nullcontext()  # the threads that would switch are those that compute
-
-    def host_thread_settings(self) -> AbstractContextManager[None]:
-        return nullcontext()  # `process_settings` limits their threads
 
     def activate(self) -> AbstractContextManager[None]:
         if self._user_code_delays is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NoReturn
 
@@ -56,12 +55,6 @@ class InlineStream(Stream):
     def poison(self, buffer: Tensor) -> None:
         if self._poisons:
             self.fill(buffer, POISON)
-
-    def running(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def synchronize(self) -> None:
-        self.record().wait()
 
 
 class ThreadStream(QueuedStream):
@@ -125,6 +118,3 @@ class ThreadStream(QueuedStream):
     def poison(self, buffer: Tensor) -> None:
         if self._poisons:
             self.fill(buffer, POISON)
-
-    def running(self) -> AbstractContextManager[None]:
-        return nullcontext()

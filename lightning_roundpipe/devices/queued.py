@@ -44,9 +44,6 @@ class QueuedStream(Stream):
         """Whether all enqueued work is done, without an error or abort."""
         return self._enqueued == self._finished and self._error is None and self._switch.why is None
 
-    def synchronize(self) -> None:
-        self.record().wait()
-
     def settle(self) -> None:
         """Wait until the queue is empty and clear the error, after an abort. The switch must still be thrown."""
         idle = threading.Event()

@@ -122,7 +122,7 @@ class Peers:
                 self.liveness.check()
 
     def come_together(self, exchange: str) -> None:
-        """Compare what this machine is about to exchange in `MAIN`, which ``exchange`` says, with the others.
+        """Wait for all machines, and compare what they are about to exchange in `MAIN`, which ``exchange`` says.
 
         Raises:
             MachineError: they are about to do something else.
@@ -146,9 +146,9 @@ class Peers:
         self.wait(self.start(dist.all_reduce, tensor, group, op=op), label)
         return tensor
 
-    def broadcast(self, tensor: Tensor, src: int, label: str, group: str = MAIN) -> Tensor:
+    def broadcast(self, tensor: Tensor, src: int, label: str) -> Tensor:
         """Overwrite ``tensor`` by that of machine ``src``."""
-        self.wait(self.start(dist.broadcast, tensor, group, src=src), label)
+        self.wait(self.start(dist.broadcast, tensor, MAIN, src=src), label)
         return tensor
 
     def gather(self, tensor: Tensor, label: str, group: str = MAIN) -> list[Tensor]:
@@ -159,10 +159,6 @@ class Peers:
         found[self.rank] = tensor
         self.wait(self.start(dist.all_reduce, found, group), label)
         return list(found)
-
-    def barrier(self, label: str) -> None:
-        """Wait until all machines have come here."""
-        self.come_together(label)
 
     # -- objects ------------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from lightning_roundpipe.model.packed_rows import LENGTH, base_model, evaluating, few_layers
+from lightning_roundpipe.model.packed_rows import LENGTH, base_model, logits_of_few_layers, rounding, some_tokens
 
 NAME = "roundpipe"
 """Of the implementation, as Hugging Face's ``attn_implementation``."""
@@ -65,9 +65,7 @@ def attend_without_masks(model: nn.Module, *, packed: bool = False) -> bool:
         found = _logits(model)
     except (ValueError, TypeError):  # it takes something else than scores of all pairs
         found = torch.full_like(expected, torch.nan)
-    lowest = inner.get_input_embeddings().weight.dtype
-    rounding = max(1e-4, 8 * torch.finfo(lowest).eps) * float(expected.abs().max())
-    if bool(((found - expected).abs() <= rounding).all()):
+    if bool(((found - expected).abs() <= rounding(model, expected)).all()):
         return True
     inner.set_attn_implementation(before)
     return False
@@ -86,20 +84,11 @@ def needs_masks(model: Any, *, packed: bool = False) -> bool:
 
 def _logits(model: nn.Module) -> Tensor:
     """Of two rows, of which one is padded."""
-    inner = base_model(model)
-    vocabulary = min(1000, inner.get_input_embeddings().weight.shape[0])
-    tokens = torch.randint(vocabulary, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = some_tokens(model, (2, LENGTH))
     there = torch.ones_like(tokens)
     there[1, -2:] = 0
-    given = {"input_ids": tokens, "attention_mask": there, "use_cache": False}
-    with evaluating(model), torch.no_grad():
-        try:
-            with few_layers(inner):
-                logits = model(**given).logits
-        except (IndexError, KeyError):  # the model counts its layers
-            logits = model(**given).logits
-    found: Tensor = logits[there.bool()].float()
-    return found
+    (logits,) = logits_of_few_layers(model, {"input_ids": tokens, "attention_mask": there})
+    return logits[there.bool()].float()
 
 
 def register() -> None:

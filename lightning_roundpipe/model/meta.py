@@ -25,11 +25,12 @@ def make_room(module: nn.Module, names: Container[str]) -> None:
     for held, key, _, tensor in list(_places(module)):
         if id(tensor) in filled:
             if id(tensor) not in made:
-                made[id(tensor)] = _with_memory(tensor)
+                made[id(tensor)] = with_memory(tensor)
             held[key] = made[id(tensor)]
 
 
-def _with_memory(tensor: Tensor) -> Tensor:
+def with_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor like ``tensor`` in host memory, without values; a parameter if it is one."""
     empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 

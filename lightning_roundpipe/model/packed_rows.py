@@ -92,28 +92,39 @@ def base_model(model: nn.Module) -> Any:
 
 def _mixes(model: nn.Module, *, masked: bool) -> bool:
     """Return whether the second document has other logits beside the first one than alone."""
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = min(1000, base_model(model).get_input_embeddings().weight.shape[0])
-    row = torch.randint(vocabulary, (1, 2 * LENGTH), generator=generator)
+    row = some_tokens(model, (1, 2 * LENGTH))
     positions = torch.arange(LENGTH).repeat(2)[None]
     both: dict[str, Any] = {"input_ids": row, "position_ids": positions}
     alone: dict[str, Any] = {"input_ids": row[:, LENGTH:], "position_ids": positions[:, LENGTH:]}
     if masked:
         both["attention_mask"] = document_masks(model, positions)
 
-    def second() -> Iterator[Tensor]:
-        for batch in (both, alone):
-            yield model(**batch, use_cache=False).logits[0, -LENGTH:].float()
+    with _written_out(model):
+        beside, by_itself = (logits[0, -LENGTH:].float() for logits in logits_of_few_layers(model, both, alone))
+    return bool((beside - by_itself).abs().max() > rounding(model, by_itself))
 
-    with evaluating(model), _written_out(model), torch.no_grad():
+
+def some_tokens(model: nn.Module, shape: tuple[int, int]) -> Tensor:
+    """Return tokens that ``model`` knows, the same ones each time."""
+    vocabulary = min(1000, base_model(model).get_input_embeddings().weight.shape[0])
+    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def logits_of_few_layers(model: nn.Module, *batches: dict[str, Any]) -> list[Tensor]:
+    """Return the logits of ``batches``, with the first layer of each kind only, as a large model takes minutes here."""
+    with _evaluating(model):
         try:
-            with few_layers(base_model(model)):
-                beside, by_itself = second()
+            with _few_layers(base_model(model)):
+                return [model(**batch, use_cache=False).logits for batch in batches]
         except (IndexError, ValueError, KeyError):  # the model counts its layers
-            beside, by_itself = second()
+            return [model(**batch, use_cache=False).logits for batch in batches]
+
+
+def rounding(model: nn.Module, logits: Tensor) -> float:
+    """Return by how much ``logits`` of ``model`` may differ where they are computed in another way."""
     lowest = base_model(model).get_input_embeddings().weight.dtype
-    rounding = max(1e-4, 8 * torch.finfo(lowest).eps) * float(by_itself.abs().max())
-    return bool((beside - by_itself).abs().max() > rounding)
+    return max(1e-4, 8 * torch.finfo(lowest).eps) * float(logits.abs().max())
 
 
 @contextlib.contextmanager
@@ -134,7 +145,7 @@ def _written_out(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def _evaluating(model: nn.Module) -> Iterator[None]:
     """Without dropout; modules get their modes back."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -146,8 +157,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def few_layers(model: nn.Module) -> Iterator[None]:
-    """Leave out the layers after the first of each kind, as a large model's take minutes on the host."""
+def _few_layers(model: nn.Module) -> Iterator[None]:
+    """Leave out the layers after the first of each kind."""
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     kinds = getattr(config, "layer_types", None) or []
     count = max((list(kinds).index(kind) + 1 for kind in set(kinds)), default=1)

@@ -76,7 +76,17 @@ class AllExpertsError(RoundPipeError, AttributeError):
         )
 
 
-class ExpertWeights(nn.Module):
+class _AllExperts:
+    """What torch's functions take for the weights of all experts of a layer."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Tensor:
+        return _multiply_grouped(func, args, kwargs or {})
+
+
+class ExpertWeights(_AllExperts, nn.Module):
     """A weight of all experts of a layer, in four bits.
 
     Args:
@@ -126,12 +136,6 @@ class ExpertWeights(nn.Module):
                 raise AllExpertsError(name) from None
             raise
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Tensor:
-        return _multiply_grouped(func, args, kwargs or {})
-
     @override
     def extra_repr(self) -> str:
         return f"{tuple(self.shape)}, {cast(Any, self.weight).quant_state.quant_type}"
@@ -145,7 +149,7 @@ class ExpertWeights(nn.Module):
             destination[f"{name}.{key}"] = value if keep_vars else value.detach()
 
 
-class TransposedExperts:
+class TransposedExperts(_AllExperts):
     """The weights of all experts, each transposed, as ``grouped_mm`` takes them. It is no tensor."""
 
     def __init__(self, experts: ExpertWeights) -> None:
@@ -158,12 +162,6 @@ class TransposedExperts:
     @property
     def dtype(self) -> torch.dtype:
         return self._experts.dtype
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Tensor:
-        return _multiply_grouped(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> NoReturn:
         if hasattr(Tensor, name):

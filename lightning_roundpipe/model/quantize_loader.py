@@ -33,6 +33,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from typing_extensions import override
 
+from lightning_roundpipe.model.meta import with_memory
 from lightning_roundpipe.model.quantize_experts import ExpertWeights, check_sizes, fused_experts
 from lightning_roundpipe.model.quantize_weight import BrokenWeightsError, UnfitModelError, pack_4bit, pack_8bit
 from lightning_roundpipe.model.quantized import is_left_plain, misfit
@@ -286,8 +287,7 @@ def _make_weights(module: nn.Module, name: str, owner: PreTrainedModel, quantize
     for held in holders:
         for key, tensor in held.items():
             if tensor is not None and tensor.is_meta:
-                empty = torch.empty(tensor.shape, dtype=tensor.dtype)
-                held[key] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                held[key] = with_memory(tensor)
     owner._initialize_weights(module)
     for key, parameter in module._parameters.items():
         whole = f"{name}.{key}" if name else key

@@ -10,6 +10,7 @@ import random
 import types
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,18 +30,12 @@ _VALUES = 5000
 """Most values of a snapshot. It only serves an error message."""
 
 
+@dataclass(frozen=True)
 class _StatefulValue:
-    """Something that has a state rather than a value, such as a generator. Instances with equal states are equal."""
+    """Something that has a state rather than a value, such as a generator."""
 
-    def __init__(self, kind: str, state: Any) -> None:
-        self.kind = kind
-        self._state = state
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _StatefulValue) and self._state == other._state
-
-    def __hash__(self) -> int:
-        return hash(self.kind)
+    kind: str
+    state: Any
 
 
 def reachable_values(modules: Iterable[nn.Module]) -> dict[str, Any]:
@@ -163,7 +158,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def listed(said: Sequence[str], most: int = 3) -> str:
-    """Return the first ``most`` clauses, and how many more there are."""
-    more = len(said) - most
-    return "; ".join(said[:most]) + (f"; and {more} more" if more > 0 else "")
+def listed(said: Sequence[str]) -> str:
+    """Return the first three clauses, and how many more there are."""
+    more = len(said) - 3
+    return "; ".join(said[:3]) + (f"; and {more} more" if more > 0 else "")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from lightning_roundpipe.optim.fused import DTYPES
+from lightning_roundpipe.optim.fused import DTYPES, lies_plain
 
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
@@ -101,14 +101,7 @@ def step_part(
 
 
 def _fit(tensor: Any, dtype: torch.dtype, shape: torch.Size) -> bool:
-    return (
-        isinstance(tensor, Tensor)
-        and tensor.dtype is dtype
-        and tensor.shape == shape
-        and tensor.is_cpu
-        and tensor.is_contiguous()
-        and not tensor.requires_grad
-    )
+    return isinstance(tensor, Tensor) and lies_plain(tensor, dtype, shape) and not tensor.requires_grad
 
 
 def _call(

@@ -57,16 +57,17 @@ def fits(parameter: Tensor, gradient: Tensor | None, state: Mapping[str, Any]) -
     torch makes sure that a gradient has its parameter's dtype, shape and device. A state may come from any file.
     """
     dtype, shape = parameter.dtype, parameter.shape
-    if dtype not in DTYPES or not parameter.is_cpu or not parameter.is_contiguous():
+    if dtype not in DTYPES or not lies_plain(parameter, dtype, shape):
         return False
     if gradient is not None and not gradient.is_contiguous():
         return False
-    for value in state.values():
-        if not isinstance(value, Tensor) or not value.dim():
-            continue
-        if value.dtype is not dtype or value.shape != shape or not value.is_cpu or not value.is_contiguous():
-            return False
-    return True
+    averages = [value for value in state.values() if isinstance(value, Tensor) and value.dim()]
+    return all(lies_plain(value, dtype, shape) for value in averages)
+
+
+def lies_plain(tensor: Tensor, dtype: torch.dtype, shape: torch.Size) -> bool:
+    """Return whether ``tensor`` lies on the CPU as the kernels expect it."""
+    return tensor.dtype is dtype and tensor.shape == shape and tensor.is_cpu and tensor.is_contiguous()
 
 
 def _is_plain(value: Any) -> bool:

@@ -29,9 +29,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.optim import direct
 from lightning_roundpipe.optim.fused import fits
 from lightning_roundpipe.optim.hyperparameters import Hyperparameters
-from lightning_roundpipe.optim.independence import DECLARATION, KNOWN, stepped_by_parameter, unwrapped
-
-__all__ = ["Hyperparameters", "PartialOptimizer", "stepped_by_parameter"]
+from lightning_roundpipe.optim.independence import DECLARATION, KNOWN, unwrapped
 
 State = defaultdict[Tensor, Any]
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_roundpipe.optim import Hyperparameters, PartialOptimizer
+from lightning_roundpipe.optim.hyperparameters import Hyperparameters
+from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 
 SHAPES = [(7, 5), (33,), (), (130, 9), (8, 8)]
 STEPS = 8

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_roundpipe.optim import Hyperparameters, PartialOptimizer, stepped_by_parameter
-from lightning_roundpipe.optim.independence import KNOWN
+from lightning_roundpipe.optim.hyperparameters import Hyperparameters
+from lightning_roundpipe.optim.independence import KNOWN, stepped_by_parameter
+from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 
 KNOWN_BY_NAME = sorted(KNOWN, key=lambda cls: cls.__name__)
 

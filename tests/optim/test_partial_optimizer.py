@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.optim import Hyperparameters, PartialOptimizer
 from lightning_roundpipe.optim.fused import fits
+from lightning_roundpipe.optim.hyperparameters import Hyperparameters
+from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 
 STEPS = 10
 SHAPES = [(7, 5), (33,), (4, 6), (), (6, 4), (130, 9), (3,)]

@@ -170,7 +170,7 @@ WAITS = [
     ),
     # Turns, rounds, and user code.
     Wait("runtime.core.turns:Slot.enter", "cancel_scope.wait(waiter)", "numbers"),
-    Wait("runtime.core.turns:Slot._wait_closed", "cancel_scope.wait(waiter)", "numbers", WIDE),
+    Wait("runtime.core.turns:Slot.wait_for_predecessor", "cancel_scope.wait(waiter)", "numbers", WIDE),
     Wait(
         "runtime.core.turns:Slot.wait_for_predecessor",
         "self.predecessor._wait_closed(cancel_scope)",
@@ -244,12 +244,12 @@ ELSEWHERE = {
         "cancel_scope.wait(waiter)",
     ),  # test_turns.py: test_one_microbatch_ahead_and_no_more
     (
-        "runtime.core.teardown:rest",
-        "pool.wait(waiter, cancel_scope)  # [1]",
+        "runtime.core.worker_pool:WorkerPool.rest",
+        "self.wait(waiter, cancel_scope)  # [2]",
     ),  # test_nothing_of_a_step_runs_when_it_has_ended
     (
-        "runtime.core.teardown:rest",
-        "device.compute.synchronize()  # [2]",
+        "runtime.core.worker_pool:WorkerPool.rest",
+        "device.compute.synchronize()  # [3]",
     ),  # test_outputs_are_computed_when_given
     ("runtime.reporting.events:Recorder.rows", "end.wait()"),  # test_events.py: test_rows_wait_for_what_is_on_its_way
     ("runtime.memory.grad_buffers:HostGradSums.make_room", "before.wait()"),  # test_a_sum_that_nobody_took
@@ -358,9 +358,9 @@ ENDS = {
     ("runtime.core.step:Step._end_whole", "self._wait_for_end()"),
     (
         "runtime.core.worker_pool:WorkerPool.wait",
-        "while not (unless_failed and cancel_scope.failed) and not waiter.wait_for(min(teardown.LOOK, self._limit)):",
+        "while not (unless_failed and cancel_scope.failed) and not waiter.wait_for(min(LOOK, self._limit)):",
     ),
-    ("runtime.core.teardown:_returns", "while not waiter.wait_for(LOOK):"),
+    ("runtime.core.worker_pool:WorkerPool._returns", "while not waiter.wait_for(LOOK):"),
     ("runtime.core.worker_pool:WatchedCancelScope.wait", "self._worker_pool.wait(waiter, self)"),
     ("runtime.threads.task_thread:within", "if not task.waiter.wait_for(seconds):"),
 }
@@ -527,7 +527,7 @@ def test_outputs_are_computed_when_given(missing: bool) -> None:
     module = Predicting()
     with pytest.MonkeyPatch.context() as patch, Ordering() as ordering:
         if missing:
-            take_out(patch, "runtime.core.teardown:rest", "device.compute.synchronize()  # [2]")
+            take_out(patch, "runtime.core.worker_pool:WorkerPool.rest", "device.compute.synchronize()  # [3]")
         trainer.predict(module, harness.loader(stress.batches(CUT)))
     assert bool(ordering.faults) is missing, ordering.faults
 
@@ -556,7 +556,7 @@ def test_nothing_of_a_step_runs_when_it_has_ended(missing: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Worker, "close_slot", close_slot)
         if missing:
-            take_out(patch, "runtime.core.teardown:rest", "pool.wait(waiter, cancel_scope)  # [1]")
+            take_out(patch, "runtime.core.worker_pool:WorkerPool.rest", "self.wait(waiter, cancel_scope)  # [2]")
         strategy = ours(num_microbatches=1, layers=LAYERS)
         harness.run(strategy, StressModule(), stress.batches(ARRIVAL), devices=2, watch=False, callbacks=[resting])
     assert bool(resting.found) is missing

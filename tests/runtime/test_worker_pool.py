@@ -16,7 +16,7 @@ from patience import PATIENCE_S, join, longer_each_try, start, until
 from lightning_roundpipe.config import Emulation, RoundPipeError
 from lightning_roundpipe.devices import StreamAborted, make_devices
 from lightning_roundpipe.devices.waiter import Waiter
-from lightning_roundpipe.runtime.core import teardown
+from lightning_roundpipe.runtime.core import worker_pool
 from lightning_roundpipe.runtime.core.worker_pool import WatchedCancelScope, WorkerPool, stacks
 from lightning_roundpipe.runtime.threads.sync import Cancelled, CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import Task, TaskThread, within
@@ -28,7 +28,7 @@ def make(limit: float = 1e4) -> WorkerPool:
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerPool]:
-    monkeypatch.setattr(teardown, "GRACE", PATIENCE_S)
+    monkeypatch.setattr(worker_pool, "GRACE", PATIENCE_S)
     made = make()
     yield made
     made.close()
@@ -59,7 +59,7 @@ def test_nothing_happens() -> None:
 @longer_each_try
 def test_something_happens(monkeypatch: pytest.MonkeyPatch, times: float) -> None:
     pool, cancel_scope, waiter = make(times), CancelScope(), Waiter()
-    monkeypatch.setattr(teardown, "LOOK", 0.05)
+    monkeypatch.setattr(worker_pool, "LOOK", 0.05)
 
     def progress() -> None:
         for _ in range(12):
@@ -164,7 +164,7 @@ def test_after_a_failure(pool: WorkerPool, given_up: bool) -> None:
 
 
 def test_somebody_does_not_come_back(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teardown, "GRACE", 0.3)
+    monkeypatch.setattr(worker_pool, "GRACE", 0.3)
     cancel_scope, release = CancelScope(), threading.Event()
     task = pool.thread(0).submit(lambda: release.wait(PATIENCE_S))
     cancel_scope.fail(ValueError())
@@ -177,7 +177,7 @@ def test_somebody_does_not_come_back(pool: WorkerPool, monkeypatch: pytest.Monke
 
 
 def test_the_dead_are_not_waited_for(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teardown, "GRACE", 1e4)
+    monkeypatch.setattr(worker_pool, "GRACE", 1e4)
     cancel_scope = CancelScope()
     kill(pool.thread(0))
     task = pool.thread(0).submit(lambda: None)

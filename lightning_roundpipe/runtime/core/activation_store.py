@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices import Device, Event, TrackedTensors
@@ -39,8 +38,8 @@ RESTORED = "tensors between layers"
 class PrefetchBudget:
     """The bytes of a worker's memory that prefetched tensors may take. A ``limit`` of None means no limit."""
 
-    def __init__(self, limit: int | None = 0) -> None:
-        self.limit = limit
+    def __init__(self) -> None:
+        self.limit: int | None = 0
         self._taken = 0
         self._lock = threading.Lock()
 
@@ -187,7 +186,7 @@ class ActivationStore:
 
     def _download(self, tensor: Tensor, device: Device | None) -> HostTensor:
         if device is None:
-            return HostTensor(self._staged(tensor), None)
+            return HostTensor(tensor.clone() if self._staging is None else stage(tensor, self._staging), None)
         host = device.host_like(tensor)
         stream = device.activations_down
         stream.wait(device.compute.record())
@@ -197,15 +196,6 @@ class ActivationStore:
         copy = HostTensor(host, ready)
         self._recorder.add("download_activations", device.index, start, ready, self._microbatch, copy.nbytes)
         return copy
-
-    def _staged(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a host tensor, in memory from which a GPU copies asynchronously."""
-        if self._staging is None or tensor.layout is not torch.strided:
-            return tensor.clone()
-        try:
-            return stage(tensor, self._staging)
-        except RuntimeError:  # elements overlap in memory, and torch refuses to write to such a tensor
-            return tensor.clone()
 
     def settle(self) -> None:
         """Make the compute streams wait for the downloads of all tensors saved so far.

@@ -34,6 +34,15 @@ class Arena:
         self.buffer = self._device.allocate(nbytes, self._purpose)
         self.address = address_of(self.buffer)
 
+    def grow(self, nbytes: int) -> None:
+        """Replace the memory by one of ``nbytes``. No replica may refer to it.
+
+        Raises:
+            DeviceOutOfMemory: it does not fit.
+        """
+        self.release()
+        self.make(nbytes)
+
     def release(self) -> None:
         """Free the memory once the work enqueued on it is done: a gradient may still be downloading."""
         if self.last_use is not None:

@@ -267,10 +267,7 @@ class LayerExecutor:
 
     def _undo(self, call: Call, leaves: list[Any], activations: ActivationStore) -> None:
         """Restore the replica, its buffers and the inputs to their state before the call."""
-        self._worker.replica(call.layer).drop_written()
-        buffers = self._worker.buffers(call.layer)
-        buffers.discard(thorough=True)
-        buffers.load()
+        self._restore(call.layer)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 before = activations.fresh(self._device, call.saved[i])
@@ -397,25 +394,31 @@ class LayerExecutor:
         given = storage_bytes(_tensors(leaves))
         if not tiles.may_need(call.layer, given):
             return
-        replica, buffers = self._worker.copy_of(call.layer)
         meter, needed = PeakMemoryMeter(self._device, _tensors(leaves)), None
         with contextlib.suppress(torch.OutOfMemoryError):  # tiles take less
-            copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # it may write to them
-            ran = self._run(slot, dataclasses.replace(call, graph=True), copies, "")
+            ran = self._trial(slot, call, leaves, graph=True)
             self._device.track_until_freed(ran.tensors(), OUTPUTS)
             needed = given + storage_bytes(ran.tensors())  # for their gradients
-            del ran, copies
+            del ran
         found = meter.read()
         tiles.turn_on_unless(call.layer, given, None if needed is None else found + needed)
-        replica.drop_written()
-        buffers.discard(thorough=True)
-        buffers.load()
+        self._restore(call.layer)
 
     def _compare_tiles(self, slot: Slot, call: Call, leaves: list[Any]) -> None:
         """Find out which modules may run in tiles, in a run of its own, so that the call's time does not contain it."""
-        replica, buffers = self._worker.copy_of(call.layer)
+        self._trial(slot, call, leaves, graph=False)
+        self._restore(call.layer)
+
+    def _trial(
+        self, slot: Slot, call: Call, leaves: list[Any], *, graph: bool, as_written: Counter | None = None
+    ) -> LayerExecution:
+        """Run the layer once more to find something out, on copies of ``leaves``; then call `_restore`."""
         copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # the layer may write to them
-        self._run(slot, dataclasses.replace(call, graph=False), copies, "")
+        return self._run(slot, dataclasses.replace(call, graph=graph), copies, "", as_written=as_written)
+
+    def _restore(self, layer: HostLayer) -> None:
+        """Restore the replica and its buffers to their state before a run whose effects must not last."""
+        replica, buffers = self._worker.copy_of(layer)
         replica.drop_written()
         buffers.discard(thorough=True)
         buffers.load()
@@ -543,19 +546,16 @@ class LayerExecutor:
         forward, backward = self._counter(), self._counter()
         if forward is None or backward is None:
             return
-        replica, buffers = self._worker.replica(call.layer), self._worker.buffers(call.layer)
-        copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # the layer may write to them
-        ran = self._run(slot, dataclasses.replace(call, graph=True), copies, "", as_written=forward)
+        ran = self._trial(slot, call, leaves, graph=True, as_written=forward)
+        parameters = self._worker.replica(call.layer).parameters
         roots = [t for t in ran.tensors() if t.requires_grad]
-        ends = [t for t in (*ran.given.values(), *replica.parameters) if t.requires_grad]
+        ends = [t for t in (*ran.given.values(), *parameters) if t.requires_grad]
         if roots and ends:
             with backward, self._device.acquire_core():
                 torch.autograd.grad(roots, ends, [torch.zeros_like(t) for t in roots], allow_unused=True)
         for kind, counter in (("forward", forward), ("backward", backward)):
             slot.recorder.count(kind, call.microbatch, call.index, counter.work.seconds)
-        replica.drop_written()
-        buffers.discard(thorough=True)
-        buffers.load()
+        self._restore(call.layer)
 
     def _watching(self, layer: HostLayer) -> contextlib.AbstractContextManager[Any]:
         """Return a mode that records each use of the layer's weights, if the first batch asks for it."""

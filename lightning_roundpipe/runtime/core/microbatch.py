@@ -432,7 +432,7 @@ class MicrobatchTask:
         self._announce()
         self.segments.interrupted()
         for recorded in kept:
-            give_up_graph(recorded, self.activations, recorded.home)
+            give_up_graph(recorded, self.activations)
         self.activations.leave()
         self._prefetcher.end()
         self._slots.finish(self.index)

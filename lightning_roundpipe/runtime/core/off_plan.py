@@ -24,7 +24,6 @@ from lightning_roundpipe.runtime.core.slots_on_arrival import SlotsOnArrival
 from lightning_roundpipe.runtime.threads.sync import CancelScope
 
 if TYPE_CHECKING:
-    from lightning_roundpipe.devices import Device
     from lightning_roundpipe.runtime.core.activation_store import ActivationStore
     from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
     from lightning_roundpipe.runtime.core.trace import Kind
@@ -101,14 +100,8 @@ def why_not_recomputed(recorded: RecordedCall) -> str:
     return ""
 
 
-def give_up_graph(recorded: RecordedCall, activations: ActivationStore, device: Device | None) -> None:
-    """Save what a kept graph was computed from, and drop the graph [4].
-
-    Args:
-        recorded: the call.
-        activations: saves tensors on the host.
-        device: the device that the call ran on.
-    """
-    recorded.leaves = [activations.save(x, device) if isinstance(x, Tensor) else x for x in recorded.held]
+def give_up_graph(recorded: RecordedCall, activations: ActivationStore) -> None:
+    """Save what a kept graph was computed from, by way of ``activations``, and drop the graph [4]."""
+    recorded.leaves = [activations.save(x, recorded.home) if isinstance(x, Tensor) else x for x in recorded.held]
     recorded.given.clear()
     recorded.held, recorded.graph = [], None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning_roundpipe.runtime.core.turns import Slot
+from lightning_roundpipe.runtime.core.turns import Slot, Slots
 
 if TYPE_CHECKING:
     from lightning_roundpipe.planning.costs import Phase
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 
-class SlotsOnArrival:
+class SlotsOnArrival(Slots):
     """Makes a slot for each call when it arrives or is predicted. Only one microbatch runs at a time.
 
     Args:
@@ -78,12 +78,6 @@ class SlotsOnArrival:
             self._drop_foreseen()
             self._foreseen = self._make(phase, microbatch, call, layer, sums)
             self._prepare(self._foreseen)
-
-    def upcoming(self, microbatch: int, call: int, *, backward: bool) -> Slot | None:
-        return None
-
-    def approach(self, microbatch: int, slot: Slot) -> None:
-        pass  # only one microbatch runs at a time
 
     def is_over(self, slot: Slot, call: int) -> bool:
         return slot is not self._fused

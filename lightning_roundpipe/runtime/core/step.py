@@ -76,10 +76,7 @@ class Step:
         plan: the plan that the step runs under; None if each call has a slot of its own.
         started: start of the step on the clock of ``time.perf_counter()``, or end of the step before if that is later.
         seconds: duration from ``started``, once the step is over.
-        runs: the microbatches.
-        in_parts: whether ``training_step`` runs once for each of several microbatches.
-        padded_calls: compares what microbatches do with padding.
-        off_plan: the microbatches that have left the plan; None if none may.
+        runs: the microbatches, for whom it has the attributes of `TaskStep`.
     """
 
     def __init__(
@@ -200,7 +197,7 @@ class Step:
         if self.engine.exchange is not None:
             return
         slots = SlotsOnArrival(
-            self._make_slot_off_plan, lambda _: None, self._cancel, self._open, self._close_off_plan, ahead=False
+            self._make_slot_off_plan, lambda _: None, self._cancel, self._open, self._close, ahead=False
         )  # `Worker.open` prepares a slot, on behalf of the microbatch that makes the call
         before = self.before is not None and self.before.plan is not None
         self.off_plan = OffPlan(microbatches, slots, 1 + before)
@@ -444,16 +441,17 @@ class Step:
 
     def _close(self, slot: Slot) -> None:
         worker = self.engine.worker_pool.workers[slot.worker]
+        planned = self.plan is not None and slot.round != OFF_PLAN
 
         def close_it() -> None:
             worker.close_slot(slot)
-            if self.plan is None:
-                return
-            self.readiness.closed(slot)
-            self._closed()
+            if self.plan is not None:
+                self.readiness.closed(slot)
+            if planned:
+                self._closed()
 
         worker.post(close_it, self.cancel_scope)
-        if self.plan is not None:
+        if planned:
             self.engine.worker_pool.queues[slot.worker].next()
 
     def sent(self, slot: Slot, call: int) -> None:
@@ -493,15 +491,6 @@ class Step:
         slot = self._make_slot(phase, microbatch, call, layer, sums, OFF_PLAN)
         self.readiness.expect([slot], uploads=bool(self.engine.options.staleness))
         return slot
-
-    def _close_off_plan(self, slot: Slot) -> None:
-        worker = self.engine.worker_pool.workers[slot.worker]
-
-        def close_it() -> None:
-            worker.close_slot(slot)
-            self.readiness.closed(slot)
-
-        worker.post(close_it, self.cancel_scope)
 
     def _prepare(self, slot: Slot) -> None:
         worker = self.engine.worker_pool.workers[slot.worker]

@@ -185,14 +185,12 @@ class Slot:
 
     def wait_for_predecessor(self, cancel_scope: CancelScope) -> None:
         """Wait until the downloads of the predecessor's sums have been enqueued [3]."""
-        if self.predecessor is not None:
-            self.predecessor._wait_closed(cancel_scope)
-
-    def _wait_closed(self, cancel_scope: CancelScope) -> None:
-        with self._lock:
-            if self.closed:
+        if (before := self.predecessor) is None:
+            return
+        with before._lock:
+            if before.closed:
                 return
-            waiter = self._successor = Waiter()
+            waiter = before._successor = Waiter()
         cancel_scope.wait(waiter)
 
     def is_turn_of(self, microbatch: int) -> bool:
@@ -219,7 +217,7 @@ class Slot:
 
 
 class Slots(Protocol):
-    """The interface through which a microbatch gets its slots and turns."""
+    """The interface through which a microbatch gets its slots and turns. Its kinds derive from it."""
 
     def forward(self, microbatch: int, call: int, layer: HostLayer) -> Slot:
         """Wait for the turn of a forward call and return its slot."""
@@ -232,15 +230,19 @@ class Slots(Protocol):
 
     def keeps_graph(self, call: int) -> bool:
         """Return whether a call's forward slot stays open for its backward, so that its graph finds its weights."""
+        return False
 
     def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None) -> None:
-        """Announce a call that will probably come next."""
+        """Announce a call that will probably come next. A plan's slots are known without that."""
+        return
 
     def upcoming(self, microbatch: int, call: int, *, backward: bool) -> Slot | None:
         """Return the slot that a call will run in; None if unknown."""
+        return None
 
     def approach(self, microbatch: int, slot: Slot) -> None:
         """Give up the turns before ``slot``, and wait until ``microbatch`` has the turn there or is next in line."""
+        return  # only one microbatch runs at a time, unless slots are planned
 
     def is_over(self, slot: Slot, call: int) -> bool:
         """Return whether ``call`` is a microbatch's last one in the slot."""
@@ -304,7 +306,7 @@ class MicrobatchOrder:
                 self._waiting.pop(microbatch)[1].wake()
 
 
-class PlannedSlots:
+class PlannedSlots(Slots):
     """The slots of a step under a plan.
 
     Args:
@@ -352,9 +354,6 @@ class PlannedSlots:
 
     def keeps_graph(self, call: int) -> bool:
         return self._forward[call] == self._backward[call]
-
-    def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None) -> None:
-        pass  # the plan determines all slots
 
     def upcoming(self, microbatch: int, call: int, *, backward: bool) -> Slot | None:
         return self._mine[microbatch][(self._backward if backward else self._forward)[call]]

@@ -10,7 +10,7 @@ The worker waits for the upload of a layer when that is called (`Worker.ready`),
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -43,19 +43,10 @@ class WeightUploads:
         """Use ``number`` arenas from now on."""
         self.used, self._turn = number, 0
 
-    def outgrown_by(self, nbytes: int) -> bool:
-        """Return whether the free arena is too small for ``nbytes``, as for a layer that the plan does not have."""
-        return not self.arenas[self._turn].has(nbytes)
-
-    def grow(self, nbytes: int) -> None:
-        """Replace the free arena by one of ``nbytes``. No replica may refer to it.
-
-        Raises:
-            DeviceOutOfMemory: it does not fit.
-        """
-        arena = self.arenas[self._turn]
-        arena.release()
-        arena.make(nbytes)
+    @property
+    def free_arena(self) -> Arena:
+        """The arena that the next slot is prepared in."""
+        return self.arenas[self._turn]
 
     def prepare(self, slot: Slot, *, is_open: bool = False) -> None:
         """Enqueue the uploads of a slot's weights into the free arena [1].
@@ -154,9 +145,7 @@ class LaterUpload:
 
     def finish(self) -> None:
         """Enqueue the rest of the upload: all weights are updated."""
-        self._enqueue(
-            lambda: self._uploads.upload(self._slot, self._layer, self._segment, self._begun, merged(self._sent))
-        )
+        self._enqueue(lambda: self._uploads.upload(self._slot, self._layer, self._segment, self._begun, self._sent))
         self.waiter.wake()
 
     def _enqueue(self, work: Callable[[], None]) -> None:
@@ -168,14 +157,3 @@ class LaterUpload:
                         work()
         except BaseException as error:
             slot.cancel_scope.fail(error)
-
-
-def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sort disjoint spans and join adjacent ones."""
-    merged: list[tuple[int, int]] = []
-    for start, end in sorted(spans):
-        if merged and merged[-1][1] == start:
-            merged[-1] = merged[-1][0], end
-        else:
-            merged.append((start, end))
-    return merged

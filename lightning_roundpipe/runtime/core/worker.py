@@ -237,9 +237,9 @@ class Worker:
             Whether all microbatches have left the slot already, so that the caller must close it.
         """
         if slot.arena is None:
-            if self.uploads.outgrown_by(needed := sum(layer.nbytes for layer in slot.layers)):
-                self._unbind()
-                self.uploads.grow(needed)
+            if not self.uploads.free_arena.has(needed := sum(layer.nbytes for layer in slot.layers)):
+                self._unbind()  # a layer that the plan does not have
+                self.uploads.free_arena.grow(needed)
             self.prepare(slot)
         assert slot.arena is not None
         self._is_open = True
@@ -277,8 +277,7 @@ class Worker:
         arena = self.gradients[self._gradient_turn]
         needed = sum(s.layout.nbytes for s in sums.values())
         if not arena.has(needed):  # parameters that were frozen when arenas were reserved are trained now
-            arena.release()
-            arena.make(needed)
+            arena.grow(needed)
         stream = self.device.weights_up
         if arena.last_use is not None:
             self._gradients_free.append(arena.last_use)  # [6]

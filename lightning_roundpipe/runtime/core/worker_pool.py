@@ -2,8 +2,15 @@
 
 main thread ── wait, under a watchdog ── [1]      a dead thread, or no progress: an error reports all stacks
      │
-   rest ── all threads have returned ── [2]       see `teardown`; if a failed step's do not, the pool is broken
-   close ── threads are joined ── [3]             except those that are stuck in user code or a driver
+   rest ── all threads have returned ── [2]       after an error of the wait itself they get `GRACE` seconds for it
+     │     the compute streams are done ── [3]    the caller reads outputs on a stream that does not wait for ours
+     │     devices and workers are reset ── [4]   only after a failure, on a thread of its own: a stream may be stuck
+     │
+   close ── threads are joined ── [5]             except those that are stuck in user code or a driver
+
+The first error of a step fails its `CancelScope`, which wakes every waiting thread of the step and aborts the devices.
+Then the main thread, which is to raise the error, calls `rest`. If threads do not return, or the reset does not work,
+the pool is broken.
 """
 
 from __future__ import annotations
@@ -22,15 +29,21 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, intraop_threads
+from lightning_roundpipe.devices.errors import is_sticky
 from lightning_roundpipe.devices.waiter import Waiter
-from lightning_roundpipe.runtime.core import teardown
 from lightning_roundpipe.runtime.core.slot_queues import WorkerQueue
 from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
+from lightning_roundpipe.runtime.faults.notes import add_remedy
 from lightning_roundpipe.runtime.threads.sync import CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import Task, TaskThread, within
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import functions_given_stand_ins
 from lightning_roundpipe.runtime.user_code.process_state import one_at_a_time
+
+GRACE = 5.0
+"""Seconds that threads have to return after the main thread has stopped waiting for a failed step."""
+LOOK = 0.25
+"""Interval of the watchdog's checks, in seconds."""
 
 
 class WorkerPool:
@@ -122,11 +135,6 @@ class WorkerPool:
             self._summing = TaskThread("roundpipe-sums")
         return self._summing
 
-    @property
-    def all_alive(self) -> bool:
-        """Whether no thread has died."""
-        return all(thread.alive for thread in self._everybody())
-
     def _everybody(self) -> list[TaskThread]:
         summing = [self._summing] if self._summing is not None else []
         return [*(worker.thread for worker in self.workers), *summing, *self._threads]
@@ -153,7 +161,7 @@ class WorkerPool:
         intraop_threads.release_intraop_threads()
         seen, since = cancel_scope.moved, time.monotonic()
         with interrupts_allowed():
-            while not (unless_failed and cancel_scope.failed) and not waiter.wait_for(min(teardown.LOOK, self._limit)):
+            while not (unless_failed and cancel_scope.failed) and not waiter.wait_for(min(LOOK, self._limit)):
                 self._look_for_the_dead()
                 if cancel_scope.moved != seen:
                     seen, since = cancel_scope.moved, time.monotonic()
@@ -172,18 +180,66 @@ class WorkerPool:
                 ) from thread.died
 
     def rest(self, cancel_scope: CancelScope, tasks: Sequence[Task[Any]] = (), *, given_up: bool = False) -> None:
-        """Wait until nothing of a step is running, see `teardown` [2]; after a failure, `broken` says if that worked.
+        """Wait until nothing of a step is running. After a failure, also reset devices and workers.
 
         Args:
             cancel_scope: the step's cancel scope, which errors in here fail.
             tasks: the tasks of the microbatch threads.
-            given_up: whether the watchdog or the user has ended the wait: threads then get `teardown.GRACE` seconds.
+            given_up: whether the watchdog or the user has ended the wait: threads then get `GRACE` seconds.
         """
-        if not teardown.rest(self, cancel_scope, tasks, given_up=given_up):
+        late: list[Waiter] = []
+        for waiter in (*(t.waiter for t in tasks if not t.finished), *(w.fence() for w in self.workers)):
+            if not given_up:
+                try:
+                    self.wait(waiter, cancel_scope)  # [2]
+                    continue
+                except BaseException as error:
+                    cancel_scope.fail(error)
+                    given_up = True
+            late.append(waiter)
+        if not cancel_scope.failed:
+            try:
+                for device in self.devices:
+                    device.compute.synchronize()  # [3]
+            except BaseException as error:
+                cancel_scope.fail(error)
+        if cancel_scope.failed and not (self._all_return(late) and self._reset(cancel_scope)):
             self.broken = True
 
+    def _all_return(self, late: Sequence[Waiter]) -> bool:
+        deadline = time.monotonic() + GRACE
+        try:
+            with interrupts_allowed():
+                return all(self._returns(waiter, deadline) for waiter in late)
+        except BaseException:  # a second Ctrl-C
+            return False
+
+    def _returns(self, waiter: Waiter, deadline: float) -> bool:
+        while not waiter.wait_for(LOOK):
+            if time.monotonic() > deadline or not all(thread.alive for thread in self._everybody()):
+                return False
+        return True
+
+    def _reset(self, cancel_scope: CancelScope) -> bool:
+        """Reset devices and workers [4]. Return success."""
+
+        def reset() -> None:
+            for device in self.devices:
+                device.reset()
+            for worker in self.workers:
+                worker.abandon()
+
+        try:
+            return within(GRACE, reset)
+        except Exception as error:
+            if cancel_scope.error is not None and is_sticky(error):
+                add_remedy(cancel_scope.error)
+            elif cancel_scope.error is not None:
+                cancel_scope.error.add_note(f"roundpipe: afterwards, the devices could not be reset: {error!r}")
+            return False
+
     def close(self) -> None:
-        """Stop all threads and free all device memory [3].
+        """Stop all threads and free all device memory [5].
 
         A thread that is stuck in user code cannot be stopped: it is left to end with the process.
         """
@@ -196,7 +252,7 @@ class WorkerPool:
                 rest.enter_context(contextlib.suppress(torch.AcceleratorError))
             rest.callback(self._around.close)
             if self.broken:
-                rest.callback(within, teardown.GRACE, self._close_devices)
+                rest.callback(within, GRACE, self._close_devices)
             else:
                 rest.callback(self._close_devices)
             for thread in threads:

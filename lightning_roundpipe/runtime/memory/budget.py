@@ -20,7 +20,7 @@ from lightning_roundpipe.planning.memory import ARENAS, SINGLE, Memory, device_b
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.flat_params import aligned
-from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
+from lightning_roundpipe.runtime.memory.grad_buffers import GradientLayout
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 _ALIKE = 0.95
@@ -60,7 +60,7 @@ def room_for_calls(layers: Sequence[HostLayer], options: Options, devices: Seque
     if limit is None:
         return None
     weights = max((layer.nbytes for layer in layers), default=0)
-    return limit - weights - max((HostGradSums.bytes_of(layer) for layer in layers), default=0)
+    return limit - weights - max((GradientLayout(layer).nbytes for layer in layers), default=0)
 
 
 def _budget_of(options: Options, devices: Sequence[Device]) -> int | None:

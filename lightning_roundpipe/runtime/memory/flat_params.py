@@ -199,8 +199,7 @@ class FlatBuffer:
 
     def refresh_part(self, master: nn.Parameter, start: int, end: int) -> None:
         """Refresh the elements ``start`` to ``end`` of one contiguous master, if it is in this buffer."""
-        index = next((index for index, mine in enumerate(self.masters) if mine is master), None)
-        if index is None:
+        if (index := self.index_of(master)) is None:
             return
         chain = [self.views, *([self._source_views] if self.source is not self.buffer else [])]
         chain += [self._rounded_views] if self._rounded is not None else []
@@ -211,16 +210,20 @@ class FlatBuffer:
     def _reads_masters(self) -> bool:
         return self.in_place and self.source is self.buffer
 
+    def index_of(self, master: nn.Parameter) -> int | None:
+        """Return the index of ``master``; None if it is not in this buffer."""
+        return next((index for index, mine in enumerate(self.masters) if mine is master), None)
+
     def read(self, index: int) -> Tensor:
         """Return what layers compute with for one master."""
         return self.views[index] if self._reads_masters else self._source_places[index].view(self.source)
 
     def span_of(self, master: nn.Parameter, start: int, end: int) -> tuple[int, int] | None:
         """Return the byte range of elements ``start`` to ``end`` of one contiguous master in uploads, if it is here."""
-        for mine, place in zip(self.masters, self.places, strict=True):
-            if mine is master:
-                return place.offset + start * place.dtype.itemsize, place.offset + end * place.dtype.itemsize
-        return None
+        if (index := self.index_of(master)) is None:
+            return None
+        place = self.places[index]
+        return place.offset + start * place.dtype.itemsize, place.offset + end * place.dtype.itemsize
 
     def upload(self, stream: Stream, segment: Tensor, start: int = 0, end: int | None = None) -> None:
         """Enqueue the copy into ``segment`` (uint8, ``nbytes`` long), or of its bytes ``start`` to ``end``."""

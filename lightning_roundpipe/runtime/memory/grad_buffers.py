@@ -333,11 +333,6 @@ class HostGradSums:
         if self.arrived is None and self.before is not None and self.before.unused:
             self.before = self.before.before  # keeps the chain of unused sums short
 
-    @staticmethod
-    def bytes_of(layer: HostLayer) -> int:
-        """Return the bytes that the gradients of ``layer`` take on a worker now."""
-        return GradientLayout(layer).nbytes
-
     @property
     def has_room(self) -> bool:
         """Whether `make_room` does not wait."""

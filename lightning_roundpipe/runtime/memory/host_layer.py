@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from lightning_roundpipe.model.reachable import changes
 from lightning_roundpipe.model.replica import parameter_places, unique_parameters
 from lightning_roundpipe.model.unpacked import Key, room_for
 from lightning_roundpipe.runtime.memory.dtypes import Formats, widen
-from lightning_roundpipe.runtime.memory.flat_params import FlatBuffer, ParamSlice, aligned
+from lightning_roundpipe.runtime.memory.flat_params import FlatBuffer, aligned
 from lightning_roundpipe.runtime.memory.module_buffers import HostBuffers
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 
@@ -111,11 +112,11 @@ class HostLayer:
         """Bytes of each unpacked copy of a packed master that the layer's code has asked for."""
         self.bucket: ParamBucket  # set by `make_buckets` once all layers are known
         mine = [p for p in self.masters if id(p) not in owned]
-        trained, frozen = _by_trainable(mine)
         formats = formats or Formats()
+        trained = [p for p in mine if p.requires_grad]
         self.flats = [FlatBuffer(trained, device, formats, apart=apart)] if trained else []
         for in_place in (False, True):
-            if held := [p for p in frozen if (id(p) in mapped) is in_place]:
+            if held := [p for p in mine if not p.requires_grad and (id(p) in mapped) is in_place]:
                 self.flats.append(FlatBuffer(held, device, formats, apart=False, in_place=in_place))
         owned.update({id(p): (flat, i) for flat in self.flats for i, p in enumerate(flat.masters)})
         self._held = {id(p): owned[id(p)] for p in self.masters}
@@ -128,7 +129,7 @@ class HostLayer:
         base, places = 0, {}
         for flat in self.flats:
             for master, segment in zip(flat.masters, flat.places, strict=True):
-                places[id(master)] = _moved(segment, base)
+                places[id(master)] = dataclasses.replace(segment, offset=base + segment.offset)
             base += flat.nbytes
         self.tied = [p for p in self.masters if id(p) not in places]
         for master in self.tied:
@@ -146,8 +147,7 @@ class HostLayer:
             formats: dtype to round to, by position. Masters shared with another layer, or in a file, are left as they
                 are.
         """
-        others = [layer for layer in self.bucket.layers if layer is not self] if formats else []
-        shared = {id(p) for other in others for p in other.masters}
+        shared = self.bucket.shared
         mine = {id(self.masters[i]): dtype for i, dtype in formats.items() if id(self.masters[i]) not in shared}
         for flat in self.flats:
             flat.round({} if flat.in_place else {i: mine[id(p)] for i, p in enumerate(flat.masters) if id(p) in mine})
@@ -348,9 +348,10 @@ def make_buckets(
     inside = {id(p) for layer in layers for p in layer.masters}
     buckets = [ParamBucket(0, _unique(p for p in masters if id(p) not in inside), (), formats, apart=apart)]
     for group in groups:
-        bucket = ParamBucket(
-            len(buckets), _unique(p for layer in group for p in layer.masters), group, formats, apart=apart
-        )
+        held = [p for layer in group for p in layer.masters]
+        flats = [flat for layer in group for flat in layer.flats]
+        bucket = ParamBucket(len(buckets), _unique(held), flats, formats, apart=apart)
+        bucket.shared = {key for key, holders in Counter(map(id, held)).items() if holders > 1}
         for layer in group:
             layer.bucket = bucket
         buckets.append(bucket)
@@ -383,14 +384,6 @@ def begin_to_train(
 
 def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return list({id(p): p for p in parameters}.values())
-
-
-def _by_trainable(parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    return [p for p in parameters if p.requires_grad], [p for p in parameters if not p.requires_grad]
-
-
-def _moved(segment: ParamSlice, base: int) -> ParamSlice:
-    return dataclasses.replace(segment, offset=base + segment.offset)
 
 
 def _left(start: int, end: int, sent: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -91,7 +91,10 @@ class HostBuffers:
                 known, buffer = self._made.get((id(module), name)), _held(module, name)
             if known is None or not known[1].is_up_to_date(buffer) or self._differs((id(module), name), buffer):
                 with torch.inference_mode(False):
-                    host = _staged(buffer.detach(), device) if isinstance(buffer, Tensor) else buffer
+                    host = buffer
+                    if isinstance(buffer, Tensor):
+                        host = buffer.detach()
+                        host = stage(host, device) if _is_plain(host) else host.clone()
                 known = self._made[id(module), name] = module, BufferValue(host, None, (buffer, _version(buffer)))
             return known[1]
 
@@ -340,14 +343,6 @@ def _version(buffer: Held) -> int:
 
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
-
-
-def _staged(tensor: Tensor, device: Device) -> Tensor:
-    """Return a copy from which ``device`` copies asynchronously, where possible."""
-    try:
-        return stage(tensor, device) if _is_plain(tensor) else tensor.clone()
-    except RuntimeError:  # elements overlap in a way that torch refuses to write to
-        return tensor.clone()
 
 
 def _alike(one: Held, other: Held) -> bool:

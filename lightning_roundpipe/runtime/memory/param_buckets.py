@@ -7,7 +7,6 @@ optimizer goes through the layers in forward order, and the next forward follows
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -19,35 +18,26 @@ Part = Callable[[nn.Parameter, int, int], None]
 """Called with a master and the range of its elements that is ready."""
 
 
-class Holder(Protocol):
-    """A layer as its bucket sees it."""
-
-    masters: list[nn.Parameter]
-    flats: list[FlatBuffer]
-
-    def read(self, master: nn.Parameter) -> Tensor:
-        """Return what layers compute with for ``master``."""
-
-
 class ParamBucket(Versioned):
     """The masters of one layer, of layers that share some, or of no layer.
 
     Args:
         index: position in forward order.
         masters: the masters.
-        layers: the layers that they belong to.
+        flats: the buffers of the layers that they belong to.
         formats: dtypes that they are computed with in.
         apart: whether masters are updated while a step computes with their working copies.
 
     Attributes:
         version: the last published version of the weights, which uploads may read.
+        shared: ids of those that several layers have.
     """
 
     def __init__(
         self,
         index: int,
         masters: Sequence[nn.Parameter],
-        layers: Sequence[Holder] = (),
+        flats: Sequence[FlatBuffer] = (),
         formats: Formats | None = None,
         *,
         apart: bool = False,
@@ -55,7 +45,8 @@ class ParamBucket(Versioned):
         super().__init__()
         self.index = index
         self.masters = list(masters)
-        self.layers = list(layers)
+        self.shared: set[int] = set()
+        self._flats = list(flats)
         self._formats = formats or Formats()
         self._apart = apart
         self._copies: dict[int, Tensor] = {}
@@ -98,27 +89,25 @@ class ParamBucket(Versioned):
         """Return what user code reads for ``master``: the values that a layer finds on its worker."""
         if not (self._apart or self._formats.differ(master)):
             return master
-        for layer in self.layers:
-            if any(master is mine for mine in layer.masters):
-                return layer.read(master)
+        for flat in self._flats:
+            if (index := flat.index_of(master)) is not None:
+                return flat.read(index)
         if id(master) not in self._copies:
             self._copies[id(master)] = master.detach().to(self._formats.of(master), copy=True)
         return self._copies[id(master)]
 
     def refresh(self, *, trained_only: bool = False) -> None:
         """Bring the working copies up to date. No thread may read them or write to the masters meanwhile."""
-        for layer in self.layers:
-            for flat in layer.flats:
-                if flat.copied and (flat.trained or not trained_only):
-                    flat.refresh()
+        for flat in self._flats:
+            if flat.copied and (flat.trained or not trained_only):
+                flat.refresh()
         for master in self.masters if self._copies else ():
             if id(master) in self._copies and (master.requires_grad or not trained_only):
                 self._copies[id(master)].copy_(master.detach())
 
     def refresh_part(self, master: nn.Parameter, start: int, end: int) -> None:
         """Refresh the working copies of elements ``start`` to ``end`` of one contiguous master."""
-        for layer in self.layers:
-            for flat in layer.flats:
-                flat.refresh_part(master, start, end)
+        for flat in self._flats:
+            flat.refresh_part(master, start, end)
         if id(master) in self._copies:
             self._copies[id(master)].view(-1)[start:end].copy_(master.detach().view(-1)[start:end])

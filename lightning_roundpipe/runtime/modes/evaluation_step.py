@@ -28,9 +28,9 @@ from lightning_roundpipe.runtime.core.call import Call, Forward
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
-from lightning_roundpipe.runtime.core.teardown import GRACE
 from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.core.turns import Slot, Slots
+from lightning_roundpipe.runtime.core.worker_pool import GRACE
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten, is_cache, unflatten
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation, wants_gradients

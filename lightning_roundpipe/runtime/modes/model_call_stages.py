@@ -18,7 +18,7 @@ from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.span import Span
 from lightning_roundpipe.runtime.core.trace import Trace
-from lightning_roundpipe.runtime.core.turns import PlannedSlots, Slot
+from lightning_roundpipe.runtime.core.turns import PlannedSlots, Slot, Slots
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
@@ -78,8 +78,8 @@ class DirectionStages:
         return {call: position for position, span in enumerate(self.spans) for call in span.calls()}
 
 
-class CallSlots:
-    """The slots of one model call. Implements `turns.Slots`.
+class CallSlots(Slots):
+    """The slots of one model call.
 
     Args:
         forward: the slots of its forward; None if it calls no layer.
@@ -103,12 +103,6 @@ class CallSlots:
 
     def fused(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
         raise AssertionError("no graph is kept")
-
-    def keeps_graph(self, call: int) -> bool:
-        return False
-
-    def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None) -> None:
-        pass  # planned slots are prefetched by their queues
 
     def upcoming(self, microbatch: int, call: int, *, backward: bool) -> Slot | None:
         group = self.back if backward else self._forward

@@ -38,7 +38,8 @@ from torch.optim import Optimizer
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.errors import StreamAborted
 from lightning_roundpipe.optim.clipping import Clip, clamp, coefficient, norms, scale
-from lightning_roundpipe.optim.partial_optimizer import Hyperparameters, PartialOptimizer
+from lightning_roundpipe.optim.hyperparameters import Hyperparameters
+from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.optim.scaling import unscale
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.runtime.memory import grad_buffers

@@ -21,7 +21,7 @@ also counts the machines where each parameter has one, so that one without any s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,32 +55,33 @@ class _Message:
     first: bool = False
     last: bool = False
 
+    @property
+    def size(self) -> int:
+        return sum(end - start for _, start, end in self.pieces)
+
+    def parts(self, buffer: Tensor, at: int = 0) -> Iterator[tuple[nn.Parameter, slice, Tensor]]:
+        """Yield the master of each piece, the range of its elements, and their place in ``buffer``, from ``at`` on."""
+        for master, start, end in self.pieces:
+            yield master, slice(start, end), buffer[at : at + end - start]
+            at += end - start
+
 
 @dataclass
 class _Flying:
-    """A message on its way, and the gradients of this machine, which it will replace.
+    """A message of gradients or weights on its way.
 
     Attributes:
         work: what to wait for.
+        gradients: those of this machine, which a message of gradients will replace.
         received: what comes from the other machines, in their order; only at an owner.
     """
 
     message: _Message
     bucket: ParamBucket
     buffer: Tensor
-    gradients: dict[int, Tensor]
     work: Any
+    gradients: dict[int, Tensor] = field(default_factory=dict)
     received: Tensor | None = None
-
-
-@dataclass
-class _Weights:
-    """A message of weights on its way from the owner of a bucket."""
-
-    message: _Message
-    bucket: ParamBucket
-    buffer: Tensor
-    work: Any
 
 
 class GradientExchange:
@@ -110,7 +111,7 @@ class GradientExchange:
         self._there: list[tuple[ParamBucket, dict[int, Tensor]]] = []
         self._present: dict[ParamBucket, set[int]] = {}
         self._free: dict[torch.dtype, list[Tensor]] = {}
-        self._weights: deque[_Weights] = deque()
+        self._weights: deque[_Flying] = deque()
         self._updated: list[ParamBucket] = []
         """Buckets whose new weights are there."""
         self._apart = False
@@ -220,27 +221,25 @@ class GradientExchange:
     def _send(self, bucket: ParamBucket, message: _Message, gradients: dict[int, Tensor]) -> None:
         dtype = self._travelling(message.dtype)
         masters = _trained(bucket) if message.first else []
-        size = len(masters) + sum(end - start for _, start, end in message.pieces)
+        size = len(masters) + message.size
         buffer = self._buffer(dtype, size)
         for index, master in enumerate(masters):
             buffer[index] = 1.0 if id(master) in gradients else 0.0
-        at = len(masters)
-        for master, start, end in message.pieces:
-            part, at = buffer[at : at + end - start], at + end - start
+        for master, elements, part in message.parts(buffer, len(masters)):
             if id(master) in gradients:
-                part.copy_(_flat(gradients, id(master))[start:end])
+                part.copy_(_flat(gradients, id(master))[elements])
             else:
                 part.zero_()
         self.sent += buffer.nbytes
         if (to := self._receiver(bucket)) is None:
             work = self.peers.start(dist.all_reduce, buffer, GRADIENTS)  # [2]
-            self._flying.append(_Flying(message, bucket, buffer, gradients, work))
+            self._flying.append(_Flying(message, bucket, buffer, work, gradients))
             return
         others = [other for other in range(self.peers.size) if other != to]
         received = self._buffer(dtype, size * len(others)) if to == self.peers.rank else None
         tensor = buffer if received is None else received
         work = self.peers.deliver(tensor, others, to, GRADIENTS)  # [4]
-        self._flying.append(_Flying(message, bucket, buffer, gradients, work, received))
+        self._flying.append(_Flying(message, bucket, buffer, work, gradients, received))
 
     @torch.no_grad()
     def _land(self) -> None:
@@ -271,13 +270,12 @@ class GradientExchange:
         if message.first:
             counts = buffer[: len(masters)].tolist()
             self._present[bucket] = {id(master) for master, count in zip(masters, counts, strict=True) if count}
-        present, at = self._present[bucket], len(masters)
-        for master, start, end in message.pieces:
-            part, at = buffer[at : at + end - start], at + end - start
+        present = self._present[bucket]
+        for master, elements, part in message.parts(buffer, len(masters)):
             if id(master) in present:
                 if id(master) not in flying.gradients:
                     flying.gradients[id(master)] = torch.empty_like(master, memory_format=torch.contiguous_format)
-                _flat(flying.gradients, id(master))[start:end].copy_(part)
+                _flat(flying.gradients, id(master))[elements].copy_(part)
 
     @property
     def _shares_out(self) -> bool:
@@ -298,15 +296,13 @@ class GradientExchange:
         for message in messages:
             while len(self._weights) >= FLYING:
                 self._arrive()
-            buffer = self._buffer(message.dtype, _size(message.pieces))
+            buffer = self._buffer(message.dtype, message.size)
             if self.owns(bucket):
-                at = 0
-                for master, start, end in message.pieces:
-                    buffer[at : at + end - start] = master.data.reshape(-1)[start:end]
-                    at += end - start
+                for master, elements, part in message.parts(buffer):
+                    part.copy_(master.data.reshape(-1)[elements])
                 self.sent += buffer.nbytes
             work = self.peers.start(dist.broadcast, buffer, WEIGHTS, src=self.owner[bucket])
-            self._weights.append(_Weights(message, bucket, buffer, work))
+            self._weights.append(_Flying(message, bucket, buffer, work))
 
     def weights(self, *, wait: bool) -> list[ParamBucket]:
         """Return buckets whose new weights are there [6], each once.
@@ -380,10 +376,10 @@ def _messages(bucket: ParamBucket) -> Iterator[_Message]:
     for master in _trained(bucket):
         start, length = 0, MESSAGE // master.itemsize
         while start < master.numel():
-            message = next((m for m in made[-1:] if m.dtype is master.dtype and _size(m.pieces) < length), None)
+            message = next((m for m in made[-1:] if m.dtype is master.dtype and m.size < length), None)
             if message is None:
                 made.append(message := _Message(master.dtype))
-            end = min(master.numel(), start + length - _size(message.pieces))
+            end = min(master.numel(), start + length - message.size)
             message.pieces.append((master, start, end))
             start = end
     if made:
@@ -407,19 +403,12 @@ def _weight(bucket: ParamBucket) -> int:
 
 def _put(message: _Message, buffer: Tensor) -> None:
     """Write weights that have arrived into the masters, whose versions stay: user code has not changed them."""
-    at = 0
-    for master, start, end in message.pieces:
-        data, part, at = master.data, buffer[at : at + end - start], at + end - start
-        if data.is_contiguous():
-            data.view(-1)[start:end] = part
-        else:
-            flat = data.reshape(-1)
-            flat[start:end] = part
+    for master, elements, part in message.parts(buffer):
+        data = master.data
+        flat = data.reshape(-1)  # a copy where the master is not contiguous
+        flat[elements] = part
+        if not data.is_contiguous():
             data.copy_(flat.view(data.shape))
-
-
-def _size(pieces: Iterable[tuple[nn.Parameter, int, int]]) -> int:
-    return sum(end - start for _, start, end in pieces)
 
 
 def _flat(gradients: dict[int, Tensor], key: int) -> Tensor:

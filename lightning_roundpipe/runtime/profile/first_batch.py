@@ -43,7 +43,7 @@ from lightning_roundpipe.runtime.memory.budget import (
     memory_of_workers,
     worker_bytes,
 )
-from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
+from lightning_roundpipe.runtime.memory.grad_buffers import GradientLayout
 from lightning_roundpipe.runtime.memory.host_layer import begin_to_train
 from lightning_roundpipe.runtime.profile.autocast_weights import send_rounded
 from lightning_roundpipe.runtime.profile.speeds import worker_speeds
@@ -104,7 +104,7 @@ class Planner:
         static = options.plan == "static"
         alike = {layer.name: (type(layer.module), layer.nbytes) for layer in layers}
         speeds = [] if static else worker_speeds(recorder, self._devices, alike)
-        seconds = recorder.nominal_seconds() if static else recorder.call_seconds(speeds)
+        seconds = recorder.nominal_seconds if static else recorder.call_seconds(speeds)
         try:
             complete = trace.learn(traces, seconds, len(layers))
         except OtherCalls as error:
@@ -263,7 +263,7 @@ class Planner:
         """
         layers = self._engine.model.layers
         weights = max((layer.nbytes for layer in layers), default=0)
-        gradients = max((HostGradSums.bytes_of(layer) for layer in layers), default=0)
+        gradients = max((GradientLayout(layer).nbytes for layer in layers), default=0)
         limit = worker_bytes(self._options, self._devices)
         arenas = BOTH
         if limit is not None and (text := self._options.plan_text) is not None:
@@ -303,7 +303,7 @@ def _arenas_of(trace: Trace, stage: Stage) -> tuple[int, int]:
     calls = trace.calls[stage.first : stage.last + 1]
     loaded = [c for c in calls if stage.phase != "backward" or c.taped]
     weights = sum(layer.nbytes for layer in distinct_layers(loaded))
-    trained = [HostGradSums.bytes_of(c.layer) for c in calls if c.taped and stage.phase != "forward"]
+    trained = [GradientLayout(c.layer).nbytes for c in calls if c.taped and stage.phase != "forward"]
     return weights, sum(trained)
 
 

@@ -31,7 +31,7 @@ def worker_speeds(recorder: Recorder, devices: Sequence[Device], alike: Mapping[
         return []
     calls: dict[Hashable, dict[str, float]] = defaultdict(dict)
     layers: dict[Hashable, dict[str, float]] = defaultdict(dict)
-    for kind, worker, where, seconds in recorder.computations():
+    for kind, worker, _, where, seconds in recorder.computations():
         for found, key in ((calls, (kind, where.call)), (layers, (kind, alike.get(where.layer)))):
             of_kinds, name = found[key], kinds[worker]
             of_kinds[name] = min(seconds, of_kinds.get(name, math.inf))

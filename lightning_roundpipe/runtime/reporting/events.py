@@ -27,13 +27,17 @@ NOWHERE = EventSource()
 
 
 class Recorder:
-    """Collects events during a step, from any thread. Read them when the step is over."""
+    """Collects events during a step, from any thread. Read them when the step is over.
+
+    Attributes:
+        nominal_seconds: the nominal durations that `count` has recorded, by the keys of `call_seconds`.
+    """
 
     def __init__(self) -> None:
         self._items: list[tuple[str, int, Event, Event, int, int, EventSource]] = []
         self._waits: list[tuple[int, Event, Event]] = []
         self._counting = threading.Lock()
-        self._counted: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+        self.nominal_seconds: dict[tuple[str, int, int], list[float]] = defaultdict(list)
 
     def add(
         self,
@@ -54,7 +58,7 @@ class Recorder:
     def count(self, kind: str, microbatch: int, call: int, seconds: float) -> None:
         """Record the nominal time of a call's computation: computed from its shapes, not measured."""
         with self._counting:
-            self._counted[kind, microbatch, call].append(seconds)
+            self.nominal_seconds[kind, microbatch, call].append(seconds)
 
     def stalls(self, origin: float) -> list[dict[str, Any]]:
         """Return the finished stalls, with times in seconds from ``origin`` as in `rows`."""
@@ -111,21 +115,15 @@ class Recorder:
             speeds: of the workers, if they are not equal: durations are those of a worker with speed 1.
         """
         found: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-        for kind, worker, start, end, microbatch, _, where in self._items:
-            if kind in COMPUTE:
-                speed = speeds[worker] if speeds else 1.0
-                found[kind, microbatch, where.call].append(speed * (end.time() - start.time()))
+        for kind, worker, microbatch, where, seconds in self.computations():
+            found[kind, microbatch, where.call].append((speeds[worker] if speeds else 1.0) * seconds)
         return found
 
-    def computations(self) -> Iterator[tuple[str, int, EventSource, float]]:
-        """Yield kind, worker, source and duration in seconds of each computation."""
-        for kind, worker, start, end, _, _, where in self._items:
+    def computations(self) -> Iterator[tuple[str, int, int, EventSource, float]]:
+        """Yield kind, worker, microbatch, source and duration in seconds of each computation."""
+        for kind, worker, start, end, microbatch, _, where in self._items:
             if kind in COMPUTE:
-                yield kind, worker, where, end.time() - start.time()
-
-    def nominal_seconds(self) -> dict[tuple[str, int, int], list[float]]:
-        """Return the nominal durations that `count` has recorded, by the same keys."""
-        return self._counted
+                yield kind, worker, microbatch, where, end.time() - start.time()
 
 
 def bubble_percent(rows: list[dict[str, Any]], workers: int) -> float:
