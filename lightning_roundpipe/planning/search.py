@@ -63,6 +63,8 @@ _HOPEFUL = 1.02
 """The search skips a start whose lower bound exceeds the best time so far by this factor."""
 _MOST_JUDGED = 48
 """Most plans of a search that the judge is asked about."""
+_TRIES = 8
+"""Most random plans near the best one for each that is judged: where memory is short, few are allowed."""
 _CLEARLY = 1e-4
 """Candidates come in the order of their searched times. A later one must be better by more than this fraction."""
 _NEAR = 512
@@ -108,7 +110,7 @@ def search_partition(
         judge: what the plan is to be best by, such as the step's time with copies and updates, which the search itself
             leaves out; the lower the better, and infinite for what cannot be taken. By default the time that the search
             goes by.
-        judged: how many of the plans that were found ``judge`` is asked about.
+        judged: how many of the plans that each search finds ``judge`` is asked about, and how many near the best one.
 
     Raises:
         ValueError: no plan keeps to the limits, or a number makes no sense.
@@ -160,7 +162,11 @@ def search_partition(
                     found = search(arenas, share=_OTHERS, costs=copied)[:judged]
                     plans += [plan.with_arenas(arenas) for plan in found]
         best = min([best, *unpacking_plans(plans, costs, workers, microbatches, limits)], key=judge)
-        return _improved(best, judge, judged, costs, workers, microbatches, limits)
+
+        def is_allowed(plan: Plan) -> bool:
+            return len(plan.fused) <= limits.max_fused + 1 and (memory is None or fits(plan, costs, workers, memory))
+
+        return _descent(best, judge, is_allowed, judged)
     plans = [plan.with_arenas(baseline.arenas) for plan in search(baseline.arenas)]
     timing = Timing(Pace.of(costs, host or HostTime()), workers, microbatches, staleness, 0.0)
     best_s = timing.settled(best)
@@ -172,33 +178,21 @@ def search_partition(
     return best
 
 
-def _improved(
-    plan: Plan,
-    judge: Callable[[Plan], float],
-    judged: int,
-    costs: Costs,
-    workers: int,
-    microbatches: int,
-    limits: Limits,
-) -> Plan:
-    """Return the best of ``plan`` and plans near it, by ``judge``.
+def _descent(plan: Plan, judge: Callable[[Plan], float], is_allowed: Callable[[Plan], bool], judged: int) -> Plan:
+    """Return the best of ``plan`` and of ``judged`` random plans near it, each near the best one so far, by ``judge``.
 
-    The search knows neither copies nor updates. Plans that hide them better are near the one that it found.
+    The search leaves out copies and updates. Plans that hide them better are often near the one that it finds.
     """
     best, best_s, random = plan, judge(plan), np.random.default_rng(0)
-    tries = 8 * judged
-    while judged and tries:
-        tries -= 1
+    for _ in range(_TRIES * judged):
         shape, sizes = sizes_of(best)
         shape, moved = kicked(shape, np.array(sizes), random)
         near = replace(plan_of(shape, moved.tolist()), recompute_ahead=best.recompute_ahead).with_arenas(best.arenas)
-        if len(near.fused) > limits.max_fused + 1 or (
-            limits.memory is not None and not fits(near, costs, workers, limits.memory)
-        ):
-            continue
-        judged -= 1
-        if (near_s := judge(near)) < best_s:
-            best, best_s = near, near_s
+        if is_allowed(near):
+            if (near_s := judge(near)) < best_s:
+                best, best_s = near, near_s
+            if not (judged := judged - 1):
+                break
     return best
 
 

@@ -403,6 +403,25 @@ def test_rounds_side_by_side_are_data_parallelism_where_a_worker_holds_the_model
         assert not search_partition(costs, 4, 8, limits, search_seconds=seconds, judge=step_s).side_by_side(4, 8)
 
 
+@pytest.mark.parametrize("memory", [None, 900])
+def test_plans_near_the_best_one_hide_what_only_the_judge_knows(
+    memory: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updates limit the steps here, which the search does not know."""
+    calls = [CallCost(f"layers.{n}", 1.0, 2.0, 100, 100, 10, 50, needs_backward=True) for n in range(24)]
+    costs, rules = Costs(tuple(calls)), Rules(updates=UpdateModel(bytes_per_s=2.5))
+    limits = Limits.usual(costs, 4, 16, memory)
+
+    def step_s(plan: Plan) -> float:
+        return pipeline.step_ends(plan, costs, 4, 16, rules, 4)[-1]
+
+    plan = search_partition(costs, 4, 16, limits, search_seconds=20.0, judge=step_s, judged=32)
+    assert keeps(limits, plan, costs, 4)
+    monkeypatch.setattr(search, "_descent", lambda plan, *_: plan)
+    without = search_partition(costs, 4, 16, limits, search_seconds=20.0, judge=step_s, judged=32)
+    assert step_s(plan) < step_s(without)
+
+
 def test_rounds_side_by_side_have_as_many_arenas_as_fit() -> None:
     costs = whole_model()
     need = device_bytes(Plan.single(6, 1).with_arenas((1, 1)), costs, 4)

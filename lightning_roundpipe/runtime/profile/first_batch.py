@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -197,7 +198,8 @@ class Planner:
         turns = 2 * _STEPS * microbatches * (2 * len(costs) - 1)
         found = search_partition(
             costs, workers, microbatches, limits, 1 if stale else 0, rules.host, search_s,
-            judge=step_s, judged=max(1, min(16, _MOST_TURNS // turns)),
+            judge=lambda plan: math.inf if trace.torn_buffer(plan) else step_s(plan),
+            judged=max(1, min(16, _MOST_TURNS // turns)),
         )  # fmt: skip
         return found if step_s(found) < step_s(plan) and not trace.torn_buffer(found) else plan
 
