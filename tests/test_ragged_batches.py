@@ -76,3 +76,43 @@ def test_trains_as_plainly(first: str, whole_call: bool, devices: int) -> None:
 def test_parts_that_were_asked_for_are_refused(first: str, says: str) -> None:
     with pytest.raises((RuntimeError, ValueError), match=says):
         run(ours(num_microbatches=3), Module(True), batches(first))
+
+
+class Counting(nn.Module):
+    """A layer that counts on the patches of its part only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor, counts: Tensor, pixels: Tensor) -> Tensor:
+        return x + torch.stack([image.mean(0) for image in self.patches(pixels).split(counts.tolist())])
+
+
+class Layered(pl.LightningModule):
+    """Takes patches that a batch lists for each sample, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.seeing, self.head = Counting(), nn.Linear(8, 5)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        pixels = batch["pixels"] if isinstance(batch["pixels"], Tensor) else torch.cat(batch["pixels"])
+        return F.cross_entropy(self.head(self.seeing(batch["x"], batch["counts"], pixels)), batch["y"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_the_error_inside_a_layer_names_what_is_not_cut_and_its_remedy_helps() -> None:
+    options: dict[str, Any] = {"num_microbatches": 3, "layers": ["Counting", "head"]}
+    plain = run("auto", Layered(), batches("x"))
+    with pytest.raises(RuntimeError, match="split_with_sizes") as found:
+        run(ours(**options), Layered(), batches("x"), devices=2)
+    notes = "\n".join(found.value.__notes__)
+    assert "in layer 'seeing'" in notes
+    assert f"2 of 6 samples, and on all of 'pixels' ({sum(COUNTS)} rows)" in notes
+    assert "a list with an item for each sample" in notes
+    listed = [batch | {"pixels": list(batch["pixels"].split(COUNTS))} for batch in batches("x")]
+    assert_same(plain, run(ours(**options), Layered(), listed, devices=2))

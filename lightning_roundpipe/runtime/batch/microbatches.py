@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.batch.samples import are_similar, are_texts, listed_samples
 
 _LOOKED_AT = 1 << 18
@@ -127,6 +128,16 @@ class Columns:
             return part.copy() if copied and isinstance(part, np.ndarray) else part
 
         return part_of(batch, rows, samples, listed, take)
+
+
+def uncut_tensors(part: Any, samples: int) -> str:
+    """Name the tensors of a microbatch that each microbatch has whole, as their rows are not its ``samples``."""
+    items = part.items() if isinstance(part, Mapping) else enumerate(part) if isinstance(part, (list, tuple)) else ()
+    return ", ".join(
+        f"{name!r} ({plural(len(value), 'row')})"
+        for name, value in items
+        if isinstance(value, Tensor) and value.ndim and len(value) != samples
+    )
 
 
 def rows_of(sizes: list[int]) -> list[slice]:

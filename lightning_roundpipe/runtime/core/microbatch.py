@@ -28,7 +28,7 @@ from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.batch.logs import LogRecorder, log_returned
 from lightning_roundpipe.runtime.batch.loss_weights import Weighing
-from lightning_roundpipe.runtime.batch.microbatches import detached, filled_like, loss_of, seed_of
+from lightning_roundpipe.runtime.batch.microbatches import detached, filled_like, loss_of, seed_of, uncut_tensors
 from lightning_roundpipe.runtime.core.activation_prefetch import ActivationPrefetcher
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call, Forward
@@ -187,7 +187,7 @@ class MicrobatchTask:
         with self._step.spec.thread_state.entered(), self.mode:
             self._enter_user_code()
             self._surroundings = Surroundings()
-            with self._noted():
+            with noted(lambda: self._place(args)):
                 output = function(*args)
                 self._watched.assert_unmodified()
                 self._step.padded_calls.compare(None, self.mode.padded_calls)
@@ -224,11 +224,12 @@ class MicrobatchTask:
     def _noted(self) -> contextlib.AbstractContextManager[None]:
         return noted(self._place)
 
-    def _place(self) -> FaultPlace:
+    def _place(self, args: tuple[Any, ...] = ()) -> FaultPlace:
         sizes = self._step.sizes
         in_part = self._step.in_parts and self._phase == "forward"
         samples = f"{sizes[self.index]} of {plural(sum(sizes), 'sample')}" if in_part else ""
-        return FaultPlace(f"the code {self._last}", self._phase, self.index, self._slot, self._device, samples)
+        uncut = uncut_tensors(args[0], sizes[self.index]) if in_part and args else ""
+        return FaultPlace(f"the code {self._last}", self._phase, self.index, self._slot, self._device, samples, uncut)
 
     def _announce(self) -> None:
         if not self._announced:

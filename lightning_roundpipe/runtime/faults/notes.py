@@ -44,6 +44,7 @@ class FaultPlace(NamedTuple):
         microbatch: number of the microbatch; -1 is the whole batch.
         slot, device: where it runs; None if they are not known.
         samples: of training_step's code that runs on a part of the batch, such as "4 of 8 samples".
+        uncut: the tensors of the batch that each part has all rows of, such as "pixel_values (80 rows)".
     """
 
     what: str
@@ -52,6 +53,7 @@ class FaultPlace(NamedTuple):
     slot: NumberedSlot | None
     device: Device | None
     samples: str = ""
+    uncut: str = ""
 
     def __str__(self) -> str:
         phase = f"{self.phase} pass" if self.phase in ("forward", "backward") else self.phase
@@ -61,7 +63,7 @@ class FaultPlace(NamedTuple):
 
 
 class noted:
-    """Context manager that adds a note to an exception, unless an inner one has.
+    """Context manager that adds a note to an exception, unless an inner one has, and what is known of a part's samples.
 
     Args:
         place: returns the place to name; called only if there is an exception.
@@ -81,18 +83,27 @@ class noted:
 
 
 def add_note(error: BaseException, place: FaultPlace) -> None:
-    if any(note.startswith(_MARK) for note in getattr(error, "__notes__", ())):
-        return
-    error.add_note(f"{_MARK}{place}")
+    # The place of the innermost context counts. The layer that fails does not know of samples: `training_step` does.
+    placed = any(note.startswith(_MARK) for note in getattr(error, "__notes__", ()))
+    if not placed:
+        error.add_note(f"{_MARK}{place}")
     if (
         place.samples
         and isinstance(error, _OF_SHAPES)
         and not isinstance(error, (RoundPipeError, torch.OutOfMemoryError))
     ):
-        error.add_note(
-            f"{_MARK}training_step runs on a part of the batch here, {place.samples}. If it needs all of them, set "
-            "microbatch_scope='model', which runs it once, or num_microbatches=1."
+        uncut = f", and on all of {place.uncut}" if place.uncut else ""
+        listed = (
+            " What has rows of its own is cut if it is a list with an item for each sample, which training_step joins."
+            if uncut
+            else ""
         )
+        error.add_note(
+            f"{_MARK}training_step runs on a part of the batch here, {place.samples}{uncut}. If it needs all of them, "
+            f"set microbatch_scope='model', which runs it once, or num_microbatches=1.{listed}"
+        )
+    if placed:
+        return
     if place.device:
         add_memory_note(error, place.device)
     on_gpu = place.device is not None and place.device.torch_device.type != "cpu"
