@@ -94,13 +94,14 @@ class Exchange:
         network: the network between the machines.
         costs: costs of the calls.
         rate: bytes of gradients that a machine's optimizer updates per second; None: updates take no time.
+        together: whether updates wait for all gradients, as with clipping.
 
     Attributes:
         busy_s: seconds for which the network has been busy.
     """
 
-    def __init__(self, network: Network, costs: Costs, rate: float | None) -> None:
-        self._network, self._rate = network, rate
+    def __init__(self, network: Network, costs: Costs, rate: float | None, *, together: bool = False) -> None:
+        self._network, self._rate, self._together = network, rate, together
         self._sizes = gradient_bytes(costs)
         self._turns = {layer: turn for turn, layer in enumerate(self._sizes)}
         self._owners = owners(self._sizes, network.machines)
@@ -126,6 +127,7 @@ class Exchange:
         sends: list[tuple[float, int, int, str]] = []
         ready: list[tuple[int, int, int, str]] = []
         published = dict(arrived)
+        waiting: list[tuple[float, str]] = []
         while reduces or sends or ready:
             if not ready:
                 first = min(queue[at][0] for queue, at in ((reduces, -1), (sends, 0)) if queue)
@@ -141,10 +143,17 @@ class Exchange:
             taken = self._network.seconds(size if is_reduce else size * self._network.weight_share)
             self._network_free += taken
             self.busy_s += taken
-            if is_reduce:
-                heapq.heappush(sends, (self._update(layer, self._network_free), turn, part, layer))
-            else:
+            if not is_reduce:
                 published[layer] = max(published[layer], self._network_free)
+                continue
+            waiting.append((self._network_free, layer))
+            more = reduces or any(reduce for _, reduce, _, _ in ready)
+            if self._together and more:
+                continue
+            for at, name in waiting:
+                start = self._network_free if self._together else at
+                heapq.heappush(sends, (self._update(name, start), self._turns[name], part, name))
+            waiting.clear()
         return published
 
     def _update(self, layer: str, ready: float) -> float:

@@ -366,7 +366,10 @@ class _Pipeline:
         self._updating = Updating(rules.updates, costs, _fastest(links))
         self._exchange = None
         if rules.network is not None:
-            self._exchange = Exchange(rules.network, costs, rules.updates.bytes_per_s if rules.updates else None)
+            updates = rules.updates
+            rate = updates.bytes_per_s if updates else None
+            together = updates is not None and (updates.clipping or updates.blocking)
+            self._exchange = Exchange(rules.network, costs, rate, together=together)
         self._published: list[dict[str, _Updated]] = []
         self._slot = 0
         self.events: list[SimulatedEvent] = []

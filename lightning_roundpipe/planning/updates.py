@@ -22,6 +22,7 @@ class UpdateModel:
 
     Args:
         bytes_per_s: bytes of gradients that it updates per second.
+        clipping: whether it needs the norm of all gradients first.
         blocking: whether it begins after the whole backward, and the next step begins after it.
         piece_bytes: bytes of a piece of a larger layer, which is updated while the next piece arrives; None: a layer is
             updated when all of its gradients are there.
@@ -31,6 +32,7 @@ class UpdateModel:
     """
 
     bytes_per_s: float
+    clipping: bool = False
     blocking: bool = False
     piece_bytes: float | None = None
 
@@ -71,13 +73,14 @@ class Updating:
         """Return layer, start and end of each update of a step.
 
         ``arrived`` has the time at which each layer's gradients are on the host. Of the layers that are there, the
-        first in the trace goes first, because the next step's forward needs it first. With blocking, all wait for
-        the last.
+        first in the trace goes first, because the next step's forward needs it first. With clipping or blocking, all
+        wait for the last.
         """
         if self._updates is None:
             return [(layer, ready, ready) for layer, ready in arrived.items()]
+        together = self._updates.clipping or self._updates.blocking
         last = max(arrived.values(), default=0.0)
-        comes = {layer: last if self._updates.blocking else at - self._lead_s(layer) for layer, at in arrived.items()}
+        comes = {layer: last if together else at - self._lead_s(layer) for layer, at in arrived.items()}
         coming = sorted(comes, key=lambda layer: comes[layer], reverse=True)
         there: list[tuple[int, str]] = []
         rows = []
@@ -109,7 +112,7 @@ class Updating:
     def _readable(self, layer: str, start: float, end: float) -> float:
         """Return when an upload may begin that reaches no part of the weights before its update."""
         piece, size = self._updates and self._updates.piece_bytes, self._sizes[layer]
-        if self._updates is None or self._links is None or not piece or piece >= size:
+        if self._updates is None or self._updates.clipping or self._links is None or not piece or piece >= size:
             return end
         others = self._weights[layer] * (1 - piece / size)
         return max(start + piece / self._updates.bytes_per_s, end - others / self._links.upload)

@@ -52,6 +52,12 @@ def test_a_large_layer_is_updated_while_its_next_part_travels() -> None:
     assert whole == pytest.approx(2.0)  # sent behind the parts that are reduced; one after the other takes 3 s
 
 
+def test_clipping_waits_for_all_gradients() -> None:
+    exchange = Exchange(Network(2, 10 * MB, 0.5), costs_of(20 * MB, 20 * MB), rate=None, together=True)
+    published = exchange.step({"layers.1": 0.0, "layers.0": 10.0})
+    assert published == {"layers.0": 11.5, "layers.1": 12.0}
+
+
 def test_frozen_layers_stay_where_they_are() -> None:
     costs = Costs((call("frozen", 0, False), call("half", 20 * MB), call("adapter", MB)))
     assert gradient_bytes(costs) == {"half": 20 * MB, "adapter": MB}

@@ -429,14 +429,21 @@ def test_an_update_holds_the_next_step_up() -> None:
     costs = sized(2)
     free = run_steps(plan, costs, 2, 1, Rules(), 2)
     eager = run_steps(plan, costs, 2, 1, Rules(updates=UpdateModel(1.0)), 2)
-    assert free.ends_s[0] == eager.ends_s[0] == 6
+    clipped = run_steps(plan, costs, 2, 1, Rules(updates=UpdateModel(1.0, clipping=True)), 2)
+    assert free.ends_s[0] == eager.ends_s[0] == clipped.ends_s[0] == 6
     # The head's update (2 s) runs during the last backward; layer 0's, 6 to 8, holds the next forward up.
     assert [(e.position, e.start_s, e.end_s) for e in eager.events if e.kind == "update"][:2] == [
         (1, 4, 6),
         (2, 6, 8),
     ]
     assert eager.ends_s[1] == free.ends_s[1] + 2
-    assert waited_for_updates(eager) > 0
+    # With clipping nothing starts before 6; layer 0 goes first, and the head's chases the next forward.
+    assert [(e.position, e.start_s, e.end_s) for e in clipped.events if e.kind == "update"][:2] == [
+        (2, 6, 8),
+        (1, 8, 10),
+    ]
+    assert clipped.ends_s[1] == eager.ends_s[1] + 1
+    assert waited_for_updates(clipped) > waited_for_updates(eager) > 0
     assert waited_for_updates(free) == 0
     stale = run_steps(plan, costs, 2, 1, Rules(staleness=1, updates=UpdateModel(1.0)), 6)
     assert stale.period_s(4) < eager.ends_s[1] - eager.ends_s[0]
@@ -475,6 +482,9 @@ def test_pieces_follow_each_other(
     updating = Updating(UpdateModel(1.0, piece_bytes=piece), costs, Links(1.0, 1.0))
     rows = updating.step({"a": 20.0})
     assert rows == [("a", *updated)] and updating.published(rows) == {"a": readable}
+    clipped = Updating(UpdateModel(1.0, clipping=True, piece_bytes=piece), costs, Links(1.0, 1.0))
+    rows = clipped.step({"a": 20.0})
+    assert rows == [("a", 20, 30)] and clipped.published(rows) == {"a": 30}
 
 
 @pytest.mark.parametrize("reduced", [None, 5])
@@ -524,7 +534,7 @@ def test_one_worker_hides_all_updates_but_the_first_layers() -> None:
     plans(),
     st.floats(1, 50),
     st.floats(1, 50),
-    st.sampled_from([{}, {"blocking": True}]),
+    st.sampled_from([{}, {"clipping": True}, {"blocking": True}]),
     st.sampled_from([0, 1]),
 )
 def test_the_rules_hold(case: Case, rate: float, speed: float, kind: dict[str, bool], staleness: int) -> None:
