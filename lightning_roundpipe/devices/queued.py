@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lightning_roundpipe.devices import intraop_threads, joining
+from lightning_roundpipe.devices import intraop_threads, thread_end
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.base import Stream
 from lightning_roundpipe.devices.errors import raise_kept
@@ -63,7 +63,7 @@ class QueuedStream(Stream):
             if thread is not None:
                 self._work.put(None)
         if thread is not None and thread is not threading.current_thread():
-            joining.join(thread)
+            thread_end.join(thread)
 
     def _enqueue(self, work: Callable[[], None]) -> None:
         self._switch.check()

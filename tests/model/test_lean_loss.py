@@ -534,7 +534,7 @@ def test_memory_of_a_chunk(dtype: torch.dtype, bytes_of_a_logit: int) -> None:
     with Meter(read_machine("rtx4090x8")) as meter:
         meter.ignore([*tensors, *(gradient for gradient in chunks.gradients if gradient is not None)])
         chunks.loss(target, how)
-    assert bytes_of_a_logit * logits <= meter.work.peak < (bytes_of_a_logit + 0.5) * logits
+    assert bytes_of_a_logit * logits <= meter.work.memory.peak < (bytes_of_a_logit + 0.5) * logits
 
 
 @pytest.mark.parametrize("abilities", [(False, True), (False, False)])

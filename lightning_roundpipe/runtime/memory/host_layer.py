@@ -147,7 +147,7 @@ class HostLayer:
             formats: dtype to round to, by position. Masters shared with another layer, or in a file, are left as they
                 are.
         """
-        shared = self.bucket.shared
+        shared = self.bucket.shared if formats else set()
         mine = {id(self.masters[i]): dtype for i, dtype in formats.items() if id(self.masters[i]) not in shared}
         for flat in self.flats:
             flat.round({} if flat.in_place else {i: mine[id(p)] for i, p in enumerate(flat.masters) if id(p) in mine})

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
-from lightning_roundpipe.devices import interpreter_lease, intraop_threads, joining
+from lightning_roundpipe.devices import interpreter_lease, intraop_threads, thread_end
 from lightning_roundpipe.devices.waiter import Waiter
 
 T = TypeVar("T")
@@ -148,7 +148,7 @@ class TaskThread:
         Returns:
             Whether the thread has ended.
         """
-        return joining.join(self._thread, None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return thread_end.join(self._thread, None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
 def within(seconds: float, function: Callable[[], object]) -> bool:
