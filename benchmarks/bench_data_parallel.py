@@ -83,7 +83,7 @@ def rates(
     best: dict[str, float] = {}
     for size in SIZES:
         costs, tokens = shape.costs(size, 2048), microbatches * size * 2048
-        limits = found.limits
+        limits = look_at(shape, replace(wish, microbatch_size=size, search_seconds=1e-9), longest=False).limits
         try:
             plan = paper_plan(costs, machine.workers, microbatches, limits)
         except ValueError:  # a layer does not fit
