@@ -1057,7 +1057,13 @@ def test_it_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["after"] == found["before"]
 
 
-@pytest.mark.parametrize("draws", ["dropout", "noise", "drop path", "reparametrises", "timesteps"])
+@pytest.mark.parametrize(
+    "draws",
+    [
+        *("dropout", "noise", "drop path", "reparametrises", "timesteps"),
+        *("fills a row for each token", "noise of each token", "Gumbel noise of pairs", "of a table's rows"),
+    ],
+)
 def test_random_numbers_are_the_same_for_a_sample(draws: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
         if draws == "dropout":
@@ -1068,6 +1074,15 @@ def test_random_numbers_are_the_same_for_a_sample(draws: str, monkeypatch: pytes
             logits = logits * logits.new_empty((len(logits), 1)).bernoulli_(0.5)
         elif draws == "reparametrises":
             logits = torch.distributions.Normal(logits, logits.exp()).rsample()
+        elif draws == "fills a row for each token":  # as sparse routers do
+            logits = logits + torch.empty_like(logits.reshape(-1, 1)).exponential_().log().view_as(logits)
+        elif draws == "noise of each token":
+            logits = logits * torch.rand(logits.numel(), 2).mean(1).view_as(logits)
+        elif draws == "Gumbel noise of pairs":
+            pairs = torch.cat([logits, logits], 1).view(-1, 5)
+            logits = logits + (pairs - torch.rand_like(pairs).log().neg().log()).softmax(-1).view(-1, 2, 5).sum(1)
+        elif draws == "of a table's rows":  # whose number is a multiple of every part's samples
+            logits = logits * torch.rand(12, 5).mean(0)
         else:
             logits = logits * torch.randint(1, 9, (len(logits),)).unsqueeze(1)
         return entropy(module, logits, batch)

@@ -18,6 +18,7 @@ from harness import Result, assert_identical, assert_same, ours, run
 from patience import longer_each_try
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PhimoeConfig, PhimoeForCausalLM
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import generators
@@ -247,3 +248,23 @@ def test_dropout_of_a_real_model() -> None:
     assert_identical(one, four, rng=True)
     with pytest.raises(AssertionError):
         assert_same(run("auto", zoo.make_module("gpt2"), batches), one)
+
+
+@pytest.mark.parametrize("noise", [True, False])
+def test_a_router_that_draws_for_each_token(noise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PhiMoE's, over flattened tokens: with noise, devices give the same bits; without, plain training's numbers."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 96}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = zoo.modules.CausalLM(PhimoeForCausalLM(PhimoeConfig(**sizes, **heads)))
+        tokens = [torch.randint(5, 96, (4, 8)) for _ in range(2)]
+    batches = [{"input_ids": ids, "labels": ids} for ids in tokens]
+    if not noise:
+        monkeypatch.setattr(Tensor, "exponential_", lambda self: self.fill_(0.7))
+        monkeypatch.setattr(Tensor, "uniform_", lambda self, *args: self.fill_(0.6))
+    two = run(ours(num_microbatches=2, plan=harness.per_call(5)), module, batches, devices=2)
+    if noise:
+        assert_identical(run(ours(num_microbatches=2, plan=harness.single(5)), module, batches), two)
+    else:
+        assert_same(run("auto", module, batches), two)

@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import ours, run
+from harness import assert_same, ours, run
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BigBirdConfig, BigBirdForMaskedLM, BigBirdForSequenceClassification
 from traps import Block, Trap, Traps, in_turn
 
 from lightning_roundpipe.config import RoundPipeError
@@ -44,6 +45,33 @@ def _(net: Any, h: Tensor) -> Tensor:
 @trap("a module replaced in the step", "a module inside layer 'model.blocks.1' was replaced within the step")
 def _(net: Any, h: Tensor) -> Tensor:
     h = net.blocks[0](h)
+    net.blocks[1].register_module("inner", None)
+    return net.blocks[1](h)
+
+
+@pytest.mark.parametrize("kind", [BigBirdForSequenceClassification, BigBirdForMaskedLM])
+def test_a_model_that_replaces_its_modules_for_short_sequences(kind: Any) -> None:
+    """It sets attention_type to 'original_full' in its first forward. Where it has that at the start, it trains."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+    def make(**settings: Any) -> zoo.modules.Classifier:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return zoo.modules.Classifier(kind(BigBirdConfig(**sizes, **off, **settings, vocab_size=96)))
+
+    tokens = torch.randint(5, 96, (4, 12), generator=torch.Generator().manual_seed(1))
+    labels = tokens if kind is BigBirdForMaskedLM else tokens[:, 0] % 2
+    batch = {"input_ids": tokens, "labels": labels}
+    with pytest.raises(RoundPipeError, match=r"was replaced.*Or set config.attention_type='original_full' before"):
+        run(ours(num_microbatches=2), make(), batch)
+    plain = run("auto", make(), batch)
+    assert_same(plain, run(ours(num_microbatches=2), make(attention_type="original_full"), batch, devices=2))
+
+
+@trap("a setting of a module that it replaces in the step", r"choose between modules in the layer's forward\.\n")
+def _(net: Any, h: Tensor) -> Tensor:
+    net.blocks[1].config, net.blocks[1].depth = {}, 3  # no setting of that name
     net.blocks[1].register_module("inner", None)
     return net.blocks[1](h)
 

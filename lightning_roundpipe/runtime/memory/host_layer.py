@@ -238,8 +238,25 @@ class HostLayer:
         if any(len(held) != len(now) or any(map(operator.is_not, held.values(), now)) for held, now in self._inner):
             raise RoundPipeError(
                 f"a module inside layer {self.name!r} was replaced within the step; workers have the old one. Change "
-                "the model between steps, and choose between modules in the layer's forward."
+                "the model between steps, and choose between modules in the layer's forward." + self._as_configured()
             )
+
+    def _as_configured(self) -> str:
+        """Return which settings make the model as it is now from the beginning, as a sentence; empty if none do.
+
+        A model that replaces its modules in a forward (BigBird, for short sequences) sets attributes that it has from
+        its configuration.
+        """
+        now = self.state.current()
+        settings = [
+            f"config.{name}={value!r}"
+            for index, (changed, _) in (now.changed.items() if now is not None else ())
+            for name, value in changed.items()
+            if isinstance(value, (str, bool, int, float))
+            and getattr(getattr(self.state.modules[index], "config", None), name, value) != value
+        ]
+        listed = ", ".join(dict.fromkeys(settings))
+        return f" Or set {listed} before training: the model has set itself so in its forward." if listed else ""
 
     def is_written(self) -> bool:
         """Return whether user code has written to parameters, without replacing them, since `snapshot`."""

@@ -424,8 +424,10 @@ _FILLING = {Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.random_
 class SameDraws(TorchFunctionMode):
     """Gives the samples of a part the random numbers that they get in the whole batch [4].
 
-    A draw with a row for each sample of the part is made for the whole batch, and the part's rows are taken from it.
-    What user code draws after it has seeded torch itself (`seeding_noted`) is what it would draw in the part.
+    A draw with rows for each sample of the part is made for the whole batch, and the part's rows are taken from it. A
+    sample has several rows where a layer flattens its tokens, as routers do; the run on the whole batch shows which
+    draws these are. What user code draws after it has seeded torch itself (`seeding_noted`) is what it would draw in
+    the part.
 
     Args:
         devices: the devices whose generators code may draw from.
@@ -440,6 +442,8 @@ class SameDraws(TorchFunctionMode):
         self._generators = list({id(g): g for g in (torch.default_generator, *(d.generator for d in devices))}.values())
         self._rows = self.rows = slice(0, samples)
         """The rows of the whole batch that are running: of all, and now."""
+        self._whole: set[tuple[int, ...]] = set()
+        """Shapes of draws for the whole batch."""
         self._states: list[Any] = []
         self._before_seeding: list[Any] | None = None
         """States of the generators when user code has seeded them, until it puts these back."""
@@ -527,38 +531,44 @@ class SameDraws(TorchFunctionMode):
             return lambda: args[0] + self._row(torch.randn, args[0]) * args[1]
         return None
 
-    def _covers(self, shape: Sequence[int]) -> bool:
-        """Return whether ``shape`` has a row for each running sample, and these are not the whole batch."""
-        rows = self.rows.stop - self.rows.start
-        return rows != self.samples and len(shape) > 0 and shape[0] == rows
+    def _each(self, shape: Sequence[int]) -> int:
+        """Return the rows that each running sample has in a draw of ``shape``; 0 if the draw is to be made as it is."""
+        rows, drawn = self.rows.stop - self.rows.start, tuple(shape)
+        if rows == self.samples:
+            self._whole.add(drawn)
+            return 0
+        each, rest = divmod(drawn[0], rows) if drawn else (0, 0)
+        known = (each * self.samples, *drawn[1:]) in self._whole or (each == 1 and drawn not in self._whole)
+        return each if known and not rest else 0
 
     def _row(self, func: Callable[..., Any], like: Tensor) -> Tensor:
         return self._taken(func(self._full(like).shape, dtype=like.dtype, device=like.device), like.shape)
 
     def _full(self, tensor: Tensor) -> Tensor:
-        if not self._covers(tensor.shape):
-            return tensor
-        return tensor.new_empty((self.samples, *tensor.shape[1:]))
+        each = self._each(tensor.shape)
+        return tensor.new_empty((each * self.samples, *tensor.shape[1:])) if each else tensor
 
     def _taken(self, drawn: Tensor, shape: Sequence[int]) -> Tensor:
-        return drawn[self.rows].clone() if self._covers(shape) else drawn
+        each = self._each(shape)
+        return drawn[each * self.rows.start : each * self.rows.stop].clone() if each else drawn
 
     def _filled(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
         target: Tensor = args[0]
-        if not self._covers(target.shape):
+        if not self._each(target.shape):
             drawn: Tensor = func(*args, **kwargs)
             return drawn
         full = func(self._full(target.detach()), *args[1:], **kwargs)
-        return target.copy_(full[self.rows])
+        return target.copy_(self._taken(full, target.shape))
 
     def _shaped(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
         sizes = [i for i, a in enumerate(args) if isinstance(a, (tuple, list))]
         shape = kwargs["size"] if "size" in kwargs else args[sizes[-1]] if sizes else args
-        if not self._covers(shape):
+        each = self._each(shape)
+        if not each:
             return func(*args, **kwargs)  # type: ignore[no-any-return]
-        full = (self.samples, *shape[1:])
+        full = (each * self.samples, *shape[1:])
         if "size" in kwargs:
             kwargs = kwargs | {"size": full}
         else:
             args = (*args[: sizes[-1]], full, *args[sizes[-1] + 1 :]) if sizes else full
-        return func(*args, **kwargs)[self.rows].clone()  # type: ignore[no-any-return]
+        return self._taken(func(*args, **kwargs), shape)

@@ -53,6 +53,7 @@ _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, to
 _USUAL_LEAVES = frozenset({bool, int, float, str, type(None)})
 _USUAL_CONTAINERS = frozenset({dict, list, set, OrderedDict})
 """Most of what a module holds, found by a look at its type."""
+_HOOKS = frozenset(name for name in nn.Module().__dict__ if "_hooks" in name)
 _CURSORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")), itertools.count)
 """Iterators whose shallow copy advances independently; others are copied deeply."""
 _MANY = 100_000
@@ -250,21 +251,29 @@ def state_of(value: Any, kind: str) -> list[Any]:
 
 
 class SavedAttributes:
-    """A snapshot of the attributes of some modules, without buffers and without the contents of helper objects."""
+    """A snapshot of the attributes of some modules, without buffers and without the contents of helper objects.
+
+    Hooks are left out: code that registers them once, as Hugging Face models do that return hidden states, notes in
+    another module that it has.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._held = [(m, {k: (v, frozen(v)) for k, v in own_attributes(m).items()}) for m in modules]
+        self._held = [(m, {k: (v, frozen(v)) for k, v in _without_hooks(m).items()}) for m in modules]
 
     def put_back(self) -> None:
         for module, held in self._held:
             space = module.__dict__
-            for name in own_attributes(module).keys() - held.keys():
+            for name in _without_hooks(module).keys() - held.keys():
                 del space[name]
             for name, (value, contents) in held.items():
                 if isinstance(value, Container) and not same(value, contents):
                     refill(value, contents, nested=False)
                 if name != "forward" and space.get(name, ABSENT) is not value:
                     space[name] = value
+
+
+def _without_hooks(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in own_attributes(module).items() if name not in _HOOKS}
 
 
 # -- walking -----------------------------------------------------------------------------------------------------------
