@@ -42,7 +42,6 @@ from lightning_roundpipe.runtime.core.trace import Kind, Trace, TracedCall
 from lightning_roundpipe.runtime.core.turns import Slot, Slots
 from lightning_roundpipe.runtime.faults.notes import FaultPlace, add_off_plan_note, noted
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten_call, is_cache, refuse_caches
-from lightning_roundpipe.runtime.layer_calls.empty_caches import EmptyCaches
 from lightning_roundpipe.runtime.layer_calls.recompute_check import is_checked
 from lightning_roundpipe.runtime.layer_calls.shared_memory import SharedOutputs
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
@@ -149,7 +148,6 @@ class MicrobatchTask:
         self._phase, self._last = "forward", "before the first layer"
         self._surroundings: Surroundings | None = None
         self._watched = SharedOutputs()
-        self._caches = EmptyCaches()
         self._written: list[nn.Parameter] = []
         """Masters that user code wrote to by way of ``.data``: uploaded copies may be out of date."""
         self._gauge: PeakMemoryMeter | None = None
@@ -369,7 +367,6 @@ class MicrobatchTask:
         if self.kept is not None and (not self.learning or self._left_plan_at):
             self.kept.module_state.refuse_new(layer, state, trainable)
         can_tape = thread_state.grad and (any(requires_grad) or any(trainable) or bool(layer.reaches_out))
-        leaves = self._caches.taken_out(leaves, layer.index, recomputed=can_tape)
         index, traced = self._next(layer, can_tape=can_tape)
         bare = thread_state.grad and not can_tape
         tentative = bare and self.learning and layer.reaches_out is None and not any(map(is_cache, leaves))

@@ -42,7 +42,6 @@ from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.trace import Trace
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten, is_cache, unflatten
-from lightning_roundpipe.runtime.layer_calls.empty_caches import contents
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.call_effects import CallEffects
 from lightning_roundpipe.runtime.modes.compared_parts import Numbers, Pairs, numbers_of
@@ -55,7 +54,7 @@ from lightning_roundpipe.runtime.modes.evaluation_step import (
     without_caches,
 )
 from lightning_roundpipe.runtime.modes.model_calls import PartArguments
-from lightning_roundpipe.runtime.modes.parted_caches import joined, parts_of
+from lightning_roundpipe.runtime.modes.parted_caches import contents, joined, parts_of
 
 _PLAIN = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device)
 KINDS = 64

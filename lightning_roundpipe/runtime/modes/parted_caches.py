@@ -13,7 +13,7 @@ copies that share the tensors, and only caches that replace their tensors are cu
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.batch.microbatches import are_rows, rows_of, same
-from lightning_roundpipe.runtime.layer_calls.empty_caches import attributes, is_part
 
 _PARTS, _STANDS_IN = "_roundpipe_parts", "_roundpipe_stands_in"
 _ABSENT = object()
@@ -94,18 +93,41 @@ def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
         return _join(list(parts), sizes)
 
 
+def contents(cache: Any) -> Iterator[Any]:
+    """Yield the tensors and plain values that a cache holds, in an order that its structure determines."""
+    if isinstance(cache, (list, tuple)):
+        for item in cache:
+            yield from contents(item)
+    elif isinstance(cache, dict):
+        for key, item in cache.items():
+            yield key
+            yield from contents(item)
+    elif _is_opened(cache):
+        yield from contents(_attributes(cache))
+    else:
+        yield cache
+
+
+def _is_opened(value: Any) -> bool:
+    return not isinstance(value, (Tensor, type, torch.device, torch.dtype, dict)) and hasattr(value, "update")
+
+
+def _attributes(cache: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(cache).items() if name != "device"}
+
+
 def _is_cuttable(value: Any) -> bool:
     """Return whether a cache consists of objects of known classes alone."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_cuttable, value))
     if isinstance(value, dict):
         return all(map(_is_cuttable, value.values()))
-    if not is_part(value):
+    if not _is_opened(value):
         return True
     known = any(c.__module__ == "transformers.cache_utils" for c in type(value).__mro__)
     if not known or type(value).__name__ not in _CUTTABLE or vars(value).get("offloading"):
         return False
-    return _is_cuttable(attributes(value))
+    return _is_cuttable(_attributes(value))
 
 
 def _rows(value: Any, rows: slice | None, samples: int) -> Any:
@@ -120,7 +142,7 @@ def _rows(value: Any, rows: slice | None, samples: int) -> Any:
         return type(value)(_rows(item, rows, samples) for item in value)
     if isinstance(value, dict):
         return {key: _rows(item, rows, samples) for key, item in value.items()}
-    return _with(value, _rows(vars(value), rows, samples)) if is_part(value) else value
+    return _with(value, _rows(vars(value), rows, samples)) if _is_opened(value) else value
 
 
 def _join(parts: list[Any], sizes: Sequence[int]) -> Any:
@@ -133,8 +155,8 @@ def _join(parts: list[Any], sizes: Sequence[int]) -> Any:
         return type(first)(_join(list(column), sizes) for column in zip(*parts, strict=True))
     if isinstance(first, dict) and all(part.keys() == first.keys() for part in parts):
         return {key: _join([part[key] for part in parts], sizes) for key in first}
-    if is_part(first):
-        return _with(first, _join([attributes(part) for part in parts], sizes))
+    if _is_opened(first):
+        return _with(first, _join([_attributes(part) for part in parts], sizes))
     if not all(same(part, first) for part in parts[1:]):
         raise _unlike(parts)
     return first
