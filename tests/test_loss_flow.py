@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ Step = Callable[[Any, Tensor, Batch], Tensor]
 
 
 def trained(module: Any, data: Any, microbatches: int, devices: int, **options: Any) -> Any:
-    layers = ["Linear", "Block", "Positions", "Squares"]
+    layers = ["Linear", "Block", "Positions", "Squares", "Biased"]
     return run(ours(num_microbatches=microbatches, layers=layers, **options), module, data, devices=devices)
 
 
@@ -122,6 +123,53 @@ class Squares(nn.Module):
         return each.mean() if weight is None else (each * weight).sum() / weight.sum()
 
 
+class Biased(nn.Module):
+    """A layer that hands on a bias, as T5's do: zeros at first, or with what it computes of all samples."""
+
+    def __init__(self, *, of_samples: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.of_samples = of_samples
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if bias is None:
+            bias = torch.zeros(1, 5, requires_grad=True)
+            bias = bias + self.scale * (x.mean(0, keepdim=True) if self.of_samples else 1)
+        return x + torch.where(torch.ones(5, dtype=torch.bool), bias, 0), bias
+
+
+def handed_on(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    x, bias = module.biased(logits)
+    x, bias = module.biased(x, bias)
+    x, bias = module.biased(x, bias)
+    return F.cross_entropy(x, batch["y"])
+
+
+def scaled_by_settings(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    assert batch["mask"].sum() >= 0  # Python has read something of the batch, as models do that look for padding
+    loss = F.cross_entropy(logits / module.settings.temperature, batch["y"])
+    loss = module.settings.weight * loss
+    loss *= module.settings.weight
+    return torch.mul(loss, module.settings.weight)
+
+
+def in_two_loops(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    sizes = [int(size) for size in lengths(batch)]
+    return torch.cat([row[None] for row, size in zip(logits, sizes, strict=True) if size])
+
+
+def as_many_as_said(batch: Batch) -> Tensor:
+    return torch.arange((batch["mask"] | True).sum() * 5)
+
+
+def tables_in_a_loop(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    """What Python picks for each sample of something that is the same for all."""
+    places = torch.zeros_like(logits)
+    for i, size in enumerate(lengths(batch).tolist()):
+        places[i] = torch.ones(4, 5)[:size].sum(0)
+    return F.cross_entropy(logits * places, batch["y"])
+
+
 PARTS: dict[str, Step] = {
     "mean cross entropy": entropy,
     "mean of squares": lambda _, x, b: ((x - 1) ** 2).mean(),
@@ -158,6 +206,11 @@ PARTS: dict[str, Step] = {
     "positions of a layer": lambda m, x, b: (x + m.positions(x)).pow(2).mean(),
     "a loss of a layer": lambda m, x, b: m.squares(x),
     "not a number": lambda _, x, b: torch.nan_to_num(F.cross_entropy(x, b["y"])),
+    "factors of the module": scaled_by_settings,
+    "a bias that layers hand on": handed_on,
+    "two loops": lambda m, x, b: in_two_loops(m, x, b).pow(2).mean(),
+    "as many numbers as a tensor says": lambda _, x, b: (x + as_many_as_said(b).view(-1, 5) % 5).pow(2).mean(),
+    "a table in a loop": tables_in_a_loop,
 }
 
 
@@ -237,7 +290,33 @@ COUNTED: dict[str, Step] = {
     ),
 }
 """Means by counts of their own, as by the targets that a mask leaves."""
+
+
+def share_in_an_attribute(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    module.share = batch["mask"].sum().item() / len(logits)
+    return (of_each(logits, batch) * batch["weight"]).mean() / module.share
+
+
+def left_out(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    """The same number in whole and part as long as there are none."""
+    module.left = max(1.0, (~batch["mask"]).sum().item())
+    return F.cross_entropy(logits / module.left, batch["y"])
+
+
+def centred_in_a_loop(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    rows = in_two_loops(module, logits, batch)
+    rows = torch.cat([row[None] for row in rows - 0 * rows.mean(0)])
+    return F.cross_entropy(rows, batch["y"])
+
+
 COUPLED: dict[str, Step] = {
+    "a share of one": lambda _, x, b: (of_each(x, b) * b["weight"]).mean() / (b["mask"].sum().item() / len(x)),
+    "a share in an attribute": share_in_an_attribute,
+    "at least one, in an attribute": left_out,
+    "centred in a loop": centred_in_a_loop,
+    "as many numbers as a count, or their mean": lambda _, x, b: F.cross_entropy(
+        x / (torch.arange(b["mask"].sum()) + 1.0).mean().clamp(max=1), b["y"]
+    ),
     "the first few": lambda _, x, b: F.cross_entropy(x[:6], b["y"][:6]),
     "the last few": lambda _, x, b: entropy(_, x, b) + x[-5:, 1:].pow(2).mean(),
     "all but one": lambda _, x, b: (x[..., 1:, 2:4] - 1).pow(2).mean(),
@@ -384,7 +463,9 @@ def test_decisions_that_the_loss_does_not_follow() -> None:
 
 
 def module_of(step: Step) -> Module:
-    return Module(step, tau=nn.Parameter(torch.tensor(0.3)), positions=Positions(), squares=Squares())
+    settings = SimpleNamespace(temperature=float("1"), weight=float("1"))
+    layers = {"positions": Positions(), "squares": Squares(), "biased": Biased()}
+    return Module(step, tau=nn.Parameter(torch.tensor(0.3)), settings=settings, left=1.0, **layers)
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -558,6 +639,14 @@ def test_a_layer_that_divides_by_a_count_is_said() -> None:
     step = module_of(lambda module, x, b: module.squares(x, b["weight"]))
     with pytest.warns(RoundPipeWarning, match=r"div in line \d+ of test_loss_flow.py divides by a count of its own"):
         trained(step, data(), 2, 2)
+
+
+def test_a_bias_of_all_samples_that_layers_hand_on_is_said() -> None:
+    """As long as its scale is zero, values do not show it."""
+    module = module_of(handed_on)
+    module.biased.of_samples = True
+    with pytest.warns(RoundPipeWarning, match="broadcasts a value over the batch to its samples"):
+        trained(module, data(), 2, 2)
 
 
 def test_the_message_names_the_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -320,21 +319,33 @@ Pairs = list[tuple[Operation, Operation | None]]
 
 
 def _aligned(whole: Sequence[Operation], part: Sequence[Operation]) -> Pairs | None:
-    """Return the operations on the whole, each with that on the part if there is one [1]; None if they differ a lot."""
-    one, other = ([(x.name, x.place) for x in operations] for operations in (whole, part))
-    same = sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
-    rest = zip(reversed(one[same:]), reversed(other[same:]), strict=False)
-    end = sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], rest))
-    pairs: Pairs = list(zip(whole[:same], part[:same], strict=True))
-    left, right = len(whole) - end, len(part) - end
-    if max(left, right) - same > _MOST_REALIGNED:
+    """Return the operations on the whole, each with that on the part if there is one [1]; None if they differ a lot.
+
+    What both call as often is the frame. Between two operations of it, a loop's first turns on the whole are those on
+    the part, which has the first samples.
+    """
+    keys = [[(one.name, one.place) for one in operations] for operations in (whole, part)]
+    calls = [Counter(of_one) for of_one in keys]
+    frames = [[i for i, key in enumerate(of_one) if calls[0][key] == calls[1][key]] for of_one in keys]
+    names = [[of_one[i] for i in frame] for of_one, frame in zip(keys, frames, strict=True)]
+    if names[0] == names[1]:
+        matched = list(zip(*frames, strict=True))
+    elif max(map(len, names)) > _MOST_REALIGNED:
         return None
-    between: dict[int, Operation] = {}
-    matcher = difflib.SequenceMatcher(None, one[same:left], other[same:right], autojunk=False)
-    for block in matcher.get_matching_blocks():
-        between.update((same + block.a + i, part[same + block.b + i]) for i in range(block.size))
-    pairs += [(whole[i], between.get(i)) for i in range(same, left)]
-    return pairs + list(zip(whole[left:], part[right:], strict=True))
+    else:
+        blocks = difflib.SequenceMatcher(None, names[0], names[1], autojunk=False).get_matching_blocks()
+        matched = [(frames[0][x.a + i], frames[1][x.b + i]) for x in blocks for i in range(x.size)]
+    partner, start = dict(matched), (0, 0)
+    for end in (*matched, (len(whole), len(part))):
+        seen: dict[Hashable, list[int]] = {}
+        for j in range(start[1], end[1]):
+            seen.setdefault(keys[1][j], []).append(j)
+        turns = {key: iter(found) for key, found in seen.items()}
+        for i in range(start[0], end[0]):
+            if (turn := next(turns.get(keys[0][i], iter(())), None)) is not None:
+                partner[i] = turn
+        start = end[0] + 1, end[1] + 1
+    return [(one, part[partner[i]] if i in partner else None) for i, one in enumerate(whole)]
 
 
 class _Flows:
@@ -354,7 +365,8 @@ class _Flows:
         self._ratio, self._samples = samples[0] / samples[1], samples[2]
         self._decided: tuple[Operation, Flow] | None = None
         """The first decision by a value over the batch that layers' outputs are in."""
-        self._same = whole.same
+        self._same, self._same_of_part = whole.same, part.same
+        self._set_in_step = whole.attributes_set()
         self.reducing_layers: set[str] = set()
         self._partner: dict[int, int] = {}
         """Numbers of the part's tensors, by those of the whole's."""
@@ -435,6 +447,8 @@ class _Flows:
         return values is not None and values.dtype.is_floating_point and not bool((values.abs() > _NEGLIGIBLE).any())
 
     def _meet(self, mine: int, its: int) -> None:
+        self._partner.setdefault(mine, its)
+        mine, its = self._same.get(mine, mine), self._same_of_part.get(its, its)
         has_partner = mine in self._partner
         self._partner.setdefault(mine, its)
         kind, shape = self._flows.get(mine, _FIXED).kind, self._whole[mine].shape
@@ -503,6 +517,9 @@ class _Flows:
             flow.of_layers or self._whole[x].is_parameter for x, flow in zip(one.given, flows, strict=True)
         )
         if one.name == "select" and (one.picks or not self._whole_numbers_read.isdisjoint(one.bounds)):
+            is_paired = number in self._partner and all(flow == _FIXED for flow in flows)
+            if is_paired and self._as_values_show(number) == _FIXED:  # such as of the first sample, in a loop
+                return _FIXED
             return Flow("picked", of_layers=of_layers)
         if other is None or number not in self._partner:
             picked = any(flow.kind == "picked" for flow in flows) and one.name not in _PADDING
@@ -566,6 +583,8 @@ class _Flows:
         if rows and (one.picks or not self._whole_numbers_read.isdisjoint(one.bounds)):
             return replace(rows[0], kind="picked")
         if self._scales(number, one, flows):
+            if not rows and one.name == "arange":  # as many as the tensor says
+                return Flow("picked")
             if not rows:
                 return self._coupled(one, "broadcasts a value over the batch to its samples")
             return self._of_rows(number, one, other, flows, rows, values)
@@ -807,7 +826,8 @@ class _Flows:
                     if sign > 0 or flow.counts_targets:
                         return self._coupled(one, "multiplies by a number that was read from the batch")
                     return self._by_a_number(flow, *read, one)
-                if self._reads and (mine != its or mine == 1.0):
+                is_set = mine is its and bool(one.attributes) and self._set_in_step.isdisjoint(one.attributes)
+                if self._reads and (mine != its or (mine == 1.0 and not is_set)):
                     return self._by_counts(flow, -1, None, one, "may divide by a number that was read from the batch")
                 grows = sign * powers[0] if powers else None
             else:
