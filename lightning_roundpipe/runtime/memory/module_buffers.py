@@ -112,7 +112,8 @@ class HostBuffers:
     def find(self, places: list[tuple[int, str]], found: Iterable[tuple[int, str]]) -> None:
         """Add to the ``places`` of a layer's buffers those ``found`` that are new."""
         with self._lock:
-            places += sorted(set(found) - set(places))
+            known = set(places)
+            places += [place for place in dict.fromkeys(found) if place not in known]
 
     def put(self, module: nn.Module, name: str, before: BufferValue, host: Held, ready: Event) -> BufferValue:
         """Store what a call has made of the values ``before`` [2]."""
