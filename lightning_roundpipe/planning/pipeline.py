@@ -424,7 +424,7 @@ class _Pipeline:
                     times += lanes[worker].after(begin)
         times += self._interpreter.after(begin)
         for published in self._published[-1 - self._rules.staleness :]:
-            times += [time for pair in published.values() for time in pair]
+            times += [time for layer in sorted(published) for time in published[layer]]  # not in the order of updates
         if self._exchange is not None:
             times += self._exchange.busy_until
         if self._rules.updates is not None:
