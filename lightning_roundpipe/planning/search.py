@@ -184,15 +184,18 @@ def _descent(plan: Plan, judge: Callable[[Plan], float], is_allowed: Callable[[P
     The search leaves out copies and updates. Plans that hide them better are often near the one that it finds.
     """
     best, best_s, random = plan, judge(plan), np.random.default_rng(0)
+    seen = {plan}
     for _ in range(_TRIES * judged):
         shape, sizes = sizes_of(best)
         shape, moved = kicked(shape, np.array(sizes), random)
         near = replace(plan_of(shape, moved.tolist()), recompute_ahead=best.recompute_ahead).with_arenas(best.arenas)
-        if is_allowed(near):
-            if (near_s := judge(near)) < best_s:
-                best, best_s = near, near_s
-            if not (judged := judged - 1):
-                break
+        if near in seen or not is_allowed(near):
+            continue
+        seen.add(near)
+        if (near_s := judge(near)) < best_s:
+            best, best_s = near, near_s
+        if len(seen) > judged:
+            break
     return best
 
 
