@@ -19,12 +19,11 @@ PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-t
 PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 """Lightning's short forms of the precision flags."""
 
-_PREFIXES = ("K", "M", "G", "T")
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{unit}": base**power
-    for unit, base in (("B", 1000), ("IB", 1024))
-    for power, prefix in enumerate(_PREFIXES, 1)
-}
+_UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
 """Bytes of each unit, in capitals."""
 
 

@@ -39,7 +39,17 @@ def test_a_configuration_says_them() -> None:
 
 @pytest.mark.parametrize(
     ("budget", "allowed"),
-    [(1000, 1000), (5e3, 5000), (1e6, 6000), ("2KiB", 2048), ("1.5 KB", 1500), (0.5, 3000), (1.0, 6000), (None, 5400)],
+    [
+        (1000, 1000),
+        (5e3, 5000),
+        (1e6, 6000),
+        ("2KiB", 2048),
+        ("1.5 KB", 1500),
+        ("0.000000001TB", 1000),
+        (0.5, 3000),
+        (1.0, 6000),
+        (None, 5400),
+    ],
 )
 def test_a_budget_is_bytes_or_a_share_of_the_smallest_device(
     budget: Any, allowed: int, monkeypatch: pytest.MonkeyPatch
