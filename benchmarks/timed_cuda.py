@@ -131,6 +131,7 @@ class TimedCuda:
             "Event": Event,
             "Stream": Stream,
             "stream": _entered,
+            "current_stream": Stream,
             "current_device": lambda: 0,
             "set_device": lambda device: None,
             "device": lambda device: contextlib.nullcontext(),
