@@ -95,8 +95,8 @@ class Replica:
         for packing, weight in self._aliases:
             keep_copies(packing, self.copies, positions[id(weight)])
         self._registered = [h for m in self.modules for h in (m._parameters, m._modules, m._buffers)]
-        self._arranged = [dict(held) for held in self._registered]
-        self._flat_arranged = [value for held in self._arranged for value in held.values()]
+        self._registered_before = [dict(held) for held in self._registered]
+        self._objects_before = [value for held in self._registered_before for value in held.values()]
         self._slots = [(inner._parameters, name, parameter) for inner, name, parameter in parameter_places(self.module)]
         self._base = [{k: v for k, v in m.__dict__.items() if k not in STRUCTURE} for m in self.modules]
         self._base_contents = [{k: frozen(base[k]) for k in _held(base)} for base in self._base]
@@ -192,9 +192,9 @@ class Replica:
 
     def has_registered(self) -> bool:
         """Return whether code has registered or removed parameters, modules or buffers, or replaced some."""
-        return not same_objects(self._registered, self._flat_arranged)
+        return not same_objects(self._registered, self._objects_before)
 
-    def rearranged(self) -> list[tuple[str, str, Any, Any]]:
+    def changed_registrations(self) -> list[tuple[str, str, Any, Any]]:
         """Return the parameters and modules that code has registered, removed or replaced.
 
         Modules without parameters and buffers do not count: they hold nothing that could be lost.
@@ -203,7 +203,7 @@ class Replica:
             (type of the module that holds it, name, what was there, what is there now).
         """
         found = []
-        for position, (held, before) in enumerate(zip(self._registered, self._arranged, strict=True)):
+        for position, (held, before) in enumerate(zip(self._registered, self._registered_before, strict=True)):
             if position % 3 == 2 or (
                 len(held) == len(before) and all(map(operator.is_, held.values(), before.values()))
             ):

@@ -472,7 +472,7 @@ class LayerExecutor:
         A parameter that is replaced by an equal one is allowed: conversions by a layer's own ``to`` do that.
         """
         replica = self._worker.replica(layer)
-        for module, name, before, now in replica.rearranged():
+        for module, name, before, now in replica.changed_registrations():
             if isinstance(before, Tensor) and isinstance(now, Tensor):
                 master = layer.masters[next(i for i, p in enumerate(replica.parameters) if p is before)]
                 if torch.equal(now.detach().to(master.device), layer.read(master)):

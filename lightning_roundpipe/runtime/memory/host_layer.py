@@ -238,10 +238,11 @@ class HostLayer:
         if any(len(held) != len(now) or any(map(operator.is_not, held.values(), now)) for held, now in self._inner):
             raise RoundPipeError(
                 f"a module inside layer {self.name!r} was replaced within the step; workers have the old one. Change "
-                "the model between steps, and choose between modules in the layer's forward." + self._as_configured()
+                "the model between steps, and choose between modules in the layer's forward."
+                + self._configuration_remedy()
             )
 
-    def _as_configured(self) -> str:
+    def _configuration_remedy(self) -> str:
         """Return which settings make the model as it is now from the beginning, as a sentence; empty if none do.
 
         A model that replaces its modules in a forward (BigBird, for short sequences) sets attributes that it has from

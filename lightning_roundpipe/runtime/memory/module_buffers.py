@@ -43,7 +43,7 @@ class Absent(enum.Enum):
 
 
 ABSENT = Absent.ABSENT
-Held = Tensor | Absent | None
+BufferOrAbsent = Tensor | Absent | None
 """What a module holds as one of its buffers."""
 
 
@@ -58,11 +58,13 @@ class BufferValue:
         pending: whether the values are yet to be settled.
     """
 
-    def __init__(self, host: Held, ready: Event | None, of: tuple[Held, int], base: Held = None) -> None:
+    def __init__(
+        self, host: BufferOrAbsent, ready: Event | None, of: tuple[BufferOrAbsent, int], base: BufferOrAbsent = None
+    ) -> None:
         self.host, self.ready, self.of, self.base = host, ready, of, base
         self.pending = ready is not None
 
-    def is_up_to_date(self, buffer: Held) -> bool:
+    def is_up_to_date(self, buffer: BufferOrAbsent) -> bool:
         """Return whether ``buffer`` is still the tensor in ``of``, with no write to it since."""
         return self.of[0] is buffer and self.of[1] == _version(buffer)
 
@@ -84,11 +86,11 @@ class HostBuffers:
     def now(self, module: nn.Module, name: str, device: Device) -> BufferValue:
         """Return the newest values of a buffer, in memory that ``device`` copies from."""
         with self._lock:
-            buffer = _held(module, name)
+            buffer = _buffer_of(module, name)
             known = self._made.get((id(module), name))
             if known is not None and known[1].pending and not known[1].is_up_to_date(buffer):
                 self._settle((id(module), name))
-                known, buffer = self._made.get((id(module), name)), _held(module, name)
+                known, buffer = self._made.get((id(module), name)), _buffer_of(module, name)
             if known is None or not known[1].is_up_to_date(buffer) or self._differs((id(module), name), buffer):
                 with torch.inference_mode(False):
                     host = buffer
@@ -98,7 +100,7 @@ class HostBuffers:
                 known = self._made[id(module), name] = module, BufferValue(host, None, (buffer, _version(buffer)))
             return known[1]
 
-    def _differs(self, place: Place, buffer: Held) -> bool:
+    def _differs(self, place: Place, buffer: BufferOrAbsent) -> bool:
         """Return whether ``buffer`` was written to in a way that increments no version: by its ``data`` or ``numpy()``.
 
         The first call after a step finds it.
@@ -115,7 +117,7 @@ class HostBuffers:
             known = set(places)
             places += [place for place in dict.fromkeys(found) if place not in known]
 
-    def put(self, module: nn.Module, name: str, before: BufferValue, host: Held, ready: Event) -> BufferValue:
+    def put(self, module: nn.Module, name: str, before: BufferValue, host: BufferOrAbsent, ready: Event) -> BufferValue:
         """Store what a call has made of the values ``before`` [2]."""
         with self._lock:
             base = before.base if before.pending else before.host
@@ -148,8 +150,8 @@ class HostBuffers:
         made.ready.wait()
         if not _alike(made.host, made.base):
             _assign(module, place[1], made.host)
-            buffer = _held(module, place[1])
-            made_of: tuple[Held, int] = buffer, _version(buffer)
+            buffer = _buffer_of(module, place[1])
+            made_of: tuple[BufferOrAbsent, int] = buffer, _version(buffer)
         else:
             made_of = made.of
         self._pending.pop(place, None)
@@ -168,11 +170,11 @@ class _Loaded(NamedTuple):
     """The values that a replica's buffer was loaded with, and the tensor that holds them."""
 
     made: BufferValue
-    here: Held
+    here: BufferOrAbsent
     here_version: int
 
 
-_NEVER = _Loaded(BufferValue(ABSENT, None, (ABSENT, 0)), ABSENT, 0)
+_NEVER_LOADED = _Loaded(BufferValue(ABSENT, None, (ABSENT, 0)), ABSENT, 0)
 """Of a buffer that a replica was not loaded with yet: neither the replica nor the layer's module had it."""
 
 
@@ -207,13 +209,13 @@ class ReplicaBuffers:
         """All names that were registered when this last looked for new places."""
         self._loaded: dict[int, _Loaded | None] = {}
         """By position: None if the replica's buffer is to be loaded in any case. It does not have the others yet."""
-        self._loaded.update({index: None for index, *_ in self._each()})
+        self._loaded.update({index: None for index, *_ in self._buffers()})
 
     def __bool__(self) -> bool:
         """Whether the layer has buffers, or its copy has."""
         return bool(self._places) or any(self._dicts)
 
-    def _each(self) -> Iterator[tuple[int, nn.Module, nn.Module, str]]:
+    def _buffers(self) -> Iterator[tuple[int, nn.Module, nn.Module, str]]:
         """Yield position, module, its copy and name of all buffers that either has, or had."""
         if (names := list(chain.from_iterable(self._dicts))) != self._names:
             self._host.find(self._places, ((index, name) for index, held in self._registered for name in held))
@@ -223,18 +225,18 @@ class ReplicaBuffers:
 
     def load(self, saved: dict[int, BufferValue] | None = None) -> None:
         """Load the newest values into the replica, or those of a `snapshot` [1]."""
-        for index, original, copy, name in self._each():
+        for index, original, copy, name in self._buffers():
             if saved is None:
                 made = self._host.now(original, name, self._device)
             else:
-                made = saved.get(index, _NEVER.made)  # found by a later call
-            known = self._loaded.get(index, _NEVER)
+                made = saved.get(index, _NEVER_LOADED.made)  # found by a later call
+            known = self._loaded.get(index, _NEVER_LOADED)
             if known is None or known.made is not made:
                 here = self._uploaded(made)
-                _hold(copy, name, here)
+                _set_buffer(copy, name, here)
                 self._loaded[index] = _Loaded(made, here, _version(here))
 
-    def _uploaded(self, made: BufferValue) -> Held:
+    def _uploaded(self, made: BufferValue) -> BufferOrAbsent:
         if not isinstance(made.host, Tensor):
             return made.host
         with torch.inference_mode(False):
@@ -248,7 +250,7 @@ class ReplicaBuffers:
 
     def snapshot(self) -> dict[int, BufferValue]:
         """Return the values for the recomputation: the forward and user code may change the buffers meanwhile."""
-        return {index: self._host.now(original, name, self._device) for index, original, _, name in self._each()}
+        return {index: self._host.now(original, name, self._device) for index, original, _, name in self._buffers()}
 
     def changed(self, thorough: bool) -> list[int]:
         """Return the positions of the buffers that the call has changed.
@@ -258,9 +260,9 @@ class ReplicaBuffers:
         mutable count as changed.
         """
         found = []
-        for index, _, copy, name in self._each():
-            loaded = self._loaded.get(index, _NEVER)
-            now = _held(copy, name)
+        for index, _, copy, name in self._buffers():
+            loaded = self._loaded.get(index, _NEVER_LOADED)
+            now = _buffer_of(copy, name)
             if loaded is None or now is not loaded.here or _version(now) != loaded.here_version:
                 found.append(index)
             elif isinstance(now, Tensor) and thorough:
@@ -272,7 +274,7 @@ class ReplicaBuffers:
 
     def written(self) -> dict[int, tuple[int, int]]:
         """Return a value that changes when code writes to the replica's buffers or replaces them, by position."""
-        now = {index: _held(copy, name) for index, _, copy, name in self._each()}
+        now = {index: _buffer_of(copy, name) for index, _, copy, name in self._buffers()}
         return {index: (id(buffer), _version(buffer)) for index, buffer in now.items()}
 
     def refuse_written(self, before: dict[int, tuple[int, int]]) -> None:
@@ -285,7 +287,7 @@ class ReplicaBuffers:
             RoundPipeError: if a buffer was written to or replaced.
         """
         now = self.written()
-        for index, original, _, name in self._each():
+        for index, original, _, name in self._buffers():
             if before.get(index, (id(ABSENT), 0)) != now[index]:
                 raise RoundPipeError(
                     f"buffer {name!r} of {type(original).__name__} in layer {self._layer!r} was written to in "
@@ -295,10 +297,10 @@ class ReplicaBuffers:
 
     def write_back(self, saved: dict[int, BufferValue] | None, thorough: bool) -> None:
         """Store what a forward changed [2]. ``saved`` is its snapshot, None if the call is not recomputed."""
-        found: list[tuple[int, Held, Held]] = []
+        found: list[tuple[int, BufferOrAbsent, BufferOrAbsent]] = []
         for index in self.changed(thorough):
             original, copy, name = self._place(index)
-            loaded = self._loaded.get(index, _NEVER)
+            loaded = self._loaded.get(index, _NEVER_LOADED)
             registered = loaded is not None and loaded.here is ABSENT
             if saved is not None and not (thorough or registered or index in self._mutable):
                 raise RoundPipeError(
@@ -307,7 +309,7 @@ class ReplicaBuffers:
                 )
             if not registered:  # once there, it may never change again
                 self._mutable[index] = (original, name)
-            here = _held(copy, name)
+            here = _buffer_of(copy, name)
             found.append((index, here, self._downloaded(here) if isinstance(here, Tensor) else here))
         if not found:
             return
@@ -338,7 +340,7 @@ class ReplicaBuffers:
             self._loaded[index] = None
 
 
-def _version(buffer: Held) -> int:
+def _version(buffer: BufferOrAbsent) -> int:
     return 0 if not isinstance(buffer, Tensor) or buffer.is_inference() else buffer._version
 
 
@@ -346,7 +348,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
 
 
-def _alike(one: Held, other: Held) -> bool:
+def _alike(one: BufferOrAbsent, other: BufferOrAbsent) -> bool:
     """Return whether both are equal to the bit."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return one is other
@@ -357,28 +359,28 @@ def _alike(one: Held, other: Held) -> bool:
     return _is_plain(one) and torch.equal(bits(one), bits(other))
 
 
-def _fits(buffer: Held, value: Held) -> bool:
+def _fits(buffer: BufferOrAbsent, value: BufferOrAbsent) -> bool:
     """Return whether ``buffer`` can hold ``value``."""
     if not isinstance(buffer, Tensor) or not isinstance(value, Tensor):
         return buffer is value
     return buffer.shape == value.shape and buffer.dtype == value.dtype
 
 
-def _held(module: nn.Module, name: str) -> Held:
+def _buffer_of(module: nn.Module, name: str) -> BufferOrAbsent:
     return module._buffers.get(name, ABSENT)
 
 
-def _hold(module: nn.Module, name: str, value: Held) -> None:
+def _set_buffer(module: nn.Module, name: str, value: BufferOrAbsent) -> None:
     if value is ABSENT:
         module._buffers.pop(name, None)
     else:
         module._buffers[name] = value
 
 
-def _assign(module: nn.Module, name: str, value: Held) -> None:
-    host = _held(module, name)
+def _assign(module: nn.Module, name: str, value: BufferOrAbsent) -> None:
+    host = _buffer_of(module, name)
     if isinstance(host, Tensor) and isinstance(value, Tensor) and _fits(host, value):
         with torch.no_grad():
             host.copy_(value)
     else:
-        _hold(module, name, value.detach().clone() if isinstance(value, Tensor) else value)
+        _set_buffer(module, name, value.detach().clone() if isinstance(value, Tensor) else value)

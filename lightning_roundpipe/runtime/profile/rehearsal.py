@@ -531,7 +531,7 @@ class SameDraws(TorchFunctionMode):
             return lambda: args[0] + self._row(torch.randn, args[0]) * args[1]
         return None
 
-    def _each(self, shape: Sequence[int]) -> int:
+    def _rows_of_a_sample(self, shape: Sequence[int]) -> int:
         """Return the rows that each running sample has in a draw of ``shape``; 0 if the draw is to be made as it is."""
         rows, drawn = self.rows.stop - self.rows.start, tuple(shape)
         if rows == self.samples:
@@ -545,16 +545,16 @@ class SameDraws(TorchFunctionMode):
         return self._taken(func(self._full(like).shape, dtype=like.dtype, device=like.device), like.shape)
 
     def _full(self, tensor: Tensor) -> Tensor:
-        each = self._each(tensor.shape)
+        each = self._rows_of_a_sample(tensor.shape)
         return tensor.new_empty((each * self.samples, *tensor.shape[1:])) if each else tensor
 
     def _taken(self, drawn: Tensor, shape: Sequence[int]) -> Tensor:
-        each = self._each(shape)
+        each = self._rows_of_a_sample(shape)
         return drawn[each * self.rows.start : each * self.rows.stop].clone() if each else drawn
 
     def _filled(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
         target: Tensor = args[0]
-        if not self._each(target.shape):
+        if not self._rows_of_a_sample(target.shape):
             drawn: Tensor = func(*args, **kwargs)
             return drawn
         full = func(self._full(target.detach()), *args[1:], **kwargs)
@@ -563,7 +563,7 @@ class SameDraws(TorchFunctionMode):
     def _shaped(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
         sizes = [i for i, a in enumerate(args) if isinstance(a, (tuple, list))]
         shape = kwargs["size"] if "size" in kwargs else args[sizes[-1]] if sizes else args
-        each = self._each(shape)
+        each = self._rows_of_a_sample(shape)
         if not each:
             return func(*args, **kwargs)  # type: ignore[no-any-return]
         full = (each * self.samples, *shape[1:])
