@@ -145,14 +145,6 @@ def handed_on(module: Any, logits: Tensor, batch: Batch) -> Tensor:
     return F.cross_entropy(x, batch["y"])
 
 
-def scaled_by_settings(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    assert batch["mask"].sum() >= 0  # Python has read something of the batch, as models do that look for padding
-    loss = F.cross_entropy(logits / module.settings.temperature, batch["y"])
-    loss = module.settings.weight * loss
-    loss *= module.settings.weight
-    return torch.mul(loss, module.settings.weight)
-
-
 def in_two_loops(module: Any, logits: Tensor, batch: Batch) -> Tensor:
     sizes = [int(size) for size in lengths(batch)]
     return torch.cat([row[None] for row, size in zip(logits, sizes, strict=True) if size])
@@ -206,7 +198,6 @@ PARTS: dict[str, Step] = {
     "positions of a layer": lambda m, x, b: (x + m.positions(x)).pow(2).mean(),
     "a loss of a layer": lambda m, x, b: m.squares(x),
     "not a number": lambda _, x, b: torch.nan_to_num(F.cross_entropy(x, b["y"])),
-    "factors of the module": scaled_by_settings,
     "a bias that layers hand on": handed_on,
     "two loops": lambda m, x, b: in_two_loops(m, x, b).pow(2).mean(),
     "as many numbers as a tensor says": lambda _, x, b: (x + as_many_as_said(b).view(-1, 5) % 5).pow(2).mean(),
@@ -292,17 +283,6 @@ COUNTED: dict[str, Step] = {
 """Means by counts of their own, as by the targets that a mask leaves."""
 
 
-def share_in_an_attribute(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    module.share = batch["mask"].sum().item() / len(logits)
-    return (of_each(logits, batch) * batch["weight"]).mean() / module.share
-
-
-def left_out(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    """The same number in whole and part as long as there are none."""
-    module.left = max(1.0, (~batch["mask"]).sum().item())
-    return F.cross_entropy(logits / module.left, batch["y"])
-
-
 def centred_in_a_loop(module: Any, logits: Tensor, batch: Batch) -> Tensor:
     rows = in_two_loops(module, logits, batch)
     rows = torch.cat([row[None] for row in rows - 0 * rows.mean(0)])
@@ -310,9 +290,6 @@ def centred_in_a_loop(module: Any, logits: Tensor, batch: Batch) -> Tensor:
 
 
 COUPLED: dict[str, Step] = {
-    "a share of one": lambda _, x, b: (of_each(x, b) * b["weight"]).mean() / (b["mask"].sum().item() / len(x)),
-    "a share in an attribute": share_in_an_attribute,
-    "at least one, in an attribute": left_out,
     "centred in a loop": centred_in_a_loop,
     "as many numbers as a count, or their mean": lambda _, x, b: F.cross_entropy(
         x / (torch.arange(b["mask"].sum()) + 1.0).mean().clamp(max=1), b["y"]
@@ -463,9 +440,8 @@ def test_decisions_that_the_loss_does_not_follow() -> None:
 
 
 def module_of(step: Step) -> Module:
-    settings = SimpleNamespace(temperature=float("1"), weight=float("1"))
     layers = {"positions": Positions(), "squares": Squares(), "biased": Biased()}
-    return Module(step, tau=nn.Parameter(torch.tensor(0.3)), settings=settings, left=1.0, **layers)
+    return Module(step, tau=nn.Parameter(torch.tensor(0.3)), left=SimpleNamespace(out=1.0), **layers)
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -547,6 +523,66 @@ def test_what_the_first_batch_does_not_show(name: str) -> None:
     result = trained(module_of(COUPLED[name]), data(), 2, 2)
     assert cut_by(result) == "model"
     assert_same(run("auto", module_of(COUPLED[name]), data()), result)
+
+
+def left_out(batch: Batch) -> float:
+    return (1 - batch["weight"]).sum().item()
+
+
+def share(batch: Batch) -> float:
+    return batch["weight"].sum().item() / len(batch["weight"])
+
+
+def at_least_one(number: float) -> float:
+    return max(1.0, number)
+
+
+def share_in_an_attribute(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    module.share = share(batch)
+    return (of_each(logits, batch) * batch["weight"]).mean() / module.share
+
+
+def in_an_attribute(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    module.left.out = max(1.0, left_out(batch))
+    return F.cross_entropy(logits / module.left.out, batch["y"])
+
+
+def in_an_attribute_by_its_name(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    vars(module.left).update(out=at_least_one(left_out(batch)))
+    return F.cross_entropy(logits / module.left.out, batch["y"])
+
+
+def note(holder: Any, number: float) -> None:
+    """Code that calls no torch function."""
+    holder.out = max(1.0, number)
+
+
+def in_an_attribute_by_a_function(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    note(module.left, left_out(batch))
+    return entropy(module, logits, batch) / module.left.out
+
+
+ONES: dict[str, Step] = {
+    "a share": lambda _, x, b: (of_each(x, b) * b["weight"]).mean() / share(b),
+    "a share of numbers": lambda _, x, b: (of_each(x, b) * b["weight"]).mean() / (sum(b["weight"].tolist()) / len(x)),
+    "a share in numpy": lambda _, x, b: (of_each(x, b) * b["weight"]).mean() / float(b["weight"].numpy().mean()),
+    "a share in an attribute": share_in_an_attribute,
+    "at least one": lambda m, x, b: entropy(m, x, b) / at_least_one(left_out(b)),
+    "at least one, whole": lambda m, x, b: entropy(m, x, b) / max(1, int(left_out(b))),
+    "at most one": lambda m, x, b: entropy(m, x, b) * min(1.0, (1 + b["weight"].sum().item()) / len(x)),
+    "a temperature": lambda _, x, b: F.cross_entropy(x * at_least_one(left_out(b)), b["y"]),
+    "in an attribute": in_an_attribute,
+    "in an attribute by its name": in_an_attribute_by_its_name,
+    "in an attribute by a function": in_an_attribute_by_a_function,
+}
+"""Factors that Python computes from the batch, which are one as long as its weights leave nothing out."""
+
+
+@pytest.mark.parametrize("name", ONES)
+def test_a_factor_that_is_one_at_first(name: str) -> None:
+    result = trained(module_of(ONES[name]), without_masks(), 2, 2)
+    assert cut_by(result) == "model"
+    assert_same(run("auto", module_of(ONES[name]), without_masks()), result)
 
 
 @pytest.mark.parametrize("name", WARMS_UP)

@@ -366,7 +366,6 @@ class _Flows:
         self._decided: tuple[Operation, Flow] | None = None
         """The first decision by a value over the batch that layers' outputs are in."""
         self._same, self._same_of_part = whole.same, part.same
-        self._set_in_step = whole.attributes_set()
         self.reducing_layers: set[str] = set()
         self._partner: dict[int, int] = {}
         """Numbers of the part's tensors, by those of the whole's."""
@@ -826,8 +825,8 @@ class _Flows:
                     if sign > 0 or flow.counts_targets:
                         return self._coupled(one, "multiplies by a number that was read from the batch")
                     return self._by_a_number(flow, *read, one)
-                is_set = mine is its and bool(one.attributes) and self._set_in_step.isdisjoint(one.attributes)
-                if self._reads and (mine != its or (mine == 1.0 and not is_set)):
+                is_setting = mine is its and one.by_transformers  # whose code computes none of its numbers that are one
+                if self._reads and (mine != its or (mine == 1.0 and not is_setting)):
                     return self._by_counts(flow, -1, None, one, "may divide by a number that was read from the batch")
                 grows = sign * powers[0] if powers else None
             else:

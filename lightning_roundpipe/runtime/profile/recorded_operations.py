@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import dis
-import functools
-import inspect
 import itertools
-import linecache
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +25,7 @@ from lightning_roundpipe.model.attributes import STRUCTURE, tensors_in
 from lightning_roundpipe.runtime.batch.logs import log_call
 from lightning_roundpipe.runtime.batch.losses import COUNTED, WITH_REDUCTION, reduction_of, spelled
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
-from lightning_roundpipe.runtime.user_code.new_code import Key, line_of, place_of, user_frame
+from lightning_roundpipe.runtime.user_code.new_code import Key, line_of, place_of
 from lightning_roundpipe.runtime.user_code.untraced import leave_untraced
 
 _KEPT_ELEMENTS = 1 << 16
@@ -127,7 +122,7 @@ class Operation:
         moves: whether an index gives samples other places.
         restores: whether a library calls it that puts samples back to their places.
         along: the dimensions along which it joins elements, counted from the last.
-        attributes: the names by which a factor or divisor is taken from an object, as in ``x / self.config.scale``.
+        by_transformers: whether Hugging Face's own code calls it.
     """
 
     name: str
@@ -152,7 +147,7 @@ class Operation:
     moves: bool = False
     restores: bool = False
     along: tuple[int, ...] = ()
-    attributes: tuple[str, ...] = ()
+    by_transformers: bool = False
 
 
 class LoggedValue(NamedTuple):
@@ -200,8 +195,6 @@ class OperationRecorder:
         self.logged: list[LoggedValue] = []
         self._reads: list[tuple[int, Any]] = []
         """Numbers of the operations that give Python values, and these."""
-        self._codes: set[CodeType] = set()
-        """Code that calls torch functions."""
         self._within_model = 0
         self._numbers: Any = WeakTensorKeyDictionary()
         self._set_as: Any = WeakTensorKeyDictionary()
@@ -255,9 +248,8 @@ class OperationRecorder:
         if not made and target is None and not reads:
             return
         given, others = _tensors_in((args, kwargs)), _others_in((args, kwargs))
-        code = _called_from(frame, func).f_code
-        caller = code.co_filename
-        self._codes.add(code)
+        called_from = _called_from(frame, func)
+        caller = called_from.f_code.co_filename
         if reads and name == "bool" and caller.startswith((_TORCH, _METRICS)):
             return  # such as checks of arguments
         if len(self.operations) >= _MOST_OPERATIONS:
@@ -275,12 +267,10 @@ class OperationRecorder:
             operation.reduction, operation.counts_targets = reduction_of(func, args, kwargs), func in COUNTED
             operation.by_weights = func in _DIVIDED_BY_WEIGHTS and isinstance(kwargs.get("weight"), Tensor)
         operation.restores = caller.startswith(_RESTORING)
+        operation.by_transformers = str(called_from.f_globals.get("__name__")).startswith("transformers.")
         operation.given = [self._number(x) for x in given]
         first = (*args, *(kwargs[key] for key in ("other", "value", "min") if key in kwargs))[:2]
         operation.operands = tuple(self._operand(x) for x in first)
-        number = next((x for x in first if type(x) is float), None)
-        if name in ("mul", "div") and number is not None:
-            operation.attributes = _attributes_of(number, user_frame(frame), operation.place)
         operation.constants = tuple(f"{type(x).__name__} {x}"[:64] for x in others[:64])
         if name == "select":
             index = args[1] if len(args) > 1 else None
@@ -346,11 +336,6 @@ class OperationRecorder:
 
     def _stands_for(self, number: int, other: int) -> None:
         self.same[number] = self.same.get(other, other)  # a layer may pass on what another one has given
-
-    def attributes_set(self) -> set[str]:
-        """Return the names of attributes that the code sets which has called torch functions, or that it computes."""
-        stored = {x.argval for code in self._codes for x in dis.get_instructions(code) if x.opname == "STORE_ATTR"}
-        return stored | {code.co_name for code in self._codes}
 
     def see_logged(self, name: str, value: Any, frame: FrameType | None) -> None:
         """Record that ``frame`` has logged ``value``; None if training_step has returned it."""
@@ -441,54 +426,6 @@ class _Inside(TorchFunctionMode):
         for operation in self._recorder.operations[before:]:
             operation.place = None
         return result
-
-
-def _attributes_of(number: float, frame: FrameType | None, place: Key | None) -> tuple[str, ...]:
-    """Return the names by which an expression at ``place`` takes ``number`` from an object; none if it does not."""
-    if frame is None:
-        return ()
-    for root, *names in _attributes_at(place):
-        value = frame.f_locals.get(root, frame.f_globals.get(root))
-        for name in names:
-            value = _held(value, name)
-        if value is number:
-            return tuple(names)
-    return ()
-
-
-def _held(value: Any, name: str) -> Any:
-    """Return an attribute that is not computed; None for others."""
-    modules = value._modules if isinstance(value, nn.Module) else {}
-    found = modules[name] if name in modules else inspect.getattr_static(value, name, None)
-    return None if hasattr(found, "__get__") else found
-
-
-@functools.cache
-def _attributes_at(place: Key | None) -> list[list[str]]:
-    """Return the operands of an expression that are attributes, each as the names from its variable on."""
-    if not isinstance(place, tuple) or not isinstance(place[1], tuple) or None in place[1]:
-        return []
-    first, last, start, end = (x or 0 for x in place[1])
-    lines = [line.encode() for line in linecache.getlines(place[0].co_filename)[first - 1 : last]]
-    try:
-        lines[-1] = lines[-1][:end]
-        lines[0] = lines[0][start:]
-        source = b"".join(lines)
-        try:
-            found: ast.AST = ast.parse(b"(" + source + b")", mode="eval").body
-        except SyntaxError:
-            found = ast.parse(source).body[0]
-    except (IndexError, SyntaxError, ValueError):
-        return []
-    chains = []
-    for node in ast.iter_child_nodes(found):
-        names: list[str] = []
-        while isinstance(node, ast.Attribute):
-            names.insert(0, node.attr)
-            node = node.value
-        if names and isinstance(node, ast.Name):
-            chains.append([node.id, *names])
-    return chains
 
 
 def _is_number(value: Any) -> bool:

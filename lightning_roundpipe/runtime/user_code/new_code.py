@@ -73,7 +73,7 @@ class NewCode:
 
     def learn(self, frame: FrameType | None, called: str) -> None:
         """In a rehearsal, ``frame`` has called the torch function ``called`` [1] [3]."""
-        if (found := user_frame(frame)) is not None:
+        if (found := _caller(frame)) is not None:
             place = _place(found.f_code, found.f_lasti)
             self._known.add(place)
             self._learn((place, called))
@@ -114,7 +114,7 @@ class NewCode:
     def _note(
         self, microbatch: int, done: set[tuple[int, int, str]], frame: FrameType | None, called: str
     ) -> None:  # fmt: skip
-        if (found := user_frame(frame)) is None:
+        if (found := _caller(frame)) is None:
             return
         at = id(found.f_code), found.f_lasti, called
         done.add(at)
@@ -203,13 +203,13 @@ class NewCode:
 
 def place_of(frame: FrameType | None) -> Key | None:
     """Return the place in user code from which ``frame`` was called; None if there is none."""
-    found = user_frame(frame)
+    found = _caller(frame)
     return None if found is None else _place(found.f_code, found.f_lasti)
 
 
 def line_of(frame: FrameType | None) -> str:
     """Return the line of that place as text for messages; empty if there is none."""
-    found = user_frame(frame)
+    found = _caller(frame)
     return "" if found is None else _line(found)
 
 
@@ -227,7 +227,7 @@ def _place(code: CodeType, at: int) -> Place:
     return code, at if None in place else place
 
 
-def user_frame(frame: FrameType | None) -> FrameType | None:
+def _caller(frame: FrameType | None) -> FrameType | None:
     """Return the frame of user code from which ``frame`` was called; None if there is none."""
     while frame is not None and _is_skipped(frame.f_code.co_filename):
         frame = frame.f_back
