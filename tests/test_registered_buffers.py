@@ -5,6 +5,7 @@ Parameters and modules that a forward registers are refused: nothing else has th
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -165,6 +166,23 @@ def another_parameter(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+def an_equal_parameter(self: Any, x: Tensor) -> Tensor:
+    """After it was used: its gradient is not lost."""
+    y = self.inner(x)
+    self.inner.weight = nn.Parameter(self.inner.weight.detach().clone())
+    return y
+
+
+def a_frozen_parameter(self: Any, x: Tensor) -> Tensor:
+    self.inner.register_parameter("weight", nn.Parameter(self.inner.weight.detach(), requires_grad=False))
+    return x
+
+
+def an_equal_module(self: Any, x: Tensor) -> Tensor:
+    self.inner = copy.deepcopy(self.inner)
+    return x
+
+
 def a_parameter_later(self: Any, x: Tensor) -> Tensor:
     return a_parameter(self, x) if FLAG[0] else x
 
@@ -176,6 +194,9 @@ def a_parameter_later(self: Any, x: Tensor) -> Tensor:
         (a_parameter, "parameter 'added' of its Registering"),
         (a_module, "module 'added' of its Registering"),
         (another_parameter, "parameter 'weight' of its Linear"),
+        (an_equal_parameter, "parameter 'weight' of its Linear"),
+        (a_frozen_parameter, "parameter 'weight' of its Linear"),
+        (an_equal_module, "module 'inner' of its Registering"),
         (a_parameter_later, "parameter 'added' of its Registering"),
     ],
 )

@@ -140,7 +140,7 @@ class Replica:
             else:
                 parameter.data = view
         for held, name, parameter in self._slots:
-            if held.get(name) is not parameter:  # the layer's code put another there, such as its own .to() of it
+            if held.get(name) is not parameter:  # one that is not trained, by an equal one, as PEFT does
                 held[name] = parameter
         follow(self._aliases)
         self.train(requires_grad)

@@ -469,13 +469,15 @@ class LayerExecutor:
     def _refuse_registered(self, layer: HostLayer) -> None:
         """Raise if the layer registered or removed parameters or modules, which is lost with the replica.
 
-        A parameter that is replaced by an equal one is allowed: conversions by a layer's own ``to`` do that.
+        A parameter that is not trained may be replaced by an equal one, as PEFT does where it unpacks base weights.
+        Of one that is trained, the optimizer would go on with the old one.
         """
         replica = self._worker.replica(layer)
         for module, name, before, now in replica.changed_registrations():
             if isinstance(before, Tensor) and isinstance(now, Tensor):
                 master = layer.masters[next(i for i, p in enumerate(replica.parameters) if p is before)]
-                if torch.equal(now.detach().to(master.device), layer.read(master)):
+                trains = master.requires_grad or now.requires_grad
+                if not trains and torch.equal(now.detach().to(master.device), layer.read(master)):
                     continue
             what = "parameter" if isinstance(before, Tensor) or isinstance(now, Tensor) else "module"
             raise RoundPipeError(
