@@ -109,9 +109,28 @@ def profile_all_threads(module: LightningModule) -> None:
             profiler._profiler_kwargs.setdefault("experimental_config", everywhere)
 
 
+class _SilentLogger(DummyLogger):
+    """Does nothing but to say, by calling ``told``, that user code logs with the logger itself."""
+
+    def __init__(self, told: Callable[[], None]) -> None:
+        super().__init__()
+        self._told = told
+
+    @property
+    def experiment(self) -> Any:
+        self._told()
+        return super().experiment
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        self._told()
+
+    def __getattr__(self, name: str) -> Any:
+        return self.log_metrics if name.startswith("log_") and name != "log_dir" else super().__getattr__(name)
+
+
 @contextlib.contextmanager
-def rehearsing(trainer: Trainer) -> Iterator[list[tuple[str, Any]]]:
-    """Silence the trainer's loggers while ``training_step`` is rehearsed.
+def rehearsing(trainer: Trainer, told: Callable[[], None]) -> Iterator[list[tuple[str, Any]]]:
+    """Silence the trainer's loggers while ``training_step`` is rehearsed; ``told`` is called if it calls one itself.
 
     Yields:
         What else the rehearsal might change, by name: schedulers, the settings of optimizers, users' callbacks, the
@@ -127,7 +146,7 @@ def rehearsing(trainer: Trainer) -> Iterator[list[tuple[str, Any]]]:
     others += [(name, value) for name, value in around.items() if value is not None and not _has_thread(value)]
     others.append(("trainer.", Namespace(vars(trainer), without=("callbacks", "datamodule"))))
     loggers = trainer.loggers
-    trainer.loggers = [DummyLogger() for _ in loggers]
+    trainer.loggers = [_SilentLogger(told) for _ in loggers]
     try:
         yield others
     finally:

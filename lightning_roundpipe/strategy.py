@@ -294,7 +294,7 @@ class RoundPipeStrategy(SeveralMachines):
                 self.setup_optimizers(trainer)
                 refuse_foreign_parameters(self.optimizers, {id(p) for p in module.parameters()})
             self._stepping = Stepping(trainer, module, self.optimizers, self._engine, rank_zero_info)
-            self._engine.rehearsing = functools.partial(rehearsing, trainer)
+            self._engine.rehearsing = functools.partial(rehearsing, trainer, self._engine.hints.logger_is_called)
             self._engine.batches_left = functools.partial(batches_left, trainer)
             precision = str(self.precision_plugin.precision)
             self._announcements = Announcements(trainer, module, self._engine, precision, rank_zero_info)

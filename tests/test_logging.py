@@ -11,6 +11,7 @@ import inspect
 import itertools
 import logging
 import threading
+import warnings
 from typing import Any
 
 import harness
@@ -21,6 +22,7 @@ import torchmetrics
 import torchmetrics.classification as classification
 import zoo
 from harness import Result, assert_same, loader, ours, run, trainer_of
+from lightning.pytorch.loggers.logger import DummyExperiment
 from torch import Tensor, nn
 
 from lightning_roundpipe.runtime.batch import logs
@@ -286,3 +288,50 @@ def test_logging_in_hooks() -> None:
             self.log("end", 1.0)
 
     assert_same(*both(Hooked(MLP.model), zoo.make_batches("mlp")))
+
+
+CALLS: dict[str, Any] = {
+    "metrics": lambda module, x: module.logger.log_metrics({"own": x.mean().item()}),
+    "an experiment": lambda module, x: module.logger.experiment.add_scalar("own", x.mean().item()),
+    "a method of its own": lambda module, x: module.logger.log_image("own", [x]),
+    "one of several": lambda module, x: module.trainer.loggers[0].log_metrics({"own": 1.0}),
+    "its folder": lambda module, x: module.logger.log_dir,
+    "its name": lambda module, x: f"{module.logger.name} {module.logger.version} {module.logger.save_dir}",
+}
+
+
+class CallsLogger(zoo.PlainClassifier):
+    def __init__(self, model: nn.Module, call: Any) -> None:
+        super().__init__(model)
+        self.call = call
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        loss, _ = self.loss_and_logits(batch)
+        self.call(self, batch["x"])
+        return loss
+
+
+class AnyLogger(harness.MemoryLogger):
+    """Has the methods that loggers of services have."""
+
+    log_dir = "folder"
+
+    @property
+    def experiment(self) -> Any:
+        return DummyExperiment()
+
+    def log_image(self, key: str, images: list[Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "options", [{}, {"microbatch_scope": "model"}, {"num_microbatches": 1}], ids=["parts", "calls", "whole"]
+)
+def test_a_logger_that_each_microbatch_calls_is_said(name: str, options: dict[str, Any]) -> None:
+    module = CallsLogger(zoo.make_module("mlp").model, CALLS[name])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run(ours(**{"num_microbatches": 3, **options}), module, UNEVEN, devices=2, logger=AnyLogger())
+    said = [str(w.message) for w in seen if "calls a logger itself" in str(w.message)]
+    assert len(said) == (not options and not name.startswith("its"))

@@ -224,6 +224,8 @@ class Engine:
                     raise
             microbatches, self.parts = len(step.sizes), len(cut.parts)
             self.hints.after_step(self.model.layers, switched_off, microbatches)
+            if self.parts > 1:
+                self.hints.of_a_called_logger()
             self._say_tiles()
             measured = self.tiles is None or not self.tiles.came  # else some calls were measured without tiles
             if learned.plans and measured and step.has_loss and (microbatches > 1 or wants_plan):

@@ -25,6 +25,10 @@ _MOST_REASONS = 6
 """How many modules a warning says the reasons of."""
 
 _WHOLE_LOGS = "microbatch_scope='model' or num_microbatches=1 computes it from the whole batch."
+_CALLS_LOGGER = (
+    "training_step calls a logger itself, which each microbatch does with its own values. self.log gives those of the "
+    "batch, and microbatch_scope='model' runs training_step once."
+)
 PACKED_ROWS = "packed rows"
 """What is switched off with a cache on which the attention of a model depends."""
 _PACKED = (
@@ -52,6 +56,11 @@ class Hints:
         self._said: set[str] = set()
         self.cuts = ""
         self.coupled_by = ""
+        self._calls_logger = False
+
+    def logger_is_called(self) -> None:
+        """Note that ``training_step`` calls a logger itself."""
+        self._calls_logger = True
 
     def after_step(self, layers: Sequence[HostLayer], switched_off: Sequence[str], microbatches: int) -> None:
         """Issue the hints that a finished step gives rise to.
@@ -72,6 +81,11 @@ class Hints:
                 self.warn(key, text)
         elif microbatches > 1 and "buffers" not in self._said and (text := _changing_buffer(layers)):
             self.warn("buffers", text)  # a later batch was the first to change it
+
+    def of_a_called_logger(self) -> None:
+        """Warning: each microbatch calls a logger, if ``training_step`` does so itself."""
+        if self._calls_logger:
+            self.warn("logger", _CALLS_LOGGER)
 
     def of_tiles(self, tile: int, ran: Mapping[str, Sequence[str]], why_not: Mapping[str, Mapping[str, str]]) -> None:
         """Hint: modules run in tiles; or warning: none does, though calls have more tokens than a tile.
