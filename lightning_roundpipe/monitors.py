@@ -169,6 +169,19 @@ def _has_thread(value: Any) -> bool:
     return any(isinstance(held, threading.Thread) for held in getattr(value, "__dict__", {}).values())
 
 
+def settings_of(trainer: Trainer) -> dict[str, Any]:
+    """Return the numbers among the settings of optimizers and schedulers, by name."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    held = [(f"group {number} of the optimizers", group) for number, group in enumerate(groups)]
+    held += [(type(config.scheduler).__name__, vars(config.scheduler)) for config in trainer.lr_scheduler_configs]
+    return {
+        f"{name}[{key!r}]": value
+        for name, settings in held
+        for key, value in settings.items()
+        if isinstance(value, (int, float, tuple))
+    }
+
+
 def batches_left(trainer: Trainer) -> float:
     """Return on how many batches the trainer will still train; infinite if no setting says so. Its loops are set up."""
     steps, of_all = trainer.max_steps, trainer.num_training_batches

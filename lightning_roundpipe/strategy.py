@@ -38,7 +38,13 @@ from lightning_roundpipe.machines.file_tensors import FileTensors
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.meta import make_room
 from lightning_roundpipe.model.quantized import load_states, prepare
-from lightning_roundpipe.monitors import batches_left, profile_all_threads, rehearsing, tell_of_all_workers
+from lightning_roundpipe.monitors import (
+    batches_left,
+    profile_all_threads,
+    rehearsing,
+    settings_of,
+    tell_of_all_workers,
+)
 from lightning_roundpipe.page import write_page
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.refusals import (
@@ -295,6 +301,7 @@ class RoundPipeStrategy(SeveralMachines):
                 refuse_foreign_parameters(self.optimizers, {id(p) for p in module.parameters()})
             self._stepping = Stepping(trainer, module, self.optimizers, self._engine, rank_zero_info)
             self._engine.rehearsing = functools.partial(rehearsing, trainer, self._engine.hints.logger_is_called)
+            self._engine.settings = functools.partial(settings_of, trainer)
             self._engine.batches_left = functools.partial(batches_left, trainer)
             precision = str(self.precision_plugin.precision)
             self._announcements = Announcements(trainer, module, self._engine, precision, rank_zero_info)

@@ -268,6 +268,52 @@ def test_attributes_that_are_set_later() -> None:
     assert result.module.calls == 2 + 7 - LATE - 1
 
 
+def halves_the_rate(module: Any) -> None:
+    for group in module.trainer.optimizers[0].param_groups:
+        group["lr"] *= 0.5
+
+
+LATE_SETTINGS: dict[str, Callable[[Any], Any]] = {
+    "a learning rate": halves_the_rate,
+    "a scheduler": lambda module: module.lr_schedulers().step(),
+    "a scheduler's count": lambda module: setattr(
+        module.lr_schedulers(), "last_epoch", 3 + module.lr_schedulers().last_epoch
+    ),
+}
+
+
+class Scheduled(Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+@pytest.mark.parametrize("name", LATE_SETTINGS)
+def test_settings_that_are_changed_later(name: str) -> None:
+    """Each part of the batch has changed them."""
+
+    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        if module.trainer.global_step == 2:
+            LATE_SETTINGS[name](module)
+        return entropy(module, logits, batch)
+
+    with pytest.warns(RoundPipeWarning, match=r"(lr|last_epoch)'\]\" was set for the first time, and in parts"):
+        run(ours(num_microbatches=2), Scheduled(step), batches(5), devices=2)
+
+
+def test_settings_that_are_set_to_the_same_are_no_difference() -> None:
+    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        for group in module.trainer.optimizers[0].param_groups:
+            group["lr"] = 0.1 / (1 + module.trainer.global_step)
+        return entropy(module, logits, batch)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        result = run(ours(num_microbatches=2), Scheduled(step), batches(5), devices=2)
+    assert cut_by(result) == "step"
+    assert_same(run("auto", Scheduled(step), batches(5)), result)
+
+
 def test_which_attributes_are_set() -> None:
     """Not those that others move to another place, and those with the value of another, too."""
     module = nn.Linear(2, 2)

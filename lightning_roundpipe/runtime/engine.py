@@ -114,6 +114,8 @@ class Engine:
         )
         """Context manager around a rehearsal. It yields (name, object) pairs of what user code may change outside the
         module, such as learning rate schedulers."""
+        self.settings: Callable[[], dict[str, Any]] = dict
+        """Function that returns the numbers among the settings of optimizers and schedulers, by name."""
         self.parts = 1
         """In how many parts of the last batch ``training_step`` ran."""
         self.batches_left: Callable[[], float] = lambda: 0.0
@@ -157,7 +159,9 @@ class Engine:
         self._forwards = {layer.index: stand_in.run for layer, stand_in in zip(model.layers, layers, strict=True)}
         self._evaluating = [*layers, *(models if self._parting.possible else ())]
         self._planner = Planner(self.context, lambda: self.batches_left())
-        self._scope = Scope(self.context, self.cutter, self._planner, layers, models, self._rehearsal)
+        self._scope = Scope(
+            self.context, self.cutter, self._planner, layers, models, self._rehearsal, lambda: self.settings()
+        )
         self._metrics = HostMetrics(module if self.worker_pool.accelerator is not None else nn.Module())
         try:
             self._planner.reserve_for_layers()

@@ -65,6 +65,7 @@ class Scope:
         models: the interceptors of the models, whose calls may be cut.
         rehearsal: returns a context in which layers may be called as in evaluation. It yields further objects that user
             code may change, by name.
+        settings: returns the numbers among the settings of optimizers and schedulers, by name.
 
     Attributes:
         cuts_calls: whether the calls of the model are cut instead of the batch.
@@ -73,8 +74,10 @@ class Scope:
     def __init__(
         self, engine: EngineContext, cutter: Cutter, planner: Planner, layers: list[Interceptor],
         models: list[ModelInterceptor], rehearsal: Callable[[], AbstractContextManager[Iterable[tuple[str, Any]]]],
+        settings: Callable[[], dict[str, Any]],
     ) -> None:  # fmt: skip
         self._engine, self._cutter, self._planner, self._rehearsal = engine, cutter, planner, rehearsal
+        self._settings, self._set = settings, dict[str, Any]()
         self._layers, self._models = layers, models
         self.cuts_calls = engine.options.microbatch_scope == "model"
         self._looks: dict[bool, int] = {}
@@ -107,6 +110,7 @@ class Scope:
         if cut.sizes is not None and len(cut.sizes) > 1 and self._engine.learned.new_code.watched:
             tensors = (x for x in tree_iter(cut.parts) if isinstance(x, Tensor) and not x.is_inference())
             self._tensors = [(tensor, tensor._version) for tensor in tensors]
+            self._set = self._settings()
             if self._writes:
                 self._unwritten = self._cutter.part(batch, slice(0, sum(cut.sizes)), sum(cut.sizes))
         return cut
@@ -138,6 +142,8 @@ class Scope:
         """
         new_code = self._engine.learned.new_code
         new_code.note_branches()
+        if new_code.watched:
+            new_code.note_attributes((key for key, value in self._settings().items() if self._set.get(key) != value), 0)
         self._cut += 1
         written, unwritten = any(x._version != before for x, before in self._tensors), self._unwritten
         self._writes, self._tensors, self._unwritten = self._writes or written, [], None
