@@ -13,6 +13,7 @@ import harness
 import pytest
 import torch
 import zoo
+from between_layers import CALLS, batch, model
 from counted_memory import counted
 from harness import ours, run
 from stress import all_reports
@@ -57,6 +58,25 @@ def test_one_worker_holds_what_was_planned(name: str, lora: bool, plan: str, opt
         assert peak / planned > 0.93  # inputs of the next microbatch may come after the peak
         assert peak <= 1.05 * planned + before, "the call before may keep its inputs until the GPU has finished it"
     assert found.faults == []
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["elementwise", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "unet"))]
+)
+def test_what_user_code_makes_and_holds_is_planned(name: str, devices: int) -> None:
+    """Several times as much as all else, if tensors between layers are many and layers are small."""
+    options: dict[str, Any] = {"num_microbatches": 4, "plan": harness.per_call(CALLS, 4)}
+    with counted() as found, all_reports() as made:
+        run(ours(**options), model(name), [batch(name, 64)] * 4, devices=devices, watch=False)
+        reports = [report for make in made if not (report := make())["profiled"]]
+    assert len(reports) == 3
+    for report in reports:
+        peak, planned = max(report["peak_device_bytes"]), report["planned_device_bytes"] - 4 * WORKSPACE
+        flying = IN_FLIGHT * max(call["input_bytes"] + call["returning_bytes"] for call in report["costs"]["calls"])
+        assert peak <= 1.05 * planned + flying
+        assert devices > 1 or peak >= 0.75 * planned
+    assert devices > 1 or found.faults == []
 
 
 def test_calls_in_flight_keep_memory_and_no_graphs() -> None:

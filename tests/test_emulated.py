@@ -210,6 +210,7 @@ def test_a_worker_never_exceeds_its_budget(name: str, lora: bool) -> None:
     """From everything in one stage down to where nothing fits, each budget is kept to."""
     free = train(name, lora, devices=1).report  # one stage holds everything: one device has nobody to share it with
     assert free is not None
+    whole = {call["layer"] for call in free["costs"]["calls"]}
     budget = 2 * max(free["peak_device_bytes"])
     plans: set[str] = set()
     while True:
@@ -218,8 +219,11 @@ def test_a_worker_never_exceeds_its_budget(name: str, lora: bool) -> None:
         except ValueError as error:
             assert "memory_budget" in str(error)
             break
-        assert_identical(easy(name, lora), result, rng=True)
         assert result.report is not None
+        if {call["layer"] for call in result.report["costs"]["calls"]} == whole:
+            assert_identical(easy(name, lora), result, rng=True)
+        else:  # layers are cut inside, which rounds otherwise
+            assert_same(easy(name, lora), result)
         assert max(result.report["peak_device_bytes"]) <= budget
         plans.add(result.report["plan"])
         budget //= 2

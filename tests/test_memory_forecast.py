@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
+from between_layers import CALLS, batch, model
 from harness import ours, run
 from stress import all_reports
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -107,6 +108,16 @@ def test_two_workers_hold_no_more_than_planned_and_what_is_certain(name: str, lo
     plan, costs = Plan.parse(report["plan"]), Costs.from_dict(report["costs"])
     alone = planned_bytes(replace(plan, round_microbatches=1), costs, 2, None)  # nobody waits
     assert min(shares) * report["planned_device_bytes"] >= (1 - WITHIN) * alone
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", ["dense", pytest.param("elementwise", marks=SLOW), pytest.param("unet", marks=SLOW)])
+def test_what_user_code_holds_is_planned(name: str, devices: int) -> None:
+    """Outputs that its autograd graph saves, and gradients of outputs that several layers take."""
+    plan = make_plan("cut", CALLS, 4)
+    shares = peaks_over_plan(model(name), batch(name, 64), devices, num_microbatches=4, plan=plan)
+    assert max(shares) <= 1.0
+    assert devices > 1 or shares[0] >= (0.9 if name == "unet" else 1 - WITHIN)
 
 
 @pytest.mark.slow

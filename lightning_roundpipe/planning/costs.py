@@ -40,8 +40,9 @@ Phase = Literal["forward", "fused", "backward"]
 
 _NUMBERS = (
     "forward_s", "backward_s", "weight_bytes", "gradient_bytes", "boundary_bytes", "activation_bytes", "kept_bytes",
-    "input_bytes", "forward_bytes", "waiting_bytes", "leaving_bytes", "returning_bytes", "reduced_bytes", "issue_s",
-    "backward_issue_s", "unpacked_bytes", "unpack_s", "backward_unpack_s",
+    "input_bytes", "forward_bytes", "waiting_bytes", "leaving_bytes", "held_bytes", "returning_bytes",
+    "backward_held_bytes", "reduced_bytes", "issue_s", "backward_issue_s", "unpacked_bytes", "unpack_s",
+    "backward_unpack_s",
 )  # fmt: skip
 
 
@@ -62,10 +63,14 @@ class CallCost:
         kept_bytes: the part of ``activation_bytes`` that a kept graph holds between forward and backward; None: all.
         input_bytes: the part of ``activation_bytes`` that its inputs take.
         forward_bytes: peak of a forward that keeps no graph; None: ``activation_bytes``.
-        waiting_bytes: outputs of earlier calls that a microbatch holds while it waits for this one.
+        waiting_bytes: outputs of earlier calls, and what user code has made, that a microbatch holds while it waits
+            for this one.
         leaving_bytes: the part of ``waiting_bytes`` that leaves for the host if this call is on another worker: outputs
             that it takes.
+        held_bytes: the part of ``waiting_bytes`` that is not among its inputs: user code or its autograd graph holds it
+            while the forward runs.
         returning_bytes: gradients of its outputs, which it holds while it waits for this one's backward.
+        backward_held_bytes: what these hold while its backward runs, and gradients that other calls have already got.
         shared: inputs that are also inputs of an earlier call: (how many calls before, bytes) for each such call.
         passed: inputs that are outputs of an earlier call, likewise.
         issue_s: seconds of the host's interpreter to issue a forward or a recomputation.
@@ -92,7 +97,9 @@ class CallCost:
     forward_bytes: int | None = None
     waiting_bytes: int = 0
     leaving_bytes: int = 0
+    held_bytes: int = 0
     returning_bytes: int = 0
+    backward_held_bytes: int = 0
     shared: tuple[tuple[int, int], ...] = ()
     passed: tuple[tuple[int, int], ...] = ()
     reduced_bytes: int | None = None
@@ -170,10 +177,11 @@ class StageBytes:
         downloads: bytes of gradients that a round sends to the host.
         resumed: bytes of gradients of earlier rounds that it starts from.
         copies: of packed weights, if the stage unpacks them once.
-        activations: of one microbatch in the stage, at its worst.
+        activations: of one microbatch in the stage, at its worst, with what its user code holds.
         crowded: the same with the inputs of its next call, which come while one runs.
         worst: which of the calls that were added runs then.
-        of_worst: bytes of ``activations`` that are this call's own; the others are what graphs of other calls keep.
+        of_worst: bytes of ``activations`` that are this call's own; the others are what graphs of other calls keep, and
+            what user code holds.
     """
 
     def __init__(self, phase: Phase, ahead: bool = False) -> None:
@@ -183,6 +191,8 @@ class StageBytes:
         self._kept = 0  # by graphs that live until backward
         self._calls: list[bool] = []
         """Whether each call's graph is kept."""
+        self._held_before = 0
+        """Bytes that user code holds of calls before a fused stage."""
         self._before: int | None = None
         """Bytes of the previous call's inputs, which follow in backward."""
         self.weights = 0
@@ -220,9 +230,10 @@ class StageBytes:
             if keeps:
                 self._kept += max(0, call.graph_bytes - self._there(call))
                 beside -= call.graph_bytes
-            if self._kept + beside > self.activations:
-                self.activations, self.worst, self.of_worst = self._kept + beside, len(self._calls), own
-            self.crowded = max(self.crowded, self._kept + beside + self._following(call))
+            beside += self._kept + self._held(call)
+            if beside > self.activations:
+                self.activations, self.worst, self.of_worst = beside, len(self._calls), own
+            self.crowded = max(self.crowded, beside + self._following(call))
             self._before = call.input_bytes
         self._calls.append(keeps)
 
@@ -232,13 +243,26 @@ class StageBytes:
             return min(call.forward_bytes, call.activation_bytes)
         return call.activation_bytes
 
+    def _held(self, call: CallCost) -> int:
+        """Return the bytes that user code holds while the call runs, without those that count elsewhere.
+
+        The graphs of a fused stage keep the outputs of its own calls.
+        """
+        if self._phase == "fused":
+            if not self._calls:
+                self._held_before = call.held_bytes
+            return self._held_before
+        return call.held_bytes if self._phase == "forward" else call.backward_held_bytes
+
     def _there(self, call: CallCost) -> int:
-        """Return the bytes of its inputs that graphs of the stage keep already.
+        """Return the bytes of its inputs that graphs of the stage keep already, or user code from before it.
 
         A backward stage uploads inputs from the host, so outputs of its calls do not count.
         """
-        known = (*call.shared, *call.passed) if self._phase == "fused" else call.shared
-        return sum(size for distance, size in known if distance <= len(self._calls) and self._calls[-distance])
+        kept = [*call.shared, *call.passed] if self._phase == "fused" else call.shared
+        found = sum(size for distance, size in kept if distance <= len(self._calls) and self._calls[-distance])
+        before = (size for distance, size in call.passed if distance > len(self._calls) > 0)
+        return found + (sum(before) if self._phase == "fused" else 0)
 
     def _following(self, call: CallCost) -> int:
         """Return the bytes of inputs that are uploaded for the next call while this one runs backward."""

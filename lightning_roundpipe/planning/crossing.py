@@ -23,6 +23,7 @@ class Crossed:
     input_bytes: int = 0
     waiting_bytes: int = 0
     leaving_bytes: int = 0
+    held_bytes: int = 0
     shared: tuple[tuple[int, int], ...] = ()
     passed: tuple[tuple[int, int], ...] = ()
 
@@ -36,9 +37,15 @@ class Crossing:
         """The last call that took the storage as an input."""
         self._given: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         """The call that returned the storage."""
+        self._made: list[tuple[int, weakref.WeakSet[torch.UntypedStorage]]] = []
+        """What user code has made before each call: bytes that are not inputs of the call, and those that are."""
 
     def see(
-        self, inputs: Iterable[Tensor], outputs: Iterable[Tensor], leaving: Iterable[Tensor] | None = None
+        self,
+        inputs: Iterable[Tensor],
+        outputs: Iterable[Tensor],
+        leaving: Iterable[Tensor] | None = None,
+        made_bytes: int = 0,
     ) -> Crossed:
         """Record the next call, after it returns and before user code continues.
 
@@ -46,12 +53,17 @@ class Crossing:
             inputs: its inputs.
             outputs: what it returned.
             leaving: the inputs that leave the worker with the microbatch; None: all that earlier calls returned.
+            made_bytes: bytes of workers that user code itself has made and holds.
         """
         inputs = list(inputs)
-        waiting = sum(storage.nbytes() for storage in self._given)
+        waiting = self.held_bytes() + made_bytes
         away = {tensor.untyped_storage() for tensor in (inputs if leaving is None else leaving)}
         leaves = sum(storage.nbytes() for storage in away if storage in self._given)
         taken = {tensor.untyped_storage(): tensor_bytes(tensor) for tensor in inputs}
+        made = weakref.WeakSet(tensor.untyped_storage() for tensor in inputs if tensor.device.type != "cpu")
+        made -= set(self._given)
+        self._made.append((max(0, made_bytes - sum(storage.nbytes() for storage in made)), made))
+        held = sum(storage.nbytes() for storage in self._given if storage not in taken) + self._made[-1][0]
         shared, passed = Counter[int](), Counter[int]()
         for storage, size in taken.items():
             if (before := self._taken.get(storage)) is not None:
@@ -62,7 +74,16 @@ class Crossing:
         for tensor in outputs:
             self._given.setdefault(tensor.untyped_storage(), self._calls)
         self._calls += 1
-        return Crossed(sum(taken.values()), waiting, leaves, tuple(shared.items()), tuple(passed.items()))
+        return Crossed(sum(taken.values()), waiting, leaves, held, tuple(shared.items()), tuple(passed.items()))
+
+    def held_bytes(self) -> int:
+        """Return the bytes of what the calls have returned and user code, or autograd for it, holds now."""
+        return sum(storage.nbytes() for storage in self._given)
+
+    def backward_held_bytes(self, call: int) -> int:
+        """Return the bytes that user code, or autograd for it, holds at the backward of ``call``."""
+        made, inputs = self._made[call]
+        return self.held_bytes() + made + sum(storage.nbytes() for storage in inputs)
 
 
 def tensor_bytes(tensor: Tensor) -> int:

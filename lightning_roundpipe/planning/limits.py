@@ -99,7 +99,8 @@ class MemoryTable:
         )
         self._waiting = np.array([*(call.waiting_bytes for call in costs), 0])
         self._staying = np.array([*(call.waiting_bytes - call.leaving_bytes for call in costs), 0])
-        self._returning = np.array(list(accumulate(costs, _returning, initial=0)))
+        waiting, staying = zip(*accumulate(costs, _waiting_in_backward, initial=(0, 0)), strict=True)
+        self._backward_waiting, self._backward_staying = np.array(waiting), np.array(staying)
         self._calls = len(costs)
         self._needs = {phase: _needs(costs, phase, ahead and phase == "backward") for phase in get_args(Phase)}
 
@@ -122,10 +123,11 @@ class MemoryTable:
             for own, table in zip(needs, self._needs[phase], strict=True):
                 table.take(stages[:, part], out=own[:, part], mode="clip")  # "raise" would copy
         weights, gradients, activations = needs
-        waits, stays = np.zeros((2, *stages.shape), dtype=np.int64)  # gradients leave whole
+        waits, stays = np.empty((2, *stages.shape), dtype=np.int64)
         self._waiting.take(ends[:, :forward], out=waits[:, :forward], mode="clip")
-        self._returning.take(starts[:, forward:], out=waits[:, forward:], mode="clip")
+        self._backward_waiting.take(starts[:, forward:], out=waits[:, forward:], mode="clip")
         self._staying.take(ends[:, :forward], out=stays[:, :forward], mode="clip")
+        self._backward_staying.take(starts[:, forward:], out=stays[:, forward:], mode="clip")
         few = most_waiting(shape.round_microbatches, self._workers)
         for left, count in ((waits, few), (stays, shape.round_microbatches - 1 - few)):
             activations += count * np.maximum(left, np.roll(left, self._workers, axis=1))
@@ -155,9 +157,10 @@ def _stage_ends(forward: int, sizes: Sizes) -> tuple[Sizes, Sizes]:
     return starts, ends
 
 
-def _returning(before: int, call: CallCost) -> int:
-    """Return the bytes of gradients that wait for the nearest call before that needs a backward."""
-    return call.returning_bytes if call.needs_backward else before
+def _waiting_in_backward(before: tuple[int, int], call: CallCost) -> tuple[int, int]:
+    """Return the bytes that wait for the nearest call before that needs a backward, and those that stay meanwhile."""
+    held = call.backward_held_bytes
+    return (call.returning_bytes + held, held) if call.needs_backward else before
 
 
 @lru_cache(maxsize=8)  # a search asks for the same several times

@@ -207,13 +207,16 @@ def most_waiting(round_microbatches: int, workers: int) -> int:
 def _left_behind(stage: Stage, costs: Costs) -> tuple[int, int]:
     """Return the bytes on the stage's worker of a microbatch that waits for the next stage.
 
-    They are outputs in forward, and gradients in backward: in all, and those that do not leave for the host.
+    They are outputs in forward, and in backward gradients and the outputs that user code's graph still holds: in all,
+    and those that do not leave for the host.
     """
     if stage.phase == "forward":
         after = costs.calls[stage.last + 1]
         return after.waiting_bytes, after.waiting_bytes - after.leaving_bytes
-    deeper = (call.returning_bytes for call in reversed(costs.calls[: stage.first]) if call.needs_backward)
-    return next(deeper, 0), 0
+    deeper = next((call for call in reversed(costs.calls[: stage.first]) if call.needs_backward), None)
+    if deeper is None:
+        return 0, 0
+    return deeper.returning_bytes + deeper.backward_held_bytes, deeper.backward_held_bytes
 
 
 def ahead_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:

@@ -109,7 +109,9 @@ CALLS = st.builds(
     input_bytes=st.integers(0, 20),
     waiting_bytes=st.integers(10, 20),
     leaving_bytes=st.integers(0, 10),
+    held_bytes=st.integers(0, 10),
     returning_bytes=st.integers(0, 20),
+    backward_held_bytes=st.integers(0, 10),
     shared=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 9)), max_size=2).map(tuple),
 )
 
@@ -163,6 +165,26 @@ def test_what_waits_and_what_is_brought() -> None:
     assert planned_bytes(plan, costs, 2, None) == arenas + 14 + 2 * 12 + 4 + 12  # in the second backward stage
     alone = Plan.parse("forward none; fused 0-3; backward none; round 4")
     assert planned_bytes(alone, costs, 1, None) == 2 * 400 + 2 * 160 + 40
+
+
+def test_what_user_code_holds_counts_beside_each_call_and_for_each_that_waits() -> None:
+    calls = tuple(
+        call(str(i), waiting=i + 4, held_bytes=i, backward_held_bytes=20 + i, returning=3, forward_bytes=10)
+        for i in range(4)
+    )
+    plan, costs = Plan.parse("forward 0-1 2; fused 3; backward 2 0-1; round 3"), Costs(calls)
+    assert [costs.stage_bytes(first, last, "forward").activations for first, last in ((0, 1), (2, 2))] == [11, 12]
+    assert [costs.stage_bytes(first, last, "backward").activations for first, last in ((2, 2), (0, 1))] == [32, 31]
+    assert costs.stage_bytes(2, 3, "fused").activations == 2 * 10 + 2
+    assert waiting_bytes(plan, costs, 1) == [2 * 6, 2 * 7, 2 * 25, 2 * 25, 2 * 24]
+    graph = costs.stage_bytes(0, 1, "backward", ahead=True)
+    assert graph.activations == 2 * 10 + 21
+
+
+def test_outputs_from_before_a_fused_stage_count_once() -> None:
+    """User code holds what the stage's last call takes already."""
+    calls = (call("0"), call("1", held_bytes=8), call("2", passed=((2, 8),), input_bytes=8))
+    assert Costs(calls).stage_bytes(1, 2, "fused").activations == 8 + 10 + 2
 
 
 def test_calls_in_flight_get_what_nothing_else_needs() -> None:

@@ -54,7 +54,7 @@ from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.module_buffers import BufferValue
-from lightning_roundpipe.runtime.memory.peak_memory import INPUTS, OUTPUTS, PeakMemoryMeter
+from lightning_roundpipe.runtime.memory.peak_memory import GRADIENTS, INPUTS, OUTPUTS, PeakMemoryMeter
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Borrowing, Lender
 from lightning_roundpipe.runtime.user_code.inference_writes import counting_writes, is_written
 from lightning_roundpipe.runtime.user_code.interception import Inside
@@ -64,7 +64,6 @@ from lightning_roundpipe.runtime.user_code.rng import Randomness
 _NOTHING = contextlib.nullcontext()
 _Root = Tensor | GradientEdge
 """Where a backward begins."""
-GRADIENTS = "gradients between calls"
 """Purpose under which a device counts resident tensors, beside `INPUTS` and `OUTPUTS`."""
 
 

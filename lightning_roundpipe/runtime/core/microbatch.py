@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -26,6 +26,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.messages import plural
+from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.runtime.batch.logs import LogRecorder, log_returned
 from lightning_roundpipe.runtime.batch.loss_weights import Weighing
 from lightning_roundpipe.runtime.batch.microbatches import detached, filled_like, loss_of, seed_of, uncut_tensors
@@ -40,6 +41,7 @@ from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
 from lightning_roundpipe.runtime.core.trace import Kind, Trace, TracedCall
 from lightning_roundpipe.runtime.core.turns import Slot, Slots
+from lightning_roundpipe.runtime.core.user_memory import UserCodeMemory
 from lightning_roundpipe.runtime.faults.notes import FaultPlace, add_off_plan_note, noted
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten_call, is_cache, refuse_caches
 from lightning_roundpipe.runtime.layer_calls.recompute_check import is_checked
@@ -48,7 +50,6 @@ from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundin
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
-from lightning_roundpipe.runtime.memory.peak_memory import PeakMemoryMeter
 from lightning_roundpipe.runtime.user_code.graph_cuts import GraphCut, driven_backward, witness
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
@@ -150,7 +151,7 @@ class MicrobatchTask:
         self._watched = SharedOutputs()
         self._written: list[nn.Parameter] = []
         """Masters that user code wrote to by way of ``.data``: uploaded copies may be out of date."""
-        self._gauge: PeakMemoryMeter | None = None
+        self._user_memory = UserCodeMemory(engine.worker_pool, self.trace.crossing)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -187,6 +188,8 @@ class MicrobatchTask:
         with self._step.spec.thread_state.entered(), self.mode:
             self._enter_user_code()
             self._surroundings = Surroundings()
+            if not self.index:  # the others begin while the first one is in a layer
+                self._measure_user_code()
             with noted(lambda: self._place(args)):
                 output = function(*args)
                 self._watched.assert_unmodified()
@@ -202,8 +205,7 @@ class MicrobatchTask:
             if loss is not None:
                 self.weight = self._step.weighing.of(self)
                 self._backward_of_loss(loss)
-                if self._gauge is not None:
-                    self.trace.calls[-1].then(self._gauge.read())
+                self._user_memory.end(self.trace.calls)
             self.output = detached(output)
             del output, loss
             with torch._C.DisableTorchFunction():
@@ -231,6 +233,10 @@ class MicrobatchTask:
         uncut = uncut_tensors(args[0], sizes[self.index]) if in_part and args else ""
         return FaultPlace(f"the code {self._last}", self._phase, self.index, self._slot, self._device, samples, uncut)
 
+    def _measure_user_code(self) -> None:
+        if self.learning and self.engine.learned.plans:
+            self._user_memory.begin(self._device)
+
     def _announce(self) -> None:
         if not self._announced:
             self._announced = True
@@ -256,6 +262,7 @@ class MicrobatchTask:
         """
         with torch._C.DisableTorchFunction():
             self._refuse(layer)
+            self._user_memory.end(self.trace.calls)
             call, recorded, traced = self._prepare(layer, args, kwargs)
             self._leave_user_code()
             self._announce()
@@ -269,7 +276,10 @@ class MicrobatchTask:
             if self.engine.model.buffers.replaced:
                 self.segments.paused(self.engine.model.buffers.settle)
             if self.learning:
-                learn(call, traced, forward, self.trace.crossing, self.activations.number, taped=recorded is not None)
+                learn(
+                    call, traced, forward, self.trace.crossing, self.activations.number, taped=recorded is not None,
+                    made_bytes=self._user_memory.made_bytes,
+                )  # fmt: skip
                 if call.tentative and layer.reaches_out:
                     traced.can_tape = traced.needs_grad_mode = True
             traced.profile = forward.profile
@@ -280,8 +290,7 @@ class MicrobatchTask:
                 attributes = [(number, name) for kind, number, name in forward.side_outputs if kind == "attribute"]
                 self.kept.module_state.isolate(layer, attributes, self._segment_key)
             output, taped = hand_back(call, recorded, traced, forward, args, kwargs, self._watched, owner)
-            if call.measure:
-                self._gauge = PeakMemoryMeter(self._device, ())
+            self._measure_user_code()
             if recorded is not None and taped:
                 self.tape.append(recorded)
             if self.kept is not None and forward.side_outputs:
@@ -595,6 +604,9 @@ class MicrobatchTask:
     def _run_backward(self, recorded: RecordedCall, sums: HostGradSums | None) -> None:
         traced, engine = self.trace.calls[recorded.call], self.engine
         measured = traced if self.learning and engine.learned.plans else None
+        if measured is not None:
+            held = self.trace.crossing.backward_held_bytes(recorded.call)
+            measured.backward_held_bytes = held + _pending_bytes(recorded, self.tape)
         check_inputs(recorded, traced, learning=self.learning)
         refuse_hooked_module(recorded)
         self._refuse_unplaced(recorded, sums)
@@ -624,7 +636,7 @@ class MicrobatchTask:
         self._slot, self._last = slot, f"before layer {recorded.layer.name!r}"
         if self.learning and recorded.found != traced.flags:
             traced.precedent = None
-        self._hand_on(recorded, grads, worker.device)
+        self._hand_on(recorded, grads, worker.device, measured)
         self._prefetcher.after(slot, recorded.call, self.tape)
 
     def _refuse_unplaced(self, recorded: RecordedCall, sums: HostGradSums | None) -> None:
@@ -663,7 +675,13 @@ class MicrobatchTask:
             finally:
                 self._leave_user_code()
 
-    def _hand_on(self, graph_cut: GraphCut, grads: list[Tensor | None], device: Device | None) -> None:
+    def _hand_on(
+        self,
+        graph_cut: GraphCut,
+        grads: list[Tensor | None],
+        device: Device | None,
+        measured: TracedCall | None = None,
+    ) -> None:
         pushed: list[Tensor | None] = []
         for grad, target, wanted in zip(grads, graph_cut.targets, graph_cut.tensor_flags, strict=True):
             if target is not None:
@@ -672,4 +690,21 @@ class MicrobatchTask:
                 pushed.append(None if grad is None else self.activations.transfer(grad, device, graph_cut.input_home))
         if graph_cut.sink is not None and any(g is not None for g in pushed):
             with self._user_code_again(graph_cut.input_home):
+                if measured is None:
+                    graph_cut.sink.push(pushed, self.mode)
+                    return
+                meter = self._user_memory.meter(graph_cut.input_home)
                 graph_cut.sink.push(pushed, self.mode)
+                given = storage_bytes(grad for grad in pushed if grad is not None)
+                measured.activation_bytes = max(measured.activation_bytes, given + meter.read())
+
+
+def _pending_bytes(recorded: RecordedCall, tape: Iterable[RecordedCall]) -> int:
+    """Return the bytes on workers of gradients that calls on ``tape`` have already got when ``recorded`` is next."""
+
+    def parts(calls: Iterable[RecordedCall]) -> list[Tensor]:
+        found = (part for call in calls for output in call.grads for part in output)
+        return [grad for grad, device in found if device is not None]
+
+    own = parts([recorded])
+    return storage_bytes([*own, *parts(tape)]) - storage_bytes(own)

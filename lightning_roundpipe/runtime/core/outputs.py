@@ -26,7 +26,9 @@ from lightning_roundpipe.runtime.user_code.graph_cuts import boundary
 from lightning_roundpipe.runtime.user_code.inference_writes import touched
 
 
-def learn(call: Call, traced: TracedCall, forward: Forward, crossing: Crossing, owner: int, *, taped: bool) -> None:
+def learn(
+    call: Call, traced: TracedCall, forward: Forward, crossing: Crossing, owner: int, *, taped: bool, made_bytes: int
+) -> None:
     """Write what the first batch shows about a call to ``traced``.
 
     Args:
@@ -36,6 +38,7 @@ def learn(call: Call, traced: TracedCall, forward: Forward, crossing: Crossing, 
         crossing: tracks which tensors the microbatch's calls share.
         owner: number of the microbatch's `ActivationStore`.
         taped: whether the call has an entry for the tape.
+        made_bytes: bytes that user code has made and holds.
     """
     foretold = call.precedent if forward.foretold else None
     traced.flags = foretold.flags if foretold else tuple(t.requires_grad for t in forward.tensors())
@@ -51,7 +54,7 @@ def learn(call: Call, traced: TracedCall, forward: Forward, crossing: Crossing, 
         leaving = [
             t for i, t in enumerate(call.originals) if isinstance(t, Tensor) and i not in stay and may_leave(t, owner)
         ]
-        traced.crossed = crossing.see(_strided(call.originals), _strided(given), leaving)
+        traced.crossed = crossing.see(_strided(call.originals), _strided(given), leaving, made_bytes)
         traced.boundary_bytes = traced.crossed.input_bytes - sum(size for _, size in traced.crossed.shared)
         traced.boundary_bytes += forward.chosen.nbytes if forward.chosen is not None else 0
     traced.precedent = foretold

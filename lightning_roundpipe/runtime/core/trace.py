@@ -66,6 +66,7 @@ class TracedCall:
         kept_bytes: peak memory of the forward, with its graph.
         forward_bytes: peak memory of the forward without a graph; None if not measured.
         returning_bytes: size of the gradients of its outputs.
+        backward_held_bytes: outputs of calls, and what user code has made, that are alive when its backward begins.
         crossed: tensors that it shares with earlier calls.
         forward_s: seconds that the forward takes; 0 if not measured.
         backward_s: seconds that the backward takes; 0 if not measured.
@@ -88,6 +89,7 @@ class TracedCall:
     kept_bytes: int = 0
     forward_bytes: int | None = None
     returning_bytes: int = 0
+    backward_held_bytes: int = 0
     crossed: Crossed | None = None
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -97,9 +99,11 @@ class TracedCall:
         """The layer's index, and whether gradients may flow through the call."""
         return self.layer.index, self.can_tape
 
-    def then(self, nbytes: int) -> None:
-        """Account for ``nbytes`` that user code behind this last call takes while the call's graph is kept."""
+    def then(self, nbytes: int, held_bytes: int) -> None:
+        """Account for ``nbytes`` that user code behind this call takes beside ``held_bytes``, or the call's graph."""
         self.activation_bytes = max(self.activation_bytes, self.kept_bytes + nbytes)
+        if self.forward_bytes is not None and self.crossed is not None:
+            self.forward_bytes = max(self.forward_bytes, held_bytes + nbytes - self.crossed.held_bytes)
 
 
 @dataclass
@@ -204,6 +208,8 @@ class Trace:
                     call.backward_s = _faster(call.backward_s, again.backward_s)
                     call.activation_bytes = max(call.activation_bytes, again.activation_bytes)
                     call.kept_bytes = max(call.kept_bytes, again.kept_bytes)
+                    call.forward_bytes = _more(call.forward_bytes, again.forward_bytes)
+                    call.backward_held_bytes = max(call.backward_held_bytes, again.backward_held_bytes)
             else:
                 # No trace has shown the order of these layers. Most likely it is the order of registration.
                 calls += heapq.merge(self.calls[i:j], other.calls[k:n], key=lambda call: call.layer.index)
@@ -309,12 +315,18 @@ def _cost_of(
         kept_bytes=call.kept_bytes,
         forward_bytes=call.kept_bytes if call.needs_grad_mode else call.forward_bytes,
         returning_bytes=call.returning_bytes,
+        backward_held_bytes=call.backward_held_bytes,
         reduced_bytes=gradients.travel_nbytes if gradients is not None and gradients.narrowed else None,
         unpacked_bytes=copies,
         unpack_s=unpacking_s(of_forward),
         backward_unpack_s=unpacking_s(copies) if call.taped else 0.0,
         **dataclasses.asdict(crossed),
     )
+
+
+def _more(a: int | None, b: int | None) -> int | None:
+    """Return the larger number, where None means that nothing was measured."""
+    return max((each for each in (a, b) if each is not None), default=None)
 
 
 def _faster(a: float, b: float) -> float:

@@ -475,6 +475,12 @@ class Worker:
             flying.oldest.wait()
             flying.land()
 
+    def land(self) -> None:
+        """Wait until nothing is in flight. No call may run meanwhile."""
+        while self._in_flight:
+            self._in_flight.oldest.wait()
+            self._in_flight.land()
+
     def release(self) -> None:
         """Free the arenas, before other sizes are reserved. Nothing may be in flight."""
         self.forget()

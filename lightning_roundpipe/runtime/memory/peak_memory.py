@@ -16,6 +16,7 @@ from lightning_roundpipe.planning.crossing import storage_bytes
 
 INPUTS = "inputs of the running call"
 OUTPUTS = "outputs of calls"
+GRADIENTS = "gradients between calls"
 
 
 class PeakMemoryMeter:

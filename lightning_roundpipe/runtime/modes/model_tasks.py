@@ -72,7 +72,7 @@ class PartRun(MicrobatchTask):
             self._uses = before._uses
             self.segments.go_on(before.segments)
             if self.learning:
-                self.trace = before.trace
+                self.trace, self._user_memory = before.trace, before._user_memory
         if portion is not None:
             self.reached = portion.calls.start
 
@@ -106,8 +106,11 @@ class PartRun(MicrobatchTask):
         with self._call.thread_state.entered(), self.mode:
             self._enter_user_code()
             self._surroundings = Surroundings()
+            if not self.index:
+                self._measure_user_code()
             with self._noted():
                 output = function(*args, **kwargs)
+                self._user_memory.end(self.trace.calls)
                 self._step.padded_calls.compare(self._call.number, self.mode.padded_calls)
                 self._watched.assert_unmodified()
                 with torch._C.DisableTorchFunction():

@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.graph_nodes import nodes_of
+from lightning_roundpipe.runtime.memory.peak_memory import GRADIENTS
 
 
 class _Driven:
@@ -126,6 +127,8 @@ class GraphCut:
             parts[0] = (parts[0][0] + grad, device)
         else:
             parts.append((grad, device))
+        if device is not None:
+            device.track_until_freed([parts[-1][0]], GRADIENTS)
 
     def run_hooks(
         self,

@@ -1,0 +1,67 @@
+"""Models whose layers are small, and whose code between layers makes and holds most of what is on a worker."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from zoo.batches import vector_batch
+from zoo.modules import ZooModule
+from zoo.plain import PlainClassifier
+from zoo.registry import make_module
+
+WIDTH = 16
+
+
+class Dense(nn.Module):
+    """Each layer takes what all layers before have returned, concatenated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH * (i + 1), WIDTH) for i in range(6))
+        self.head = nn.Linear(WIDTH * 7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [self.stem(x)]
+        for block in self.blocks:
+            found.append(F.relu(block(torch.cat(found, 1))))
+        return self.head(torch.cat(found, 1))
+
+
+class Elementwise(nn.Module):
+    """Autograd saves five tensors between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        for block in self.blocks:
+            y = block(h)
+            h = h + torch.sigmoid(y) * torch.tanh(y) * y.exp().clamp(max=2.0)
+        return self.head(h)
+
+
+BUILDS = {"dense": Dense, "elementwise": Elementwise}
+CALLS = 8
+
+
+def model(name: str) -> ZooModule:
+    """The module ``name``; "unet", whose skip connections are held between layers, is the zoo's."""
+    if name not in BUILDS:
+        return make_module(name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return PlainClassifier(BUILDS[name]())
+
+
+def batch(name: str, samples: int) -> object:
+    if name not in BUILDS:
+        from zoo import make_batches
+
+        return make_batches(name, 1, samples)[0]
+    return vector_batch(torch.Generator().manual_seed(3), samples, 12)
