@@ -33,6 +33,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_roundpipe.planning import Costs, Plan
+from lightning_roundpipe.planning.memory import Reserved, arena_bytes
+from lightning_roundpipe.runtime.profile import first_batch
+
 Gradients = dict[str, Tensor | None]
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
@@ -360,6 +364,20 @@ def _copied(value: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------- what a plan's text says
+
+
+@contextlib.contextmanager
+def arenas_of(share: float) -> Iterator[None]:
+    """Workers reserve the smallest arena, and ``share`` of what the largest one has more, as if memory were short."""
+    real = first_batch.reserved_within
+
+    def reserved(plan: Plan, costs: Costs, workers: int, *args: Any) -> Reserved:
+        least, most = arena_bytes(plan, costs, workers)
+        return real(plan, costs, workers, *args)._replace(arena=least + int(share * (most - least)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first_batch, "reserved_within", reserved)
+        yield
 
 
 def call_count(plan: str) -> int:

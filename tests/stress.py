@@ -22,14 +22,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import turns
-from harness import Result, ours, run
+from harness import Result, arenas_of, ours, run
 from ordering import Ordering
 from patience import PATIENCE_S
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.ledger import Ledger
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.memory import device_bytes
+from lightning_roundpipe.planning.memory import arena_bytes, device_bytes
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime import engine
 from lightning_roundpipe.runtime.profile import first_batch
@@ -165,6 +165,7 @@ class Case:
         accumulate: batches per optimizer step.
         blocking: whether somebody looks at gradients, so that they are handed to ``.grad``.
         drops: whether layers draw random numbers. If not, a step's backward goes on when the next one begins.
+        arena: share of the largest arena beyond the smallest one.
         offloads: whether outputs leave a worker with their microbatch, as where the plan needs the memory.
         emulation: options of the emulated devices, but for the memory.
     """
@@ -180,6 +181,7 @@ class Case:
     drops: bool = True
     blocking: bool = False
     prefetch: int = 1
+    arena: float = 1.0
     offloads: bool = False
     emulation: dict[str, Any] = field(default_factory=lambda: {"poison": True, "delay_seed": 0})
 
@@ -239,7 +241,7 @@ def train(case: Case, callbacks: Sequence[pl.Callback] = (), **options: Any) -> 
         }
         | options
     )
-    with _highest() as peaks, all_reports() as reports, pytest.MonkeyPatch.context() as patch:
+    with _highest() as peaks, all_reports() as reports, pytest.MonkeyPatch.context() as patch, arenas_of(case.arena):
         if case.offloads:
             patch.setattr(first_batch, "needs_offloading", lambda *_: True)
         result = run(
@@ -344,7 +346,9 @@ def _enough(case: Case, easy: Run) -> int:
     if case.plan is None or costs is None:
         return easy.peak
     largest = [max(map(len, parts_of(size, case.microbatches))) for size in case.sizes]
-    need = device_bytes(Plan.parse(case.plan), Costs.from_dict(costs), case.devices)
+    plan, made = Plan.parse(case.plan), Costs.from_dict(costs)
+    least, most = arena_bytes(plan, made, case.devices)
+    need = device_bytes(plan, made, case.devices) + int(case.arena * (most - least))
     return math.ceil(need * max(largest) / largest[0])
 
 

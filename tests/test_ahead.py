@@ -147,10 +147,11 @@ def test_what_fails_ahead_is_raised_where_it_is_needed(ahead: list[Recomputed]) 
 
 def test_the_plan_says_so_where_there_is_room() -> None:
     costs = Costs(tuple(CallCost(str(i), 1.0, 2.0, 100, 50, 1, 1000, needs_backward=True) for i in range(4)))
-    alone, stage = 2 * (2 * 100 + 2 * 50) + 1000, 2 * (2 * 100 + 2 * 50) + 2000
+    arena = 2 * 100 + 2 * 50
+    alone, stage = arena + 1000, arena + 2000
     assert device_bytes(PLAN, costs, 2) == alone
     assert device_bytes(AHEAD, costs, 2) == stage
     assert ahead_within(PLAN, costs, 2, None) == ahead_within(PLAN, costs, 2, stage) == AHEAD
     assert ahead_within(PLAN, costs, 2, stage - 1) == PLAN
-    assert sum(item.nbytes for item in device_items(AHEAD, costs, 2, None)) == stage
+    assert sum(item.nbytes for item in device_items(AHEAD, costs, 2, stage)) == stage
     assert ahead_within(Plan.single(4), costs, 2, None) == Plan.single(4)

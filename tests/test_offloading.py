@@ -20,7 +20,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import emulated
 from lightning_roundpipe.devices.emulated_link import Delays
 from lightning_roundpipe.planning import Costs, Plan
-from lightning_roundpipe.planning.memory import LEAVING, device_bytes, waiting_bytes
+from lightning_roundpipe.planning.memory import LEAVING, ahead_bytes, device_bytes, waiting_bytes
 from lightning_roundpipe.runtime.core import offloading
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.layer_executor import LayerExecutor
@@ -388,7 +388,7 @@ def test_outputs_leave_only_where_the_plan_needs_it(monkeypatch: pytest.MonkeyPa
     report = made[-1]()
     stay, plan = Costs.from_dict(report["costs"]), Plan.parse(PLAN)
     assert max(waiting_bytes(plan, stay, 3)) == (MICROBATCHES - 1) * 4 * WIDTH
-    enough = device_bytes(plan, stay, 3)
+    enough = device_bytes(plan, stay, 3, most=True) + ahead_bytes(plan, stay, 3)
     assert_identical(free, train(emulation={"memory": enough}, memory_budget=1.0))
     assert not left
     assert_identical(free, train(emulation={"memory": enough - 4 * WIDTH}, memory_budget=1.0))

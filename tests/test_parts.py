@@ -22,6 +22,7 @@ from without import take_out
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Event, make_devices
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
+from lightning_roundpipe.planning.memory import Reserved
 from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.memory import grad_buffers
@@ -258,10 +259,11 @@ def test_the_next_stage_gets_what_is_there(submitted: Submitted) -> None:
     """Its upload begins with the first part; and what was sent is not sent again."""
     layer, device = submitted.layer, submitted.device
     worker = Worker(device)
-    worker.reserve(layer.nbytes, 0)
+    worker.reserve(Reserved(layer.nbytes))
     slot = Slot(0, 0, 0, "forward", range(1), [layer], {}, [0], version=2)
     worker.prepare(slot)
-    [arena] = worker.weights[0].cut([layer.nbytes])
+    assert slot.place is not None
+    [arena] = worker.arena.tensors(slot.place.weights)
     copied: list[int] = []
     real = type(device.weights_up).copy
 

@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from stress import CALLS, Case, check, train
 
-from lightning_roundpipe.planning.memory import BOTH, SINGLE
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
 
@@ -40,8 +39,7 @@ def plans(draw: st.DrawFn, microbatches: int) -> str:
         return tuple(Span(a, b - 1) for a, b in pairwise(ends)) if first else ()
 
     rounds, ahead = draw(st.integers(1, microbatches)), draw(st.booleans())
-    plan = Plan(cuts(), Span(first, CALLS - 1), cuts()[::-1], rounds, ahead)
-    return str(plan.with_arenas(draw(st.sampled_from([BOTH, BOTH, (1, 2), (2, 1), SINGLE]))))
+    return str(Plan(cuts(), Span(first, CALLS - 1), cuts()[::-1], rounds, ahead))
 
 
 @st.composite
@@ -55,6 +53,7 @@ def cases(draw: st.DrawFn) -> Case:
         microbatches=microbatches,
         # The first batch is learned from, and a plan is made if it has two microbatches at least.
         sizes=(max(sizes[0], 3), *sizes[1:]),
+        arena=draw(st.sampled_from([1.0, 1.0, 0.7, 0.3, 0.0])),
         empty=draw(st.none() | st.tuples(st.integers(1, 2), st.integers(0, microbatches - 1))),
         skips=draw(st.none() | st.tuples(st.integers(1, 2), st.integers(0, microbatches - 1))),
         extra=draw(st.none() | st.tuples(st.integers(1, 2), st.integers(0, microbatches - 1), st.integers(1, 2))),

@@ -13,6 +13,8 @@ from test_quantized import PLAN, batches, task, trained, with_experts
 from torch import Tensor
 
 from lightning_roundpipe.model import quantize_experts, unpacked
+from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.profile import first_batch
 
@@ -100,7 +102,7 @@ def test_weights_of_eight_bits(trains: bool, unpackings: Counter[str]) -> None:
 @pytest.mark.parametrize(
     ("devices", "plan"),
     [
-        (3, f"{PLAN}; recompute ahead; single weights; unpack once 1-4".replace("round 2", "round 4")),
+        (3, f"{PLAN}; recompute ahead; unpack once 1-4".replace("round 2", "round 4")),
         pytest.param(1, f"{PLAN}; unpack once 0 3".replace("round 2", "round 3"), marks=pytest.mark.slow),
         (3, "forward none; fused 0-6; backward none; round 1; unpack once 0"),
     ],
@@ -138,7 +140,8 @@ def test_precisions(precision: str) -> None:
 def test_a_copy_without_room_is_made_for_each_use(monkeypatch: pytest.MonkeyPatch, unpackings: Counter[str]) -> None:
     module = task()
     per_use = fit(module, PLAN)
-    monkeypatch.setattr(first_batch, "copies_bytes", lambda *_: BLOCK)
+    real = first_batch.reserved_within
+    monkeypatch.setattr(first_batch, "reserved_within", lambda *given: real(*given)._replace(copies=BLOCK))
     assert_identical(per_use, fit(module, ONCE))
     # Of a stage with two blocks, only the first has room.
     assert unpackings["dense"] > 2 * 6 * 7
@@ -160,6 +163,6 @@ def test_the_planner_unpacks_once_where_a_budget_has_room_for_it() -> None:
 def test_a_plan_by_hand_whose_copies_do_not_fit_is_refused() -> None:
     small = fit(task(), PLAN).report
     assert small is not None
-    budget = small["planned_device_bytes"] + BLOCK
+    budget = device_bytes(Plan.parse(PLAN), Costs.from_dict(small["costs"]), small["workers"]) + BLOCK
     with pytest.raises(ValueError, match=r"leave out '; unpack once 0-4'"):
         fit(task(), ONCE, memory_budget=budget)

@@ -201,13 +201,11 @@ class Outlook:
 
     @property
     def weights_fit(self) -> bool:
-        """Whether a worker's arenas and the host without boundary tensors fit: both are independent of microbatches."""
-        of_weights, of_gradients = self.plan.arenas
-        weights, gradients = arena_bytes(self.plan, self.costs, self.workers, self.worker)
-        arenas = of_weights * weights + of_gradients * gradients
+        """Whether a worker's arena and the host without boundary tensors fit: both are independent of microbatches."""
+        arena, _ = arena_bytes(self.plan, self.costs, self.workers, self.worker)
         saved = sum(c.boundary_bytes for c in self.costs.calls[: self.plan.fused.first] if c.needs_backward)
         host = total(self.host_items) - self.plan.round_microbatches * saved
-        return (self.memory is None or arenas <= self.memory) and host <= self.hardware.host_memory
+        return (self.memory is None or arena <= self.memory) and host <= self.hardware.host_memory
 
     @property
     def step_tokens(self) -> int:
@@ -376,7 +374,7 @@ class _Try:
 
     @cached_property
     def rules(self) -> Rules:
-        return self.shape.rules(self.wish.staleness, self.wish.network)
+        return replace(self.shape.rules(self.wish.staleness, self.wish.network), memory=self.limits.memory)
 
     @cached_property
     def limits(self) -> Limits:

@@ -22,7 +22,7 @@ from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fi
 from lightning_roundpipe.planning.census import CallMemory
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.estimate import GRADIENT_BYTES, estimate_costs, estimate_memory, layer_bytes
-from lightning_roundpipe.planning.memory import ARENAS, MASTER_BYTES, Parameters
+from lightning_roundpipe.planning.memory import BESIDE, MASTER_BYTES, Parameters
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.profile import Hardware, Precision
@@ -126,9 +126,9 @@ class ModelShape:
         found = find_layers(root)
         self.refined = Refined(found)
         if memory is not None:
-            refined = cut_to_fit(found, self._size, memory // ARENAS)
+            refined = cut_to_fit(found, self._size, memory // BESIDE)
             sizes = {name: self._size(layer) for name, layer in refined.layers.items()}
-            fits = refined.stuck is None or arenas_of(sizes) <= memory  # as training does, with single arenas
+            fits = refined.stuck is None or arenas_of(sizes) <= memory  # as training does, in the smallest arena
             self.refined = replace(refined, stuck=None) if fits else refined
         self._layers = self.refined.layers if self.refined.stuck is None else found
         nbytes = GRADIENT_BYTES if wish.reduce_dtype is None else REDUCE_DTYPES[wish.reduce_dtype]

@@ -342,15 +342,15 @@ class Costs:
             return self
         return Costs(tuple(call.unpacked_once(microbatches) for call in self.calls))
 
-    def holding_copies(self, microbatches: int, arenas: int) -> Costs:
+    def holding_copies(self, microbatches: int, stages: int) -> Costs:
         """`unpacked_once`, with the copies counted as weights: for cutting stages that have room for them.
 
-        ``arenas``: how many there are for weights, of which each then has its part of the one arena for copies.
+        ``stages``: how many have room in the arena for weights, so that each has its part of the one for copies.
         """
         found = self.unpacked_once(microbatches)
         return Costs(
             tuple(
-                replace(call, weight_bytes=call.weight_bytes + -(-call.unpacked_bytes // arenas), unpacked_bytes=0)
+                replace(call, weight_bytes=call.weight_bytes + -(-call.unpacked_bytes // stages), unpacked_bytes=0)
                 for call in found.calls
             )
         )

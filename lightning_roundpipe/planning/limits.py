@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from lightning_roundpipe.planning.batch import Sizes
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, StageBytes
-from lightning_roundpipe.planning.memory import BOTH, Memory, arenas_within, least, most_waiting
-from lightning_roundpipe.planning.schedule import Arenas, Plan
+from lightning_roundpipe.planning.memory import Memory, fits, least, most_waiting
+from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.shapes import PlanShape
 
 _AT_ONCE = 6144
@@ -77,7 +77,7 @@ class Limits:
         plan = Plan.single(len(costs), 1)
         if not self.side_by_side or self.memory is None or not plan.side_by_side(workers, microbatches):
             return []
-        return arenas_within(plan, costs, workers, self.memory)
+        return [plan] if fits(plan, costs, workers, self.memory) else []
 
 
 class MemoryTable:
@@ -88,15 +88,13 @@ class MemoryTable:
         workers: number of workers.
         memory: bytes of the workers.
         ahead: whether backward stages recompute ahead.
-        arenas: arenas of a worker for weights and for gradients.
+        most: whether the arena is as large as is of use, instead of as small as possible.
     """
 
-    def __init__(self, costs: Costs, workers: int, memory: Memory, ahead: bool = False, arenas: Arenas = BOTH) -> None:
-        self._workers, self._memory, self._arenas = workers, memory, arenas
-        self._layer = (
-            max(call.weight_bytes for call in costs),
-            max((call.gradient_bytes for call in costs if call.needs_backward), default=0),
-        )
+    def __init__(self, costs: Costs, workers: int, memory: Memory, ahead: bool = False, most: bool = False) -> None:
+        self._workers, self._memory, self._most = workers, memory, most
+        self._layer = max(call.weight_bytes for call in costs)
+        self._layer += max((call.gradient_bytes for call in costs if call.needs_backward), default=0)
         self._waiting = np.array([*(call.waiting_bytes for call in costs), 0])
         self._staying = np.array([*(call.waiting_bytes - call.leaving_bytes for call in costs), 0])
         waiting, staying = zip(*accumulate(costs, _waiting_in_backward, initial=(0, 0)), strict=True)
@@ -131,13 +129,15 @@ class MemoryTable:
         few = most_waiting(shape.round_microbatches, self._workers)
         for left, count in ((waits, few), (stays, shape.round_microbatches - 1 - few)):
             activations += count * np.maximum(left, np.roll(left, self._workers, axis=1))
-        of_weights, of_gradients = self._arenas
-        of_weight, of_gradient = self._layer
+        arenas = weights + gradients  # see `memory.arena_bytes`
+        if self._most:
+            leaving = np.where(gradients > 0, arenas, 0)
+            after, before = np.roll(weights, -self._workers, axis=1), np.roll(leaving, self._workers, axis=1)
+            arenas = arenas + np.maximum(after, before)
         fitting = np.ones(len(sizes), dtype=np.bool_)
         for part, memory in self._parts(sizes.shape[1]):
-            arenas = of_weights * np.maximum(weights[:, part].max(axis=1), of_weight)
-            arenas += of_gradients * np.maximum(gradients[:, part].max(axis=1), of_gradient)
-            fitting &= arenas + activations[:, part].max(axis=1) <= memory
+            arena = np.maximum(arenas[:, part].max(axis=1), self._layer)
+            fitting &= arena + activations[:, part].max(axis=1) <= memory
         return fitting
 
     def _parts(self, stages: int) -> list[tuple[slice, int]]:

@@ -1,11 +1,17 @@
 """Memory of a plan on each worker and on the host, before anything is allocated.
 
-A worker holds two arenas for weights (the running slot's and the next one's), two for gradients (the running slot's and
-those on their way down), or one of each where the plan says so, each as large as the largest stage needs, one for what
-a stage unpacks once, the activations of the running stage, and tensors between stages: those that user code still holds
-of microbatches which wait for their next stage, and those that were brought for the microbatch whose turn is next.
-Workers that have equal memory reserve the same, whatever stages come to them. Where each has a budget of its own, it
-reserves what its own stages need, and what a layer at a time takes (`of_worker`).
+A worker holds one arena for weights and gradients, another one for what a stage unpacks once, the activations of the
+running stage, and tensors between stages: those that user code still holds of microbatches which wait for their next
+stage, and those that were brought for the microbatch whose turn is next. Workers that have equal memory reserve the
+same, whatever stages come to them. Where each has a budget of its own, it reserves what its own stages need, and what a
+layer at a time takes (`of_worker`).
+
+Stages lie at the two ends of the arena in turn: weights from the end inwards, then gradients::
+
+    [ weights of k | gradients of k |    ...    | gradients of k - 1 | weights of k + 1 ]
+
+The weights of the next stage come while stage k runs, and the gradients of the one before are on their way down. Where
+the arena is smaller than all of that, the weights that do not fit beside stage k come when its gradients have left.
 
 With several workers, what the next stage takes leaves for the host, so that few microbatches hold it (`LEAVING`).
 
@@ -15,16 +21,18 @@ The host holds what outlives a stage: weights, gradients, the optimizer's state,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.costs import Costs, StageBytes
 from lightning_roundpipe.planning.partition import check_calls_are_short, greedy_partition
-from lightning_roundpipe.planning.schedule import Arenas, Plan, Stage
+from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.span import Span
 
-ARENAS = 2
-"""Most arenas of a kind: one is in use while the other is filled or emptied."""
+BESIDE = 2
+"""Stages that the largest arena holds at once: one runs while the next one's weights come."""
 
 LEAVING = 2
 """Most microbatches that have left a worker while what the next stage takes of them has not."""
@@ -32,8 +40,21 @@ LEAVING = 2
 Memory = int | tuple[int, ...]
 """Bytes of every worker, or of each if workers are unequal."""
 
-BOTH: Arenas = (2, 2)
-SINGLE: Arenas = (1, 1)
+
+class Reserved(NamedTuple):
+    """What a plan has a worker reserve.
+
+    Attributes:
+        arena: bytes of the arena for weights and gradients.
+        copies: bytes of the arena for unpacked weights.
+        room: bytes that are left for tensors brought ahead; None: no limit.
+        lead: bytes of calls that the host may enqueue before the device reaches them.
+    """
+
+    arena: int
+    copies: int = 0
+    room: int | None = 0
+    lead: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,18 +97,20 @@ MASTER_BYTES = 4
 """Bytes of an element of master weights, gradients and each of AdamW's two moments, which are fp32."""
 
 
-def device_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:
+def device_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None, *, most: bool = False) -> int:
     """Return the peak bytes of ``plan`` on each worker, without tensors uploaded ahead of their turn.
 
-    ``worker``: the worker, if workers are unequal; None: the largest need.
+    ``worker``: the worker, if workers are unequal; None: the largest need. ``most``: whether the arena is as large as
+    is of use, instead of as small as possible; see `arena_bytes`.
     """
+    arena = arena_bytes(plan, costs, workers, worker)[most]
+    return arena + _beside_arena(plan, costs, workers, worker)
+
+
+def _beside_arena(plan: Plan, costs: Costs, workers: int, worker: int | None) -> int:
     needs, waiting = _needs(plan, costs), waiting_bytes(plan, costs, workers)
-    of_weights, of_gradients = plan.arenas
-    weights, gradients = arena_bytes(plan, costs, workers, worker)
-    positions = of_worker(plan, workers, worker)
-    activations = max(needs[position].activations + waiting[position] for position in positions)
-    copies = copies_bytes(plan, costs, workers, worker)
-    return of_weights * weights + of_gradients * gradients + copies + activations
+    activations = max(needs[position].activations + waiting[position] for position in of_worker(plan, workers, worker))
+    return copies_bytes(plan, costs, workers, worker) + activations
 
 
 def of_worker(plan: Plan, workers: int, worker: int | None = None) -> range:
@@ -100,19 +123,51 @@ def of_worker(plan: Plan, workers: int, worker: int | None = None) -> range:
 
 
 def arena_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> tuple[int, int]:
-    """Return the bytes of a worker's arena for weights, and of its arena for gradients.
+    """Return the least bytes of a worker's arena, and the most that are of use.
 
-    Each arena holds at least the largest layer, because any worker may run single layers without a plan: in the first
-    batch and in evaluation.
+    The least are the largest stage's weights and gradients, or those of a layer, because any worker may run single
+    layers without a plan: in the first batch and in evaluation. With the most, no stage's weights have to wait for the
+    end of the stage before.
     """
     needs = _needs(plan, costs)
-    own = [needs[position] for position in of_worker(plan, workers, worker)]
-    weights = [call.weight_bytes for call in costs]
-    gradients = [call.gradient_bytes for call in costs if call.needs_backward]
-    return (
-        max([*(need.weights for need in own), *weights]),
-        max([*(need.gradients for need in own), *gradients]),
+    count = len(needs)
+    sizes = [need.weights + need.gradients for need in needs]
+    leaving = [size if need.gradients else 0 for size, need in zip(sizes, needs, strict=True)]
+    own = of_worker(plan, workers, worker)
+    layer = max(call.weight_bytes for call in costs)
+    layer += max((call.gradient_bytes for call in costs if call.needs_backward), default=0)
+    least = max(layer, *(sizes[position] for position in own))
+    pairs = (
+        sizes[position] + max(needs[(position + workers) % count].weights, leaving[(position - workers) % count])
+        for position in own
     )
+    return least, max(least, *pairs)
+
+
+def reserved_within(
+    plan: Plan, costs: Costs, workers: int, budget: int | None, lead: int = 0, worker: int | None = None
+) -> Reserved:
+    """Return what a worker reserves within ``budget``, which ``plan`` has to fit.
+
+    What is brought ahead comes first, then calls in flight. The arena has what is left, up to the most that is of use.
+
+    Args:
+        plan: plan of a step.
+        costs: costs of its calls.
+        workers: number of workers.
+        budget: bytes of a worker; None: no limit.
+        lead: most bytes of calls in flight that are worth it.
+        worker: the worker, if workers are unequal.
+    """
+    lowest, most = arena_bytes(plan, costs, workers, worker)
+    copies = copies_bytes(plan, costs, workers, worker)
+    if budget is None:
+        return Reserved(most, copies, None, lead)
+    beside = _beside_arena(plan, costs, workers, worker)
+    ahead = ahead_bytes(plan, costs, workers, worker)
+    lead = min(lead, max(0, budget - beside - lowest - ahead))
+    arena = min(most, max(lowest, budget - beside - ahead - lead))
+    return Reserved(arena, copies, max(0, budget - beside - lead - arena), lead)
 
 
 def copies_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:
@@ -125,57 +180,46 @@ def _copies(stage: Stage, costs: Costs) -> int:
     return costs.stage_bytes(stage.first, stage.last, stage.phase).copies
 
 
-def unpacked_within(plan: Plan, costs: Costs, workers: int, microbatches: int, budget: Memory | None) -> Plan:
+def unpacked_within(
+    plan: Plan, costs: Costs, workers: int, microbatches: int, budget: Memory | None, *, most: bool = False
+) -> Plan:
     """``plan`` with as many of its stages as ``budget`` has room for unpacking packed weights once.
 
     All of these are faster, but only memory says how many a worker can hold, so without a budget there are none. What
-    is brought ahead keeps its room.
+    is brought ahead keeps its room, and with ``most`` so does the largest arena.
     """
     if budget is None:
         return plan
     rounds = min(plan.round_microbatches, microbatches)
     sizes = {stage.position: _copies(stage, costs) for stage in plan.stages() if rounds > 1 or stage.phase != "forward"}
-    for most in sorted({size for size in sizes.values() if size}, reverse=True):
-        chosen = tuple(position for position, size in sizes.items() if 0 < size <= most)
+    for largest in sorted({size for size in sizes.values() if size}, reverse=True):
+        chosen = tuple(position for position, size in sizes.items() if 0 < size <= largest)
         found = replace(plan, unpack_once=chosen)
-        if fits(found, costs, workers, budget, ahead=True):
+        if fits(found, costs, workers, budget, ahead=True, most=most):
             return found
     return plan
 
 
-def fits(plan: Plan, costs: Costs, workers: int, memory: Memory | None, *, ahead: bool = False) -> bool:
+def fits(
+    plan: Plan, costs: Costs, workers: int, memory: Memory | None, *, ahead: bool = False, most: bool = False
+) -> bool:
     """Return whether every worker has the memory that ``plan`` takes, and if ``ahead`` what is brought ahead as well.
 
-    ``memory`` None: no limit.
+    ``memory`` None: no limit. ``most``: as in `device_bytes`.
     """
 
     def need(worker: int | None) -> int:
         brought = ahead_bytes(plan, costs, workers, worker) if ahead else 0
-        return device_bytes(plan, costs, workers, worker) + brought
+        return device_bytes(plan, costs, workers, worker, most=most) + brought
 
     if isinstance(memory, tuple):
-        return all(need(worker) <= most for worker, most in enumerate(memory))
+        return all(need(worker) <= limit for worker, limit in enumerate(memory))
     return memory is None or need(None) <= memory
 
 
 def least(memory: Memory | None) -> int | None:
     """Return the bytes of the smallest worker; None: no limit."""
     return min(memory) if isinstance(memory, tuple) else memory
-
-
-def arenas_within(plan: Plan, costs: Costs, workers: int, budget: Memory | None) -> list[Plan]:
-    """Return ``plan`` with as many arenas as ``budget`` has room for; None: no limit.
-
-    The list has one plan; or two, with double arenas for either weights or gradients; or none if even single arenas do
-    not fit.
-    """
-    choices: tuple[tuple[Arenas, ...], ...] = ((BOTH,), ((2, 1), (1, 2)), (SINGLE,))
-    for arenas in choices:
-        plans = [plan.with_arenas(each) for each in arenas]
-        fitting = [one for one in plans if fits(one, costs, workers, budget)]
-        if fitting:
-            return fitting
-    return []
 
 
 def _needs(plan: Plan, costs: Costs) -> list[StageBytes]:
@@ -241,36 +285,17 @@ def _brought(stage: Stage, costs: Costs, *, alone: bool) -> int:
     return taped[-1].input_bytes + (0 if alone else taped[-1].returning_bytes) if taped else 0
 
 
-def lead_within(
-    plan: Plan, costs: Costs, workers: int, budget: int | None, lead: int, worker: int | None = None
-) -> int:
-    """Return the bytes of calls that the host may enqueue before the device reaches them.
-
-    Args:
-        plan: plan of a step.
-        costs: costs of its calls.
-        workers: number of workers.
-        budget: bytes of a worker. These calls get what the plan leaves of it. None: no limit.
-        lead: most bytes that are worth it.
-        worker: the worker, if workers are unequal.
-    """
-    if budget is None:
-        return lead
-    need = device_bytes(plan, costs, workers, worker) + ahead_bytes(plan, costs, workers, worker)
-    return min(lead, max(0, budget - need))
-
-
 def planned_bytes(
     plan: Plan, costs: Costs, workers: int, budget: int | None, lead: int = 0, worker: int | None = None
 ) -> int:
-    """Return the planned peak of a worker: `device_bytes`, and as much ahead as ``budget`` allows.
+    """Return the planned peak of a worker: with as much ahead as ``budget`` allows.
 
-    For the arguments see `lead_within`.
+    For the arguments see `reserved_within`.
     """
-    need = device_bytes(plan, costs, workers, worker)
-    room = ahead_bytes(plan, costs, workers, worker)
-    allowed = room if budget is None else min(room, max(0, budget - need))
-    return need + allowed + lead_within(plan, costs, workers, budget, lead, worker)
+    reserved = reserved_within(plan, costs, workers, budget, lead, worker)
+    ahead = ahead_bytes(plan, costs, workers, worker)
+    brought = ahead if reserved.room is None else min(ahead, reserved.room)
+    return reserved.arena + _beside_arena(plan, costs, workers, worker) + brought + reserved.lead
 
 
 def ahead_within(plan: Plan, costs: Costs, workers: int, budget: Memory | None) -> Plan:
@@ -282,13 +307,8 @@ def ahead_within(plan: Plan, costs: Costs, workers: int, budget: Memory | None) 
 def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None, worker: int | None = None) -> list[Item]:
     """Return the parts of `planned_bytes`, each with the stage that needs most of it."""
     stages, needs, waiting = plan.stages(), _needs(plan, costs), waiting_bytes(plan, costs, workers)
-    positions = of_worker(plan, workers, worker)
-    items = []
-    parts = zip(("weights", "gradients"), plan.arenas, arena_bytes(plan, costs, workers, worker), strict=True)
-    for what, arenas, size in parts:
-        position = max(positions, key=lambda position: int(getattr(needs[position], what)))
-        of = f"of stage {position}" if getattr(needs[position], what) == size else "of the largest layer"
-        items.append(Item(f"{plural(arenas, 'arena')} for {what}, {of}", arenas * size))
+    arena = reserved_within(plan, costs, workers, budget, worker=worker).arena
+    items = _arena_items(plan, needs, arena, workers, worker)
     if copies := copies_bytes(plan, costs, workers, worker):
         items.append(Item("arena for unpacked weights", copies))
     position = worst_stage(plan, costs, workers, worker)
@@ -300,10 +320,27 @@ def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None, wor
         items.append(Item(f"activations{' of the other calls' if last else ''}, stage {position}", size - last))
     if waiting[position]:
         items.append(Item(f"boundary tensors of {_who_waits(plan, costs, workers)}", waiting[position]))
-    ahead = planned_bytes(plan, costs, workers, budget, worker=worker) - device_bytes(plan, costs, workers, worker)
-    if ahead:
+    all_but_ahead = arena + _beside_arena(plan, costs, workers, worker)
+    if ahead := planned_bytes(plan, costs, workers, budget, worker=worker) - all_but_ahead:
         items.append(Item("boundary tensors that are brought ahead", ahead))
     return items
+
+
+def _arena_items(plan: Plan, needs: Sequence[StageBytes], arena: int, workers: int, worker: int | None) -> list[Item]:
+    """Return the parts of an arena: what the largest stage has in it, and what is left for others beside it."""
+
+    def size(position: int) -> int:
+        return needs[position].weights + needs[position].gradients
+
+    position = max(of_worker(plan, workers, worker), key=size)
+    if not size(position):
+        return [Item("arena, of the largest layer", arena)]
+    items = [
+        Item(f"weights in the arena, of stage {position}", needs[position].weights),
+        Item(f"gradients in the arena, of stage {position}", needs[position].gradients),
+        Item("room in the arena for the stages before and after", arena - size(position)),
+    ]
+    return [item for item in items if item.nbytes]
 
 
 def _who_waits(plan: Plan, costs: Costs, workers: int) -> str:
@@ -418,17 +455,15 @@ def smallest_within(
 ) -> Plan:
     """Return the plan with a stage for each call, and as many microbatches a round as ``budget`` has room for.
 
-    The plan has single arenas if no round fits with double ones. With fewer microbatches a round, fewer wait on the
+    It has room for the largest arena if some round does with it. With fewer microbatches a round, fewer wait on the
     workers, and weights travel more often. A round has all microbatches of a step or an equal part of them, at most
     ``max_round`` (None: no limit) and at least ``min_round``. With ``min_round`` the plan may not fit.
     """
     lowest = min(min_round, microbatches)
     parts = {-(-microbatches // rounds) for rounds in range(1, microbatches + 1)}
     sizes = sorted({size for size in parts if lowest < size <= (max_round or microbatches)}, reverse=True)
-    plans = [
-        Plan.per_call(len(costs), size).with_arenas(arenas) for arenas in (BOTH, SINGLE) for size in (*sizes, lowest)
-    ]
-    fitting = (plan for plan in plans if fits(plan, costs, workers, budget))
+    plans = [Plan.per_call(len(costs), size) for size in (*sizes, lowest)]
+    fitting = (plan for most in (True, False) for plan in plans if fits(plan, costs, workers, budget, most=most))
     return next(fitting, plans[-1])
 
 
@@ -445,8 +480,8 @@ def partition_within(
     """Return the partitioner's plan for workers with ``budget`` bytes.
 
     `greedy_partition` limits the bytes of single stages, but the largest weights, gradients and activations may belong
-    to different stages. So this function lowers the limit until the whole plan fits. The plan has single arenas if a
-    cut at every call needs them.
+    to different stages. So this function lowers the limit until the whole plan fits, with the largest arena unless a
+    cut at every call has no room for that.
 
     Args:
         costs: costs of the calls.
@@ -471,18 +506,16 @@ def partition_within(
     if budget is None:
         return greedy_partition(costs, workers, microbatches, round_microbatches, stage_s=stage_s)
     smallest = Plan.per_call(len(costs), round_microbatches)
-    if device_bytes(smallest, costs, workers) > budget:
-        smallest = smallest.with_arenas(SINGLE)
-    if device_bytes(smallest, costs, workers) > budget:
+    if not fits(smallest, costs, workers, budget):
         raise ValueError(_too_small(costs, smallest, workers, budget))
+    most = fits(smallest, costs, workers, budget, most=True)
     stage_bytes = budget
     while True:
         try:
             plan = greedy_partition(costs, workers, microbatches, round_microbatches, stage_bytes, stage_s=stage_s)
-            plan = plan.with_arenas(smallest.arenas)
         except ValueError:  # some call does not fit into a stage of that size, though the arenas have room for it
             return smallest
-        need = device_bytes(plan, costs, workers)
+        need = device_bytes(plan, costs, workers, most=most)
         if need <= budget:
             return plan
         stage_bytes = min(stage_bytes - 1, stage_bytes * budget // need)

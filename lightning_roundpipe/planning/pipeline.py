@@ -8,9 +8,8 @@ Each rule can be switched on alone:
     a recomputation waits for what its stage saved, and may run before its gradient is there               [4]
     the fused slot is held from a microbatch's first call until its backward through the stage ends        [5]
     a call waits for its own layer's weights: of the last step (staleness 0) or of the one before (1)      [6]
-    weights travel while the slot before runs, into the other one of two arenas, layer by layer; so do     [7]
-    gradients. Of a single arena, what comes next waits: weights for the slot's end, gradients' sums for
-    those of the slot before to be on the host
+    weights travel while the slot before runs, layer by layer, as far as they fit beside it; so do         [7]
+    gradients. What comes to a place in the arena waits until what was there has left; see `memory`
     an update begins when a layer's gradients are on the host, first layers first; see `async_optimizer`,          [8]
     or `network` where other machines have a part in it
     what a turn takes in and gives out travels before all weights and gradients                            [9]
@@ -27,7 +26,6 @@ the whole simulation. What is left at nothing (links, updates, host time) takes 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -36,6 +34,7 @@ from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, for_each
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.interpreter_time import Interpreter
 from lightning_roundpipe.planning.links import Lane, Links
+from lightning_roundpipe.planning.memory import Memory, reserved_within
 from lightning_roundpipe.planning.network import Exchange, Network
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.updates import UpdateModel, Updating
@@ -100,6 +99,7 @@ class Rules:
         updates: rate and rules of the optimizer; None: updates take no time.
         sums_per_s: bytes of gradients that the host adds per second; None: sums take no time.
         network: network to other machines, which run the same plan; None: there is one machine.
+        memory: bytes of every worker, or of each if workers are unequal; None: all arenas are as large as is of use.
     """
 
     staleness: Staleness = 0
@@ -108,6 +108,7 @@ class Rules:
     updates: UpdateModel | None = None
     sums_per_s: float | None = None
     network: Network | None = None
+    memory: Memory | None = None
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,26 @@ class _StepState(NamedTuple):
         )
 
 
+class _Occupied(NamedTuple):
+    """What a slot has in its worker's arena.
+
+    Attributes:
+        weights: bytes of weights, from one end of the arena.
+        gradients: bytes of gradients, behind the weights.
+        end: when the weights have left.
+        arrived: when the gradients have.
+    """
+
+    weights: int
+    gradients: int
+    end: float
+    arrived: float
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights + self.gradients
+
+
 class _SimulatedStage:
     """Constants of a stage on a worker."""
 
@@ -289,10 +310,10 @@ def _calls_made(costs: Costs, stage: Stage) -> int:
     return backward + (len(calls) if stage.phase == "fused" else 0)
 
 
-def _arrivals(calls: Sequence[CallCost], phase: Phase) -> list[tuple[float, float]]:
-    """Return, for each layer, the share of weights uploaded up to it, and the seconds of the turn before it."""
+def _arrivals(calls: Sequence[CallCost], phase: Phase) -> list[tuple[int, float]]:
+    """Return, for each layer, the bytes of weights up to it, and the seconds of the turn before it."""
     arrivals, seen = [], set[str]()
-    come = passed = 0.0
+    come, passed = 0, 0.0
     for call in calls:
         if call.is_loaded(phase):
             if call.layer not in seen:
@@ -300,7 +321,7 @@ def _arrivals(calls: Sequence[CallCost], phase: Phase) -> list[tuple[float, floa
                 come += call.weight_bytes
                 arrivals.append((come, passed))
             passed += call.forward_s
-    return [(part / come, before) for part, before in arrivals] if come else []
+    return arrivals
 
 
 def _leads(calls: Sequence[CallCost], phase: Phase, rules: Rules) -> dict[str, float]:
@@ -325,6 +346,17 @@ def _stages_of(plan: Plan, costs: Costs, workers: int, microbatches: int, rules:
         return [_SimulatedStage(stage, _costs_in(stage, plan, one, microbatches), rules) for stage in plan.stages()]
 
     return for_each([costs.on(worker) for worker in range(workers)], stages)
+
+
+def _arenas_of(plan: Plan, costs: Costs, workers: int, rules: Rules) -> list[int]:
+    """Return the bytes of every worker's arena. [7]"""
+    memory = rules.memory
+    if rules.links is None:  # nothing waits for a place in it
+        return [0] * workers
+    if not isinstance(memory, tuple):
+        return [reserved_within(plan, costs, workers, memory).arena] * workers
+    each = enumerate(memory)
+    return [reserved_within(plan, costs, workers, limit, worker=worker).arena for worker, limit in each]
 
 
 def _fastest(links: Sequence[Links] | None) -> Links | None:
@@ -360,9 +392,9 @@ class _Pipeline:
             raise ValueError(f"links={links!r} must be one for all workers, or one for each of {workers}.")
         self._up = [Lane(link.upload) for link in links] if links else None
         self._down = [Lane(link.download) for link in links] if links else None
-        # When each arena of a worker is free again, the next one first.
-        self._arena: dict[int, list[float]] = defaultdict(lambda: [0.0] * plan.weight_arenas)
-        self._gradient_arena: dict[int, list[float]] = defaultdict(lambda: [0.0] * plan.gradient_arenas)
+        self._arena = _arenas_of(plan, costs, workers, rules)
+        self._occupied = [[_Occupied(0, 0, 0.0, 0.0)] * 2 for _ in range(workers)]
+        """By worker, its last two slots, the older one first: that lies at the end of the arena of the next slot."""
         self._updating = Updating(rules.updates, costs, _fastest(links))
         self._exchange = None
         if rules.network is not None:
@@ -418,7 +450,8 @@ class _Pipeline:
         in_turn = [(first + worker) % self._workers for worker in workers] if alike else workers
         times: list[float] = [self._adding, *self._added.values(), *(left for left, _ in self._left.values())]
         for worker in in_turn:
-            times += [self._free[worker], *self._arena[worker], *self._gradient_arena[worker]]
+            times.append(self._free[worker])
+            times += [time for slot in self._occupied[worker] for time in (slot.end, slot.arrived)]
             for lanes in (self._up, self._down):
                 if lanes is not None:
                     times += lanes[worker].after(begin)
@@ -442,7 +475,9 @@ class _Pipeline:
             self._free[worker] = max(self._free[worker], closed)  # [2]
         updated = self._updated(stage)
         loaded = self._load(stage, worker, updated[1])
-        self._summed = self._load_sums(stage, worker) if members.start and not self._side_by_side else 0.0
+        self._summed = self._sums_free(stage, worker) if stage.gradients else 0.0
+        if members.start and not self._side_by_side:
+            self._summed = max(self._summed, self._load_sums(stage, worker))
         for microbatch in members:
             self._take_turn(stage, worker, microbatch, updated, loaded)
         if self._side_by_side:
@@ -467,7 +502,7 @@ class _Pipeline:
         """Return when the sums of earlier rounds are on the worker. They follow the stage's weights. [7]"""
         if self._up is None or not stage.resumed:
             return 0.0
-        start, end = self._up[worker].copy_behind(self._gradient_arena[worker][0], stage.resumed)
+        start, end = self._up[worker].copy_behind(self._summed, stage.resumed)
         self._note("upload_weights", worker, stage, -1, start, end)
         return end
 
@@ -475,21 +510,46 @@ class _Pipeline:
         """Return when the first turn may begin, given that its weights arrive layer by layer. [7]"""
         if self._up is None:
             return updated
-        arenas = self._arena[worker]
-        start, end = self._up[worker].copy_behind(max(updated, arenas[0], self._begin), stage.weights)
-        self._note("upload_weights", worker, stage, -1, start, end)
-        return max((start + part * (end - start) - before for part, before in stage.arrivals), default=end)
+        arrivals = stage.arrivals
+        ready = self._places_free(stage, worker, max(updated, self._begin))
+        loaded, sent, at = 0.0, 0, 0
+        while at < len(arrivals):  # layers that wait equally long travel as one copy
+            behind = next((later for later in range(at, len(arrivals)) if ready[later] > ready[at]), len(arrivals))
+            size = arrivals[behind - 1][0] - sent
+            start, end = self._up[worker].copy_behind(ready[at], size)
+            self._note("upload_weights", worker, stage, -1, start, end)
+            share = (end - start) / size if size else 0.0
+            loaded = max(loaded, max(start + (come - sent) * share - before for come, before in arrivals[at:behind]))
+            sent, at = sent + size, behind
+        return loaded
+
+    def _places_free(self, stage: _SimulatedStage, worker: int, begin: float) -> list[float]:
+        """Return when the place in the arena of each layer of a stage is free, ``begin`` or later. See `memory`. [7]"""
+        there, beside = self._occupied[worker]
+        free, ready = [], max(begin, there.end)
+        for come, _ in stage.arrivals:
+            if come > there.weights:
+                ready = max(ready, there.arrived)
+            if come + beside.nbytes > self._arena[worker]:
+                ready = max(ready, beside.end, beside.arrived)
+            free.append(ready)
+        return free
+
+    def _sums_free(self, stage: _SimulatedStage, worker: int) -> float:
+        """Return when the place in the arena of a stage's gradients is free. [7]"""
+        there, beside = self._occupied[worker]
+        ready = there.arrived if there.nbytes > stage.weights else 0.0
+        if stage.weights + stage.gradients + beside.nbytes > self._arena[worker]:
+            ready = max(ready, beside.arrived)
+        return ready
 
     def _unload(self, stage: _SimulatedStage, worker: int, end: float, last: bool) -> None:
-        """Release the arenas. Gradients go to the host, and to the optimizer after the last round. [7]"""
-        arenas = self._arena[worker]
-        arenas[:] = [*arenas[1:], end]
+        """Free the place in the arena. Gradients go to the host, and to the optimizer after the last round. [7]"""
         arrived = end
         if self._down is not None and stage.gradients:
             start, arrived = self._down[worker].copy_behind(end, stage.downloads)
             self._note("download_gradients", worker, stage, -1, start, arrived)
-            gradients = self._gradient_arena[worker]
-            gradients[:] = [*gradients[1:], arrived]
+        self._occupied[worker] = [self._occupied[worker][1], _Occupied(stage.weights, stage.gradients, end, arrived)]
         if self._side_by_side:
             self._added[stage.position] = arrived = self._add(stage, arrived)
         if last:
@@ -508,8 +568,7 @@ class _Pipeline:
     ) -> None:
         free = self._free[worker]
         hosted = stage.host_s
-        gradients = max(self._gradient_arena[worker][0], self._summed) if stage.gradients else 0.0
-        ready = max(loaded, gradients - stage.before_gradients_s)
+        ready = max(loaded, self._summed - stage.before_gradients_s)
         if stage.phase == "backward":
             saved, given = self._inputs(stage, worker, microbatch)
             behind = 0.0 if self._ahead else given

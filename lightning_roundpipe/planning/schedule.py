@@ -8,7 +8,7 @@ A plan's text names the calls of the trace by number::
     forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4
 
     plan     = "forward" spans ";" "fused" span ";" "backward" spans ";" "round" number { ";" option }
-    option   = "recompute" "ahead" | "single" [ "weights" ] [ "gradients" ] | "unpack" "once" spans
+    option   = "recompute" "ahead" | "unpack" "once" spans
     spans    = "none" | span { " " span }
     span     = number | number "-" number            (first and last call, both included; 5 is short for 5-5)
 
@@ -16,32 +16,27 @@ Stages stand in the order in which they run: forward stages from the first call 
 ends with the last call, then backward stages from the deepest call down. ``none`` is a pass without stages of its own,
 which happens when the fused stage holds the whole model. Semicolons are for the reader: parsing needs only white space
 (and Hydra's command line takes the text unquoted without them). With ``recompute ahead`` a backward stage recomputes a
-microbatch before its gradient is there, and keeps the graph of the whole stage until it is. With ``single weights`` a
-worker has one arena for weights instead of two: the next stage's weights come when this stage is over. With ``single
-gradients`` the next stage's gradients are summed when this stage's are on the host. ``unpack once`` names stages,
-counted from 0 in the order in which they run: what the first microbatch unpacks of their packed weights is kept for the
-round's others. With ``round 1`` and several workers, rounds run side by side.
+microbatch before its gradient is there, and keeps the graph of the whole stage until it is. ``unpack once`` names
+stages, counted from 0 in the order in which they run: what the first microbatch unpacks of their packed weights is kept
+for the round's others. With ``round 1`` and several workers, rounds run side by side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.span import Span
 from lightning_roundpipe.planning.validate import check_plan
 
-Arenas = tuple[Literal[1, 2], Literal[1, 2]]
-"""How many arenas a worker has for weights, and for gradients."""
-
 _KEYWORDS = ("forward", "fused", "backward", "round")
 _OPTION = "recompute"
 _SINGLE = "single"
-_KINDS = ("weights", "gradients")
+"""An option of earlier versions."""
 _UNPACK = "unpack"
 
 
@@ -65,8 +60,6 @@ class Plan:
 
     Attributes:
         recompute_ahead: whether a worker recomputes for the microbatch whose turn it is before its gradient is there.
-        weight_arenas: 2: the next stage's weights come while this stage runs; 1: when it is over.
-        gradient_arenas: 2: gradients leave while the next stage sums its own; 1: before.
         unpack_once: positions of the stages that unpack packed weights once, ascending.
     """
 
@@ -75,8 +68,6 @@ class Plan:
     backward: tuple[Span, ...]
     round_microbatches: int
     recompute_ahead: bool = False
-    weight_arenas: Literal[1, 2] = 2
-    gradient_arenas: Literal[1, 2] = 2
     unpack_once: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -89,11 +80,9 @@ class Plan:
         def spans(stages: tuple[Span, ...]) -> str:
             return " ".join(map(str, stages)) or "none"
 
-        single = [kind for kind, arenas in zip(_KINDS, self.arenas, strict=True) if arenas == 1]
         return (
             f"forward {spans(self.forward)}; fused {self.fused}; backward {spans(self.backward)}; "
             f"round {self.round_microbatches}{'; recompute ahead' if self.recompute_ahead else ''}"
-            f"{'; ' + ' '.join([_SINGLE, *single]) if single else ''}"
             f"{f'; {_UNPACK} once ' + spans(_runs(self.unpack_once)) if self.unpack_once else ''}"
         )
 
@@ -111,11 +100,11 @@ class Plan:
         option = parts.get(_OPTION)
         if option not in (None, ["ahead"]):
             raise ValueError(f"plan: recompute {_shown(option)} must be 'recompute ahead', or be left out.")
-        single = parts.get(_SINGLE, [])
-        if (_SINGLE in parts and not single) or len(set(single)) < len(single) or not set(single) <= set(_KINDS):
+        if _SINGLE in parts:
+            single = " ".join([_SINGLE, *parts[_SINGLE]])
             raise ValueError(
-                f"plan: single {_shown(single)} must be 'single weights', 'single gradients' or 'single weights "
-                "gradients', or be left out."
+                f"plan: leave out {single!r}: a worker has one arena for weights and gradients, as large as its memory "
+                "allows."
             )
         once = parts.get(_UNPACK)
         if once is not None and once[:1] != ["once"]:
@@ -125,7 +114,6 @@ class Plan:
             )
         return cls(
             forward, fused[0], backward, int(round_[0]), recompute_ahead=option is not None,
-            weight_arenas=1 if "weights" in single else 2, gradient_arenas=1 if "gradients" in single else 2,
             unpack_once=_positions(once[1:], len(forward) + 1 + len(backward)) if once else (),
         )  # fmt: skip
 
@@ -141,15 +129,6 @@ class Plan:
     def single(cls, n: int, round_microbatches: int = 1) -> Plan:
         """Everything in the fused stage: nothing is recomputed, and the whole model is resident."""
         return cls((), Span(0, n - 1), (), round_microbatches)
-
-    @property
-    def arenas(self) -> Arenas:
-        """Arenas of each worker, for weights and for gradients."""
-        return self.weight_arenas, self.gradient_arenas
-
-    def with_arenas(self, arenas: Arenas) -> Plan:
-        """The same plan with so many arenas for weights and for gradients."""
-        return replace(self, weight_arenas=arenas[0], gradient_arenas=arenas[1])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the text, and the numbers of calls of the stages, as the commands' JSON has them."""

@@ -31,19 +31,10 @@ from lightning_roundpipe.planning.batch import Pace, Sizes
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
-from lightning_roundpipe.planning.memory import (
-    BOTH,
-    SINGLE,
-    Memory,
-    ahead_within,
-    arenas_within,
-    fits,
-    partition_within,
-    unpacked_within,
-)
+from lightning_roundpipe.planning.memory import BESIDE, ahead_within, fits, partition_within, unpacked_within
 from lightning_roundpipe.planning.moves import Neighbours, kicked, recuts
 from lightning_roundpipe.planning.pipeline import Staleness
-from lightning_roundpipe.planning.schedule import Arenas, Plan
+from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.seeds import seeds
 from lightning_roundpipe.planning.shapes import PlanShape, plan_of, sizes_of
 from lightning_roundpipe.planning.span import Span
@@ -133,41 +124,39 @@ def search_partition(
         return best
 
     def search(
-        arenas: Arenas, ahead: bool = True, share: float = 1.0, limits: Limits = limits, costs: Costs = costs
+        most: bool, ahead: bool = True, share: float = 1.0, limits: Limits = limits, costs: Costs = costs
     ) -> list[Plan]:
-        most = share * work
-        timing = Timing(Pace.of(costs, host or HostTime(), ahead), workers, microbatches, staleness, most)
-        found = _PlanSearch(timing, costs, limits, most, arenas).run(baseline)
+        timing = Timing(Pace.of(costs, host or HostTime(), ahead), workers, microbatches, staleness, share * work)
+        found = _PlanSearch(timing, costs, limits, share * work, most).run(baseline)
         return [replace(plan, recompute_ahead=ahead and bool(plan.backward)) for plan in found]
 
+    memory = limits.memory
     if judge is not None:
         # Only the judge knows what a copy costs that does not run beside a stage.
-        memory = limits.memory
-        plans = search(BOTH if memory is None else SINGLE)[:judged]
+        plans = search(most=memory is None)[:judged]
         if any(not plan.forward for plan in (*plans[:1], baseline)):
             plans += partly_fused(costs, workers, microbatches, limits)
-        if memory is not None and (not plans or not fits(plans[0].with_arenas(BOTH), costs, workers, memory)):
-            # Memory decides: without a second arena, or without graphs of whole stages, stages are larger.
-            others: list[tuple[Arenas, bool]] = [(BOTH, True)] if baseline.arenas == BOTH else []
-            others += [(arenas, False) for arenas in (SINGLE, BOTH) if arenas <= baseline.arenas]
-            for arenas, ahead in others:
-                plans += search(arenas, ahead, _OTHERS)[:judged]
+        if memory is not None and (not plans or not fits(plans[0], costs, workers, memory, most=True)):
+            # Memory decides: in a smaller arena, or without graphs of whole stages, stages are larger.
+            roomy = fits(baseline, costs, workers, memory, most=True)
+            others = [(True, True), (False, False), (True, False)] if roomy else [(False, False)]
+            for most, ahead in others:
+                plans += search(most, ahead, _OTHERS)[:judged]
         if isinstance(memory, tuple):  # where each worker does its share in what all have, more for one is no better
-            plans += search(SINGLE, share=_OTHERS, limits=replace(limits, memory=min(memory)))[:judged]
-        plans = _with_arenas(plans, costs, workers, memory)
+            plans += search(most=False, share=_OTHERS, limits=replace(limits, memory=min(memory)))[:judged]
+        plans = list(dict.fromkeys(plan for plan in plans if fits(plan, costs, workers, memory)))
         if memory is not None and best.unpack_once:
-            for arenas in (BOTH, SINGLE):
-                copied = costs.holding_copies(microbatches, arenas[0])
+            for most in (True, False):
+                copied = costs.holding_copies(microbatches, BESIDE if most else 1)
                 with suppress(ValueError):  # the baseline does not fit beside copies
-                    found = search(arenas, share=_OTHERS, costs=copied)[:judged]
-                    plans += [plan.with_arenas(arenas) for plan in found]
+                    plans += search(most, share=_OTHERS, costs=copied)[:judged]
         best = min([best, *unpacking_plans(plans, costs, workers, microbatches, limits)], key=judge)
 
         def is_allowed(plan: Plan) -> bool:
-            return len(plan.fused) <= limits.max_fused + 1 and (memory is None or fits(plan, costs, workers, memory))
+            return len(plan.fused) <= limits.max_fused + 1 and fits(plan, costs, workers, memory)
 
         return _descent(best, judge, is_allowed, judged)
-    plans = [plan.with_arenas(baseline.arenas) for plan in search(baseline.arenas)]
+    plans = search(most=fits(baseline, costs, workers, memory, most=True))
     timing = Timing(Pace.of(costs, host or HostTime()), workers, microbatches, staleness, 0.0)
     best_s = timing.settled(best)
     for plan in plans:
@@ -188,7 +177,7 @@ def _descent(plan: Plan, judge: Callable[[Plan], float], is_allowed: Callable[[P
     for _ in range(_TRIES * judged):
         shape, sizes = sizes_of(best)
         shape, moved = kicked(shape, np.array(sizes), random)
-        near = replace(plan_of(shape, moved.tolist()), recompute_ahead=best.recompute_ahead).with_arenas(best.arenas)
+        near = replace(plan_of(shape, moved.tolist()), recompute_ahead=best.recompute_ahead)
         if near in seen or not is_allowed(near):
             continue
         seen.add(near)
@@ -213,30 +202,29 @@ def partly_fused(costs: Costs, workers: int, microbatches: int, limits: Limits) 
     return list(dict.fromkeys(found))
 
 
-def _with_arenas(plans: Iterable[Plan], costs: Costs, workers: int, memory: Memory | None) -> list[Plan]:
-    """Return the plans with as many arenas as fit, without duplicates."""
-    return list(dict.fromkeys(one for plan in plans for one in arenas_within(plan, costs, workers, memory)))
-
-
 def unpacking_plans(
     plans: Iterable[Plan], costs: Costs, workers: int, microbatches: int, limits: Limits, *, ahead: bool = True
 ) -> list[Plan]:
     """The plans, and others that unpack packed weights once: they themselves, where ``limits`` leaves room for the
-    copies, also with the memory of a second arena, and the paper's plan with stages that are cut for it.
+    copies, also in the smallest arena, and the paper's plan with stages that are cut for it.
 
     ``ahead``: whether plans may say that they recompute ahead.
     """
     found, memory = list(plans), limits.memory
     if memory is None or not any(call.unpacked_bytes for call in costs):
         return found
-    choices = [plan.with_arenas(arenas) for plan in found for arenas in (plan.arenas, SINGLE)]
-    for arenas in (BOTH, SINGLE):
+    choices = list(found)
+    for copied in (costs.holding_copies(microbatches, stages) for stages in (BESIDE, 1)):
         with suppress(ValueError):  # a layer does not fit beside its copies
-            cut = baseline_within(costs.holding_copies(microbatches, arenas[0]), workers, microbatches, limits)
-            cut = cut.with_arenas(arenas)
-            cut = unpacked_within(cut, costs, workers, microbatches, memory)
+            cut = unpacked_within(
+                baseline_within(copied, workers, microbatches, limits), costs, workers, microbatches, memory
+            )
             choices += [cut, ahead_within(cut, costs, workers, memory)] if ahead else [cut]
-    once = (unpacked_within(plan, costs, workers, microbatches, memory) for plan in choices)
+    once = [
+        unpacked_within(plan, costs, workers, microbatches, memory, most=most)
+        for plan in choices
+        for most in (True, False)
+    ]
     return list(dict.fromkeys([*found, *(plan for plan in once if plan.unpack_once)]))
 
 
@@ -258,7 +246,7 @@ def baseline_within(
         rest = Span(plan.fused.first, first - 1)
         plan = Plan(
             (*plan.forward, rest), Span(first, plan.fused.last), (rest, *plan.backward), plan.round_microbatches
-        ).with_arenas(plan.arenas)
+        )
     return plan
 
 
@@ -269,12 +257,12 @@ def paper_plan(costs: Costs, workers: int, microbatches: int, limits: Limits, st
 
 
 class _PlanSearch:
-    def __init__(self, timing: Timing, costs: Costs, limits: Limits, work: float, arenas: Arenas) -> None:
+    def __init__(self, timing: Timing, costs: Costs, limits: Limits, work: float, most: bool) -> None:
         self._timing, self._limits = timing, limits
         self._table = (
             None
             if limits.memory is None
-            else MemoryTable(costs, timing.workers, limits.memory, timing.pace.ahead, arenas)
+            else MemoryTable(costs, timing.workers, limits.memory, timing.pace.ahead, most)
         )
         self._random = np.random.default_rng(0)
         self._seeding_ends = work * (1 - _SEEDING)

@@ -91,9 +91,10 @@ def test_a_budget_may_be_a_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     share = int(needed / 0.6)
     free = 2 * share - 200  # which torch has reserved
     assert planned(1.0) == needed
-    allowed = share // 2 - gpus[0].library_bytes()
+    assert planned(0.5) <= share // 2 < needed, "the arena has less"
+    allowed = share // 4 - gpus[0].library_bytes()
     with pytest.raises(ValueError, match=f"plan: it needs .* but memory_budget allows {allowed:,}"):
-        planned(0.5)
+        planned(0.25)
 
 
 def test_what_libraries_keep_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +169,6 @@ def test_out_of_memory_in_a_layer(gpus: list[CudaDevice], monkeypatch: pytest.Mo
         run(used, zoo.make_module("mlp"), zoo.make_batches("mlp", 3), devices=2, callbacks=[arms])
     place, room = caught.value.__notes__
     assert "layer 'model.blocks.0', forward pass" in place
-    assert " held " in room and "weights of the next stage" in room and "gradients" in room and "other tensors" in room
+    assert " held " in room and "weights and gradients" in room and "other tensors" in room
     assert "Set a smaller microbatch_size (or more num_microbatches), or a smaller memory_budget" in room
     assert harness.roundpipe_threads() == []

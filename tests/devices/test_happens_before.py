@@ -38,8 +38,8 @@ def assert_no_races(found: HappensBefore) -> None:
     [
         ("llama", False, {"plan": PLAN + "; recompute ahead"}),
         ("llama", True, {"plan": PLAN, "staleness": 1}),
-        ("llama", False, {"plan": PLAN + "; recompute ahead; single weights gradients"}),
-        ("llama", False, {"plan": PLAN.replace("round 4", "round 2") + "; single gradients", "staleness": 1}),
+        ("llama", False, {"plan": PLAN + "; recompute ahead", "arena": 0.0}),
+        ("llama", False, {"plan": PLAN.replace("round 4", "round 2"), "staleness": 1, "arena": 0.5}),
         pytest.param("gpt2", False, {"plan": PLANS["gpt2"][1], "staleness": 1}, marks=pytest.mark.slow),
         pytest.param("llama", True, {"plan": PLAN + "; recompute ahead"}, marks=pytest.mark.slow),
         pytest.param("vit", False, {"plan": PLAN + "; recompute ahead"}, marks=pytest.mark.slow),
@@ -52,7 +52,9 @@ def assert_no_races(found: HappensBefore) -> None:
 @pytest.mark.timeout(300)
 def test_a_model_of_hugging_face(name: str, lora: bool, options: dict[str, Any]) -> None:
     module, batches = zoo.make_module(name, lora), zoo.make_batches(name, 4)
-    with races() as found:
+    share = options.get("arena", 1.0)
+    options = {option: value for option, value in options.items() if option != "arena"}
+    with races() as found, harness.arenas_of(share):
         run(ours(num_microbatches=4, **options), module, batches, devices=2)
     assert_no_races(found)
 

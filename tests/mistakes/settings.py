@@ -381,7 +381,7 @@ MEMORY = [
         SECTION,
         "`plan` needs more than `memory_budget`",
         "plan: it needs … bytes on each worker",
-        "Cut it into more stages or smaller rounds, add '; single weights gradients', or raise memory_budget",
+        "Cut it into more stages or smaller rounds, or raise memory_budget",
         (options(plan="forward none; fused 0-5; backward none; round 4", memory_budget="90KB"),),
     ),
 ]

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_roundpipe.planning import CallCost, Costs, Plan
 from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.memory import BOTH, fits
+from lightning_roundpipe.planning.memory import fits
 
 
 def call(
@@ -40,7 +40,7 @@ def timed(forward: Sequence[float], backward: Sequence[float]) -> Costs:
 
 def keeps(limits: Limits, plan: Plan, costs: Costs, workers: int) -> bool:
     """Whether the plan is within the limits, counted apart from the search that has to keep to them."""
-    whole = plan.with_arenas(BOTH) == Plan.single(len(costs), 1)
+    whole = plan == Plan.single(len(costs), 1)
     is_beside = limits.memory is not None and limits.side_by_side and whole
     most = limits.max_round or plan.round_microbatches
     is_cut_so = limits.min_round <= plan.round_microbatches <= most and len(plan.fused) <= limits.max_fused + 1

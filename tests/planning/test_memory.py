@@ -11,31 +11,38 @@ from planning.making import call, even
 from lightning_roundpipe.planning import CallCost, Costs, Plan, greedy_partition
 from lightning_roundpipe.planning.limits import MemoryTable
 from lightning_roundpipe.planning.memory import (
-    BOTH,
-    SINGLE,
     Parameters,
     ahead_bytes,
-    arenas_within,
+    arena_bytes,
     device_bytes,
     device_items,
+    fits,
     host_items,
-    lead_within,
     partition_within,
     planned_bytes,
-    smallest_within,
+    reserved_within,
     waiting_bytes,
 )
 from lightning_roundpipe.planning.shapes import sizes_of
+from lightning_roundpipe.planning.span import Span
 
 
 def test_counted_by_hand() -> None:
-    """Calls of 100 weights, 40 gradients and 10 activations."""
+    """Calls of 100 weights, 40 gradients and 10 activations: the largest stage, and its neighbours on the worker."""
     costs = even(4)
-    assert device_bytes(Plan.parse("forward 0-2; fused 3; backward 2 1 0; round 1"), costs, 1) == 2 * 300 + 2 * 40 + 10
-    assert device_bytes(Plan.parse("forward 0 1; fused 2-3; backward 1 0; round 1"), costs, 1) == 2 * 200 + 2 * 80 + 20
-    assert device_bytes(Plan.per_call(4), costs, 1) == 2 * 100 + 2 * 40 + 10
+
+    def both(text: str, costs: Costs = costs, workers: int = 1) -> tuple[int, int]:
+        plan = Plan.parse(text)
+        return device_bytes(plan, costs, workers), device_bytes(plan, costs, workers, most=True)
+
+    # 300 for the forward stage, while the 140 of the backward stage before it leave.
+    assert both("forward 0-2; fused 3; backward 2 1 0; round 1") == (300 + 10, 300 + 140 + 10)
+    assert both("forward 0 1; fused 2-3; backward 1 0; round 1") == (280 + 20, 140 + 280 + 20)
+    assert both(str(Plan.per_call(4))) == (140 + 10, 140 + 140 + 10)
+    # On two workers, the forward stage's 300 run while the backward stage's 300 come.
+    assert both("forward 0-2; fused 3; backward 0-2; round 1", workers=2) == (420 + 10, 300 + 300 + 10)
     frozen = Costs(tuple(call(f"layer{i}", needs_backward=i > 1) for i in range(4)))
-    assert device_bytes(Plan.single(4), frozen, 1) == 2 * 400 + 2 * 80 + 2 * 10
+    assert both(str(Plan.single(4)), frozen) == (480 + 20, 2 * 480 + 20)
 
 
 def test_without_a_budget_the_partitioner_decides() -> None:
@@ -43,10 +50,11 @@ def test_without_a_budget_the_partitioner_decides() -> None:
     assert partition_within(even(6), 2, 4, 3, None).round_microbatches == 3
 
 
-def test_large_weights_and_large_gradients_of_different_stages() -> None:
-    """Each stage fits into half of the budget, and the arenas for both kinds of stage do not fit together."""
-    costs = Costs((*(call(f"frozen{i}", gradients=0, needs_backward=False) for i in range(6)), *even(2)))
-    budget = 2 * 500
+def test_large_weights_and_large_activations_of_different_stages() -> None:
+    """Each stage fits into the budget, and the largest weights do not beside the largest activations."""
+    frozen = (call(f"frozen{i}", 0.1, 0.0, gradients=0, needs_backward=False) for i in range(6))
+    wide = (call(f"wide{i}", weights=20, gradients=20, activations=450, forward_bytes=1) for i in range(2))
+    costs, budget = Costs((*frozen, *wide)), 1000
     plan = partition_within(costs, 1, 1, None, budget)
     assert device_bytes(plan, costs, 1) <= budget
     assert device_bytes(greedy_partition(costs, 1, 1, stage_bytes=budget), costs, 1) > budget
@@ -56,21 +64,19 @@ def test_a_budget_that_nothing_fits_into() -> None:
     costs = Costs((*even(2), call("table", weights=900)))
     with pytest.raises(ValueError, match=r"may use 900 bytes, .* needs 950.*'table'.*Raise memory_budget"):
         partition_within(costs, 2, 2, None, 900)
-    for budget, arenas in ((950, SINGLE), (1889, SINGLE), (1890, BOTH)):
-        plan = partition_within(costs, 2, 2, None, budget)
-        assert plan.arenas == arenas and device_bytes(plan, costs, 2) in (950, 1890)
+    assert device_bytes(partition_within(costs, 2, 2, None, 950), costs, 2) == 950
 
 
 def test_rounds_are_as_large_as_fits() -> None:
     """Of 8 microbatches: all, or else equal parts of them, but 3 (as many as workers), or what is asked for."""
     costs = Costs(tuple(call(f"layer{i}", waiting=10, returning=10) for i in range(4)))
     for size in (8, 4, 3):
-        exact = device_bytes(Plan.per_call(4, size), costs, 3)
+        exact = device_bytes(Plan.per_call(4, size), costs, 3, most=True)
         for room in (0, 9):  # the next larger part takes more
             plan = partition_within(costs, 3, 8, None, exact + room)
             assert plan.round_microbatches == size
             assert device_bytes(plan, costs, 3) <= exact + room
-    exact = device_bytes(Plan.per_call(4, 3).with_arenas(SINGLE), costs, 3)
+    exact = device_bytes(Plan.per_call(4, 3), costs, 3)
     with pytest.raises(ValueError, match="2 waiting microbatches with up to 20"):
         partition_within(costs, 3, 8, None, exact - 1)
     with pytest.raises(ValueError, match="3 waiting microbatches"):
@@ -79,19 +85,37 @@ def test_rounds_are_as_large_as_fits() -> None:
         partition_within(costs, 3, 8, 8, exact)
 
 
-def test_arenas_are_single_only_where_two_do_not_fit() -> None:
-    """Of weights, of gradients, or of both; a plan says so, and takes less by exactly one arena."""
-    costs = even(4)  # 100 of weights, 40 of gradients, 10 of activations
+def test_an_arena_has_what_is_left() -> None:
+    """From the smallest to the largest, when tensors that are brought ahead have their room."""
+    costs = Costs(tuple(call(f"layer{i}", input_bytes=4, waiting=4) for i in range(4)))
     plan = Plan.per_call(4)
-    assert [one.arenas for one in arenas_within(plan, costs, 1, None)] == [BOTH]
-    for budget, arenas in ((290, [BOTH]), (289, [(2, 1), (1, 2)]), (249, [(1, 2)]), (189, [SINGLE]), (149, [])):
-        fitting = arenas_within(plan, costs, 1, budget)
-        assert [one.arenas for one in fitting] == arenas, budget
-        assert all(device_bytes(one, costs, 1) <= budget for one in fitting)
-        shape, sizes = sizes_of(plan)
-        assert MemoryTable(costs, 1, budget, arenas=SINGLE).fits(shape, np.array([sizes])) == bool(arenas)
-        assert MemoryTable(costs, 1, budget).fits(shape, np.array([sizes])) == (arenas == [BOTH])
-    assert smallest_within(costs, 1, 4, 1, 189).arenas == SINGLE
+    least, most = arena_bytes(plan, costs, 2)
+    ahead, beside = ahead_bytes(plan, costs, 2), device_bytes(plan, costs, 2) - least
+    assert (least, most) == (140, 280) and ahead > 0
+    for budget, arena in ((None, most), (0, least), (ahead, least), (ahead + 50, least + 50), (ahead + 999, most)):
+        limit = None if budget is None else least + beside + budget
+        reserved = reserved_within(plan, costs, 2, limit)
+        assert reserved.arena == arena
+        assert limit is None or planned_bytes(plan, costs, 2, limit) <= limit
+        assert reserved.room is None or budget is None or reserved.room >= min(ahead, budget)
+    assert fits(plan, costs, 2, most + beside, most=True) and not fits(plan, costs, 2, most + beside - 1, most=True)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(sizes=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=6), data=st.data())
+def test_the_table_of_plans_counts_as_the_plan_does(sizes: list[tuple[int, int]], data: st.DataObject) -> None:
+    costs = Costs(tuple(call(f"{i}", weights=w, gradients=g) for i, (w, g) in enumerate(sizes)))
+    first, workers = data.draw(st.integers(0, len(sizes) - 1)), data.draw(st.integers(1, 3))
+    cut = Plan.per_call(len(sizes))
+    plan = replace(cut, forward=cut.forward[:first], fused=Span(first, len(sizes) - 1), backward=cut.backward[-first:])
+    if not first:
+        plan = Plan.single(len(sizes))
+    shape, cuts = sizes_of(plan)
+    for most in (False, True):
+        need = device_bytes(plan, costs, workers, most=most)
+        for memory, expected in ((need, True), (need - 1, False)):
+            if memory > 0:
+                assert MemoryTable(costs, workers, memory, most=most).fits(shape, np.array([cuts])) == expected
 
 
 CALLS = st.builds(
@@ -120,7 +144,7 @@ CALLS = st.builds(
 @given(calls=st.lists(CALLS, min_size=1, max_size=7), budget=st.integers(0, 1500), workers=st.integers(1, 4))
 def test_whatever_the_model_the_plan_fits_or_nothing_does(calls: list[CallCost], budget: int, workers: int) -> None:
     costs = Costs(tuple(calls))
-    least = device_bytes(Plan.per_call(len(calls), min(workers, 3)).with_arenas(SINGLE), costs, workers)
+    least = device_bytes(Plan.per_call(len(calls), min(workers, 3)), costs, workers)
     if least > budget:
         with pytest.raises(ValueError, match="memory_budget"):
             partition_within(costs, workers, 3, None, budget)
@@ -157,12 +181,14 @@ def test_what_waits_and_what_is_brought() -> None:
     leaving = Costs(tuple(replace(each, leaving_bytes=each.waiting_bytes) for each in costs))
     assert waiting_bytes(plan, leaving, 2) == [2 * 11, 2 * 3, 2 * 12, 2 * 11, 2 * 12]
     assert waiting_bytes(plan, leaving, 1) == waiting_bytes(plan, costs, 1)
-    arenas = 2 * 200 + 2 * 80
-    assert device_bytes(plan, costs, 1) == arenas + 10 + 3 * 12
+    least, arena = arena_bytes(plan, costs, 1)
+    assert (least, arena) == (280, 280 + 200)
+    assert arena_bytes(plan, costs, 2) == (280, 280 + 140)
+    assert device_bytes(plan, costs, 1) == least + 10 + 3 * 12
     # The first backward stage: its own call's inputs, and the gradients, which one worker has already. In the
     # second one the other call's inputs come as well, but fewer gradients wait.
-    assert planned_bytes(plan, costs, 1, None) == arenas + 10 + 3 * 12 + 4 + max(0, 4 - 3)
-    assert planned_bytes(plan, costs, 2, None) == arenas + 14 + 2 * 12 + 4 + 12  # in the second backward stage
+    assert planned_bytes(plan, costs, 1, None) == arena + 10 + 3 * 12 + 4 + max(0, 4 - 3)
+    assert planned_bytes(plan, costs, 2, None) == 280 + 140 + 14 + 2 * 12 + 4 + 12  # in the second backward stage
     alone = Plan.parse("forward none; fused 0-3; backward none; round 4")
     assert planned_bytes(alone, costs, 1, None) == 2 * 400 + 2 * 160 + 40
 
@@ -187,16 +213,18 @@ def test_outputs_from_before_a_fused_stage_count_once() -> None:
     assert Costs(calls).stage_bytes(1, 2, "fused").activations == 8 + 10 + 2
 
 
-def test_calls_in_flight_get_what_nothing_else_needs() -> None:
+def test_calls_in_flight_come_before_a_larger_arena() -> None:
     calls = tuple(call(str(i), input_bytes=4, waiting=i, returning=10 + i, forward_bytes=1) for i in range(4))
     plan, costs = Plan.parse("forward 0-1 2; fused 3; backward 2 0-1; round 4"), Costs(calls)
     need, ahead = device_bytes(plan, costs, 2), ahead_bytes(plan, costs, 2)
+    least, _ = arena_bytes(plan, costs, 2)
     assert ahead > 0
     for budget, lead in ((None, 50), (need, 0), (need + ahead, 0), (need + ahead + 20, 20), (need + ahead + 90, 50)):
-        assert lead_within(plan, costs, 2, budget, 50) == lead
-        without = planned_bytes(plan, costs, 2, budget)
-        assert planned_bytes(plan, costs, 2, budget, 50) == without + lead
-        assert budget is None or without + lead <= budget
+        reserved = reserved_within(plan, costs, 2, budget, 50)
+        assert reserved.lead == lead
+        if budget is not None:
+            assert reserved.arena == least + (40 if lead == 50 else 0)
+            assert planned_bytes(plan, costs, 2, budget, 50) == budget
 
 
 def test_the_host_holds_each_number_once() -> None:

@@ -16,11 +16,10 @@ from lightning_roundpipe.planning.anneal import PlanTimer
 from lightning_roundpipe.planning.costs import CallCost
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.links import Lane, Links
-from lightning_roundpipe.planning.memory import BOTH, SINGLE
+from lightning_roundpipe.planning.memory import arena_bytes, device_bytes
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.partition import pipeline_length
 from lightning_roundpipe.planning.pipeline import COMPUTE, Rules, SimulatedRun, run_steps
-from lightning_roundpipe.planning.schedule import Arenas
 from lightning_roundpipe.planning.shapes import PlanShape, plan_of, sizes_of
 from lightning_roundpipe.planning.updates import UpdateModel, Updating
 
@@ -283,12 +282,11 @@ def machines(draw: st.DrawFn, workers: int) -> Rules:
 def test_ends_of_steps_that_repeat_are_those_of_the_whole_simulation(case: Case, data: st.DataObject) -> None:
     times, plan, workers, microbatches, speeds = case
     made, costs = ours(times, plan, speeds)
-    arenas = data.draw(st.sampled_from([BOTH, SINGLE]))
     beside = data.draw(st.sampled_from([made.round_microbatches, 1]))
-    made = replace(made.with_arenas(arenas), round_microbatches=beside, recompute_ahead=data.draw(st.booleans()))
+    made = replace(made, round_microbatches=beside, recompute_ahead=data.draw(st.booleans()))
     issue = data.draw(st.sampled_from([0.0, 0.2, 2.0]))
     costs = replace(costs, calls=tuple(replace(one, issue_s=issue, backward_issue_s=issue / 2) for one in costs))
-    rules = data.draw(machines(workers))
+    rules = replace(data.draw(machines(workers)), memory=data.draw(st.none() | st.integers(1, 40)))
     whole = run_steps(made, costs, workers, microbatches, rules, 8).ends_s
     assert pipeline.step_ends(made, costs, workers, microbatches, rules, 8) == pytest.approx(whole, rel=1e-9)
 
@@ -351,40 +349,64 @@ def heavy(weights: int, gradients: int) -> Costs:
     return Costs(tuple(CallCost(f"{i}", 1.0, 2.0, weights, gradients, 0, 0, needs_backward=True) for i in range(2)))
 
 
-def test_a_single_arena_is_filled_when_the_slot_before_is_over() -> None:
+def test_weights_that_do_not_fit_beside_the_slot_before_come_when_it_is_over() -> None:
     """Stages of 1, 3 and 3 seconds on one worker, with 2 bytes of weights each, at a byte a second.
 
-    With two arenas, weights come while the stage before runs. With one, the fused stage's come from 3 to 5, and the
-    backward stage's from 8 to 10.
+    In the largest arena, weights come while the stage before runs. In the smallest one, the fused stage's come beside
+    the forward stage, which has no gradients. The backward stage's come when the fused one's gradients have left.
     """
-    plan, rules = Plan.parse("forward 0; fused 1; backward 0; round 1"), Rules(links=Links(1.0, 1.0))
+    plan = Plan.parse("forward 0; fused 1; backward 0; round 1")
 
-    def loads(arenas: Arenas) -> list[tuple[float, float]]:
-        run = run_steps(plan.with_arenas(arenas), heavy(2, 2), 1, 1, rules)
-        return [(e.start_s, e.end_s) for e in run.events if e.kind == "upload_weights"]
+    def run(gradients: int, more: int | None) -> SimulatedRun:
+        costs = heavy(2, gradients)
+        memory = None if more is None else device_bytes(plan, costs, 1) + more
+        return run_steps(plan, costs, 1, 1, Rules(links=Links(1.0, 1.0), memory=memory))
 
-    assert loads(BOTH) == loads((2, 1)) == [(0, 2), (2, 4), (4, 6)]
-    assert loads(SINGLE) == [(0, 2), (3, 5), (8, 10)]
+    def loads(gradients: int, more: int | None) -> list[tuple[float, float]]:
+        return [(e.start_s, e.end_s) for e in run(gradients, more).events if e.kind == "upload_weights"]
 
-    def end(arenas: Arenas, gradients: int) -> float:
-        return run_steps(plan.with_arenas(arenas), heavy(2, gradients), 1, 1, rules).makespan_s
+    assert arena_bytes(plan, heavy(2, 2), 1) == (4, 8)
+    assert loads(2, None) == loads(2, 4) == [(0, 2), (2, 4), (4, 6)]
+    assert loads(2, 0) == [(0, 2), (2, 4), (9, 11)], "the fused stage's gradients leave from 7 to 9"
+    assert loads(2, 2) == loads(2, None), "there is room for weights beside weights and gradients"
+    # The fused stage runs from 4 to 7. The backward stage recomputes until 8, and may sum when gradients have left.
+    assert run(9, None).makespan_s == run(1, None).makespan_s == 10
+    assert run(1, 2).makespan_s == 10, "the recomputation hides a second of the download"
+    assert run(9, 2).makespan_s == 10 + 8
 
-    # The fused stage runs from 4 to 7. The backward stage recomputes until 8, and may sum when `gradients` have left.
-    assert end(BOTH, 9) == end(BOTH, 1) == 10
-    assert end((2, 1), 1) == 10, "the recomputation hides a second of the download"
-    assert end((2, 1), 9) == 10 + 8
+
+def test_layers_come_one_by_one_as_there_is_room() -> None:
+    """Of a stage's three layers, the first one fits beside the stage before."""
+    calls = tuple(CallCost(f"{i}", 1.0, 2.0, 1, 0, 0, 0, needs_backward=False) for i in range(6))
+    plan, costs = Plan.parse("forward 0-2; fused 3-5; backward 0-2; round 1"), Costs(calls)
+    for more, expected in ((0, [(0, 3), (4, 7)]), (1, [(0, 3), (3, 4), (4, 6)]), (3, [(0, 3), (3, 6)])):
+        memory = device_bytes(plan, costs, 1) + more
+        run = run_steps(plan, costs, 1, 1, Rules(links=Links(1.0, 1.0), memory=memory))
+        assert [(e.start_s, e.end_s) for e in run.events if e.kind == "upload_weights"] == expected
 
 
-@pytest.mark.parametrize("arenas", [BOTH, (2, 1)])
-def test_sums_of_an_earlier_round_come_into_an_arena_that_is_free(arenas: Arenas) -> None:
-    plan = Plan.parse("forward 0; fused 1; backward 0; round 1").with_arenas(arenas)
-    run = run_steps(plan, heavy(1, 5), 1, 3, Rules(links=Links(1.0, 1.0)))
+def test_weights_come_over_gradients_that_have_left() -> None:
+    """The next step's forward stage has a layer more than the backward stage at whose place it comes."""
+    calls = tuple(CallCost(f"{i}", 1.0, 2.0, 2, 20, 0, 0, needs_backward=True) for i in range(3))
+    plan = Plan.parse("forward 0-1; fused 2; backward 1 0; round 1")
+    run = run_steps(plan, Costs(calls), 1, 1, Rules(1, links=Links(1.0, 1.0)), 2)
+    first, second = [(e.start_s, e.end_s) for e in run.events if (e.kind, e.slot) == ("upload_weights", 4)]
+    [left] = [e.end_s for e in run.events if (e.kind, e.slot) == ("download_gradients", 2)]
+    assert first[1] - first[0] == 2 and first[0] < left
+    assert second == (left, left + 2)
+
+
+@pytest.mark.parametrize("roomy", [True, False])
+def test_sums_of_an_earlier_round_come_to_a_place_that_is_free(roomy: bool) -> None:
+    plan, costs = Plan.parse("forward 0; fused 1; backward 0; round 1"), heavy(1, 5)
+    memory = None if roomy else device_bytes(plan, costs, 1) + 1
+    run = run_steps(plan, costs, 1, 3, Rules(links=Links(1.0, 1.0), memory=memory))
     sums = [e for e in run.events if e.kind == "upload_weights" and e.end_s - e.start_s == 5]
     leaving = [(e.start_s, e.end_s) for e in run.events if e.kind == "download_gradients"]
     assert len(sums) == 4 and len(leaving) == 6
-    for event in sums:  # of so many downloads before it, all have ended but the last one, where there are two arenas
+    for event in sums:  # of so many downloads before it, all have ended but the last one, where there is room
         before = [end for start, end in leaving if start < event.start_s]
-        assert sum(end > event.start_s for end in before) <= (1 if arenas == BOTH else 0)
+        assert sum(end > event.start_s for end in before) <= roomy
 
 
 def test_waiting_for_the_interpreter_is_not_computing() -> None:

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_roundpipe.planning import Plan, Span, Stage
-from lightning_roundpipe.planning.schedule import Arenas
 
 GOLDENS = [
     (
@@ -80,17 +79,6 @@ def test_stages_stand_in_slot_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "arenas"),
-    [("", (2, 2)), ("single weights", (1, 2)), ("single gradients", (2, 1)), ("single weights gradients", (1, 1))],
-)
-def test_arenas_are_read_and_printed(option: str, arenas: Arenas) -> None:
-    text = "forward 0; fused 1; backward 0; round 2; recompute ahead" + (option and f"; {option}")
-    plan = Plan.parse(text)
-    assert plan.arenas == arenas and plan.recompute_ahead and str(plan) == text
-    assert plan.with_arenas((2, 2)) == Plan.parse("forward 0; fused 1; backward 0; round 2; recompute ahead")
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "lacks 'forward'"),
@@ -106,9 +94,10 @@ def test_arenas_are_read_and_printed(option: str, arenas: Arenas) -> None:
         ("forward 0; fused 1; backward 0; round", "round '' must be one number"),
         ("forward 0; fused 1; backward 0; round many", "round 'many' must be one number"),
         ("forward 0; fused 1; backward 0; round 0", "round 0 would run no microbatch"),
-        ("forward 0; fused 1; backward 0; round 2; single", "single '' must be 'single weights'"),
-        ("forward 0; fused 1; backward 0; round 2; single layers", "single 'layers' must be 'single weights'"),
-        ("forward 0; fused 1; backward 0; round 2; single weights weights", "must be 'single weights'"),
+        (
+            "forward 0; fused 1; backward 0; round 2; single weights",
+            "leave out 'single weights': a worker has",
+        ),
         ("forward 0; fused 1; backward 0; round 2; unpack", "unpack '' must be 'unpack once'"),
         ("forward 0; fused 1; backward 0; round 2; unpack 0", "unpack '0' must be 'unpack once'"),
         ("forward 0; fused 1; backward 0; round 2; unpack once", "nothing follows 'unpack once'"),
@@ -123,7 +112,7 @@ def test_text_that_is_no_plan(text: str, message: str) -> None:
 
 
 def test_stages_that_unpack_once_print_and_parse() -> None:
-    text = "forward 0-1 2; fused 3; backward 2 0-1; round 2; single weights; unpack once 0-2 4"
+    text = "forward 0-1 2; fused 3; backward 2 0-1; round 2; recompute ahead; unpack once 0-2 4"
     plan = Plan.parse(text.replace("0-2 4", "4 1-2 0"))
     assert str(plan) == text and Plan.parse(text) == plan
     assert [stage.unpacks_once for stage in plan.stages()] == [True, True, True, False, True]

@@ -16,6 +16,7 @@ from patience import PATIENCE_S, join, longer_each_try, start, until
 from lightning_roundpipe.config import Emulation, RoundPipeError
 from lightning_roundpipe.devices import StreamAborted, make_devices
 from lightning_roundpipe.devices.waiter import Waiter
+from lightning_roundpipe.planning.memory import Reserved
 from lightning_roundpipe.runtime.core import worker_pool
 from lightning_roundpipe.runtime.core.worker_pool import WatchedCancelScope, WorkerPool, stacks
 from lightning_roundpipe.runtime.threads.sync import Cancelled, CancelScope
@@ -221,7 +222,7 @@ def test_everything_is_closed_though_something_fails(monkeypatch: pytest.MonkeyP
     pool = make()
     pool.thread(2)
     for worker in pool.workers:
-        worker.reserve(1000, 1000)
+        worker.reserve(Reserved(1000, copies=1000))
 
     def fails(*_: Any) -> None:
         raise RuntimeError("cannot be closed")

@@ -64,7 +64,6 @@ from lightning_roundpipe.runtime.user_code.rng import Randomness
 _NOTHING = contextlib.nullcontext()
 _Root = Tensor | GradientEdge
 """Where a backward begins."""
-"""Purpose under which a device counts resident tensors, beside `INPUTS` and `OUTPUTS`."""
 
 
 class LayerExecutor:

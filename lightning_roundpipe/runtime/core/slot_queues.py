@@ -85,7 +85,7 @@ class WorkerQueue:
         """Post the upload of a slot's weights; it runs after the opening of the slot before, which was posted first."""
 
         def prepare_it() -> None:
-            if slot.arena is None:
+            if slot.place is None:
                 self._worker.prepare(slot)
 
         self._worker.post(prepare_it, slot.cancel_scope)

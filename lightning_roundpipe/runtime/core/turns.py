@@ -34,6 +34,7 @@ from lightning_roundpipe.runtime.threads.sync import CancelScope
 if TYPE_CHECKING:
     from lightning_roundpipe.devices import Event
     from lightning_roundpipe.planning.costs import Phase
+    from lightning_roundpipe.runtime.core.arenas import Place
     from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
     from lightning_roundpipe.runtime.memory.host_layer import HostLayer
     from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
@@ -60,7 +61,7 @@ class Slot:
         unpacks_once: whether packed weights are unpacked once for all its microbatches.
         cancel_scope: the step's cancel scope.
         version: version of the weights that uploads must read.
-        arena: number of the worker's weight arena that the slot is uploaded to; None before that.
+        place: the slot's part of the worker's arena; None before that is prepared.
         uploaded: end of each layer's upload, by the layer's index, once the upload is enqueued.
         awaited: woken when the upload is enqueued, for layers whose version was not published at first.
         cancelled: whether the slot will not be opened, so that nothing more is uploaded for it.
@@ -102,7 +103,7 @@ class Slot:
         self.side_by_side = side_by_side
         self.unpacks_once = unpacks_once
         self.version = version
-        self.arena: int | None = None
+        self.place: Place | None = None
         self.uploaded: dict[int, Event] = {}
         self.awaited: dict[int, Waiter] = {}
         self.cancelled = False

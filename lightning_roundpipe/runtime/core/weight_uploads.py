@@ -1,22 +1,24 @@
-"""Uploads of weights: a stage's layers go up to one of the worker's arenas, while the stage before runs from the other.
+"""Uploads of weights: a stage's layers go up to the worker's arena while the stage before runs.
 
-    prepare slot i+N: enqueue the uploads of its layers into the free arena ── [1]
-    a layer whose update is not published yet: the optimizer's thread enqueues its upload when it publishes it ── [2]
-    cancel: a slot that was prepared will not open, and the next one takes its arena ── [3]
+    prepare slot i+N: it gets its place in the arena ── [1]
+    the place of a layer is free, or a slot that lies there is closed: enqueue the layer's upload ── [2]
+    a layer whose update is not published yet: the optimizer's thread enqueues its upload when it publishes it ── [3]
+    cancel: a slot that was prepared will not open, and the next one takes its place ── [4]
 
-The worker waits for the upload of a layer when that is called (`Worker.ready`), and says when an arena is free again
+The worker waits for the upload of a layer when that is called (`Worker.ready`), and says when a place is free again
 (`Worker.close_slot`).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.waiter import Waiter
-from lightning_roundpipe.runtime.core.arenas import Arena
+from lightning_roundpipe.runtime.core.arenas import Region, StageArena
 from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.reporting.events import EventSource
@@ -27,53 +29,55 @@ class WeightUploads:
 
     Args:
         device: the worker's device.
-
-    Attributes:
-        arenas: of the open slot and of the next one.
-        used: number of arenas that the plan uses.
+        arena: the worker's arena.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, arena: StageArena) -> None:
         self.device = device
-        self.arenas = [Arena(device, "weights"), Arena(device, "weights of the next stage")]
-        self.used = len(self.arenas)
-        self._turn = 0
+        self._arena = arena
+        self._prepared: Slot | None = None
+        self._left: deque[tuple[HostLayer, tuple[int, int]]] = deque()
+        """The layers of the prepared slot whose uploads are not enqueued, and their places, in the order of use."""
+        self._passed: list[Region] = []
+        """The regions whose last use the prepared slot's uploads come after."""
 
-    def use(self, number: int) -> None:
-        """Use ``number`` arenas from now on."""
-        self.used, self._turn = number, 0
-
-    @property
-    def free_arena(self) -> Arena:
-        """The arena that the next slot is prepared in."""
-        return self.arenas[self._turn]
-
-    def prepare(self, slot: Slot, *, is_open: bool = False) -> None:
-        """Enqueue the uploads of a slot's weights into the free arena [1].
+    def prepare(self, slot: Slot) -> None:
+        """Give a slot its place [1], and enqueue the uploads of its weights as far as that is free.
 
         If a layer is still being updated, the optimizer's thread enqueues its upload when it publishes the update. This
         thread must not wait for that, as the update may depend on work that this thread has yet to do.
 
-        With a single arena that an open slot uses, nothing happens: the slot is prepared when it opens.
-
-        Args:
-            slot: the slot.
-            is_open: whether another slot is open on the worker.
+        Nothing happens if the arena is too small for the slot: it is prepared when it opens.
         """
-        if is_open and self.used == 1:
+        assert not self._left, "one slot is prepared at a time"
+        sizes = [layer.nbytes for layer in slot.layers]
+        if not self._arena.has(sum(sizes)):
             return
-        slot.arena = self._turn
-        self._turn = (self._turn + 1) % self.used
-        arena = self.arenas[slot.arena]
-        stream = self.device.weights_up
-        if arena.last_use is not None:
-            stream.wait(arena.last_use)
-        for layer, segment in zip(slot.layers, arena.cut(layer.nbytes for layer in slot.layers), strict=True):
+        slot.place = self._arena.enter(sizes)
+        self._prepared = slot
+        self._left.extend(zip(slot.layers, slot.place.weights.parts, strict=True))
+        self._passed.clear()
+        self.proceed()
+
+    def proceed(self) -> None:
+        """Enqueue the uploads of the prepared slot whose places are free [2]."""
+        slot, stream = self._prepared, self.device.weights_up
+        while self._left and slot is not None and slot.place is not None:
+            layer, (start, end) = self._left[0]
+            if (before := self._arena.before(start, end, slot.place)) is None:
+                return
+            for region in before:
+                if region.last_use is not None and region not in self._passed:
+                    stream.wait(region.last_use)
+                    self._passed.append(region)
+            self._left.popleft()
+            segment = self._arena.bytes_of(start, end)
             later = LaterUpload(self, slot, layer, segment)
             if layer.bucket.when(slot.version, later.finish, later.part):
                 slot.awaited[layer.index] = later.waiter
             else:
                 self.upload(slot, layer, segment)
+        self.forget()
 
     def upload(
         self, slot: Slot, layer: HostLayer, segment: Tensor, begun: Event | None = None,
@@ -84,7 +88,7 @@ class WeightUploads:
         Args:
             slot: slot that needs them.
             layer: the layer.
-            segment: the layer's part of the slot's arena.
+            segment: the layer's part of the slot's place.
             begun: start of the upload, if parts have been uploaded already.
             sent: byte ranges that have been uploaded already; see `HostLayer.upload`.
         """
@@ -99,21 +103,27 @@ class WeightUploads:
             slot.readiness.uploading(layer.bucket, end)
 
     def cancel(self, slot: Slot) -> None:
-        """Undo `prepare` for a slot that will not open [3].
+        """Undo `prepare` for a slot that will not open [4].
 
-        The next slot reuses the arena. Its uploads run on the same stream, so they overwrite those of this one.
+        The next slot reuses the place. Its uploads run on the same stream, so they overwrite those of this one.
         """
-        if slot.arena is None:
-            return  # there was no free arena
-        assert slot.arena == (self._turn - 1) % self.used, "only what was prepared last can be taken back"
+        if slot.place is None:
+            return  # the arena was too small
         with slot.uploading:
             slot.cancelled = True
-        self._turn = slot.arena
-        slot.arena = None
+        self.forget()
+        self._arena.leave(slot.place, self.device.weights_up.record())
+        slot.place = None
+
+    def forget(self) -> None:
+        """Drop the uploads that are not enqueued."""
+        self._prepared = None
+        self._left.clear()
+        self._passed.clear()
 
 
 class LaterUpload:
-    """The upload of a layer that is still being updated; the optimizer's thread enqueues it [2].
+    """The upload of a layer that is still being updated; the optimizer's thread enqueues it [3].
 
     If the layer is updated in parts, each part is uploaded as soon as it is updated.
 
@@ -121,7 +131,7 @@ class LaterUpload:
         uploads: uploads of the worker.
         slot: slot that needs the weights.
         layer: the layer.
-        segment: the layer's part of the slot's arena.
+        segment: the layer's part of the slot's place.
     """
 
     def __init__(self, uploads: WeightUploads, slot: Slot, layer: HostLayer, segment: Tensor) -> None:

@@ -1,14 +1,15 @@
-"""One worker: a device, the thread that runs layers, and the arenas for weights and gradients.
+"""One worker: a device, the thread that runs layers, and the arena for weights and gradients.
 
-    open slot i:  bind the replicas' parameters to arena A ── [1]     upload slot i+N into arena B ── [2]
+    open slot i:  bind the replicas' parameters to the slot's place in the arena ── [1]
+                  upload slot i+N to the other end of the arena, as far as that is free ── [2]
     run:          each call waits only for the upload of its own layer ── [3]
                   a stage that unpacks once keeps unpacked weights in an arena of their own, which only the compute
                   stream uses, so that the next slot needs to wait for nothing
     last microbatch: its backward of a call is the call's last ── download the call's gradients ── [4]
-    close slot i: download the gradients that are left                arena A is free for slot i+2N ── [5]
+    close slot i: download the gradients that are left, and upload what is left of slot i+N ── [5]
 
-With a single arena for weights, slot i+N is uploaded when it opens. With a single one for gradients, its first backward
-waits for the downloads of slot i [6].
+Slot i+N overlaps slot i where the arena is smaller than both. Its gradients may also overlap those of slot i, which are
+downloading: its first backward waits for them [6].
 
 All of this runs on the worker's own thread, in the order of submission, so it needs no lock. The one exception is the
 upload of a layer that is still being updated, which the optimizer's thread enqueues (`weight_uploads`). `turns` decides
@@ -18,7 +19,7 @@ which slot may be opened, and when.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -28,10 +29,9 @@ from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.model.rounded import RoundedWeight
-from lightning_roundpipe.planning.memory import BOTH
-from lightning_roundpipe.planning.schedule import Arenas
+from lightning_roundpipe.planning.memory import Reserved
 from lightning_roundpipe.runtime.core.activation_store import PrefetchBudget
-from lightning_roundpipe.runtime.core.arenas import Arena, address_of
+from lightning_roundpipe.runtime.core.arenas import Arena, StageArena, address_of
 from lightning_roundpipe.runtime.core.in_flight import IN_FLIGHT, InFlight
 from lightning_roundpipe.runtime.core.offloading import Departures
 from lightning_roundpipe.runtime.core.turns import Slot
@@ -58,28 +58,24 @@ class Worker:
         device: the device.
 
     Attributes:
+        arena: weights and gradients of the open slot, gradients of the last one, and weights of the next one.
         uploads: uploads of weights.
-        weights: its arenas: of the open slot and of the next one. The plan may use the first one only.
-        gradients: arenas for gradients: of the open slot and of the last one, which may still be downloading. The plan
-            may use the first one only.
         thread: the thread on which everything here runs, except what `run_here` runs in its place.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.index = device.index
-        self.uploads = WeightUploads(device)
-        self.weights = self.uploads.arenas
-        self.gradients = [Arena(device, "gradients"), Arena(device, "gradients of the last stage")]
+        self.arena = StageArena(device)
+        self.uploads = WeightUploads(device, self.arena)
+        self._late_gradients = Arena(device, "gradients")
+        """For a slot that has more of them than when the arena was made."""
         self.copies = Arena(device, "unpacked weights")
         """For the open slot, where its stage keeps what it has unpacked."""
         self.room = PrefetchBudget()
         """Budget for prefetched tensors."""
         self.departures = Departures()
-        self._arenas: Arenas = BOTH
-        """How many arenas of each kind are used."""
-        self._gradient_turn = 0
-        self._is_open = False
+        self._open: Slot | None = None
         self._gradients_free: list[Event] = []
         """Events that the first backward of the open slot waits for."""
         self._replicas: dict[int, tuple[Replica, ReplicaBuffers]] = {}
@@ -171,56 +167,36 @@ class Worker:
         self.forget()
         for arena in self._arenas_of_all_kinds:
             if deadline is not None:
-                arena.last_use = None  # after a failure, work on the arena may never finish
+                arena.abandon()  # after a failure, work on the arena may never finish
             arena.release()
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
-    def reserve(
-        self,
-        weights: int,
-        gradients: int,
-        room: int | None = 0,
-        lead: int = 0,
-        arenas: Arenas | None = None,
-        copies: int = 0,
-    ) -> None:
-        """Grow the arenas to what the largest stage needs, and free them first if there will be others.
+    def reserve(self, reserved: Reserved, *, at_least: bool = False) -> None:
+        """Make the arenas of the given sizes, and free the ones that there are first.
 
         No slot may be open or prepared.
 
         Args:
-            weights: bytes of weights of the largest stage.
-            gradients: bytes of gradients of the largest stage.
-            room: bytes that the memory budget leaves for prefetched tensors; None means no limit.
-            lead: bytes that the memory budget leaves for calls in flight.
-            arenas: arenas to use for weights and for gradients; None: as many as now.
-            copies: bytes of unpacked weights of the stage that keeps most of them.
+            reserved: what the plan has the worker reserve.
+            at_least: whether larger arenas may stay.
         """
-        assert not self._is_open, "arenas of an open slot cannot be replaced"
-        self.room.limit, self.lead = room, lead
-        if arenas is not None and arenas != self._arenas:
-            self.release()
-            self._arenas, self._gradient_turn = arenas, 0
-            self.uploads.use(arenas[0])
-        of_weights, of_gradients = self._arenas
-        needed = [(arena, weights) for arena in self.weights[:of_weights]]
-        needed += [(arena, gradients) for arena in self.gradients[:of_gradients] if gradients]
-        needed += [(self.copies, copies)] if copies else []
-        growing = [(arena, nbytes) for arena, nbytes in needed if not arena.has(nbytes)]
-        superfluous = self.copies.buffer is not None and not copies
-        if growing or superfluous:
+        self._give_up_open()
+        self.room.limit, self.lead = reserved.room, reserved.lead
+        needed = {self.arena: reserved.arena, self.copies: reserved.copies}
+        changing = [arena for arena, nbytes in needed.items() if not arena.suits(nbytes, at_least=at_least)]
+        if changing or self._late_gradients.buffer is not None:
             self.forget()  # replicas hold views of the arenas
-        if superfluous:
-            self.copies.release()
-        for arena, _ in growing:  # free all before allocating any: old and new may not fit together
+        self._late_gradients.release()
+        for arena in changing:  # free all before allocating any: old and new may not fit together
             arena.release()
-        for arena, nbytes in growing:
-            arena.make(nbytes)
+        for arena in changing:
+            if needed[arena] or arena is self.arena:
+                arena.make(needed[arena])
 
     def prepare(self, slot: Slot) -> None:
         """Enqueue the uploads of a slot's weights [2]."""
-        self.uploads.prepare(slot, is_open=self._is_open)
+        self.uploads.prepare(slot)
 
     def cancel(self, slot: Slot) -> None:
         """Undo `prepare` for a slot that will not open."""
@@ -236,15 +212,15 @@ class Worker:
         Returns:
             Whether all microbatches have left the slot already, so that the caller must close it.
         """
-        if slot.arena is None:
-            if not self.uploads.free_arena.has(needed := sum(layer.nbytes for layer in slot.layers)):
+        self._give_up_open()
+        if slot.place is None:
+            if not self.arena.has(needed := sum(layer.nbytes for layer in slot.layers)):
                 self._unbind()  # a layer that the plan does not have
-                self.uploads.free_arena.grow(needed)
+                self.arena.grow(needed)
             self.prepare(slot)
-        assert slot.arena is not None
-        self._is_open = True
-        arena = self.weights[slot.arena]
-        cuts = arena.cut(layer.nbytes for layer in slot.layers)
+        assert slot.place is not None
+        self._open = slot
+        cuts = self.arena.tensors(slot.place.weights)
         self._segments = {layer.index: cut for layer, cut in zip(slot.layers, cuts, strict=True)}
         for layer in slot.layers:
             whole = functools.partial(self._whole, slot, layer)
@@ -253,7 +229,7 @@ class Worker:
         if not slot.side_by_side:
             slot.wait_for_predecessor(slot.cancel_scope)
         self._open_gradients(slot)
-        if following is not None and following.arena is None:
+        if following is not None and following.place is None:
             self.prepare(following)
         return slot.open()
 
@@ -274,16 +250,12 @@ class Worker:
         self._device_gradients, self._sent = {}, set()
         if not sums:
             return
-        arena = self.gradients[self._gradient_turn]
-        needed = sum(s.layout.nbytes for s in sums.values())
-        if not arena.has(needed):  # parameters that were frozen when arenas were reserved are trained now
-            arena.grow(needed)
-        stream = self.device.weights_up
-        if arena.last_use is not None:
-            self._gradients_free.append(arena.last_use)  # [6]
-            if any(any(DeviceGradSums.continued(host)) for host in sums.values()):
-                stream.wait(arena.last_use)
-        for (call, host), segment in zip(sums.items(), arena.cut(s.layout.nbytes for s in sums.values()), strict=True):
+        stream, continues = self.device.weights_up, any(any(DeviceGradSums.continued(host)) for host in sums.values())
+        segments, before = self._place_gradients(slot, [host.layout.nbytes for host in sums.values()])
+        self._gradients_free.extend(before)  # [6]
+        for event in before if continues else ():
+            stream.wait(event)
+        for (call, host), segment in zip(sums.items(), segments, strict=True):
             gradients = self._device_gradients[call] = DeviceGradSums(host, segment)
             if any(gradients.present):
                 if host.arrived is not None:
@@ -295,29 +267,54 @@ class Worker:
                 where = EventSource(slot.index, slot.phase, call, host.layer.name)
                 slot.recorder.add("upload_gradients", self.index, start, end, -1, host.layout.nbytes, where)
 
+    def _place_gradients(self, slot: Slot, sizes: Sequence[int]) -> tuple[list[Tensor], list[Event]]:
+        """Return memory for gradients, and the events after which it is free."""
+        place, arena = slot.place, self.arena
+        assert place is not None
+        if arena.add_gradients(place, sizes):
+            assert place.gradients is not None
+            before = arena.before(place.gradients.start, place.gradients.end, place) or []
+            return arena.tensors(place.gradients), [r.last_use for r in before if r.last_use is not None]
+        late = self._late_gradients  # parameters that were frozen when arenas were reserved are trained now
+        if not late.has(sum(sizes)):
+            late.grow(sum(sizes))
+        return late.cut(sizes), [] if late.last_use is None else [late.last_use]
+
     def close_slot(self, slot: Slot) -> None:
-        """Enqueue the downloads of the gradients that are left, and release the weight arena behind the compute [5]."""
+        """Enqueue the downloads of the gradients that are left, and free the slot's place behind the compute [5]."""
         for layer in slot.layers:  # also the layers that were not called: their uploads write to the arena
             self.device.compute.wait(self._upload_of(slot, layer))
-        done = self.device.compute.record()
         if slot.side_by_side:
             slot.wait_for_predecessor(slot.cancel_scope)
         if self._device_gradients or self._sent:
             self._send_gradients(slot)
-        assert slot.arena is not None
-        arena = self.weights[slot.arena]
-        arena.last_use = done
-        if arena.buffer is not None:
-            self.device.compute.poison(arena.buffer)
-            arena.last_use = self.device.compute.record()
+        assert slot.place is not None
+        weights = slot.place.weights
+        self.device.compute.poison(self.arena.bytes_of(weights.start, weights.end))
+        weights.last_use = self.device.compute.record()
+        self.arena.retire(slot.place)
         if slot.unpacks_once and self.copies.buffer is not None:
             for layer in slot.layers:
                 self.replica(layer).copies.open(None)
             self.device.compute.poison(self.copies.buffer)
             self.copies.last_use = self.device.compute.record()
         self._segments = {}
-        self._is_open = False
+        self._open = None
+        self.uploads.proceed()
         slot.close()
+
+    def _give_up_open(self) -> None:
+        """Free the place of a slot that is not closed: a call has raised an error, which user code has caught."""
+        slot, self._open = self._open, None
+        if slot is None or slot.place is None:
+            return
+        self.device.compute.wait(self.device.weights_up.record())
+        self.device.gradients_down.wait(self.device.compute.record())
+        slot.place.weights.last_use = self.device.compute.record()
+        if (gradients := slot.place.gradients) is not None:
+            gradients.last_use = self.device.gradients_down.record()
+        self.arena.retire(slot.place)
+        self.uploads.proceed()
 
     def send_final(self, slot: Slot, call: int, microbatch: int) -> bool:
         """Enqueue the download of a call's gradients, if no other microbatch will add to them [4].
@@ -348,11 +345,12 @@ class Worker:
         for call, gradients in self._device_gradients.items():
             if any(gradients.present):
                 self._send(slot, call, gradients)
-        stream, arena = self.device.gradients_down, self.gradients[self._gradient_turn]
-        if arena.buffer is not None:
-            stream.poison(arena.buffer)
-        arena.last_use = stream.record()
-        self._gradient_turn = (self._gradient_turn + 1) % self._arenas[1]
+        stream, place = self.device.gradients_down, slot.place
+        if place is not None and (region := place.gradients) is not None:
+            stream.poison(self.arena.bytes_of(region.start, region.end))
+            region.last_use = stream.record()
+        else:
+            self._late_gradients.last_use = stream.record()
         self._device_gradients, self._sent = {}, set()
 
     def _send(self, slot: Slot, call: int, gradients: DeviceGradSums) -> None:
@@ -455,7 +453,7 @@ class Worker:
 
     @property
     def _arenas_of_all_kinds(self) -> tuple[Arena, ...]:
-        return (*self.weights, *self.gradients, self.copies)
+        return (self.arena, self._late_gradients, self.copies)
 
     def keep_until_computed(self, *tensors: Any) -> None:
         """Keep ``tensors`` alive until the compute enqueued so far is done, and limit how far the host runs ahead.
@@ -495,7 +493,8 @@ class Worker:
         self._sent.clear()
         self._gradients_free.clear()
         self._segments.clear()
-        self._is_open = False
+        self.uploads.forget()
+        self._open = None
         self._in_flight = InFlight()
         self.departures.clear()
 
@@ -507,4 +506,4 @@ class Worker:
         """Reset the worker after a failure, when the device is at rest and has dropped the work enqueued on arenas."""
         self.forget()
         for arena in self._arenas_of_all_kinds:
-            arena.last_use = None
+            arena.abandon()

@@ -12,11 +12,11 @@ from torch import nn
 
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.messages import gib, plural
+from lightning_roundpipe.messages import gib
 from lightning_roundpipe.model.layers import find_layers, find_requested
 from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fit
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.memory import ARENAS, SINGLE, Memory, device_bytes, planned_bytes
+from lightning_roundpipe.planning.memory import BESIDE, Memory, device_bytes, planned_bytes
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.flat_params import aligned
@@ -55,7 +55,7 @@ def worker_bytes(options: Options, devices: Sequence[Device]) -> int | None:
 
 
 def room_for_calls(layers: Sequence[HostLayer], options: Options, devices: Sequence[Device]) -> int | None:
-    """Return the bytes that each worker has for a call beside the largest layer's arenas, or None without a limit."""
+    """Return the bytes that each worker has for a call beside the largest layer's arena, or None without a limit."""
     limit = worker_bytes(options, devices)
     if limit is None:
         return None
@@ -125,7 +125,7 @@ def capacity_of(devices: Sequence[Device]) -> int | None:
 def layers_that_fit(
     module: nn.Module, options: Options, devices: Sequence[Device], formats: Formats, *, fitting: bool = True
 ) -> Refined:
-    """Find the layers of ``module`` and cut those whose arenas do not fit.
+    """Find the layers of ``module`` and cut those that do not fit into an arena.
 
     Raises:
         ValueError: if a layer neither fits nor can be cut.
@@ -135,7 +135,7 @@ def layers_that_fit(
     if allowed is None or not found:
         return Refined(found)
     whole = set(find_requested(module, options.layers or ()))
-    refined = cut_to_fit(found, lambda layer: _size_of(layer, formats), allowed // ARENAS, whole)
+    refined = cut_to_fit(found, lambda layer: _size_of(layer, formats), allowed // BESIDE, whole)
     limit, setting = allowed, "memory_budget"
     if options.memory_budget is None:  # the planner sees to the share that is left for activations
         capacity = capacity_of(devices)
@@ -168,10 +168,9 @@ def check_plan_fits(plan: Plan, costs: Costs, options: Options, devices: Sequenc
         return
     if (need := device_bytes(plan, costs, len(devices))) > limit:
         raise ValueError(
-            f"plan: it needs {need:,} bytes on each worker ({plural(plan.weight_arenas, 'arena')} for weights and "
-            f"{plural(plan.gradient_arenas, 'arena')} for gradients of the largest stages, {_copies(plan)}"
+            f"plan: it needs {need:,} bytes on each worker (weights and gradients of the largest stage, {_copies(plan)}"
             f"activations, and boundary tensors of microbatches that wait), but memory_budget allows {limit:,}. Cut it "
-            f"into more stages or smaller rounds, {_fewer_arenas(plan)}{_fewer_copies(plan)}or raise memory_budget."
+            f"into more stages or smaller rounds, {_fewer_copies(plan)}or raise memory_budget."
             f"{libraries_note(options, devices)}"
         )
 
@@ -184,13 +183,3 @@ def _fewer_copies(plan: Plan) -> str:
     """Return the part of a remedy that has each use unpack its weights; empty if it does."""
     once = str(plan).partition("; unpack once ")[2]
     return f"leave out '; unpack once {once}', " if once else ""
-
-
-def _fewer_arenas(plan: Plan) -> str:
-    """Return the part of a remedy that has the plan use single arenas; empty if it does."""
-    if plan.arenas == SINGLE:
-        return ""
-    there = str(plan).partition("; single ")[2].partition(";")[0]
-    if there:
-        return f"replace 'single {there}' by 'single weights gradients', "
-    return "add '; single weights gradients', "

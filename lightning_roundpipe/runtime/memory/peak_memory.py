@@ -30,8 +30,10 @@ class PeakMemoryMeter:
     def __init__(self, device: Device, given: Iterable[Tensor]) -> None:
         given = list(given)
         self._device = device
-        # A pending download holds its source. Freed during the call, that would hide as many bytes of the call's own.
+        # A copy stream holds what it copies. Freed during the call, that would hide as many bytes of the call's own.
         device.activations_down.synchronize()
+        device.activations_up.synchronize()
+        device.drop_finished()
         self._tracked = device.track(given, INPUTS)
         device.reset_peak()
         self._before = device.resident_bytes() - storage_bytes(given)

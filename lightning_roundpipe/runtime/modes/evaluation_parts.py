@@ -33,6 +33,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.forward_plan import ForwardPlan, plan_forward
+from lightning_roundpipe.planning.memory import BESIDE
 from lightning_roundpipe.planning.nominal import nominal
 from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.logs import log_as
@@ -391,11 +392,11 @@ class Parting:
             device.compute.synchronize()
 
     def _plan(self, known: _CallKind, sizes: list[int]) -> ForwardPlan:
-        """Return a plan for parts of these sizes, whose stages fit the existing weight arenas."""
+        """Return a plan for parts of these sizes, whose stages fit the arenas that there are, next to each other."""
         assert known.trace is not None
         if (made := known.plans.get(tuple(sizes))) is not None:
             return made
-        rooms = [worker.weights[0].buffer for worker in self._engine.worker_pool.workers]
+        rooms = [worker.arena.buffer for worker in self._engine.worker_pool.workers]
         calls = zip(known.trace.calls, known.seconds, strict=True)
         costs = Costs(
             tuple(
@@ -403,7 +404,8 @@ class Parting:
                 for call, seconds in calls
             )
         )
-        size, workers = min((room.numel() for room in rooms if room is not None), default=None), len(rooms)
+        size = min((room.numel() // BESIDE for room in rooms if room is not None), default=None)
+        workers = len(rooms)
         rates = dataclasses.replace(nominal(self._engine.worker_pool.accelerator or "cpu"), workers=workers)
         turn_s = rates.hop_s + rates.turn_s if known.home is not None else 0.0  # expected times only compare calls
         plan = known.plans[tuple(sizes)] = plan_forward(costs, workers, sizes, rates.link(rates).upload, turn_s, size)

@@ -14,29 +14,25 @@ from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.memory import (
-    ARENAS,
-    BOTH,
-    SINGLE,
+    BESIDE,
     Memory,
+    Reserved,
     ahead_within,
     boundary_bytes,
-    copies_bytes,
-    device_bytes,
     fits,
-    lead_within,
-    of_worker,
     partition_within,
+    reserved_within,
     unpacked_within,
 )
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.planning.nominal import nominal, with_times_of_bytes
 from lightning_roundpipe.planning.pipeline import Rules, period_of_ends, step_ends
 from lightning_roundpipe.planning.profile import Hardware
-from lightning_roundpipe.planning.schedule import Plan, Stage
+from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, partly_fused, search_partition, unpacking_plans
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.learned import Learned
-from lightning_roundpipe.runtime.core.trace import OtherCalls, Trace, distinct_layers
+from lightning_roundpipe.runtime.core.trace import OtherCalls, Trace
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.runtime.memory.budget import (
     check_plan_fits,
@@ -68,7 +64,7 @@ _MOST_TURNS = 60_000
 
 def needs_offloading(plan: Plan, costs: Costs, workers: int, limit: Memory | None) -> bool:
     """Return whether ``plan`` does not fit into workers if the outputs of waiting microbatches stay there."""
-    return limit is not None and not fits(plan, costs.without_offloading(), workers, limit)
+    return not fits(plan, costs.without_offloading(), workers, limit, ahead=True, most=True)
 
 
 class Planner:
@@ -144,8 +140,8 @@ class Planner:
             try:
                 with interrupts_allowed():  # the search may be long, and an interrupt leaves nothing half done
                     plan = self._cut(costs, trace, microbatches, limit, fuses=fuses)
-                    # Stages unpack packed weights once where there is room for that.
-                    plan = unpacked_within(plan, costs, len(self._workers), microbatches, limit)
+                    if not plan.unpack_once:  # beside the largest arena, stages unpack once wherever there is room
+                        plan = unpacked_within(plan, costs, len(self._workers), microbatches, limit, most=True)
             except ValueError as error:
                 raise DoesNotFit(f"{error}{libraries_note(options, self._devices)}") from None
         if buffer := trace.torn_buffer(plan):
@@ -155,7 +151,7 @@ class Planner:
         learned.offloads = needs_offloading(plan, costs, len(self._workers), limit)
         if not learned.offloads:
             learned.costs = costs = costs.without_offloading()
-        self._reserve_for(plan, costs, trace, limit)
+        self._reserve_for(plan, costs, limit)
         learned.plan = plan
 
     def _cut(self, costs: Costs, trace: Trace, microbatches: int, limit: Memory | None, *, fuses: bool) -> Plan:
@@ -166,7 +162,7 @@ class Planner:
         if fuses:  # else no gradient comes before all outputs are there, and recomputing ahead gains nothing
             plan = ahead_within(plan, costs, workers, limit)
         stale = bool(options.staleness)
-        rules = self._rules(costs)
+        rules = replace(self._rules(costs), memory=limit)
 
         def step_s(plan: Plan) -> float:
             """Seconds of each of several steps, with their copies and updates, as `roundpipe-plan` counts them."""
@@ -241,39 +237,29 @@ class Planner:
         self._learned.in_order = True
         self._engine.hints.say("order", f"{why}, so microbatches run one after another, without a plan.")
 
-    def _reserve_for(self, plan: Plan, costs: Costs, trace: Trace, limit: Memory | None) -> None:
+    def _reserve_for(self, plan: Plan, costs: Costs, limit: Memory | None) -> None:
         """Reserve what the stages need that come to each worker: to any of them, unless their memory is unequal."""
-        sizes = [_arenas_of(trace, stage) for stage in plan.stages()]
         workers = len(self._workers)
         for worker in self._workers:
             own = worker.index if isinstance(limit, tuple) else None
             budget = limit[worker.index] if isinstance(limit, tuple) else limit
-            stages = [sizes[position] for position in of_worker(plan, workers, own)]
-            weights, gradients = (max(each) for each in zip(*stages, strict=True))
-            lead = lead_within(plan, costs, workers, budget, worker.device.lead_bytes, own)
-            # What is left for prefetched activations:
-            room = None if budget is None else max(0, budget - device_bytes(plan, costs, workers, own) - lead)
-            copies = copies_bytes(plan, costs, workers, own)
-            worker.reserve(weights, gradients, room, lead, plan.arenas, copies)
+            worker.reserve(reserved_within(plan, costs, workers, budget, worker.device.lead_bytes, own))
         self._devices[0].reserve_host(boundary_bytes(plan, costs))
 
     def reserve_for_layers(self) -> None:
-        """Make the arenas as large as the largest layer: without a plan, workers hold one layer at a time.
+        """Make the arenas large enough for a layer: without a plan, workers hold one layer at a time.
 
-        Under a memory budget there are as many as the plan in the options says, or one of each kind where two would
-        leave less than half of it for activations.
+        They have room for the weights of the next one, unless a memory budget would have less than half of it left for
+        activations.
         """
         layers = self._engine.model.layers
         weights = max((layer.nbytes for layer in layers), default=0)
-        gradients = max((GradientLayout(layer).nbytes for layer in layers), default=0)
+        arena = weights + max((GradientLayout(layer).nbytes for layer in layers), default=0)
         limit = worker_bytes(self._options, self._devices)
-        arenas = BOTH
-        if limit is not None and (text := self._options.plan_text) is not None:
-            arenas = Plan.parse(text).arenas
-        elif limit is not None and 2 * ARENAS * (weights + gradients) > limit:
-            arenas = SINGLE
+        if limit is None or 2 * BESIDE * arena <= limit:
+            arena *= BESIDE
         for worker in self._workers:
-            worker.reserve(weights, gradients, arenas=arenas)
+            worker.reserve(Reserved(arena), at_least=limit is None)
 
     def learn_again(self) -> None:
         """Drop the plan, but not the trace, as microbatches have left the plan: the next batches add their calls."""
@@ -298,15 +284,6 @@ class Planner:
         for worker in self._workers:
             worker.forget()
         self.reserve_for_layers()
-
-
-def _arenas_of(trace: Trace, stage: Stage) -> tuple[int, int]:
-    """Return the bytes of the arenas for weights and for gradients that a stage needs."""
-    calls = trace.calls[stage.first : stage.last + 1]
-    loaded = [c for c in calls if stage.phase != "backward" or c.taped]
-    weights = sum(layer.nbytes for layer in distinct_layers(loaded))
-    trained = [GradientLayout(c.layer).nbytes for c in calls if c.taped and stage.phase != "forward"]
-    return weights, sum(trained)
 
 
 def rates_of(device: Device) -> Hardware:

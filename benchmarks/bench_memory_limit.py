@@ -1,0 +1,100 @@
+"""What a worker's memory costs: tokens a second that are planned within 24 GiB, over those that are without a limit.
+
+    .venv/bin/python benchmarks/bench_memory_limit.py [--markdown]
+
+The models and batches are the paper's (`measured.json`), on eight RTX 4090 with sequences of 2,048 tokens. Plans are
+those of the default search, which counts its work, so the figures are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bench_validation import LENGTH, MACHINES, NO_LIMIT, read_rows, shape_at
+from rich.console import Console
+from rich.table import Table
+
+from lightning_roundpipe.commands.plan_model import look_at
+from lightning_roundpipe.commands.plan_shape import Wish
+from lightning_roundpipe.planning.memory import arena_bytes, reserved_within
+
+DEVICES, MACHINE = 8, "rtx4090"
+GIB = 2**30
+HEADINGS = ("model", "mode", "without a limit", "within 24 GiB", "ratio", "largest stage", "arena", "of use")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model's plans with and without a limit.
+
+    Attributes:
+        name: the model.
+        mode: ``"sync"`` or ``"async"``.
+        free: tokens a second without a limit.
+        within: tokens a second with one.
+        least, arena, most: bytes of the largest stage, of the arena, and of the largest arena that is of use.
+    """
+
+    name: str
+    mode: str
+    free: float
+    within: float
+    least: int
+    arena: int
+    most: int
+
+    def cells(self) -> tuple[str, ...]:
+        sizes = (f"{size / GIB:.1f} GiB" for size in (self.least, self.arena, self.most))
+        return (
+            self.name, self.mode, f"{self.free:,.0f}", f"{self.within:,.0f}", f"{self.within / self.free:.3f}", *sizes,
+        )  # fmt: skip
+
+
+def compare(row: dict[str, Any]) -> Row:
+    """Plan a row of `measured.json` without a limit, and within the memory of its devices."""
+    microbatches = row["microbatches"] * row["passes"]
+    wish = Wish(
+        model=row["model"].removesuffix("-lora").replace("-", "_").replace(".", "_"),
+        hardware=MACHINES[MACHINE],
+        lora="attention" if row["model"].endswith("-lora") else "none",
+        precision="16-true",
+        sequence_length=LENGTH,
+        microbatch_size=max(1, round(row["batch"] / microbatches)),
+        microbatches=microbatches,
+        max_round=row["microbatches"],
+        workers=DEVICES,
+        staleness=1 if row["mode"] == "async" else 0,
+        memory=NO_LIMIT,
+        host_memory=NO_LIMIT,
+    )
+    shape = shape_at(replace(wish, sequence_length=None, microbatch_size=None, microbatches=None, max_round=None))
+    free, within = (look_at(shape, replace(wish, memory=memory), longest=False) for memory in (NO_LIMIT, None))
+    least, most = arena_bytes(within.plan, within.costs, DEVICES)
+    arena = reserved_within(within.plan, within.costs, DEVICES, within.memory).arena
+    return Row(row["model"], row["mode"], free.tokens_per_s, within.tokens_per_s, least, arena, most)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--markdown", action="store_true", help="print the table as the page has it")
+    arguments = parser.parse_args()
+    rows = [
+        compare(row)
+        for row in read_rows()
+        if (row["gpus"], row["hardware"], row["sequence"]) == (DEVICES, MACHINE, LENGTH)
+    ]
+    if arguments.markdown:
+        print(f"| {' | '.join(HEADINGS)} |\n| --- | --- |{' ---: |' * (len(HEADINGS) - 2)}")
+        for row in rows:
+            print(f"| {' | '.join(row.cells())} |")
+        return
+    table = Table(*HEADINGS)
+    for row in rows:
+        table.add_row(*row.cells())
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
