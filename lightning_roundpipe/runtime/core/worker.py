@@ -181,7 +181,7 @@ class Worker:
             reserved: what the plan has the worker reserve.
             at_least: whether larger arenas may stay.
         """
-        self._give_up_open()
+        assert self._open is None, "arenas of an open slot cannot be replaced"
         self.room.limit, self.lead = reserved.room, reserved.lead
         needed = {self.arena: reserved.arena, self.copies: reserved.copies}
         changing = [arena for arena, nbytes in needed.items() if not arena.suits(nbytes, at_least=at_least)]
