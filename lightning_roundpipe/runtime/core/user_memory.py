@@ -2,12 +2,16 @@
 
 The first batch runs its microbatches one after another. While user code runs, nothing else changes what is resident on
 the workers. So what a section of user code adds, beside the outputs of calls that it drops, is what it has made: on a
-GPU all tensors between layers, and what autograd has saved of them. Emulated devices do not count these.
+GPU all tensors between layers, and what autograd has saved of them. Emulated devices do not count these. What libraries
+keep for the thread is not the section's: they allocate it before.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+
+import torch
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.planning.crossing import Crossing
@@ -32,10 +36,17 @@ class UserCodeMemory:
         self._worker_pool, self._crossing = worker_pool, crossing
         self._resident = self._outputs = 0
         self._meter: PeakMemoryMeter | None = None
+        self._warm: set[tuple[Device, int]] = set()
+        """Devices and threads for which libraries have allocated what they keep. Each call of a model has a thread."""
 
     def begin(self, device: Device | None) -> None:
         """Begin a section on ``device``; None: on the first one."""
-        self._meter = self.meter(device)
+        where = device or self._worker_pool.devices[0]
+        if (thread := (where, threading.get_ident())) not in self._warm:
+            self._warm.add(thread)
+            with torch._C.DisableTorchFunction():  # it is none of the user's operations
+                where.warm_up()
+        self._meter = self.meter(where)
         self._resident, self._outputs = self._resident_bytes(), self._crossing.held_bytes()
 
     def end(self, calls: Sequence[TracedCall]) -> None:
