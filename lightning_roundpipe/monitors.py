@@ -145,12 +145,16 @@ def rehearsing(trainer: Trainer, told: Callable[[], None]) -> Iterator[list[tupl
     around |= {f"data set {i}": data_set for i, data_set in enumerate(_data_sets(trainer))}
     others += [(name, value) for name, value in around.items() if value is not None and not _has_thread(value)]
     others.append(("trainer.", Namespace(vars(trainer), without=("callbacks", "datamodule"))))
+    groups = [(optimizer.param_groups, list(optimizer.param_groups)) for optimizer in trainer.optimizers]
     loggers = trainer.loggers
     trainer.loggers = [_SilentLogger(told) for _ in loggers]
     try:
         yield others
     finally:
         trainer.loggers = loggers
+        parameters = set(map(id, trainer.lightning_module.parameters()))
+        for now, before in groups:  # what training_step registers is gone again, and the step registers another one
+            now[:] = [x for x in now if any(x is y for y in before) or parameters.issuperset(map(id, x["params"]))]
 
 
 def _data_sets(trainer: Trainer) -> Iterator[Any]:

@@ -213,8 +213,8 @@ class RoundPipePrecision(Precision):
                 f"precision={self.precision!r} skips steps whose gradients overflow, and LBFGS computes gradients "
                 "within its step: use another optimizer, or a bf16 precision."
             )
-        apart = self.clipping is not None  # gradients are not in .grad, and the engine steps
         result = closure()
+        apart = self.clipping is not None  # gradients are not in .grad, and the engine steps
         self.skipped = result is None and model.automatic_optimization
         if not (apart or self.skipped):
             self.scaler.unscale_(optimizer)

@@ -467,6 +467,8 @@ class RoundPipeStrategy(SeveralMachines):
         if module.trainer.should_stop and not stopping and engine.parts > 1:
             engine.hints.of_stopping()
         self._stepping.refuse_late_hooks()
+        if not self._stepping.apart:  # the batch may have switched to that
+            self._precision.clipping = None
         self._announcements.after()
         return output
 

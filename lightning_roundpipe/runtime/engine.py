@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_roundpipe.config import Options
+from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.machines.peers import Peers
@@ -121,6 +121,7 @@ class Engine:
         self.batches_left: Callable[[], float] = lambda: 0.0
         """Function that returns how many batches will be trained on, as far as it is known: a search has to pay."""
         self._trainable = model.trainable()
+        self._named = list(module.named_parameters())
         self.structure = Structure(module, [x.module for x in model.layers])
         self.hints = Hints(module, inform)
         self.cutter = Cutter(options, module, len(devices), self.hints, alone=peers is None)
@@ -237,17 +238,45 @@ class Engine:
             elif microbatches == 1:
                 learned.recent = step.traces[0]
             self._scope.refuse()
+            if step.late:
+                self._refuse_late(step)
             if step.off_plan is not None and step.off_plan.left:
                 self._learn_from(step.off_plan)
             if step.in_parts:
                 self._scope.look_again(function, batch, rest, seed, step.sizes, step.joined)
             self._given = step.gradients
-            if self.updates is not None and step.gradients is not None:
+            if self.updates is not None and step.gradients is not None and not step.late:
                 self.updates.offer(step.gradients)
         finally:
             if not (step.spec.overlaps and step.gradients is not None) or self._state_moves():
                 self._drain()
+        if step.late:
+            self.enable_async_optimizer(None)  # until the engine is set up again, before the next batch
         return output
+
+    def _refuse_late(self, step: Step) -> None:
+        """Raise if the step's late parameters cannot be trained from here on.
+
+        Raises:
+            RoundPipeError: an option needs to know all parameters before the step, or microbatches have computed with
+                a parameter that others have replaced.
+        """
+        registered = f"training_step registered parameter {self.model.name_of(step.late[0])!r}"
+        if self.options.staleness or self.context.exchange is not None:
+            why = "with staleness=1" if self.options.staleness else "on several machines"
+            raise RoundPipeError(
+                f"{registered} and computes with it, which is not possible {why}: the optimizer knows its parameters "
+                "before a step. Register it between steps, for example in on_train_batch_start."
+            )
+        assert step.gradients is not None
+        now = set(map(id, self.model.module.parameters()))
+        gone = [p for p in step.gradients.masters if id(p) not in now]
+        if step.in_parts and gone:
+            name = next((name for name, p in self._named if p is gone[0]), "")
+            raise RoundPipeError(
+                f"{registered} and replaced {name!r}, with which other microbatches of the batch have computed. "
+                "Replace it between steps, for example in on_train_batch_start, or set num_microbatches=1."
+            )
 
     def _plan_from(self, step: Step, microbatches: int) -> None:
         """Make a plan; or turn tiles on, with which the next batch is learned, if no plan fits without them."""

@@ -50,6 +50,7 @@ from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundin
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
+from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.runtime.user_code.graph_cuts import GraphCut, driven_backward, witness
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
@@ -152,6 +153,10 @@ class MicrobatchTask:
         self._written: list[nn.Parameter] = []
         """Masters that user code wrote to by way of ``.data``: uploaded copies may be out of date."""
         self._user_memory = UserCodeMemory(engine.worker_pool, self.trace.crossing)
+        self.late: list[nn.Parameter] = []
+        """Trained parameters that training_step has registered outside the layers since the engine was set up."""
+        self._accumulators = Accumulators()
+        """Of the late parameters."""
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -175,6 +180,7 @@ class MicrobatchTask:
                     self.segments.close()
                     self.activations.move_to(None)
                     self._prefetcher.end()
+                    self._accumulators.end()
             self._slots.finish(self.index)
         except BaseException as error:
             if self._left_plan_at:
@@ -202,6 +208,7 @@ class MicrobatchTask:
                 recorded.held = []  # no further call can leave the plan
             self.mode.judge(loss, self._step.sizes[self.index])
             self._announce()
+            self._watch_late()
             if loss is not None:
                 self.weight = self._step.weighing.of(self)
                 self._backward_of_loss(loss)
@@ -589,6 +596,17 @@ class MicrobatchTask:
         self.segments.used_unseen(master)
         self.mode.proxies.passed(master, grad)
         return True
+
+    def _watch_late(self) -> None:
+        """After user code and before its backward: find the parameters that it has registered and computed with.
+
+        Their gradients are handed out with those of masters. Autograd would add them to ``.grad`` at once, where
+        ``zero_grad`` comes after them, and without the weight of the microbatch.
+        """
+        if self.mode.met_others:
+            model = self.engine.model
+            self.late = [p for p in model.module.parameters() if p.requires_grad and id(p) not in model.bucket_of]
+            self._accumulators.watch(self.late)
 
     def _walk_tape(self) -> None:
         """Run the backward of every call on the tape, deepest first [5]."""

@@ -168,20 +168,23 @@ class UserCodeSections:
                 parameter would be called with a part of its gradient.
         """
         step, engine = self._step, self._engine
-        bucket = engine.model.bucket_of[id(master)]
+        bucket = engine.model.bucket_of.get(id(master))
         why = ""
-        if bucket.read(master) is not master:
+        if bucket is None:
+            pass  # registered in this step: nothing has a copy of it or updates it
+        elif bucket.read(master) is not master:
             why = "with staleness=1 or a *-true precision of 16 bits this step computes with a copy of it"
         elif bucket not in engine.learned.read_by_user_code and (not step.undisturbed or self._too_late_for(bucket)):
             why = "it did not in the first batch, so it may have read the parameter while the optimizer changed it"
-        elif master._backward_hooks:
+        if not why and master._backward_hooks:
             why = "a hook on the parameter would be called with a part of its gradient"
         if why:
             raise RoundPipeError(
                 f"{user_of(master)} uses parameter {engine.model.name_of(master)!r} itself, by another way than a "
                 f"torch function: {why}. Give it parameter.clone() instead."
             )
-        self.read.add(bucket)
+        if bucket is not None:
+            self.read.add(bucket)
 
     def wait_for(self, what: Versioned, version: int) -> None:
         """Wait, within a section, until ``version`` of ``what`` is published."""

@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.planning.costs import Phase
@@ -141,6 +143,8 @@ class Step:
         self._when_closed: Callable[[], None] | None = None
         self.gradients: StepGradients | None = None
         """The gradients behind the merged loss; None until that exists."""
+        self.late: list[nn.Parameter] = []
+        """Trained parameters that training_step has registered outside the layers in this step, and computed with."""
         self.has_loss = False
         """Whether every microbatch returned a loss; ``training_step`` may also skip a batch."""
 
@@ -279,7 +283,7 @@ class Step:
             for run in self.runs:
                 if run.computed is not None:
                     run.computed.wait()
-        if self.off_plan is not None and self.off_plan.left:
+        if any(run.late for run in self.everybody) or (self.off_plan is not None and self.off_plan.left):
             self._wait_for_end()  # the next step's slots would come between those of these microbatches
 
     def _wait_for_end(self) -> None:
@@ -574,7 +578,9 @@ class Step:
         learned = self.engine.learned
         learned.read_by_user_code |= read  # makes a new frozenset: other threads may be iterating over the old one
         self.readiness.passed(learned.read_by_user_code)  # earlier batches have shown what backward reads
-        readiness = self.readiness if self.spec.updates is not None else None
+        # The optimizer's thread does not know late parameters, so gradients of this batch go to `.grad`.
+        self.late = list({id(p): p for run in self.everybody for p in run.late}.values())
+        readiness = self.readiness if self.spec.updates is not None and not self.late else None
         scale = self.engine.model.formats.scales.outside(self.spec.version)
         if (exchange := self.engine.exchange) is None:
             return StepGradients(sums, proxies, factor / scale, readiness)

@@ -116,6 +116,7 @@ class PartRun(MicrobatchTask):
                 with torch._C.DisableTorchFunction():
                     self.activations.restore_all()  # the batch's code holds what the model returns
                     self._give(output)
+            self._watch_late()
             del output
             if self.kept is not None:
                 self.kept.module_state.finished()
@@ -169,6 +170,7 @@ class PartRun(MicrobatchTask):
                     self.segments.close()
                     self.activations.move_to(None)
                     self._prefetcher.end()
+                    self._accumulators.end()
             self._slots.finish(self.index)
         except BaseException as error:
             self._cancel_scope.fail(error)

@@ -42,6 +42,7 @@ class StepGradients:
 
     Attributes:
         scale: the factor to multiply the gradients by; None until the loss has been differentiated.
+        masters: those that have a gradient; empty if gradients are taken bucket by bucket.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class StepGradients:
         self._factor = factor
         self.readiness = readiness
         self.scale: float | None = None
-        self._masters: list[nn.Parameter] = []
+        self.masters: list[nn.Parameter] = []
         if readiness is None:
             found = {id(master): master for total in sums for master in total.got()}
             found.update({id(master): master for master, _ in self._user_code()})
-            self._masters = list(found.values())
+            self.masters = list(found.values())
 
     def loss(self, value: Tensor, *, differentiable: bool) -> Tensor:
         """Return ``value`` as a node whose backward hands out the gradients.
@@ -77,7 +78,7 @@ class StepGradients:
                 itself. If so and no master has a gradient, backward does nothing.
         """
         with torch.enable_grad():
-            anchors: list[Tensor] = [*self._masters] or [torch.zeros((), requires_grad=True)]
+            anchors: list[Tensor] = [*self.masters] or [torch.zeros((), requires_grad=True)]
             loss: Tensor = _StepLoss.apply(self if differentiable else None, value, *anchors)  # type: ignore[no-untyped-call]
         return loss
 
@@ -87,7 +88,7 @@ class StepGradients:
         Returns:
             The gradients of the masters that have one; an empty list if they are taken bucket by bucket.
         """
-        if self.readiness is None and not self._masters and self._share is None:
+        if self.readiness is None and not self.masters and self._share is None:
             return []
         if self.scale is not None:
             raise RoundPipeError(
@@ -101,7 +102,7 @@ class StepGradients:
             total.handed_out = True
         taken = self._taken(self._sums, self._user_code())
         self.release()
-        return [taken.pop(id(master)) for master in self._masters]
+        return [taken.pop(id(master)) for master in self.masters]
 
     def weigh(self) -> None:
         """Multiply `scale` by the share of this batch in those of all machines. Call it once, on each machine."""

@@ -144,6 +144,7 @@ class UserCodeMode(TorchFunctionMode):
     Attributes:
         returning: whether a backward runs; what it computes is not a loss.
         padded_calls: of each call of an encoder with a padding mask, what `PaddedCalls` compares.
+        met_others: whether user code has computed with a trained ``nn.Parameter`` that is no master.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class UserCodeMode(TorchFunctionMode):
         self.proxies = Proxies(read)
         self._read = read
         self.sums = Sums()
-        self.returning = False
+        self.returning = self.met_others = False
         self.padded_calls: list[bool | None] = []
         self._data: list[tuple[nn.Parameter, Tensor, int]] = []
         """Per ``.data`` of a master that was read: the master, the data's `witness`, and the version at that time."""
@@ -349,7 +350,10 @@ class UserCodeMode(TorchFunctionMode):
         return self.proxies.of(value) if self._train else self._read(value)
 
     def _is_master(self, value: Any) -> bool:
-        if type(value) is Tensor or not isinstance(value, nn.Parameter) or id(value) not in self._masters:
+        if type(value) is Tensor or not isinstance(value, nn.Parameter):
+            return False
+        if id(value) not in self._masters:
+            self.met_others |= value.requires_grad
             return False
         return (self._train and value.requires_grad) or self._formats.differ(value)
 

@@ -1,0 +1,221 @@
+"""Parameters that training_step registers or replaces outside the layers are trained from that batch on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from harness import Result, assert_tensors_same, ours, run
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+
+WIDTH = zoo.WIDTH
+Use = Callable[[Any, Tensor], Tensor]
+slow = pytest.mark.slow
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
+        return x + torch.tanh(self.inner(x * gain))
+
+
+class Net(pl.LightningModule):
+    """Calls ``use`` on what the blocks return, from the batch ``late`` on."""
+
+    def __init__(self, use: Use, late: int = 3) -> None:
+        super().__init__()
+        self.use, self.late = use, late
+        self.stem = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 5)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.frozen = nn.Parameter(torch.full((WIDTH,), 0.3), requires_grad=False)
+        self.more = nn.ModuleDict()
+        self.list = nn.ParameterList()
+
+    def joined(self, *parameters: nn.Parameter) -> None:
+        self.trainer.optimizers[0].add_param_group({"params": list(parameters), "lr": 0.05})
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        h = self.stem(batch["x"])
+        for block in self.blocks:
+            h = block(h)
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx >= self.late:
+            h = self.use(self, h)
+        else:
+            h = h * self.gain
+        return F.cross_entropy(self.head(h), batch["y"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def values(size: int = WIDTH) -> nn.Parameter:
+    return nn.Parameter(torch.linspace(0.5, 0.9, size))
+
+
+def registers(net: Any, h: Tensor) -> Tensor:
+    if not hasattr(net, "extra"):
+        net.extra = values()
+        net.joined(net.extra)
+    return h * net.gain * net.extra
+
+
+def registers_a_module(net: Any, h: Tensor) -> Tensor:
+    if "new" not in net.more:
+        net.more["new"] = nn.utils.skip_init(nn.Linear, WIDTH, WIDTH)
+        with torch.no_grad():
+            net.more["new"].weight.copy_(torch.eye(WIDTH) * 0.5)
+            net.more["new"].bias.fill_(0.1)
+        net.joined(*net.more["new"].parameters())
+    return h * net.gain + net.more["new"](h)
+
+
+def appends(net: Any, h: Tensor) -> Tensor:
+    if not net.list:
+        net.list.append(values())
+        net.joined(net.list[0])
+    return h * net.gain + net.list[0]
+
+
+def registers_without_a_group(net: Any, h: Tensor) -> Tensor:
+    if not hasattr(net, "extra"):
+        net.extra = values()
+    return h * net.gain * net.extra
+
+
+def gives_it_to_a_layer(net: Any, h: Tensor) -> Tensor:
+    if not hasattr(net, "extra"):
+        net.extra = values()
+        net.joined(net.extra)
+    return net.blocks[0](h, net.extra)
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        return grad * b, (grad * a).sum(0)
+
+
+def gives_it_to_a_function(net: Any, h: Tensor) -> Tensor:
+    if not hasattr(net, "extra"):
+        net.extra = values()
+        net.joined(net.extra)
+    result: Tensor = Times.apply(h * net.gain, net.extra)  # type: ignore[no-untyped-call]
+    return result
+
+
+def replaces(net: Any, h: Tensor) -> Tensor:
+    if float(net.gain.detach().std()) < 0.05:
+        net.gain = values()
+        net.joined(net.gain)
+    return h * net.gain
+
+
+def trains_what_was_frozen(net: Any, h: Tensor) -> Tensor:
+    if not net.frozen.requires_grad:
+        net.frozen.requires_grad_(True)
+        net.joined(net.frozen)
+    return h * net.gain * net.frozen
+
+
+def registers_a_buffer(net: Any, h: Tensor) -> Tensor:
+    if not hasattr(net, "extra"):
+        net.register_buffer("extra", torch.full((WIDTH,), 0.7))
+    return h * net.gain * net.extra
+
+
+SOME: list[Use] = [registers, registers_a_module, replaces]
+OTHERS: list[Use] = [
+    appends, registers_without_a_group, gives_it_to_a_layer, gives_it_to_a_function, trains_what_was_frozen,
+    registers_a_buffer,
+]  # fmt: skip
+CUTS: dict[str, tuple[int, Mapping[str, Any]]] = {
+    "whole": (1, {"num_microbatches": 1}),
+    "in parts": (2, {"num_microbatches": 3}),
+    "calls cut": (2, {"num_microbatches": 3, "microbatch_scope": "model"}),
+}
+REFUSALS: dict[tuple[Use, str], str] = {
+    (appends, "in parts"): "attribute '_size' of ParameterList",
+    (gives_it_to_a_layer, "calls cut"): "called 'blocks.0' where the first batches did not",
+}
+"""What the first batches do not show is refused for another reason."""
+
+
+def train(strategy: Any, use: Use, late: int, devices: int = 1, **options: Any) -> Result:
+    torch.manual_seed(3)
+    batches = zoo.make_batches("mlp", count=7, samples=6)
+    return run(strategy, Net(use, late), batches, devices=devices, watch=False, **options)
+
+
+class Reads(pl.Callback):
+    """Reads gradients, so that the optimizer steps on the thread that called ``fit``."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
+        self.read = [p.grad for p in module.parameters()]
+
+
+def equal(use: Use, cut: str, late: int, **options: Any) -> None:
+    devices, given = CUTS[cut]
+    plain, found = train("auto", use, late, **options), train(ours(**given), use, late, devices, **options)
+    assert_tensors_same(plain.state, found.state)
+
+
+@pytest.mark.parametrize("use", [*SOME, *(pytest.param(use, marks=slow) for use in OTHERS)])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("late", [3, pytest.param(1, marks=slow), 0])
+def test_as_in_plain_training(use: Use, cut: str, late: int) -> None:
+    refusal = REFUSALS.get((use, cut)) if late else None
+    with pytest.raises(RoundPipeError, match=refusal) if refusal else contextlib.nullcontext():
+        equal(use, cut, late)
+
+
+@pytest.mark.parametrize("use", [registers, pytest.param(registers_a_module, marks=slow)])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3},
+        {"callbacks": [Reads()]},
+        pytest.param({"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}, marks=slow),
+        pytest.param({"accumulate_grad_batches": 2}, marks=slow),
+        pytest.param({"precision": "64-true"}, marks=slow),
+    ],
+    ids=str,
+)
+def test_with_other_ways_of_stepping(use: Use, cut: str, options: dict[str, Any]) -> None:
+    equal(use, cut, 3, **options)
+
+
+def replaces_after_use(net: Any, h: Tensor) -> Tensor:
+    h = h * net.gain
+    return replaces(net, h)
+
+
+def test_a_parameter_replaced_after_use() -> None:
+    """The microbatches after the one that replaces it would compute with the new one only."""
+    with pytest.raises(RoundPipeError, match=r"registered parameter 'gain' and replaced 'gain'.*num_microbatches=1"):
+        train(ours(num_microbatches=3), replaces_after_use, 3, 2)
+    equal(replaces_after_use, "whole", 3)
+
+
+def test_staleness() -> None:
+    with pytest.raises(RoundPipeError, match=r"registered parameter 'extra'.*with staleness=1"):
+        train(ours(num_microbatches=3, staleness=1), registers, 3, 2)
