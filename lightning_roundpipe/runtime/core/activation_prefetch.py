@@ -22,6 +22,7 @@ from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.turns import Slot, Slots
 from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 
 
@@ -76,8 +77,7 @@ class ActivationPrefetcher:
                 if (home := homes[i]) is not None and i not in stay:
                     self._activations.offload(call.leaves[i], copy, home)
         self.end()
-        with noted(lambda: FaultPlace(call.layer.title, "forward", self._microbatch, slot, device)):
-            self._bring(slot, [*copies.values()])
+        self._bring(slot, call.layer, "forward", [*copies.values()])
 
     def gradients(self, recorded: RecordedCall) -> list[HostTensor]:
         """Prefetch what a backward call needs: its saved inputs and the gradients of its outputs. Blocks as `inputs`.
@@ -94,8 +94,7 @@ class ActivationPrefetcher:
             self._pass_on(self._slot)  # which has no `after`
         sent = self._send(recorded, device)
         self._depart(sent)
-        with noted(lambda: FaultPlace(recorded.layer.title, "backward", self._microbatch, slot, device)):
-            self._bring(slot, [*_starts_from(recorded), *sent])
+        self._bring(slot, recorded.layer, "backward", [*_starts_from(recorded), *sent])
         return sent
 
     def following(self, slot: Slot, tape: Sequence[RecordedCall]) -> None:
@@ -134,12 +133,15 @@ class ActivationPrefetcher:
             following = self._slots.upcoming(self._microbatch, tape[-1].call, backward=True)
             if following is not None:
                 self._send(tape[-1], self._workers[following.worker].device)
-        if slot is self._slot and self._slots.is_over(slot, call):
+        if not self._slots.is_over(slot, call):
+            return
+        if slot is self._slot:
             # Before the turn passes: from then on, the worker of the next slot may recompute ahead and upload tensors
             # that must stay. The device is named because after a recomputation ahead there may have been nothing left
             # to upload, so that the store never moved to this device.
             self._activations.leave(self._workers[slot.worker].device)
-        leaves = (tape or self.offloads) and self._slots.is_over(slot, call)
+            self._slot = None
+        leaves = tape or self.offloads
         if leaves and self._slots.upcoming(self._microbatch, call, backward=False) is not None:
             self._pass_on(slot)
         self._slots.after(self._microbatch, slot, call)
@@ -173,13 +175,16 @@ class ActivationPrefetcher:
                     grads[n] = sent[-1].tensor, None
         return sent
 
-    def _bring(self, slot: Slot, copies: Sequence[HostTensor]) -> None:
+    def _bring(self, slot: Slot, layer: HostLayer, phase: str, copies: Sequence[HostTensor]) -> None:
         if slot is not self._slot:
-            self._activations.leave()
+            if self._slot is not None:  # the fused slot, or one that the microbatch had no turn in
+                self._activations.leave()
             self._slot = slot
         if copies:
-            self._slots.approach(self._microbatch, slot)  # [2]
-            self._bring_if_room(slot, copies)
+            device = self._workers[slot.worker].device
+            with noted(lambda: FaultPlace(layer.title, phase, self._microbatch, slot, device)):
+                self._slots.approach(self._microbatch, slot)  # [2]
+                self._bring_if_room(slot, copies)
 
     def _bring_if_room(self, slot: Slot, copies: Sequence[HostTensor]) -> None:
         worker = self._workers[slot.worker]
@@ -188,7 +193,7 @@ class ActivationPrefetcher:
 
 def _saved(recorded: RecordedCall) -> list[HostTensor]:
     chosen = recorded.choices.packed if recorded.choices is not None else None
-    return [copy for copy in (*recorded.leaves, chosen) if isinstance(copy, HostTensor)]
+    return [copy for copy in (*recorded.leaves, chosen) if type(copy) is HostTensor]
 
 
 def _starts_from(recorded: RecordedCall) -> list[HostTensor]:

@@ -60,7 +60,7 @@ class NextCallPredictor:
 
     def backward(self, microbatch: int, tape: Sequence[RecordedCall], trace: Trace) -> None:
         """Predict the backward of the deepest call on the tape. It may not come: a gradient may not reach it."""
-        if tape:
+        if tape and self._slots.foresees:
             recorded = tape[-1]
             sums = self._sums_of(trace.calls[recorded.call])
             self._slots.foresee(microbatch, "backward", recorded.call, recorded.layer, sums)

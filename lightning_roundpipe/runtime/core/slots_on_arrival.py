@@ -45,7 +45,7 @@ class SlotsOnArrival(Slots):
         self._cancel = cancel
         self._open = open
         self._close = close
-        self._ahead = ahead
+        self.foresees = ahead
         self._foreseen: Slot | None = None
         self._fused: Slot | None = None
 
@@ -70,7 +70,7 @@ class SlotsOnArrival(Slots):
         return self._arrive("backward", microbatch, call, layer, sums)
 
     def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None) -> None:
-        if self._ahead:
+        if self.foresees:
             self._foresee(microbatch, phase, call, layer, sums)
 
     def _foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None) -> None:

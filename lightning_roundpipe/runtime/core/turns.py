@@ -115,10 +115,16 @@ class Slot:
         """Called with a microbatch that gets the turn but is not waiting for it."""
         self._successor: Waiter | None = None
         self._position = 0
+        """Position of the microbatch that has the turn, or will have it when the slot opens."""
+        self._end = len(microbatches)
         self._left: set[int] = set()
+        """Those behind the position that have given up their turns."""
         self._waiting: dict[int, Waiter] = {}
         self._approaching: dict[int, Waiter] = {}
+        self._invited = 0
+        """How many of the first microbatches may approach."""
         self._near = False
+        """Whether the last microbatch runs in the worker's slot before, or has run there."""
         self._behind: weakref.ref[Slot] | None = None  # weak: slots of later rounds refer back by `predecessor`
         self._lock = threading.Lock()
 
@@ -127,8 +133,9 @@ class Slot:
         with self._lock:
             self.opened = True
             self._wake_next()
-            over = self._position == len(self.microbatches)
-        self._lead()
+            over, behind = self._position == self._end, self._led()
+        if behind is not None:
+            behind.come_near()
         return over
 
     def enter(self, microbatch: int, cancel_scope: CancelScope) -> None:
@@ -146,18 +153,22 @@ class Slot:
         it closes it.
         """
         with self._lock:
-            self._left.add(microbatch)
-            while self._position < len(self.microbatches) and self.microbatches[self._position] in self._left:
+            if self.microbatches[self._position] != microbatch:
+                self._left.add(microbatch)
+                return False
+            self._position += 1
+            while self._position < self._end and self.microbatches[self._position] in self._left:
                 self._position += 1
             self._wake_next()
-            over = self.opened and self._position == len(self.microbatches)
-        self._lead()
+            over, behind = self.opened and self._position == self._end, self._led()
+        if behind is not None:
+            behind.come_near()
         return over
 
     def approach(self, microbatch: int, cancel_scope: CancelScope) -> None:
         """Wait until at most one microbatch has its turn before ``microbatch`` [6]."""
         with self._lock:
-            if self._may_approach(microbatch):
+            if microbatch in self.microbatches[: self._invited]:
                 return
             waiter = self._approaching[microbatch] = Waiter()
         cancel_scope.wait(waiter)
@@ -166,16 +177,29 @@ class Slot:
         """Set the next slot of the same worker."""
         with self._lock:
             self._behind = weakref.ref(behind)
-        self._lead()
+            led = self._led()
+        if led is not None:
+            led.come_near()
 
-    def _lead(self) -> None:
-        """Let the first microbatch of the worker's next slot approach when the last one runs here."""
+    def _led(self) -> Slot | None:
+        """Return the worker's next slot if the last microbatch runs here, so that the first one may approach there."""
+        last = self.opened and self._position >= self._end - 1
+        return self._behind() if last and self._behind is not None else None
+
+    def come_near(self) -> None:
+        """Let the first microbatch approach: the last one runs in the worker's slot before."""
         with self._lock:
-            led = self._behind if self.opened and self._position >= len(self.microbatches) - 1 else None
-        if led is not None and (behind := led()) is not None:
-            with behind._lock:
-                behind._near = True
-                behind._wake_approaching()
+            self._near = True
+            self._invite()
+
+    def _invite(self) -> None:
+        """Let the microbatch that has the turn approach, and in an open slot the next one."""
+        end = self._position + (2 if self.opened else self._near)
+        while self._invited < end and self._invited < self._end:
+            waiter = self._approaching.pop(self.microbatches[self._invited], None)
+            self._invited += 1
+            if waiter is not None:
+                waiter.wake()
 
     def close(self) -> None:
         """Mark the slot as closed, so that the same stage of the next round may open."""
@@ -196,20 +220,12 @@ class Slot:
 
     def is_turn_of(self, microbatch: int) -> bool:
         """Return whether ``microbatch`` has the turn."""
-        return (
-            self.opened and self._position < len(self.microbatches) and self.microbatches[self._position] == microbatch
-        )
-
-    def _may_approach(self, microbatch: int) -> bool:
-        return microbatch in self.microbatches[: self._position + 2 if self.opened else self._position + self._near]
-
-    def _wake_approaching(self) -> None:
-        for microbatch in [m for m in self._approaching if self._may_approach(m)]:
-            self._approaching.pop(microbatch).wake()
+        position = self._position  # once: other threads, without the lock, may look while it grows
+        return self.opened and position < self._end and self.microbatches[position] == microbatch
 
     def _wake_next(self) -> None:
-        self._wake_approaching()
-        if self.opened and self._position < len(self.microbatches):
+        self._invite()
+        if self.opened and self._position < self._end:
             waiter = self._waiting.pop(self.microbatches[self._position], None)
             if waiter is not None:
                 waiter.wake()
@@ -219,6 +235,9 @@ class Slot:
 
 class Slots(Protocol):
     """The interface through which a microbatch gets its slots and turns. Its kinds derive from it."""
+
+    foresees: bool = False
+    """Whether `foresee` does something. A plan's slots are known without that."""
 
     def forward(self, microbatch: int, call: int, layer: HostLayer) -> Slot:
         """Wait for the turn of a forward call and return its slot."""
@@ -234,7 +253,7 @@ class Slots(Protocol):
         return False
 
     def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None) -> None:
-        """Announce a call that will probably come next. A plan's slots are known without that."""
+        """Announce a call that will probably come next."""
         return
 
     def upcoming(self, microbatch: int, call: int, *, backward: bool) -> Slot | None:
