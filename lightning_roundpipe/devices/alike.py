@@ -16,7 +16,7 @@ ALIGNED = 64
 
 def apart(t: Tensor) -> int:
     """Return how many elements past a multiple of ``ALIGNED`` bytes ``t`` begins."""
-    return t.data_ptr() % ALIGNED // t.element_size()
+    return t.data_ptr() % ALIGNED // t.itemsize
 
 
 def reach(t: Tensor) -> int:
@@ -30,5 +30,5 @@ def empty_alike(t: Tensor, device: torch.device) -> Tensor:
     """Return an uninitialised tensor with ``t``'s shape, dtype, strides and offset from a multiple of 64 bytes."""
     before = apart(t)
     if not before:
-        return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device)
-    return torch.empty(before + reach(t), dtype=t.dtype, device=device).as_strided(t.size(), t.stride(), before)
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+    return torch.empty(before + reach(t), dtype=t.dtype, device=device).as_strided(t.shape, t.stride(), before)

@@ -122,8 +122,12 @@ def move(dst: Tensor, src: Tensor) -> None:
     """Copy bytes on one core, hidden from autograd.
 
     ``copy_`` would start intra-op threads in every stream's thread, which compete with those of the layers.
+
+    Args:
+        dst: memory that the engine has made, so that it holds its values as they are.
+        src: a tensor that user code may have made, such as a conjugate, which only the tensor itself knows of.
     """
-    lazy = dst.is_conj() or dst.is_neg() or src.is_conj() or src.is_neg()
+    lazy = src.is_conj() or src.is_neg()
     if not lazy and dst.is_contiguous() and src.is_contiguous():
         ctypes.memmove(dst.data_ptr(), src.data_ptr(), dst.nbytes)
     else:

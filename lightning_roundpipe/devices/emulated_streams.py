@@ -40,7 +40,7 @@ class InlineStream(Stream):
         return ThreadEvent(self.name, self._switch, timed, time.perf_counter())
 
     def wait(self, event: Event) -> None:
-        assert isinstance(event, ThreadEvent)
+        assert type(event) is ThreadEvent
         event.wait_on_behalf_of(self._switch)
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
@@ -87,7 +87,7 @@ class ThreadStream(QueuedStream):
         return event
 
     def wait(self, event: Event) -> None:
-        assert isinstance(event, ThreadEvent)
+        assert type(event) is ThreadEvent
         if not (event.is_reached and self._is_idle):
             self._enqueue(partial(self._attempt, event.wait_on_behalf_of, self._switch))
 

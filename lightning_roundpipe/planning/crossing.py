@@ -88,8 +88,8 @@ class Crossing:
 
 def tensor_bytes(tensor: Tensor) -> int:
     """Return the bytes of a copy of ``tensor``. Expanded dimensions count once."""
-    if not tensor.numel():
-        return 0
+    if tensor.is_contiguous():  # so is an empty one
+        return tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 

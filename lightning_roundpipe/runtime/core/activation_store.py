@@ -278,7 +278,7 @@ class ActivationStore:
             return here
 
     def _used(self, device: Device, copy: HostTensor) -> Tensor:
-        here = self._brought(device, copy)
+        here = self._here.get(device, {}).get(id(copy)) or self._brought(device, copy)
         assert here is not None, "what is needed asks for no room"
         here.needed()
         device.compute.wait(here.end)
@@ -312,9 +312,9 @@ class ActivationStore:
             self._ahead.discard(device)
         else:
             return
-        for other in list(self._here):  # a copy: workers that recompute ahead add to the dict concurrently
-            if other is not device and other not in self._ahead:
-                self._drop(other, list(self._here[other]))
+        for other, copies in list(self._here.items()):  # a copy: workers that recompute ahead add to it concurrently
+            if copies and other is not device and other not in self._ahead:
+                self._drop(other, list(copies))
         self._device = device
 
     def leave(self, device: Device | None = None) -> None:
@@ -322,7 +322,8 @@ class ActivationStore:
         device = device or self._device
         if device is not None:
             self._ahead.discard(device)
-            self._drop(device, list(self._here.get(device, ())))
+            if copies := self._here.get(device):
+                self._drop(device, list(copies))
 
     def drop(self, copies: Iterable[HostTensor]) -> None:
         """Drop ``copies`` from the present device [4]; memory is reused only after the compute that reads them."""

@@ -21,5 +21,5 @@ class HostTensor:
     def __init__(self, tensor: Tensor, ready: Event | None) -> None:
         self.tensor = tensor
         self.ready = ready
-        self.nbytes = tensor.numel() * tensor.element_size()
+        self.nbytes = tensor.numel() * tensor.itemsize
         self.wanted = 0
