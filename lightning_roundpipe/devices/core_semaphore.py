@@ -38,7 +38,15 @@ class Semaphore:
 
 _semaphores: dict[int, Semaphore] = {}
 _semaphores_lock = threading.Lock()
-_mine = threading.local()
+
+
+class _Mine(threading.local):
+    """The semaphore of which the calling thread holds a permit; None if it holds none."""
+
+    held: Semaphore | None = None
+
+
+_mine = _Mine()
 
 
 def concurrent_devices() -> int:
@@ -62,7 +70,7 @@ class HeldCore:
         self._permits = permits
 
     def __enter__(self) -> None:
-        assert getattr(_mine, "held", None) is None, "a permit is not reentrant: this thread would wait for itself"
+        assert _mine.held is None, "a permit is not reentrant: this thread would wait for itself"
         self._permits.acquire()
         _mine.held = self._permits
 
@@ -79,7 +87,7 @@ def emulated_work(seconds: float) -> None:
     """
     if seconds <= 0:
         return
-    permits: Semaphore | None = getattr(_mine, "held", None)
+    permits = _mine.held
     if permits is None:
         time.sleep(seconds)
         return
@@ -94,6 +102,4 @@ def emulated_work(seconds: float) -> None:
 
 def assert_none_held() -> None:
     """Assert that the calling thread holds no permit. Call it before anything that may block."""
-    assert getattr(_mine, "held", None) is None, (
-        "a thread must not wait while it holds a permit: others need it to go on"
-    )
+    assert _mine.held is None, "a thread must not wait while it holds a permit: others need it to go on"

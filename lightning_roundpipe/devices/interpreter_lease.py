@@ -61,6 +61,12 @@ class _Lease:
         return True
 
 
+class _Mine(threading.local):
+    """The lease that the calling thread has acquired, which may have expired since; None if it has none."""
+
+    lease: _Lease | None = None
+
+
 class Ticket:
     """A thread's request for the lease. The thread sleeps from `wait` until the lease is granted to it."""
 
@@ -91,7 +97,7 @@ _free: collections.deque[None] = collections.deque([None])
 """Has one item while no thread holds the lease. Whoever pops it may grant the lease."""
 _line: collections.deque[Ticket] = collections.deque()
 _latest = _Lease()
-_mine = threading.local()
+_mine = _Mine()
 _keeps = False
 """Whether the keeper's thread runs."""
 
@@ -103,11 +109,14 @@ def _grant() -> None:
     whether the lease is free. In either order, one of them sees the other.
     """
     while _line:
+        if not _free:  # the holder or the keeper will grant it
+            if not _keeps:
+                _keep()
+            return
         try:
             _free.pop()
-        except IndexError:  # the holder or the keeper will grant it
-            _keep()
-            return
+        except IndexError:  # another thread was faster
+            continue
         try:
             ticket = _line.popleft()
         except IndexError:  # another thread was faster
@@ -118,11 +127,10 @@ def _grant() -> None:
 
 
 def _keep() -> None:
-    """Start the keeper, if it does not run."""
+    """Start the keeper, which does not run."""
     global _keeps
-    if not _keeps:
-        _keeps = True
-        threading.Thread(target=_pass_on_expired, name="roundpipe-lease", daemon=True).start()
+    _keeps = True
+    threading.Thread(target=_pass_on_expired, name="roundpipe-lease", daemon=True).start()
 
 
 def _pass_on_expired() -> None:
@@ -177,7 +185,7 @@ def release() -> bool:
     Returns:
         Whether the thread had acquired it. The lease may have expired since.
     """
-    lease: _Lease | None = getattr(_mine, "lease", None)
+    lease = _mine.lease
     if lease is None:
         return False
     _mine.lease = None
@@ -191,7 +199,7 @@ def renew() -> None:
     After `SHARE_S`, the thread passes the lease on if others wait for it, and gets it again after them. A thread that
     has no lease needs none, and this does nothing.
     """
-    lease: _Lease | None = getattr(_mine, "lease", None)
+    lease = _mine.lease
     if lease is None:
         return
     if lease.token:
@@ -205,7 +213,7 @@ def renew() -> None:
 
 def holds() -> bool:
     """Return whether the calling thread has acquired the lease, which may have expired since."""
-    return getattr(_mine, "lease", None) is not None
+    return _mine.lease is not None
 
 
 def released(wait: Callable[..., T], *args: Any) -> T:

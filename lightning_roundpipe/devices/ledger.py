@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable
+from typing import final
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ LONGEST_JOURNAL = 4096
 """Entries. Bounds the journal's memory, and the time of the next read."""
 
 
+@final
 class _Tracked(weakref.ref[torch.UntypedStorage]):
     """A storage that counts until it is freed. Its journal entry is the reference itself."""
 
@@ -136,7 +138,7 @@ class Ledger:
         journal, entries, total, peak = self._journal, self._entries, self._total, self._peak
         while journal:
             noted = journal.popleft()
-            if isinstance(noted, _Tracked):
+            if type(noted) is _Tracked:
                 del self._tracked[noted.place]
                 key, purpose = noted.place
                 nbytes = -1

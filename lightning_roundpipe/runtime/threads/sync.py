@@ -103,13 +103,14 @@ class CancelScope:
         """
         self._waiters.add(waiter)  # before the look at `failed`, which `fail` sets before it copies the set: no lock
         try:
-            self.check()
-            intraop_threads.release_intraop_threads()
-            waiter.wait()
+            if not self.failed:
+                intraop_threads.release_intraop_threads()
+                waiter.wait()
         finally:
             self._waiters.discard(waiter)
         self.progress += 1
-        self.check()
+        if self.failed:
+            raise Cancelled
 
 
 class _Ticket:
