@@ -283,9 +283,12 @@ class Device(ABC):
         """
         return
 
-    def named(self, *name: object) -> AbstractContextManager[None]:
-        """Mark the work enqueued inside for a profiler. The words of ``name``, joined by spaces, are its label."""
-        return _NOTHING
+    def named(self, *name: object) -> AbstractContextManager[None] | None:
+        """Return the context that marks the work enqueued inside for a profiler; None if there is none.
+
+        The words of ``name``, joined by spaces, are its label.
+        """
+        return None
 
     def track(self, tensors: Iterable[Tensor], purpose: str) -> TrackedTensors:
         """Count the tensors' storages as resident until the returned object is released.

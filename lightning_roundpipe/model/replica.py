@@ -105,7 +105,7 @@ class Replica:
         self._held: AttributeSnapshot | None = None
         """The modules' present attributes; None if not known."""
         self._flat: list[Any] = []
-        """The same values in one list."""
+        """The same values in one list, and behind them what was registered at first."""
 
     def _fill(self, module: nn.Module, clone: nn.Module, own: dict[str, Any], memo: dict[int, Any]) -> None:
         state = clone.__dict__
@@ -226,8 +226,19 @@ class Replica:
             held = [(i, k, m.__dict__[k]) for i, m in enumerate(self.modules) for k in _held(m.__dict__)]
             contents = {(i, k): (container, frozen(container)) for i, k, container in held}
             self._held = AttributeSnapshot([dict(m.__dict__) for m in self.modules], contents)
-            self._flat = [v for values in self._held.values for v in values.values()]
+            self._flat = [v for values in self._held.values for v in values.values()] + self._objects_before
         return self._held
+
+    def is_untouched(self, before: AttributeSnapshot) -> bool:
+        """Return whether code has set no attribute, changed no container and registered nothing during a call.
+
+        In one pass, for calls that are expected to do nothing of this; `written` and `has_registered` look closer.
+        """
+        return (
+            before is self._held
+            and same_objects([m.__dict__ for m in self.modules] + self._registered, self._flat)
+            and (not before.contents or all(same(now, then) for now, then in before.contents.values()))
+        )
 
     def written(self, before: AttributeSnapshot) -> list[tuple[int, str, Any]]:
         """Return the attributes that the layer's code set, and the containers that it changed, during a call.
@@ -236,8 +247,7 @@ class Replica:
             (module index, name, value); a container is copied.
         """
         changes = []
-        unmoved = before is self._held and same_objects([m.__dict__ for m in self.modules], self._flat)
-        for index, (module, old) in enumerate(() if unmoved else zip(self.modules, before.values, strict=True)):
+        for index, (module, old) in enumerate(zip(self.modules, before.values, strict=True)):
             state = module.__dict__
             if len(state) == len(old) and all(map(operator.is_, state.values(), old.values())):
                 continue

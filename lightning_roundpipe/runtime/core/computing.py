@@ -6,12 +6,13 @@ import time
 from typing import Any
 
 from lightning_roundpipe.devices import interpreter_lease
+from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.reporting.events import EventSource
-from lightning_roundpipe.runtime.user_code.interception import Inside, calling
+from lightning_roundpipe.runtime.user_code.interception import Inside
 
 
 class Computing:
@@ -42,7 +43,7 @@ class Computing:
     ) -> None:  # fmt: skip
         self._worker, self._slot, self._kind, self._index, self._layer = worker, slot, kind, call, layer
         self._microbatch, self._counter = microbatch, counter
-        self._calling = calling(inside)
+        self._calling = working(inside)  # layer calls go to it
 
     def __enter__(self) -> None:
         interpreter_lease.renew()  # not while the core is held
@@ -50,11 +51,13 @@ class Computing:
         core = self._core = device.acquire_core()
         name = self._name = device.named(self._kind, "slot", self._slot.index, self._layer.name, "of", self._microbatch)
         core.__enter__()
-        name.__enter__()
+        if name is not None:
+            name.__enter__()
         try:
             self._start = device.compute.record(timed=True)
         except BaseException:  # the device was aborted
-            name.__exit__(None, None, None)
+            if name is not None:
+                name.__exit__(None, None, None)
             core.__exit__(None, None, None)
             raise
         elsewhere = self._kind == "backward" and not device.backward_needs_interpreter
@@ -74,7 +77,8 @@ class Computing:
         finally:
             if self._kind in ("forward", "recompute"):
                 self._layer.launched(time.perf_counter() - self._began)
-            self._name.__exit__(kind, error, traceback)
+            if self._name is not None:
+                self._name.__exit__(kind, error, traceback)
             self._core.__exit__(kind, error, traceback)
             if self._leased:
                 interpreter_lease.acquire()

@@ -17,6 +17,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.model.cast_weights import CastWatcher
 from lightning_roundpipe.model.reachable import reachable_values
+from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
@@ -128,7 +129,7 @@ class LayerExecutor:
         worker, device = self._worker, self._device
         replica, buffers = worker.copy_of(call.layer)
         if call.profile is not None and not buffers:  # user code may have registered some
-            return self._plain_forward(slot, call, activations)
+            return self._plain_forward(slot, call, replica, activations)
         if call.measure:
             activations.leave()  # measure as if the microbatch came from another worker
         leaves = self._leaves(slot, call.layer, call.leaves, activations.on)
@@ -199,18 +200,19 @@ class LayerExecutor:
             self._device.track_until_freed(_tensors([result.chosen]), OUTPUTS)
         return result
 
-    def _plain_forward(self, slot: Slot, call: Call, activations: ActivationStore) -> Forward:
+    def _plain_forward(self, slot: Slot, call: Call, replica: Replica, activations: ActivationStore) -> Forward:
         """Run the forward of a call that has a profile; see `plain_executor`."""
         device, profile = self._device, call.profile
         absent: dict[int, BufferValue] | None = {} if call.recomputed else None  # a plain layer has no buffers
         leaves = self._leaves(slot, call.layer, call.leaves, activations.on)
         with device.track(_tensors(leaves), INPUTS):
-            ran = self._plain.run(slot, call, call.index, leaves, "forward", graph=call.graph)
+            ran = self._plain.run(slot, call, call.index, replica, leaves, "forward", graph=call.graph)
             if ran.surprises:
                 profile = None
                 self._refuse_surprises(call.layer, leaves, ran)
                 self._worker.buffers(call.layer).write_back(absent, thorough=False)
-            device.track_until_freed(ran.tensors(), OUTPUTS)
+            outputs = ran.tensors()
+            device.track_until_freed(outputs, OUTPUTS)
         if profile is not None:
             result = Forward(ran.output, ran.side_outputs, ran.detached_inputs)
         else:
@@ -219,7 +221,8 @@ class LayerExecutor:
         result.profile = profile
         if call.graph and not call.kept:
             result.drop_graph()
-        self._worker.keep_until_computed(leaves, ran.tensors())  # without the graph that was dropped
+            outputs = ran.tensors()
+        self._worker.keep_until_computed(leaves, outputs)
         return result
 
     def _leaves(
@@ -639,15 +642,13 @@ class LayerExecutor:
             computing = Computing(
                 worker, slot, "backward", recorded.call, recorded.layer, recorded.microbatch, inside, counter
             )
-            watching = self._watching(recorded.layer)
-            borrowing = self._borrowing(recorded.layer, lender)
-            held = buffers.written()
-            with given, alone(name, self._device), computing, detached_inputs, watching, borrowing:
-                with _NOTHING if adding is None else adding:
-                    self._differentiate(recorded, *zip(*pairs, strict=True))
+            held = buffers.written() if buffers else {}
+            with given, alone(name, self._device), computing, detached_inputs:
+                self._differentiate(recorded, lender, adding, *zip(*pairs, strict=True))
                 detached_inputs.saved = None
                 self._device.track_until_freed(_tensors(detached_inputs.grads), GRADIENTS)
-            buffers.refuse_written(held)
+            if buffers:
+                buffers.refuse_written(held)
         if meter is not None and measured is not None:
             measured.activation_bytes = max(measured.activation_bytes, meter.read())
             measured.returning_bytes = storage_bytes(_tensors(grads))
@@ -665,14 +666,23 @@ class LayerExecutor:
             slot.recorder.waited(self._worker.index, could, self._device.compute.record(timed=True))
         return parts
 
-    def _differentiate(self, recorded: RecordedCall, roots: tuple[_Root, ...], grads: tuple[Tensor, ...]) -> None:
-        """Run the backward of a call's graph from ``roots``."""
-        if recorded.is_plain and not recorded.hooks:
+    def _differentiate(
+        self,
+        recorded: RecordedCall,
+        lender: Lender,
+        adding: contextlib.AbstractContextManager[Any] | None,
+        roots: tuple[_Root, ...],
+        grads: tuple[Tensor, ...],
+    ) -> None:
+        """Run the backward of a call's graph from ``roots``, tiles in the context ``adding``."""
+        if recorded.is_plain and not recorded.hooks and adding is None:
             # Autograd itself has made these gradients, so they need none of the checks of `torch.autograd.backward`.
             _engine_run_backward(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
             return
         retain = bool(recorded.layer.reaches_out)  # other calls may reach the same stand-in's graph
-        torch.autograd.backward(roots, grads, retain_graph=retain)  # type: ignore[arg-type]  # roots of both kinds
+        watching, borrowing = self._watching(recorded.layer), self._borrowing(recorded.layer, lender)
+        with watching, borrowing, _NOTHING if adding is None else adding:
+            torch.autograd.backward(roots, grads, retain_graph=retain)  # type: ignore[arg-type]  # roots of both kinds
 
     def recompute_ahead(self, slot: Slot, recorded: RecordedCall, activations: ActivationStore, lender: Lender) -> None:
         """Recompute a call whose gradient has not arrived yet, and keep the graph; see the module `recompute_ahead`."""
@@ -739,7 +749,8 @@ class LayerExecutor:
         device, layer = self._device, recorded.layer
         with device.track(_tensors(leaves), INPUTS):
             with noted(lambda: FaultPlace(layer.title, "recomputation", recorded.microbatch, slot, device)):
-                ran = self._plain.run(slot, recorded, recorded.call, leaves, "recompute", graph=True)
+                replica = self._worker.replica(layer)
+                ran = self._plain.run(slot, recorded, recorded.call, replica, leaves, "recompute", graph=True)
             if ran.surprises:
                 self._refuse_surprises(layer, leaves, ran)
                 refuse_new_gradients(ran.side_outputs, recorded.side_outputs, layer.name)

@@ -95,12 +95,13 @@ def hand_back(
         The layer's output as user code sees it, and whether ``recorded`` belongs on the tape.
     """
     outputs = forward.tensors()
-    known = traced.side_outputs if recorded is not None else {}
-    through = {key: flags for key, flags in known.items() if key in forward.side_outputs}
-    for key, side in through.items():
-        tensors = forward.side_outputs[key].tensors()
-        _refuse_other_number(call, len(tensors), len(side))
-        outputs += tensors
+    through: dict[Key, tuple[bool, ...]] = {}
+    if recorded is not None and forward.side_outputs:
+        through = {key: flags for key, flags in traced.side_outputs.items() if key in forward.side_outputs}
+        for key, side in through.items():
+            tensors = forward.side_outputs[key].tensors()
+            _refuse_other_number(call, len(tensors), len(side))
+            outputs += tensors
     if recorded is None or not (any(traced.flags) or through):
         aliases = outputs if call.thread_state.inference else [t.data for t in outputs]
     else:
@@ -117,6 +118,10 @@ def hand_back(
         aliases = boundary(recorded, outputs, flags)
     for alias in aliases if owner else ():
         mark_output(alias, owner)
+    taped = recorded is not None and bool(recorded.grads)
+    outputs_shared, inputs_shared = forward.overlapping
+    if not (forward.mutated or forward.side_outputs or outputs_shared or inputs_shared):
+        return hand_over(forward.output.value(aliases, call.originals)), taped
     rest = iter(aliases)
     returned = [next(rest) for _ in forward.output.tensors()]
     if forward.mutated:
@@ -125,7 +130,6 @@ def hand_back(
                 # Repeat the layer's write on user code's own tensor, so that autograd differentiates through it.
                 call.originals[position].copy_(next(rest))
                 touched(call.originals[position])
-    outputs_shared, inputs_shared = forward.overlapping
     if outputs_shared or inputs_shared:
         shared = [returned[i] for i in outputs_shared] + [call.originals[i] for i in inputs_shared]
         watched.add(shared, call.layer.name)
@@ -135,7 +139,7 @@ def hand_back(
         tensors = [next(rest) for _ in flat.tensors()] if key in through else [t.data for t in flat.tensors()]
         side_outputs[key] = flat.value(tensors, call.originals)
     put(call.layer.state.modules, (args, kwargs), side_outputs)
-    return hand_over(forward.output.value(returned, call.originals)), bool(recorded is not None and recorded.grads)
+    return hand_over(forward.output.value(returned, call.originals)), taped
 
 
 def check_inputs(recorded: RecordedCall, traced: TracedCall, *, learning: bool) -> None:

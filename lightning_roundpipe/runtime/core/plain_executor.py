@@ -33,7 +33,7 @@ from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.layer_calls.arguments import FlatValue, OneTensor, unflatten
 from lightning_roundpipe.runtime.layer_calls.output_collectors import collecting
-from lightning_roundpipe.runtime.layer_calls.side_outputs import SideOutputCollector
+from lightning_roundpipe.runtime.layer_calls.side_outputs import collect_attributes
 from lightning_roundpipe.runtime.memory.module_buffers import ReplicaBuffers
 from lightning_roundpipe.runtime.user_code.inference_writes import counting_writes, is_written
 from lightning_roundpipe.runtime.user_code.interception import Inside
@@ -82,7 +82,15 @@ class PlainExecutor:
         self._randomness = randomness
 
     def run(
-        self, slot: Slot, call: Call | RecordedCall, index: int, leaves: list[Any], kind: str, *, graph: bool
+        self,
+        slot: Slot,
+        call: Call | RecordedCall,
+        index: int,
+        replica: Replica,
+        leaves: list[Any],
+        kind: str,
+        *,
+        graph: bool,
     ) -> LayerExecution:
         """Run the layer's code under the modes, context variables and random state that were active at the call.
 
@@ -90,6 +98,7 @@ class PlainExecutor:
             slot: the slot whose turn it is.
             call: the call.
             index: position of the call in the trace.
+            replica: the worker's copy of the layer.
             leaves: its arguments on the worker.
             kind: kind of event to record.
             graph: whether to build a graph.
@@ -98,14 +107,14 @@ class PlainExecutor:
             The results. If they have ``surprises``, the caller looks at them as at those of any other call [3].
         """
         worker, device, layer = self._worker, self._device, call.layer
-        replica, cache = worker.replica(layer), parametrize._cache
+        cache = parametrize._cache
         replica.apply(call.state)
         replica.train(call.trainable)
         grad, inference = call.thread_state.grad and graph, call.thread_state.inference
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         tensors, detached_inputs = [leaves[i] for i in positions], None
         versions = [p._version for p in replica.parameters]
-        side_collector = SideOutputCollector(replica, (), immutable=True)
+        before = replica.attributes()
         computing = Computing(worker, slot, kind, index, layer, call.microbatch, Inside(layer.name))
         seeded: contextlib.AbstractContextManager[None] = _NOTHING
         if call.seed is not None:
@@ -126,14 +135,17 @@ class PlainExecutor:
         flat = OneTensor(output) if alone else FlatValue.of((output, collected), given)
         if counter is not None and detached_inputs is not None:
             detached_inputs.saved = counter.held(tensors, flat.tensors())
-        ran = LayerExecution(detached_inputs, flat, side_collector.collect(given, layer.name), given)
+        untouched = replica.is_untouched(before)
+        ran = LayerExecution(detached_inputs, flat, {}, given)
+        if not untouched:
+            ran.side_outputs = collect_attributes(replica, before, given, layer.name)
         ran.written = [i for i, p in enumerate(replica.parameters) if p._version != versions[i]]
         if parametrize._cache is not cache:
             layer.caches_parametrizations = True
         ran.surprises = bool(
             ran.written or ran.side_outputs or layer.caches_parametrizations
             or any(is_written(t, inference=inference) for t in tensors)
-            or replica.has_hooks() or replica.has_registered() or not _is_plain(flat)
+            or replica.has_hooks() or (not untouched and replica.has_registered()) or not _is_plain(flat)
             or self._share(flat.tensors(), tensors)
         )  # fmt: skip
         if ran.surprises and alone:

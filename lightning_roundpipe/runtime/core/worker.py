@@ -42,7 +42,7 @@ from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.module_buffers import ReplicaBuffers
 from lightning_roundpipe.runtime.reporting.events import EventSource
 from lightning_roundpipe.runtime.threads.caller_modes import without_caller_modes
-from lightning_roundpipe.runtime.threads.sync import CancelScope
+from lightning_roundpipe.runtime.threads.sync import Cancelled, CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import Task, TaskThread
 
 T = TypeVar("T")
@@ -72,6 +72,7 @@ class Worker:
         """For a slot that has more of them than when the arena was made."""
         self.copies = Arena(device, "unpacked weights")
         """For the open slot, where its stage keeps what it has unpacked."""
+        self._arenas_of_all_kinds = (self.arena, self._late_gradients, self.copies)
         self.room = PrefetchBudget()
         """Budget for prefetched tensors."""
         self.departures = Departures()
@@ -121,13 +122,15 @@ class Worker:
         if self._warming is not None or not self.thread.take_turn():
             return self.run(function, cancel_scope)
         try:
-            cancel_scope.check()
+            if cancel_scope.failed:
+                raise Cancelled
             with self.device.activate(), without_caller_modes():
                 result = function()
         finally:
             self.thread.end_turn()
         cancel_scope.progress += 1  # as after a wait
-        cancel_scope.check()
+        if cancel_scope.failed:
+            raise Cancelled
         return result
 
     def post(self, function: Callable[[], None], cancel_scope: CancelScope) -> None:
@@ -450,10 +453,6 @@ class Worker:
     def addresses(self) -> set[int]:
         """Addresses of the arenas that are allocated."""
         return {arena.address for arena in self._arenas_of_all_kinds} - {0}
-
-    @property
-    def _arenas_of_all_kinds(self) -> tuple[Arena, ...]:
-        return (self.arena, self._late_gradients, self.copies)
 
     def keep_until_computed(self, *tensors: Any) -> None:
         """Keep ``tensors`` alive until the compute enqueued so far is done, and limit how far the host runs ahead.

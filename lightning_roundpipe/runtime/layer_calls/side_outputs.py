@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.model.attributes import Container, frozen, refill, same, tensors_in
-from lightning_roundpipe.model.replica import Replica
+from lightning_roundpipe.model.replica import AttributeSnapshot, Replica
 from lightning_roundpipe.runtime.layer_calls.arguments import FlatValue, mutable_parts
 
 Key = tuple[str, int, str]
@@ -41,17 +41,24 @@ class SideOutputCollector:
         for number, (part, before) in enumerate(self._parts):
             if not same(part, before):
                 found["argument", number, ""] = FlatValue.of(frozen(part), given)
-        written = self._replica.written(self._before)
-        for module, name, value in written:
-            if any(isinstance(t, nn.Parameter) for t in tensors_in(value)):
-                raise RoundPipeError(
-                    f"layer {layer!r} sets attribute {name!r} to a parameter of its own during the call. Set it once, "
-                    "before training."
-                )
-            found["attribute", module, name] = FlatValue.of(self._replica.original(value), given)
-        if written:
-            self._replica.drop_written()
-        return found
+        return found | collect_attributes(self._replica, self._before, given, layer)
+
+
+def collect_attributes(
+    replica: Replica, before: AttributeSnapshot, given: dict[int, Tensor], layer: str
+) -> SideOutputs:
+    """Return the attributes that a call has changed since ``before``, and restore the replica."""
+    found: SideOutputs = {}
+    for module, name, value in replica.written(before):
+        if any(isinstance(t, nn.Parameter) for t in tensors_in(value)):
+            raise RoundPipeError(
+                f"layer {layer!r} sets attribute {name!r} to a parameter of its own during the call. Set it once, "
+                "before training."
+            )
+        found["attribute", module, name] = FlatValue.of(replica.original(value), given)
+    if found:
+        replica.drop_written()
+    return found
 
 
 def put(modules: list[nn.Module], arguments: Any, values: dict[Key, Any]) -> None:

@@ -138,8 +138,8 @@ class Randomness:
                 yield
             finally:
                 _park(device, host=host)
-        if not (host or backward):
-            self._check_host(device, what)
+        if not (host or backward) and _has_two(device):
+            self._check_host(what)
 
     @staticmethod
     def _seed(host: bool, keys: Seed, device: Device) -> None:
@@ -155,11 +155,11 @@ class Randomness:
         """Raise if a generator was drawn from where nothing drew in the first batch."""
         if _bytes_of(device.generator) != self._parked.get(id(device.generator)):
             self._check(device.generator, device.generator_lock, what)
-        self._check_host(device, what)
-
-    def _check_host(self, device: Device, what: str) -> None:
         if _has_two(device):
-            self._check(torch.default_generator, generators.HOST_LOCK, what)
+            self._check_host(what)
+
+    def _check_host(self, what: str) -> None:
+        self._check(torch.default_generator, generators.HOST_LOCK, what)
 
     def _check(self, generator: torch.Generator, lock: generators.GeneratorLock, what: str) -> None:
         parked = self._parked.get(id(generator))
