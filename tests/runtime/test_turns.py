@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
@@ -69,27 +70,21 @@ def test_turns_are_taken_in_order() -> None:
 
 def test_one_microbatch_ahead_and_no_more() -> None:
     """What it brings takes memory. The last one in a slot is followed by the first one of its worker's next slot."""
-    first, second, cancel_scope = make_slot(0, [4, 5, 6, 7]), make_slot(1, [4, 5]), CancelScope()
+    first, second = make_slot(0, [4, 5, 6, 7]), make_slot(1, [4, 5])
     near: list[tuple[int, int]] = []
 
-    def approaching(slot: Slot, m: int) -> Callable[[], None]:
-        def approach() -> None:
-            slot.approach(m, cancel_scope)
-            near.append((slot.index, m))
-
-        return approach
-
     def come(*expected: tuple[int, int]) -> None:
-        until(lambda: len(near) >= len(expected))
-        time.sleep(0.03)
-        assert sorted(near) == sorted(expected)
+        assert near == list(expected)
         near.clear()
 
-    threads = start(*(approaching(first, m) for m in (7, 6, 5, 4)), *(approaching(second, m) for m in (5, 4)))
+    for slot, microbatch in ((first, 7), (first, 6), (first, 5), (second, 5), (second, 4)):
+        slot.approach(microbatch, functools.partial(near.append, (slot.index, microbatch)))
     first.precede(second)
     come()
     first.open()
-    come((0, 4), (0, 5))
+    come((0, 5))
+    first.approach(4, lambda: near.append((0, 4)))
+    come((0, 4))
     first.leave(4)
     come((0, 6))
     first.leave(5)
@@ -100,7 +95,87 @@ def test_one_microbatch_ahead_and_no_more() -> None:
     come()
     second.open()
     come((1, 5))
+
+
+def test_a_turn_begins_when_what_it_needs_is_on_its_way() -> None:
+    """The thread that passes a turn on uploads for the microbatch behind the next one, which may have its turn soon."""
+    slot, cancel_scope, order = make_slot(0, [0, 1, 2]), CancelScope(), list[str]()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def upload() -> None:
+        begun.set()
+        assert go_on.wait(5)
+        order.append("uploaded")
+
+    def enter() -> None:
+        slot.approach(2, upload)
+        slot.enter(2, cancel_scope)
+        order.append("entered")
+
+    slot.open()
+    threads = start(enter)
+    until(lambda: 2 in slot._waiting)
+    threads += start(lambda: slot.leave(0))
+    assert begun.wait(5)
+    slot.leave(1)
+    assert slot.is_turn_of(2)
+    time.sleep(0.03)
+    assert order == []
+    go_on.set()
     join(threads)
+    assert order == ["uploaded", "entered"]
+    assert slot.leave(2)
+
+
+def test_a_microbatch_that_arrives_during_its_upload_waits_for_the_end() -> None:
+    slot, cancel_scope, order = make_slot(0, [0, 1, 2]), CancelScope(), list[str]()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def upload() -> None:
+        begun.set()
+        assert go_on.wait(5)
+        order.append("uploaded")
+
+    def enter() -> None:
+        slot.enter(2, cancel_scope)
+        order.append("entered")
+
+    slot.open()
+    slot.approach(2, upload)
+    threads = start(lambda: slot.leave(0))
+    assert begun.wait(5)
+    slot.leave(1)
+    threads += start(enter)
+    time.sleep(0.03)
+    assert order == []
+    go_on.set()
+    join(threads)
+    assert order == ["uploaded", "entered"]
+
+
+def test_an_upload_that_fails_holds_no_turn_back() -> None:
+    slot, cancel_scope = make_slot(0, [0, 1, 2]), CancelScope()
+
+    def upload() -> None:
+        raise ValueError
+
+    slot.open()
+    slot.approach(2, upload)
+    with pytest.raises(ValueError):
+        slot.leave(0)
+    slot.leave(1)
+    slot.enter(2, cancel_scope)
+
+
+def test_a_microbatch_that_is_cancelled_is_let_go() -> None:
+    """What would upload for it refers to it, and it refers to its slots: only Python's collector would free it."""
+    slot, cancel_scope = make_slot(0, [0, 1, 2]), CancelScope()
+    slot.open()
+    slot.approach(2, lambda: None)
+    cancel_scope.fail(ValueError())
+    with pytest.raises(Cancelled):
+        slot.enter(2, cancel_scope)
+    assert not slot._approaching
 
 
 def test_the_last_to_leave_closes() -> None:

@@ -240,10 +240,6 @@ ELSEWHERE = {
         "upload.wait()",
     ),  # test_a_unit_is_sent_when_its_uploads_are_over
     (
-        "runtime.core.turns:Slot.approach",
-        "cancel_scope.wait(waiter)",
-    ),  # test_turns.py: test_one_microbatch_ahead_and_no_more
-    (
         "runtime.core.worker_pool:WorkerPool.rest",
         "self.wait(waiter, cancel_scope)  # [2]",
     ),  # test_nothing_of_a_step_runs_when_it_has_ended

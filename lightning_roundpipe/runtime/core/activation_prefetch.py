@@ -21,8 +21,6 @@ from lightning_roundpipe.runtime.core.offloading import Departure
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.turns import Slot, Slots
 from lightning_roundpipe.runtime.core.worker import Worker
-from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 
 
@@ -56,10 +54,10 @@ class ActivationPrefetcher:
     def inputs(self, call: Call, homes: Mapping[int, Device | None], stay: Collection[int] = ()) -> None:
         """Prefetch the inputs of a forward call.
 
-        If anything has to be uploaded, this blocks until the microbatch runs, or is next in line, in the call's slot.
+        What has to be uploaded is uploaded once the microbatch runs, or is next in line, in the call's slot.
 
         Args:
-            call: the call, before it asks for its turn.
+            call: the call, which asks for its turn next.
             homes: the device that holds each tensor among its leaves, by position; None for the host.
             stay: positions of those that stay where they are; see `Call.staying`.
         """
@@ -77,10 +75,10 @@ class ActivationPrefetcher:
                 if (home := homes[i]) is not None and i not in stay:
                     self._activations.offload(call.leaves[i], copy, home)
         self.end()
-        self._bring(slot, call.layer, "forward", [*copies.values()])
+        self._bring(slot, [*copies.values()])
 
     def gradients(self, recorded: RecordedCall) -> list[HostTensor]:
-        """Prefetch what a backward call needs: its saved inputs and the gradients of its outputs. Blocks as `inputs`.
+        """Prefetch what a backward call needs: its saved inputs and the gradients of its outputs, as `inputs` does.
 
         Returns:
             The host copies of the gradients, which no other call shares; pass them to `done`.
@@ -94,7 +92,7 @@ class ActivationPrefetcher:
             self._pass_on(self._slot)  # which has no `after`
         sent = self._send(recorded, device)
         self._depart(sent)
-        self._bring(slot, recorded.layer, "backward", [*_starts_from(recorded), *sent])
+        self._bring(slot, [*_starts_from(recorded), *sent])
         return sent
 
     def following(self, slot: Slot, tape: Sequence[RecordedCall]) -> None:
@@ -175,16 +173,20 @@ class ActivationPrefetcher:
                     grads[n] = sent[-1].tensor, None
         return sent
 
-    def _bring(self, slot: Slot, layer: HostLayer, phase: str, copies: Sequence[HostTensor]) -> None:
+    def _bring(self, slot: Slot, copies: Sequence[HostTensor]) -> None:
         if slot is not self._slot:
             if self._slot is not None:  # the fused slot, or one that the microbatch had no turn in
                 self._activations.leave()
             self._slot = slot
         if copies:
-            device = self._workers[slot.worker].device
-            with noted(lambda: FaultPlace(layer.title, phase, self._microbatch, slot, device)):
-                self._slots.approach(self._microbatch, slot)  # [2]
-                self._bring_if_room(slot, copies)
+            self._slots.approach(self._microbatch, slot, lambda: self._bring_ahead(slot, copies))  # [2]
+
+    def _bring_ahead(self, slot: Slot, copies: Sequence[HostTensor]) -> None:
+        """Start uploading ``copies`` while the microbatch's own thread waits for its turn."""
+        try:
+            self._bring_if_room(slot, copies)
+        except Exception:
+            return  # this thread may be another microbatch's; the call brings what is not there, and reports the error
 
     def _bring_if_room(self, slot: Slot, copies: Sequence[HostTensor]) -> None:
         worker = self._workers[slot.worker]

@@ -6,7 +6,8 @@
     an open slot serves its microbatches in order                                            [4]
     the last microbatch to leave a slot closes it; if all left before it opened, it is       [5]
     closed as soon as it opens
-    the next microbatch may upload what it needs, also for the worker's next slot            [6]
+    what the next microbatch needs is uploaded by the thread that makes it the next one,     [6]
+    also for the worker's next slot; its own thread sleeps until it has the turn
     rounds of one microbatch run side by side: a slot waits for [3] when it closes, and a    [7]
     microbatch begins a call when the one before has begun the next one
 
@@ -120,7 +121,10 @@ class Slot:
         self._left: set[int] = set()
         """Those behind the position that have given up their turns."""
         self._waiting: dict[int, Waiter] = {}
-        self._approaching: dict[int, Waiter] = {}
+        self._approaching: dict[int, Callable[[], None]] = {}
+        """By microbatch: uploads what it needs."""
+        self._uploading: set[int] = set()
+        """The microbatches for which that runs now, on another thread than their own."""
         self._invited = 0
         """How many of the first microbatches may approach."""
         self._near = False
@@ -132,8 +136,11 @@ class Slot:
         """Let the first microbatch enter [4]. Return True if all have left already: the caller closes the slot [5]."""
         with self._lock:
             self.opened = True
+            invited = self._invite()
             self._wake_next()
             over, behind = self._position == self._end, self._led()
+        if invited:
+            self._upload(invited)
         if behind is not None:
             behind.come_near()
         return over
@@ -141,10 +148,14 @@ class Slot:
     def enter(self, microbatch: int, cancel_scope: CancelScope) -> None:
         """Wait until it is the turn of ``microbatch``."""
         with self._lock:
-            if self.is_turn_of(microbatch):
+            if self.is_turn_of(microbatch) and microbatch not in self._uploading:
                 return
             waiter = self._waiting[microbatch] = Waiter()
-        cancel_scope.wait(waiter)
+        try:
+            cancel_scope.wait(waiter)
+        except BaseException:
+            self._approaching.pop(microbatch, None)  # it refers to the microbatch, which refers to its slots
+            raise
 
     def leave(self, microbatch: int) -> bool:
         """Pass the turn on, or give it up in advance. Return True if the caller must close the slot [5].
@@ -159,19 +170,26 @@ class Slot:
             self._position += 1
             while self._position < self._end and self.microbatches[self._position] in self._left:
                 self._position += 1
+            invited = self._invite()
             self._wake_next()
             over, behind = self.opened and self._position == self._end, self._led()
+        if invited:
+            self._upload(invited)
         if behind is not None:
             behind.come_near()
         return over
 
-    def approach(self, microbatch: int, cancel_scope: CancelScope) -> None:
-        """Wait until at most one microbatch has its turn before ``microbatch`` [6]."""
+    def approach(self, microbatch: int, upload: Callable[[], None]) -> None:
+        """Call ``upload`` as soon as at most one microbatch has its turn before ``microbatch`` [6].
+
+        The calling thread does so if that is the case already, else the thread that passes the turn on. So ``upload``
+        must not block, and the caller's next step is `enter`, which returns when ``upload`` is over.
+        """
         with self._lock:
-            if microbatch in self.microbatches[: self._invited]:
+            if microbatch not in self.microbatches[: self._invited]:
+                self._approaching[microbatch] = upload
                 return
-            waiter = self._approaching[microbatch] = Waiter()
-        cancel_scope.wait(waiter)
+        upload()
 
     def precede(self, behind: Slot) -> None:
         """Set the next slot of the same worker."""
@@ -190,16 +208,35 @@ class Slot:
         """Let the first microbatch approach: the last one runs in the worker's slot before."""
         with self._lock:
             self._near = True
-            self._invite()
+            invited = self._invite()
+        if invited:
+            self._upload(invited)
 
-    def _invite(self) -> None:
-        """Let the microbatch that has the turn approach, and in an open slot the next one."""
-        end = self._position + (2 if self.opened else self._near)
+    def _invite(self) -> list[tuple[int, Callable[[], None]]]:
+        """Let the microbatch that has the turn approach, and in an open slot the next one.
+
+        Returns:
+            What the caller passes to `_upload`, without the lock.
+        """
+        end, invited = self._position + (2 if self.opened else self._near), []
         while self._invited < end and self._invited < self._end:
-            waiter = self._approaching.pop(self.microbatches[self._invited], None)
+            microbatch = self.microbatches[self._invited]
             self._invited += 1
-            if waiter is not None:
-                waiter.wake()
+            if (upload := self._approaching.pop(microbatch, None)) is not None:
+                self._uploading.add(microbatch)
+                invited.append((microbatch, upload))
+        return invited
+
+    def _upload(self, invited: list[tuple[int, Callable[[], None]]]) -> None:
+        """Upload what invited microbatches need, and let one enter that has got its turn meanwhile."""
+        for microbatch, upload in invited:
+            try:
+                upload()
+            finally:
+                with self._lock:
+                    self._uploading.remove(microbatch)
+                    if self.is_turn_of(microbatch) and (waiter := self._waiting.pop(microbatch, None)) is not None:
+                        waiter.wake()
 
     def close(self) -> None:
         """Mark the slot as closed, so that the same stage of the next round may open."""
@@ -224,13 +261,16 @@ class Slot:
         return self.opened and position < self._end and self.microbatches[position] == microbatch
 
     def _wake_next(self) -> None:
-        self._invite()
-        if self.opened and self._position < self._end:
-            waiter = self._waiting.pop(self.microbatches[self._position], None)
-            if waiter is not None:
-                waiter.wake()
-            elif self.absent is not None:
-                self.absent(self.microbatches[self._position])
+        """Wake the microbatch that has the turn, unless `_upload` will."""
+        if not self.opened or self._position == self._end:
+            return
+        microbatch = self.microbatches[self._position]
+        if microbatch in self._uploading:
+            return
+        if (waiter := self._waiting.pop(microbatch, None)) is not None:
+            waiter.wake()
+        elif self.absent is not None:
+            self.absent(microbatch)
 
 
 class Slots(Protocol):
@@ -260,9 +300,12 @@ class Slots(Protocol):
         """Return the slot that a call will run in; None if unknown."""
         return None
 
-    def approach(self, microbatch: int, slot: Slot) -> None:
-        """Give up the turns before ``slot``, and wait until ``microbatch`` has the turn there or is next in line."""
-        return  # only one microbatch runs at a time, unless slots are planned
+    def approach(self, microbatch: int, slot: Slot, upload: Callable[[], None]) -> None:
+        """Give up the turns before ``slot``, and call ``upload`` once ``microbatch`` has the turn there or is next.
+
+        Another thread may call it later, see `Slot.approach`. The caller's next step is to enter ``slot``.
+        """
+        upload()  # only one microbatch runs at a time, unless slots are planned
 
     def is_over(self, slot: Slot, call: int) -> bool:
         """Return whether ``call`` is a microbatch's last one in the slot."""
@@ -378,9 +421,9 @@ class PlannedSlots(Slots):
     def upcoming(self, microbatch: int, call: int, *, backward: bool) -> Slot | None:
         return self._mine[microbatch][(self._backward if backward else self._forward)[call]]
 
-    def approach(self, microbatch: int, slot: Slot) -> None:
+    def approach(self, microbatch: int, slot: Slot, upload: Callable[[], None]) -> None:
         self._leave_until(microbatch, self._mine[microbatch].index(slot))
-        slot.approach(microbatch, self._cancel_scope)
+        slot.approach(microbatch, upload)
 
     def _enter(self, microbatch: int, position: int, call: int) -> Slot:
         if self._ahead is not None and self._reached[microbatch] < position <= self._fused:

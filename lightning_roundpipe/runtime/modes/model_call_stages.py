@@ -11,7 +11,7 @@ microbatches have left these when that direction ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_roundpipe.planning.costs import Phase
@@ -108,8 +108,8 @@ class CallSlots(Slots):
         group = self.back if backward else self._forward
         return group.upcoming(microbatch, call, backward=backward) if group is not None else None
 
-    def approach(self, microbatch: int, slot: Slot) -> None:
-        self._group_of(slot).approach(microbatch, slot)
+    def approach(self, microbatch: int, slot: Slot, upload: Callable[[], None]) -> None:
+        self._group_of(slot).approach(microbatch, slot, upload)
 
     def is_over(self, slot: Slot, call: int) -> bool:
         return self._group_of(slot).is_over(slot, call)
