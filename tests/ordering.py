@@ -195,7 +195,7 @@ def _follow_streams(ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
         real_wait(self)
         ordering.join(HOST, self.point)
 
-    def keep_until_computed(self: Any, *_: Any) -> None:
+    def keep_until_computed(self: Any, *_: Any, **__: Any) -> None:
         # As on a GPU that is as far behind as the host lets it be. Emulated devices let go of tensors at once.
         behind = self.__dict__.setdefault("_behind", deque())
         behind.append(self.device.compute.record().point)

@@ -99,9 +99,9 @@ def test_calls_in_flight_are_part_of_what_was_planned(monkeypatch: pytest.Monkey
     """The GPU is as late as the host lets it be, so that all that may be in flight is."""
     most, planned, real = 0, {}, Worker.keep_until_computed
 
-    def keep_until_computed(self: Worker, *tensors: Any) -> None:
+    def keep_until_computed(self: Worker, *tensors: Any, **more: Any) -> None:
         nonlocal most
-        real(self, *tensors)
+        real(self, *tensors, **more)
         most = max(most, len(self._in_flight))
 
     monkeypatch.setattr(Worker, "keep_until_computed", keep_until_computed)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
+from lightning_roundpipe.devices import Event
 from lightning_roundpipe.model.attributes import StateDiff
 from lightning_roundpipe.runtime.core.detached_inputs import DetachedInputs
 from lightning_roundpipe.runtime.layer_calls.arguments import CallSpec, FlatValue, is_cache
@@ -160,6 +161,7 @@ class LayerExecution:
         recording: the discrete choices that it made, if they were recorded.
         surprises: whether a call that was expected to be plain may not have been.
         written: positions of the parameters that such a call wrote to.
+        end: end of the compute of such a call.
     """
 
     detached_inputs: DetachedInputs | None
@@ -169,6 +171,7 @@ class LayerExecution:
     recording: DiscreteOpRecorder | None = None
     surprises: bool = False
     written: list[int] = field(default_factory=list)
+    end: Event | None = None
 
     def tensors(self) -> list[Tensor]:
         return [t for flat in (self.output, *self.side_outputs.values()) for t in flat.tensors()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from lightning_roundpipe.devices import interpreter_lease
+from lightning_roundpipe.devices import Event, interpreter_lease
 from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.runtime.core.turns import Slot
@@ -30,11 +30,14 @@ class Computing:
         microbatch: number of the microbatch.
         inside: the context of layer calls in the layer's code.
         counter: counts the call's operations; None counts none.
+
+    Attributes:
+        end: end of the compute; None until then, or after an error.
     """
 
     __slots__ = (
         "_began", "_calling", "_core", "_counter", "_index", "_kind", "_layer", "_leased", "_microbatch", "_name",
-        "_slot", "_start", "_worker",
+        "_slot", "_start", "_worker", "end",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +47,7 @@ class Computing:
         self._worker, self._slot, self._kind, self._index, self._layer = worker, slot, kind, call, layer
         self._microbatch, self._counter = microbatch, counter
         self._calling = working(inside)  # layer calls go to it
+        self.end: Event | None = None
 
     def __enter__(self) -> None:
         interpreter_lease.renew()  # not while the core is held
@@ -73,7 +77,8 @@ class Computing:
             self._calling.__exit__(kind, error, traceback)
             if self._counter is not None:
                 self._counter.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-            end = self._worker.device.compute.record(timed=True) if error is None else None
+            if error is None:
+                self.end = self._worker.device.compute.record(timed=True)
         finally:
             if self._kind in ("forward", "recompute"):
                 self._layer.launched(time.perf_counter() - self._began)
@@ -82,9 +87,9 @@ class Computing:
             self._core.__exit__(kind, error, traceback)
             if self._leased:
                 interpreter_lease.acquire()
-        if end is not None and self._kind:
+        if self.end is not None and self._kind:
             slot, recorder = self._slot, self._slot.recorder
             where = EventSource(slot.index, slot.phase, self._index, self._layer.name)
-            recorder.add(self._kind, self._worker.index, self._start, end, self._microbatch, 0, where)
+            recorder.add(self._kind, self._worker.index, self._start, self.end, self._microbatch, 0, where)
             if self._counter is not None:
                 recorder.count(self._kind, self._microbatch, self._index, self._counter.work.seconds)

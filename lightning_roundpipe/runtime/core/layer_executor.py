@@ -222,7 +222,8 @@ class LayerExecutor:
         if call.graph and not call.kept:
             result.drop_graph()
             outputs = ran.tensors()
-        self._worker.keep_until_computed(leaves, outputs)
+        # Whatever looks at surprises may have enqueued more.
+        self._worker.keep_until_computed(leaves, outputs, end=None if ran.surprises else ran.end)
         return result
 
     def _leaves(
@@ -630,7 +631,7 @@ class LayerExecutor:
         replica, buffers = worker.copy_of(recorded.layer)
         parameters = replica.parameters
         replica.train(recorded.trainable)  # a later call may have run with other parameters frozen
-        adding = None
+        adding = end = None
         if self._tiles is not None:
             replica.apply(recorded.state)  # tiles run the layer's code
             adding = self._tiles.of(recorded.layer, replica).adding
@@ -647,6 +648,7 @@ class LayerExecutor:
                 self._differentiate(recorded, lender, adding, *zip(*pairs, strict=True))
                 detached_inputs.saved = None
                 self._device.track_until_freed(_tensors(detached_inputs.grads), GRADIENTS)
+            end = computing.end
             if buffers:
                 buffers.refuse_written(held)
         if meter is not None and measured is not None:
@@ -654,7 +656,7 @@ class LayerExecutor:
             measured.returning_bytes = storage_bytes(_tensors(grads))
         if sums is not None:
             sums.detach(parameters, factor)
-        worker.keep_until_computed(parts, grads, detached_inputs.grads)
+        worker.keep_until_computed(parts, grads, detached_inputs.grads, end=end)
         return detached_inputs.grads
 
     def _bring_grads(self, slot: Slot, recorded: RecordedCall, activations: ActivationStore) -> list[list[Tensor]]:
@@ -757,7 +759,7 @@ class LayerExecutor:
             outputs = ran.output.tensors()
         assert ran.detached_inputs is not None
         device.track_until_freed(outputs, OUTPUTS)
-        self._worker.keep_until_computed(leaves)
+        self._worker.keep_until_computed(leaves, end=None if ran.surprises else ran.end)
         return ran.detached_inputs, outputs
 
     def _compare(

@@ -136,7 +136,7 @@ class PlainExecutor:
         if counter is not None and detached_inputs is not None:
             detached_inputs.saved = counter.held(tensors, flat.tensors())
         untouched = replica.is_untouched(before)
-        ran = LayerExecution(detached_inputs, flat, {}, given)
+        ran = LayerExecution(detached_inputs, flat, {}, given, end=computing.end)
         if not untouched:
             ran.side_outputs = collect_attributes(replica, before, given, layer.name)
         ran.written = [i for i, p in enumerate(replica.parameters) if p._version != versions[i]]

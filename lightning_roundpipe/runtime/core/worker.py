@@ -454,14 +454,18 @@ class Worker:
         """Addresses of the arenas that are allocated."""
         return {arena.address for arena in self._arenas_of_all_kinds} - {0}
 
-    def keep_until_computed(self, *tensors: Any) -> None:
+    def keep_until_computed(self, *tensors: Any, end: Event | None = None) -> None:
         """Keep ``tensors`` alive until the compute enqueued so far is done, and limit how far the host runs ahead.
 
         Each call that the device has not finished keeps its boundary tensors in device memory. At most `IN_FLIGHT` such
         calls are allowed, or more as long as they keep no more than ``lead`` bytes.
+
+        Args:
+            tensors: the tensors, in nested lists.
+            end: event behind the last work that uses them, if there is one.
         """
         flying = self._in_flight
-        end = self.device.compute.record()
+        end = end or self.device.compute.record()
         if not flying and end.done():
             return
         flying.add(end, tensors, counted=self.lead > 0)
