@@ -62,9 +62,15 @@ class _Lease:
 
 
 class _Mine(threading.local):
-    """The lease that the calling thread has acquired, which may have expired since; None if it has none."""
+    """What the calling thread has.
+
+    Attributes:
+        lease: the lease that it has acquired, which may have expired since; None if it has none.
+        ticket: the ticket of its last wait, to be used again.
+    """
 
     lease: _Lease | None = None
+    ticket: Ticket | None = None
 
 
 class Ticket:
@@ -90,7 +96,7 @@ class Ticket:
     def wait(self) -> None:
         """Wait until the calling thread holds the lease."""
         self._granted.acquire()
-        _mine.lease = self.lease
+        _mine.lease, _mine.ticket = self.lease, self
 
 
 _free: collections.deque[None] = collections.deque([None])
@@ -211,9 +217,12 @@ def renew() -> None:
     acquire()
 
 
-def holds() -> bool:
-    """Return whether the calling thread has acquired the lease, which may have expired since."""
-    return _mine.lease is not None
+def ticket() -> Ticket | None:
+    """Return a ticket for the calling thread if it has acquired the lease, which may have expired since; else None."""
+    if _mine.lease is None:
+        return None
+    ticket, _mine.ticket = _mine.ticket, None  # its next one is another one, until this one has been granted
+    return ticket or Ticket()
 
 
 def released(wait: Callable[..., T], *args: Any) -> T:

@@ -196,4 +196,5 @@ class LedgerTrackedTensors(TrackedTensors):
             del storage  # last: from here on, another storage may get its address
 
     def __del__(self) -> None:
-        self.release()
+        if self._storages:
+            self.release()

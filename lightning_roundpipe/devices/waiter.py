@@ -55,7 +55,7 @@ class Waiter:
     def wait(self) -> None:
         if self._woken:
             return
-        ticket = interpreter_lease.Ticket() if interpreter_lease.holds() else _Bell()
+        ticket = interpreter_lease.ticket() or _Bell()
         self._parked.append(ticket)
         if not self._withdraw():
             interpreter_lease.release()

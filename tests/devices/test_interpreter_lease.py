@@ -305,7 +305,7 @@ def test_wakes_and_waits_in_any_order(wakes: int) -> None:
 def test_a_lost_lease_is_asked_for_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the thread would go on beside the one that took it over."""
     interpreter_lease.renew()
-    assert not interpreter_lease.holds(), "a thread without a lease needs none"
+    assert interpreter_lease.ticket() is None, "a thread without a lease needs none"
     interpreter_lease.acquire()
     taken, goes_on, order = threading.Event(), threading.Event(), []
 
@@ -379,7 +379,7 @@ def test_a_forked_process_has_no_lease_of_its_parents_threads() -> None:
     interpreter_lease.acquire()
     child = os.fork()
     if not child:
-        os._exit(not (is_free() and not interpreter_lease.holds()))
+        os._exit(not (is_free() and interpreter_lease.ticket() is None))
     assert os.waitpid(child, 0)[1] == 0
     assert interpreter_lease.release() and is_free()
 

@@ -280,7 +280,8 @@ class ActivationStore:
     def _used(self, device: Device, copy: HostTensor) -> Tensor:
         here = self._here.get(device, {}).get(id(copy)) or self._brought(device, copy)
         assert here is not None, "what is needed asks for no room"
-        here.needed()
+        if here.ahead:
+            here.needed()
         device.compute.wait(here.end)
         return here.tensor
 
@@ -343,5 +344,6 @@ class ActivationStore:
         if gone:
             device.free_after_compute([here.tensor for here in gone])
         for here in gone:
-            here.needed()
+            if here.ahead:
+                here.needed()
             here.tracked.release()
