@@ -186,6 +186,13 @@ class Case:
     emulation: dict[str, Any] = field(default_factory=lambda: {"poison": True, "delay_seed": 0})
 
 
+NO_GRADIENTS = Case(
+    plan="forward 0-1 2-3; fused 4-5; backward 3 1-2 0; round 1", devices=2, microbatches=5, sizes=(3, 2, 5),
+    empty=(2, 1), extra=(2, 2, 1), drops=False, emulation={"poison": True, "delay_seed": 4, "latency": 3e-4},
+)  # fmt: skip
+"""A microbatch without a loss, in a round of its own: its slots have a place for gradients, and download none."""
+
+
 def batches(case: Case) -> list[dict[str, Tensor]]:
     made = []
     for index, size in enumerate(case.sizes):

@@ -193,7 +193,7 @@ def test_as_in_plain_training(use: Use, cut: str, late: int) -> None:
     "options",
     [
         {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3},
-        {"callbacks": [Reads()]},
+        pytest.param({"callbacks": [Reads()]}, id="a callback that reads gradients"),
         pytest.param({"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}, marks=slow),
         pytest.param({"accumulate_grad_batches": 2}, marks=slow),
         pytest.param({"precision": "64-true"}, marks=slow),

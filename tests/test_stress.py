@@ -15,9 +15,9 @@ from typing import Any
 import harness
 import lightning.pytorch as pl
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis import strategies as st
-from stress import CALLS, Case, check, train
+from stress import CALLS, NO_GRADIENTS, Case, check, train
 
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
@@ -73,6 +73,7 @@ def cases(draw: st.DrawFn) -> Case:
 @pytest.mark.timeout(300)
 @settings(stress, max_examples=2, derandomize=True, database=None)
 @given(case=cases())
+@example(case=NO_GRADIENTS)
 def test_any_schedule(case: Case) -> None:
     check(case)
 

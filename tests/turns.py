@@ -12,7 +12,7 @@ rule that they break:
     a call's gradients leave when its slot is done with the call, and a later round starts from   [6]
     what an earlier one left
     with rounds of one microbatch a microbatch begins a call when the one before has ended it,    [7]
-    and gradients go down in the order of microbatches, none of them up
+    recomputations ahead excepted, and gradients go down in the order of microbatches, none up
     microbatches that have left the plan go on when it is over, one after another, a call at a time    [8]
 """
 
@@ -252,6 +252,8 @@ def _side_by_side(compute: Sequence[Row], copies: Sequence[Row], plan: Plan) -> 
     begins: dict[tuple[int, int], float] = {}
     ends: dict[tuple[int, int], float] = {}
     for row in compute:
+        if row["kind"] == "recompute" and plan.recompute_ahead:
+            continue  # its inputs are there, and no other microbatch sees it
         key = row["microbatch"], row["call"] if row["kind"] == "forward" else last - row["call"]
         begins.setdefault(key, row["start_s"])
         ends[key] = row["end_s"]

@@ -115,6 +115,12 @@ WAITS = [
     Wait("runtime.core.worker:Worker._open_gradients", "stream.wait(host.arrived)", "numbers", WIDE, "gradients_down"),
     Wait("runtime.core.worker:Worker.gradients_of", "self._wait_for_gradients()", "numbers", ALONE, "gradients_down"),
     Wait("runtime.core.worker:Worker._send_gradients", "self._wait_for_gradients()", "order", UNTOUCHED),
+    Wait(
+        "runtime.core.worker:Worker._send_gradients",
+        "self.device.gradients_down.wait(self.device.compute.record())",
+        "order",
+        stress.NO_GRADIENTS,
+    ),
     Wait("runtime.core.worker:Worker._send", "stream.wait(self.device.compute.record())", "order"),
     Wait("runtime.memory.grad_buffers:HostGradSums.wait", "arrived.wait()", "numbers", CUT, "gradients_down"),
     Wait("runtime.memory.grad_buffers:HostGradSums.take", "self.wait()", "numbers", CUT, "gradients_down"),

@@ -343,8 +343,10 @@ class Worker:
         return True
 
     def _send_gradients(self, slot: Slot) -> None:
-        # Sums that no microbatch has added to are downloaded as they came.
+        # Sums that no microbatch has added to are downloaded as they came. Also without any, what comes to the place
+        # next waits for this stream alone, and so for what was there before.
         self._wait_for_gradients()
+        self.device.gradients_down.wait(self.device.compute.record())
         for call, gradients in self._device_gradients.items():
             if any(gradients.present):
                 self._send(slot, call, gradients)
