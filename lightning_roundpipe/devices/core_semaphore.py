@@ -40,13 +40,13 @@ _semaphores: dict[int, Semaphore] = {}
 _semaphores_lock = threading.Lock()
 
 
-class _Mine(threading.local):
+class _Permits(threading.local):
     """The semaphore of which the calling thread holds a permit; None if it holds none."""
 
     held: Semaphore | None = None
 
 
-_mine = _Mine()
+_mine = _Permits()
 
 
 def concurrent_devices() -> int:

@@ -277,6 +277,26 @@ class _Grows(zoo.PlainClassifier):
             self.model.head.bias.data = torch.zeros(7)
 
 
+class _RegistersLate(zoo.PlainClassifier):
+    """Its training_step registers a parameter in a later batch, or replaces one that it has computed with."""
+
+    def __init__(self, *, replaces: bool = False) -> None:
+        super().__init__(mlp())
+        self.first = [nn.Parameter(torch.ones(()))] if replaces else []
+        if replaces:
+            self.scale = self.first[0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss: Any = super().training_step(batch, batch_idx)
+        scale = getattr(self, "scale", None)
+        if scale is not None:
+            loss = loss * scale
+        if batch_idx == 2 and (scale is None or any(scale is first for first in self.first)):
+            self.scale = nn.Parameter(torch.tensor(2.0))
+            loss = loss * self.scale
+        return loss
+
+
 class _UnfreezesItself(zoo.MLP):
     """Its blocks switch on ``requires_grad`` of their own parameters."""
 
@@ -383,6 +403,22 @@ MODULES = [
             lambda user: user.fit(zoo.PlainClassifier(_UnfreezesItself())),
             lambda user: user.fit(zoo.PlainClassifier(_UnfreezesItself()), num_microbatches=2),
         ),
+    ),
+    Mistake(
+        SECTION,
+        "a parameter that `training_step` registers outside the layers, with `staleness=1`",
+        "training_step registered parameter '…' and computes with it",
+        "Register it between steps, for example in on_train_batch_start",
+        (lambda user: user.fit(_RegistersLate(), num_microbatches=2, staleness=1),),
+        finished=2,
+    ),
+    Mistake(
+        SECTION,
+        "a parameter outside the layers that `training_step` replaces, when other microbatches have computed with it",
+        "training_step registered parameter '…' and replaced '…'",
+        "Replace it between steps, for example in on_train_batch_start, or set num_microbatches=1",
+        (lambda user: user.fit(_RegistersLate(replaces=True), num_microbatches=2),),
+        finished=2,
     ),
     Mistake(
         SECTION,

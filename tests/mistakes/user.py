@@ -127,6 +127,8 @@ def trainer(**given: Any) -> Callable[[User], Any]:
 
 
 class _Count(pl.Callback):
+    roundpipe_looks_away = True
+
     def __init__(self, user: User) -> None:
         self.user = user
 
