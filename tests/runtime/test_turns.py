@@ -97,15 +97,22 @@ def test_one_microbatch_ahead_and_no_more() -> None:
     come((1, 5))
 
 
-def test_a_turn_begins_when_what_it_needs_is_on_its_way() -> None:
-    """The thread that passes a turn on uploads for the microbatch behind the next one, which may have its turn soon."""
-    slot, cancel_scope, order = make_slot(0, [0, 1, 2]), CancelScope(), list[str]()
+def slow_upload(order: list[str]) -> tuple[threading.Event, threading.Event, Callable[[], None]]:
+    """Return an upload that notes its end in ``order``, the event that it has begun, and one that it waits for."""
     begun, go_on = threading.Event(), threading.Event()
 
     def upload() -> None:
         begun.set()
         assert go_on.wait(5)
         order.append("uploaded")
+
+    return begun, go_on, upload
+
+
+def test_a_turn_begins_when_what_it_needs_is_on_its_way() -> None:
+    """The thread that passes a turn on uploads for the microbatch behind the next one, which may have its turn soon."""
+    slot, cancel_scope, order = make_slot(0, [0, 1, 2]), CancelScope(), list[str]()
+    begun, go_on, upload = slow_upload(order)
 
     def enter() -> None:
         slot.approach(2, upload)
@@ -129,12 +136,7 @@ def test_a_turn_begins_when_what_it_needs_is_on_its_way() -> None:
 
 def test_a_microbatch_that_arrives_during_its_upload_waits_for_the_end() -> None:
     slot, cancel_scope, order = make_slot(0, [0, 1, 2]), CancelScope(), list[str]()
-    begun, go_on = threading.Event(), threading.Event()
-
-    def upload() -> None:
-        begun.set()
-        assert go_on.wait(5)
-        order.append("uploaded")
+    begun, go_on, upload = slow_upload(order)
 
     def enter() -> None:
         slot.enter(2, cancel_scope)
