@@ -2,9 +2,7 @@
 
 For each model, tokens a second of `roundpipe-plan`'s plan, of the paper's plan in the same engine, and of data
 parallelism as DistributedDataParallel has it: weights, gradients (fp32) and AdamW's state on every GPU, nothing
-recomputed, gradients summed over the links while the last backward runs, the update on the GPU. That is counted in its
-favour: operations are issued at no cost, sums reach the links' full rate, and microbatches are as large as memory
-allows.
+recomputed, steps of as many sequences as ours. That is counted in its favour, see `planning.data_parallel`.
 
 The host has 1 TiB.
 
@@ -20,17 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.plan_model import MEMORY_SHARE, look_at, shape_of, total
-from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
-from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.commands.plan_model import look_at, shape_of, total
+from lightning_roundpipe.commands.plan_shape import Wish
 from lightning_roundpipe.planning.memory import host_items
 from lightning_roundpipe.planning.pipeline import Staleness, run_steps
-from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.search import paper_plan
-from lightning_roundpipe.planning.updates import ADAMW_BYTES
 
-STATE_BYTES = 4 + 4 + 8 + 2
-"""Of a trained weight: master, gradient, moments, and the copy that layers compute with."""
 SIZES = (8, 4, 2, 1)
 STEPS = 8
 SMALL: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
@@ -53,22 +46,6 @@ class Rates:
     plan: str
 
 
-def data_parallel_s(costs: Costs, shape: ModelShape, machine: Hardware, microbatches: int) -> float | None:
-    """Seconds of a step; None if a GPU cannot hold it."""
-    assert machine.memory is not None
-    trained = shape.parameters.trained
-    state = STATE_BYTES * trained + shape.parameters.compute_bytes * shape.parameters.frozen
-    if state + costs.stage_bytes(0, len(costs) - 1, "fused").activations > MEMORY_SHARE * machine.memory:
-        return None
-    workers = machine.workers
-    backward = sum(call.backward_s for call in costs if call.needs_backward)
-    passes = -(-microbatches // workers) * (sum(call.forward_s for call in costs) + backward)
-    rate = min(machine.upload, machine.host_memory_bandwidth * machine.memory_efficiency / (2 * workers))
-    sums = 2 * (workers - 1) / workers * 4 * trained / rate
-    update = ADAMW_BYTES * trained / (machine.memory_bandwidth * machine.memory_efficiency)
-    return passes + max(0.0, sums - backward) + update
-
-
 def rates(
     model: str, settings: tuple[tuple[str, str], ...], hardware: str, microbatches: int, lora: str, staleness: Staleness
 ) -> Rates:
@@ -80,7 +57,7 @@ def rates(
     )  # fmt: skip
     shape = shape_of(wish, machine)
     found = look_at(shape, wish, longest=False)
-    best: dict[str, float] = {}
+    best: list[float] = []
     for size in SIZES:
         costs, tokens = shape.costs(size, 2048), microbatches * size * 2048
         limits = look_at(shape, replace(wish, microbatch_size=size, search_seconds=1e-9), longest=False).limits
@@ -90,13 +67,10 @@ def rates(
             continue
         if total(host_items(plan, costs, shape.parameters, machine.workers, microbatches)) <= machine.host_memory:
             run = run_steps(plan, costs, machine.workers, microbatches, found.rules, 2 * STEPS)
-            best["paper"] = max(best.get("paper", 0.0), tokens / run.period_s(STEPS))
-        seconds = data_parallel_s(costs, shape, machine, microbatches)
-        if seconds is not None:
-            best["data parallel"] = max(best.get("data parallel", 0.0), tokens / seconds)
+            best.append(tokens / run.period_s(STEPS))
     ours = found.tokens_per_s if found.run is not None else None
     stages = "side by side" if found.side_by_side else f"{len(found.plan.forward)}+1+{len(found.plan.backward)}"
-    return Rates(ours, best.get("paper"), best.get("data parallel"), f"{found.microbatch_size}, {stages}")
+    return Rates(ours, max(best, default=None), found.data_parallel_tokens_per_s, f"{found.microbatch_size}, {stages}")
 
 
 def main() -> None:

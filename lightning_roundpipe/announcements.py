@@ -3,6 +3,7 @@
     setup ── settings to the loggers' hyperparameters, before Lightning logs the module's ── [1]
     first batch ── devices, microbatches, precision, model, host memory ── settings that were clamped ── [2]
     plan is made ── stages, memory of a device, seconds of a step ── [3] ── and to the hyperparameters ── [4]
+                 └─ another strategy, if a device could hold the whole model ── [3]
 
 Nothing is reported per step. A callback with the class attribute ``roundpipe_announces = True`` shows [2] and [3] in
 its own way; they are not printed then.
@@ -31,7 +32,7 @@ from lightning_roundpipe.optim.independence import KNOWN, is_torchs
 from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.engine import Engine
-from lightning_roundpipe.runtime.memory.budget import peak_bytes
+from lightning_roundpipe.runtime.memory.budget import peak_bytes, worker_bytes
 
 ANNOUNCES = "roundpipe_announces"
 """Class attribute of callbacks that replace [2] and [3]."""
@@ -59,7 +60,7 @@ class Announcements:
         self._trainer, self._module, self._engine = trainer, module, engine
         self._precision, self._inform = precision, inform
         self._sizes: list[int] | None = None
-        self._begun = self._logged = False
+        self._begun = self._logged = self._compared = False
         self._plan: Plan | None = None
         self.planned_host_bytes: int | None = None
         """Host memory that stays in use between steps; None before the first batch."""
@@ -84,6 +85,9 @@ class Announcements:
         if plan is not None and plan is not self._plan:
             self._plan = plan
             self._say(self._planned(plan))
+            if not self._compared:
+                self._compared = True
+                self._compare()
         if not self._logged:
             self._logged = True
             self._log(
@@ -92,6 +96,23 @@ class Announcements:
                     "plan": None if plan is None else str(plan),
                 }
             )
+
+    def _compare(self) -> None:
+        """Name the strategy that is likely faster, if a device holds at once what the host holds here."""
+        engine = self._engine
+        costs, devices = engine.learned.costs, engine.worker_pool.devices
+        limit = worker_bytes(engine.options, devices)
+        if limit is None or engine.options.memory_budget is not None or not self._module.automatic_optimization:
+            return
+        assert costs is not None and self.planned_host_bytes is not None
+        whole = self.planned_host_bytes + costs.stage_bytes(0, len(costs) - 1, "fused").activations
+        if whole > limit:
+            return
+        way = 'strategy="auto"' if len(devices) == 1 else 'strategy="ddp"'
+        self._say(
+            f"A device of {gib(limit)} also holds all weights, gradients, optimizer state and a microbatch's "
+            f"activations at once, about {gib(whole)}: {way} is likely faster."
+        )
 
     def _say(self, text: str) -> None:
         if not any(getattr(callback, ANNOUNCES, False) for callback in vars(self._trainer)["callbacks"]):

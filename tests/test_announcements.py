@@ -95,6 +95,32 @@ def test_a_static_plan_promises_no_time(said: list[str]) -> None:
     assert re.search(r", about [\d.,]+ \w+ on each device\.$", line)
 
 
+@pytest.mark.parametrize(("devices", "way"), [(1, "auto"), (2, "ddp")])
+def test_a_device_that_could_hold_the_whole_model_is_said_once(said: list[str], devices: int, way: str) -> None:
+    emulation = {"memory": "64MiB"}
+    run(ours(num_microbatches=2, emulation=emulation), MLP, BATCHES, devices=devices)
+    [line] = [line for line in said if "holds" in line]
+    assert re.fullmatch(
+        r"roundpipe: A device of [\d.]+ MiB also holds all weights, gradients, optimizer state and a microbatch's "
+        rf'activations at once, about [\d.]+ [KM]iB: strategy="{way}" is likely faster\.',
+        line,
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},  # emulated devices have no limit
+        {"emulation": {"memory": 2 * 4 * NUMBER}},  # neither gradients nor activations fit beside weights
+        {"emulation": {"memory": "64MiB"}, "memory_budget": "32MiB"},  # memory is kept free on purpose
+    ],
+)
+def test_nothing_is_said_of_other_strategies(said: list[str], options: dict[str, Any]) -> None:
+    run(ours(num_microbatches=2, **options), MLP, BATCHES, devices=2)
+    assert any("roundpipe: plan " in line for line in said)
+    assert not any("faster" in line for line in said)
+
+
 class Manual(zoo.PlainClassifier):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

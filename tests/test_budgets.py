@@ -17,6 +17,9 @@ from lightning_roundpipe import RoundPipeStrategy, strategy
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices import host_memory, make_devices
 from lightning_roundpipe.devices.emulated import EmulatedDevice
+from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.memory import device_bytes
+from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.memory.budget import worker_bytes
 
 GIB = 2**30
@@ -62,7 +65,7 @@ def test_a_budget_is_bytes_or_a_share_of_the_smallest_device(
 
 
 def test_each_worker_keeps_to_a_share() -> None:
-    """A plan that wants 60 % of each device's memory: allowed with all of it, and refused with half.
+    """A plan that needs 60 % of each device's memory: allowed with all of it, and refused with half.
 
     The plan is given, as one that is found depends on measured times, and on a busy machine may want less than it could
     have.
@@ -75,8 +78,9 @@ def test_each_worker_keeps_to_a_share() -> None:
         assert report is not None
         return report
 
-    options["plan"] = single(len(reported()["costs"]["calls"]), 2)
-    needed = reported(memory_budget="1GiB")["planned_device_bytes"]
+    costs = Costs.from_dict(reported()["costs"])
+    options["plan"] = single(len(costs), 2)
+    needed = device_bytes(Plan.parse(options["plan"]), costs, 2)
     memory = int(needed / 0.6)
     assert max(reported(memory_budget=1.0, emulation={"memory": memory})["peak_device_bytes"]) > memory // 2
     with pytest.raises(ValueError, match=f"plan: it needs .* but memory_budget allows {memory // 2:,}"):

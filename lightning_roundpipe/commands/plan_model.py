@@ -12,6 +12,7 @@ from lightning_roundpipe.commands.plan_shape import USUAL_LENGTH, ModelShape, Wi
 from lightning_roundpipe.config import AUTO_TILE
 from lightning_roundpipe.model.refine import Refined
 from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.data_parallel import data_parallel_s
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.memory import (
     Item,
@@ -114,6 +115,8 @@ class Outlook:
         longest: the longest sequence; None if it was not looked for.
         refined: the layers after cutting.
         assumed: assumptions about the machine, in sentences.
+        data_parallel_s: seconds of a step of as many sequences under data parallelism, at best; None if a GPU cannot
+            hold the model with its optimizer's state, or if it was not estimated.
     """
 
     wish: Wish
@@ -133,6 +136,7 @@ class Outlook:
     assumed: tuple[str, ...] = ()
     configured_positions: int = 0
     """Positions of the model's configuration, if the wish asks for more."""
+    data_parallel_s: float | None = None
 
     @cached_property
     def device_items(self) -> list[Item]:
@@ -226,6 +230,11 @@ class Outlook:
     def tokens_per_s(self) -> float:
         """Tokens a second of all machines together. The model must fit."""
         return self.step_tokens / self.period_s
+
+    @property
+    def data_parallel_tokens_per_s(self) -> float | None:
+        """Tokens a second of data parallelism, at best; None if there is no estimate."""
+        return None if self.data_parallel_s is None else self.step_tokens / self.data_parallel_s
 
     @cached_property
     def communication(self) -> Communication | None:
@@ -351,7 +360,20 @@ def _look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...], *, longest
         wish, machine, shape.parameters, length, chosen.costs, workers, microbatches, chosen.size, chosen.limits,
         chosen.rules, plan, run,
         find_longest(shape, workers, microbatches, memory, wish.min_round) if longest else None, shape.refined, assumed,
-        shape.configured,
+        shape.configured, _data_parallel_s(chosen),
+    )  # fmt: skip
+
+
+def _data_parallel_s(chosen: _Try) -> float | None:
+    """Return the seconds of a step of data parallelism with as many sequences; None if there is no estimate."""
+    wish, memory, machine = chosen.wish, memory_of(chosen.wish, chosen.shape.hardware), chosen.shape.hardware
+    if wish.like_paper or wish.machines > 1 or machine.kinds or not isinstance(memory, int):
+        return None
+    sequences = chosen.microbatches * chosen.size
+    sizes = [size for size in range(chosen.size, 0, -1) if (chosen.size & -chosen.size) % size == 0]
+    return data_parallel_s(
+        lambda size: chosen.shape.costs(size, chosen.length), sizes, chosen.shape.parameters, machine, chosen.workers,
+        sequences, memory,
     )  # fmt: skip
 
 

@@ -21,6 +21,9 @@ from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.memory import Item, Parameters, StageRow
 from lightning_roundpipe.planning.schedule import Plan
 
+_FASTER = 1.02
+"""Ratio of tokens a second from which on data parallelism is named. What is closer is within the error of estimates."""
+
 
 def as_table(
     found: Outlook, remedies: Remedies | None = None, explained: Sequence[RenderableType] = ()
@@ -147,6 +150,8 @@ def _facts(found: Outlook) -> list[str]:
         lines.append(f"A step has {found.step_tokens:,} tokens, its bubble is {found.bubble_pct:.1f} %.")
         if found.side_by_side:
             lines.append(side_by_side_line(found.plan, found.microbatches))
+        if (rate := found.data_parallel_tokens_per_s or 0.0) > _FASTER * found.tokens_per_s:
+            lines.append(_data_parallel(found, rate))
     if (exchanged := found.communication) is not None:
         lines.append(_exchanged(found, exchanged))
     if (stuck := found.refined.stuck) is not None:
@@ -158,6 +163,14 @@ def _facts(found: Outlook) -> list[str]:
             else f"No sequence fits, however short: limited by {longest.limited_by}."
         )
     return lines
+
+
+def _data_parallel(found: Outlook, rate: float) -> str:
+    way = 'plain training (strategy="auto")' if found.workers == 1 else 'data parallelism (strategy="ddp")'
+    return (
+        f"A GPU also holds all weights, gradients and optimizer state at once: {way} would be faster, up to "
+        f"{rate:,.0f} tokens/s."
+    )
 
 
 def _exchanged(found: Outlook, exchanged: Communication) -> str:
@@ -301,6 +314,7 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "communication": _communication(found.communication),
         "fits": found.fits,
         **times,
+        "data_parallel_tokens_per_s": found.data_parallel_tokens_per_s,
         "workers": found.workers,
         "microbatches": found.microbatches,
         "microbatch_size": found.microbatch_size,

@@ -34,6 +34,12 @@ ALIGNMENT = 256
 GRADIENT_BYTES = 4
 """Bytes of a gradient: gradients are summed in fp32."""
 
+EXPERT_OPERATIONS = {"GptOssExperts": 36, "Qwen3MoeExperts": 20}
+"""Operations of one expert's forward, views included, where experts run in turn, by the class of a layer's experts.
+
+Counted in transformers 4.57.6 by `benchmarks/bench_expert_operations.py`.
+"""
+
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -364,7 +370,8 @@ def _key(entry: Any) -> Any:
 class _Repeated:
     """Counts the additional operations of a layer if each expert has operations of its own.
 
-    Experts are modules with parameters of three dimensions, of which the first is the number of experts.
+    Experts are modules with parameters of three dimensions, of which the first is the number of experts. Those of a
+    class that `EXPERT_OPERATIONS` lacks are counted to have as many operations each as all have together.
     """
 
     def __init__(self, layer: nn.Module, work: Work) -> None:
@@ -387,8 +394,9 @@ class _Repeated:
     def _begin(self, *_: object) -> None:
         self._begun = self._work.operations
 
-    def _end(self, experts: int, *_: object) -> None:
-        self.operations += (experts - 1) * (self._work.operations - self._begun)
+    def _end(self, experts: int, module: nn.Module, *_: object) -> None:
+        together = self._work.operations - self._begun
+        self.operations += experts * EXPERT_OPERATIONS.get(type(module).__name__, together) - together
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,13 @@ from random import Random
 import pytest
 import torch
 from torch import nn
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.planning import Plan
 from lightning_roundpipe.planning.costs import CallCost, Costs
-from lightning_roundpipe.planning.estimate import estimate_costs
+from lightning_roundpipe.planning.estimate import EXPERT_OPERATIONS, estimate_costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.interpreter_time import Interpreter
 from lightning_roundpipe.planning.meter import Meter
@@ -127,3 +129,21 @@ def test_experts_in_turn_are_issued_one_after_another(experts: int) -> None:
     assert alone.operations >= 3, "a view, a product and its activation"
     assert apart.issue_s - together.issue_s == (experts - 1) * alone.operations
     assert (apart.forward_s, apart.backward_s) == (together.forward_s, together.backward_s)
+
+
+def test_operations_of_an_expert_are_those_that_were_counted_for_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(5)
+    machine = replace(read_machine("rtx4090x8"), issue_s=1.0)
+    batch = {"input_ids": torch.empty(4, 8, device="meta")}
+    layers = {"layer": model.layer}
+    (together,) = estimate_costs(model, layers, batch, machine)
+    with Meter(machine) as meter, meter.scope() as alone:
+        model.layer.experts(batch["input_ids"])
+    monkeypatch.setitem(EXPERT_OPERATIONS, type(model.layer.experts).__name__, 70)
+    (apart,) = estimate_costs(model, layers, batch, machine, experts_in_turn=True)
+    assert apart.issue_s - together.issue_s == 5 * 70 - alone.operations
+
+
+@pytest.mark.parametrize("name", sorted(EXPERT_OPERATIONS))
+def test_classes_whose_operations_were_counted_exist(name: str) -> None:
+    assert any(hasattr(module, name) for module in (modeling_gpt_oss, modeling_qwen3_moe))

@@ -1,0 +1,98 @@
+"""Data parallelism on the same machine: what it takes, in memory and in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_roundpipe.planning.costs import CallCost, Costs
+from lightning_roundpipe.planning.data_parallel import STATE_BYTES, data_parallel_s
+from lightning_roundpipe.planning.memory import Parameters
+from lightning_roundpipe.planning.profile import Hardware
+from lightning_roundpipe.planning.updates import ADAMW_BYTES
+
+MACHINE = Hardware(
+    title="two",
+    workers=2,
+    flops={"bf16": 1.0},
+    memory=10_000,
+    memory_bandwidth=1000.0,
+    memory_efficiency=0.5,
+    upload=100.0,
+    download=80.0,
+    host_memory=10**9,
+    host_memory_bandwidth=1e6,
+    matmul_efficiency=1.0,
+    kernel_s=0.0,
+    hop_s=0.0,
+)
+TRAINED = 100
+PARAMETERS = Parameters(TRAINED, 0, 2)
+UPDATE_S = ADAMW_BYTES * TRAINED / 500
+SUMS_S = 4 * TRAINED / 80
+"""Over the slower direction; of two GPUs, each sends half of the gradients twice."""
+
+
+def costs(size: int, activations: int = 10) -> Costs:
+    """Two calls of 1 and 3 seconds a sequence."""
+    calls = (
+        CallCost("a", 1.0 * size, 0.0, 0, 0, 0, activations * size, needs_backward=True),
+        CallCost("b", 1.0 * size, 2.0 * size, 0, 0, 0, activations * size, needs_backward=True),
+    )
+    return Costs(calls)
+
+
+def test_a_step_is_passes_then_what_is_left_of_the_sums_then_the_update() -> None:
+    seconds = data_parallel_s(costs, (1,), PARAMETERS, MACHINE, 2, 6, 10_000)
+    assert SUMS_S > 2.0
+    assert seconds == pytest.approx(3 * 4.0 + (SUMS_S - 2.0) + UPDATE_S)
+
+
+def test_a_call_without_backward_has_no_backward() -> None:
+    def frozen(size: int) -> Costs:
+        first, second = costs(size)
+        return Costs((replace(first, backward_s=9.0, needs_backward=False), second))
+
+    plain, other = (data_parallel_s(one, (1,), PARAMETERS, MACHINE, 1, 1, 10_000) for one in (costs, frozen))
+    assert plain == other
+
+
+def test_one_gpu_sums_nothing() -> None:
+    assert data_parallel_s(costs, (1,), PARAMETERS, MACHINE, 1, 6, 10_000) == pytest.approx(6 * 4.0 + UPDATE_S)
+
+
+def test_sums_that_end_before_the_last_backward_take_no_time() -> None:
+    fast = replace(MACHINE, upload=1e6, download=1e6)
+    assert data_parallel_s(costs, (2,), PARAMETERS, fast, 2, 8, 10_000) == pytest.approx(2 * 8.0 + UPDATE_S)
+
+
+def test_a_pass_that_is_not_full_takes_as_long_as_one_that_is() -> None:
+    whole, part = (data_parallel_s(costs, (1,), PARAMETERS, MACHINE, 2, sequences, 10_000) for sequences in (6, 5))
+    assert whole == part
+
+
+def test_the_best_size_that_fits_counts() -> None:
+    def slower_when_small(size: int) -> Costs:
+        return costs(size) if size > 1 else costs(3)
+
+    state = STATE_BYTES * TRAINED
+    both = data_parallel_s(slower_when_small, (2, 1), PARAMETERS, MACHINE, 1, 6, state + 40)
+    small = data_parallel_s(slower_when_small, (2, 1), PARAMETERS, MACHINE, 1, 6, state + 39)
+    assert both == pytest.approx(3 * 8.0 + UPDATE_S)
+    assert small is None, "three sequences' activations at size 1"
+    assert data_parallel_s(costs, (2, 1), PARAMETERS, MACHINE, 1, 6, state + 39) == pytest.approx(6 * 4.0 + UPDATE_S)
+
+
+def test_costs_are_not_asked_for_if_the_state_does_not_fit() -> None:
+    def never(size: int) -> Costs:
+        raise AssertionError(size)
+
+    assert data_parallel_s(never, (1,), PARAMETERS, MACHINE, 2, 6, STATE_BYTES * TRAINED - 1) is None
+
+
+def test_frozen_weights_take_their_compute_format_and_packed_ones_their_bytes() -> None:
+    parameters = Parameters(TRAINED, 50, 2, packed=40, packed_bytes=25)
+    state = STATE_BYTES * TRAINED + 2 * 10 + 25
+    assert data_parallel_s(costs, (1,), parameters, MACHINE, 1, 1, state + 20) is not None
+    assert data_parallel_s(costs, (1,), parameters, MACHINE, 1, 1, state + 19) is None
