@@ -3,7 +3,10 @@
 Nothing is computed, so all devices work at once even on two cores, and what the measured step has over the simulated
 one is the engine: interception, turns, hand-overs between threads, copies of (tiny) tensors, Lightning's own loop.
 
-    .venv/bin/python benchmarks/bench_schedule.py [--scale 4] [--steps 3] [--unequal]
+    .venv/bin/python benchmarks/bench_schedule.py [--scale 4] [--steps 3] [--timed] [--unequal]
+
+Emulated devices work while a thread sleeps, so what the host does between two layers adds to their time. With
+``--timed``, devices have clocks of their own (`timed_cuda`), and the host runs ahead of them, as it does on GPUs.
 
 ``--unequal`` takes devices of different speeds instead of 8 equal ones, the plan that the engine itself makes from its
 first batch, and what all devices reach together if each of them trains alone.
@@ -15,11 +18,13 @@ import argparse
 import statistics
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from common import Sleepers, Stopwatch, batches, quiet, trainer, unequal_devices
 from rich.console import Console
 from rich.table import Table
+from timed_cuda import TimedCuda
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.planning import Plan, greedy_partition
@@ -30,6 +35,8 @@ from lightning_roundpipe.planning.search import search_partition
 CASES = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"
 MODELS = ("qwen3-1.7b", "llama3.1-8b")
 MIXED = ((1.0, 0.5), (1.0, 0.5) * 2, (1.0, 1.0, 0.5, 0.5), (1.0, 1.0, 1.0, 0.4))
+BANDWIDTH = 25e9
+"""Bytes a second of a link of devices with clocks of their own."""
 LEARNING = 0.1
 """How long layers take in the first batch, which the engine makes its plan from, as a part of what they take later."""
 
@@ -48,9 +55,25 @@ def measure(
     return watch.seconds[1:], strategy.report()
 
 
-def equal_table(scale: float, steps: int, console: Console) -> Table:
+def measure_timed(case: Case, plan: str, scale: float, steps: int) -> list[float]:
+    """Seconds from one step's end to the next one's, on devices with clocks of their own."""
+    with TimedCuda(BANDWIDTH).played() as gpus, mock.patch("common.take", gpus.launch):
+        watch = Stopwatch(gaps=True)
+        strategy = RoundPipeStrategy(num_microbatches=case.microbatches, plan=plan, layers=["Sleeper"])
+        data = batches(torch.ones((steps + 2) * case.microbatches, 4), case.microbatches)
+        module = Sleepers([(call.forward_s, call.backward_s) for call in case.costs(scale)])
+        trainer(strategy, case.workers, callbacks=watch).fit(module, data)
+    return watch.seconds[2:]
+
+
+def equal_table(scale: float, steps: int, timed: bool, console: Console) -> Table:
     cases = {case.model: case for case in read_cases(CASES) if case.schedule == "roundpipe"}
-    table = Table(title=f"8 devices, 16 microbatches, layers that sleep {scale:g} times the model's times")
+    layers = (
+        f"layers that take {scale:g} times the model's times on devices with clocks of their own"
+        if timed
+        else (f"layers that sleep {scale:g} times the model's times")
+    )
+    table = Table(title=f"8 devices, 16 microbatches, {layers}")
     for heading in ("layers of", "stages", "simulated (s)", "measured, median (s)", "ratio", "bubble, simulated"):
         table.add_column(heading, justify="left" if heading == "layers of" else "right")
     for model in MODELS:
@@ -60,7 +83,10 @@ def equal_table(scale: float, steps: int, console: Console) -> Table:
         simulation = run_steps(plan, costs, case.workers, case.microbatches)
         bubble = 1 - simulation.busy_s / (case.workers * simulation.makespan_s)
         with console.status(f"{model}: {steps} steps of {simulation.makespan_s:.1f} s"):
-            seconds, _ = measure(case, str(plan), scale, steps, case.workers, case.microbatches)
+            if timed:
+                seconds = measure_timed(case, str(plan), scale, steps)
+            else:
+                seconds, _ = measure(case, str(plan), scale, steps, case.workers, case.microbatches)
         measured = statistics.median(seconds)
         table.add_row(
             model,
@@ -105,13 +131,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scale", type=float, default=4.0, help="stretches the layers' times")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--timed", action="store_true", help="devices with clocks of their own, as GPUs")
     parser.add_argument("--unequal", action="store_true", help="devices of different speeds")
     options = parser.parse_args()
     quiet()
     torch.set_num_threads(1)
     console = Console(width=150)
-    table = unequal_table if options.unequal else equal_table
-    console.print(table(options.scale, options.steps, console))
+    if options.unequal:
+        console.print(unequal_table(options.scale, options.steps, console))
+    else:
+        console.print(equal_table(options.scale, options.steps, options.timed, console))
 
 
 if __name__ == "__main__":

@@ -26,23 +26,27 @@ class Stopwatch(pl.Callback):
     Args:
         batches: that an optimizer step takes.
         clock: ``time.process_time`` counts the CPU seconds of all threads.
+        gaps: count from the end of the step before, which devices may still work on when the next one starts.
     """
 
     roundpipe_looks_away = True
 
-    def __init__(self, batches: int = 1, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, batches: int = 1, clock: Callable[[], float] = time.perf_counter, *, gaps: bool = False) -> None:
         self._batches = batches
         self._clock = clock
+        self._gaps = gaps
         self._start = 0.0
         self.seconds: list[float] = []
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx % self._batches == 0:
+        if batch_idx % self._batches == 0 and not (self._gaps and batch_idx):
             self._start = self._clock()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % self._batches == 0:
-            self.seconds.append(self._clock() - self._start)
+            now = self._clock()
+            self.seconds.append(now - self._start)
+            self._start = now
 
 
 def quiet() -> None:

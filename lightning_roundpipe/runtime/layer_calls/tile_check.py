@@ -47,12 +47,10 @@ class TileVerdict:
 
     Attributes:
         why_not: why its calls do not run in tiles; empty if they may.
-        bytes_per_token: what its graph keeps for each token, apart from inputs and outputs.
         differentiable: by output tensor, whether it may require grad.
     """
 
     why_not: str = ""
-    bytes_per_token: float = 0.0
     differentiable: tuple[bool, ...] = ()
 
 
@@ -132,7 +130,7 @@ class _Look:
             self._compare([t[::2] for t in whole], [t[::2] for t in moved], "mixes tokens")
 
     def backward(self) -> TileVerdict:
-        """Check [4] and [5], and return what the module's graph keeps.
+        """Check [4] and [5].
 
         Raises:
             CannotTile: if the module does not pass.
@@ -164,11 +162,10 @@ class _Look:
             [g for g in joined if g is not None],
             "gives other gradients for some of the tokens",
         )
-        tokens = self._layout.tokens
         around = sum(t.nbytes for t in self._some) + sum(s.nbytes for s in slopes)
         if _WORTH * kept[0] < around:
             raise CannotTile("keeps little for its backward")
-        return TileVerdict("", kept[0] / tokens, self._differentiable)
+        return TileVerdict("", self._differentiable)
 
     # -- runs
 
