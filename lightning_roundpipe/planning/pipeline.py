@@ -252,7 +252,11 @@ class _Occupied(NamedTuple):
 
 
 class _SimulatedStage:
-    """Constants of a stage on a worker."""
+    """Constants of a stage on a worker.
+
+    It has many attributes because the simulation takes a turn thousands of times, and all that does not depend on time
+    is computed once, here.
+    """
 
     def __init__(self, stage: Stage, costs: Costs, rules: Rules) -> None:
         calls = costs.calls[stage.first : stage.last + 1]
@@ -365,6 +369,12 @@ def _fastest(links: Sequence[Links] | None) -> Links | None:
 
 
 class _Pipeline:
+    """The state of a simulation between two turns.
+
+    It has many attributes because each resource that a turn may wait for (workers, links, arenas, interpreter,
+    optimizer, network) has the time until which it is taken, and the rules of a turn read most of them.
+    """
+
     def __init__(
         self, plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules, *, records: bool
     ) -> None:

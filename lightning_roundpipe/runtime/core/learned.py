@@ -23,6 +23,9 @@ MOST_LEARNED_AGAIN = 64
 class Learned:
     """One engine's knowledge about its model. The threads of a step read it and add to it.
 
+    It has many attributes because what the first batches show is forgotten together. Each attribute belongs to the
+    module that sets it.
+
     Args:
         model: the model that is trained.
 

@@ -71,6 +71,9 @@ def profile_of(
 class PlainExecutor:
     """Runs the code of plain calls on one worker [2].
 
+    It has many collaborators because it is `LayerExecutor` without what plain calls do not need: what is left still
+    takes the call, its slot, weights, seed, modes and tape.
+
     Args:
         worker: the worker on whose thread this runs.
         randomness: returns the object that seeds calls.

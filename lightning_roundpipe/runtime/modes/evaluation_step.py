@@ -162,6 +162,8 @@ class EvaluationStep(ModelStep):
 class _EvaluationPart(PartRun):
     """A part of the call. Its layers run unseeded, as examined models do not draw.
 
+    It has the collaborators of a microbatch, because that is what it is, without backward.
+
     An error in one part marks the whole call `EvaluationStep.unsplittable`, and the other parts leave at their next
     layer call.
     """

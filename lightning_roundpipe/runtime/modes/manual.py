@@ -143,7 +143,7 @@ class ManualStep(Step):
 class ManualRun(MicrobatchTask):
     """The whole batch, as the one microbatch of its step.
 
-    It replaces the user code, predictor and backward of `MicrobatchTask`, and therefore knows the classes of each.
+    It has many collaborators because it replaces the user code, predictor and backward of `MicrobatchTask`.
     """
 
     def __init__(self, step: ManualStep, slots: SlotsOnArrival) -> None:

@@ -40,8 +40,8 @@ MANY = 2**20
 class ModelStep(Step):
     """The step of one batch whose model calls are cut.
 
-    It runs two kinds of tasks (the whole batch and the parts), with slots made call by call beside those of `Step`; the
-    modules that it imports are those tasks, those slots and what `Step` hands it.
+    It has many collaborators because it runs two kinds of tasks (the whole batch and the parts), with slots made
+    call by call beside those of `Step`.
 
     Args:
         engine: the context that outlives the step.

@@ -351,6 +351,9 @@ def _aligned(whole: Sequence[Operation], part: Sequence[Operation]) -> Pairs | N
 class _Flows:
     """Follows the samples through all operations.
 
+    It has many attributes because one pass over the operations answers all questions: each keeps what it has met so
+    far, and what it says of an operation depends on what the others have said of those before.
+
     Attributes:
         reducing_layers: names of layers that give a value over the samples, so that their own code decides what it is.
         has_samples: whether Python has read values of single samples.

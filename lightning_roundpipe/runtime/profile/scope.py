@@ -57,6 +57,9 @@ COMPARED_LATER = frozenset(4**n for n in range(2, 16))
 class Scope:
     """Decides what to cut, for the batches of one engine.
 
+    It has many collaborators because it runs the comparisons that may decide so, and sets up the engine's cutter,
+    planner and interceptors for what they say.
+
     Args:
         engine: the context of the engine.
         cutter: cuts the batches.
