@@ -615,6 +615,10 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
             ("model=tiny_llama", "hardware=cpu", "lora=all_linear", "lora.rank=4"),
             "There are task_type, target_modules, r, lora_alpha",
         ),
+        (
+            ("model=tiny_llama", "hardware=cpu", "lora=all_linear", "lora.target_modules=[qproj]"),
+            "Target modules {'qproj'} not found in the base model. Its linear layers are q_proj, k_proj, v_proj",
+        ),
         (("model=tiny_llama", "hardware=cpu", "lora=attention", "lora.r=[4"), "lora.r=[4 cannot be read"),
         (("model=tiny_llama", "hardware=cpu", "lora=attention", "lora.r=-1"), "lora=attention does not fit"),
         (("model=tiny_llama", "hardware=cpu", "model.hiden_size=4"), "Did you mean hidden_size?"),

@@ -20,6 +20,7 @@ from lightning_roundpipe.commands.machines import is_path
 from lightning_roundpipe.commands.options import Settings, did_you_mean
 from lightning_roundpipe.commands.packed_weights import NAMES, Quantization, read_quantization
 from lightning_roundpipe.messages import first_line
+from lightning_roundpipe.model.adapters import add_adapters
 from lightning_roundpipe.model.rope import stretch
 from lightning_roundpipe.planning.cases import read_json
 from lightning_roundpipe.planning.meter import ATTENTION, attention
@@ -134,11 +135,11 @@ def make_model(
         except Exception as error:
             raise ValueError(f"model={name} makes no causal language model: {first_line(error)}.") from error
         if adapters:
-            from peft import LoraConfig, get_peft_model  # takes some seconds, with the libraries that it imports
+            from peft import LoraConfig  # takes some seconds, with the libraries that it imports
 
             try:
                 # As under autocast, adapters compute in the format of the weights beside them.
-                model = get_peft_model(model, LoraConfig(**adapters), autocast_adapter_dtype=False)
+                model = add_adapters(model, LoraConfig(**adapters), autocast_adapter_dtype=False)
             except Exception as error:
                 raise ValueError(f"lora={lora} does not fit model={name}: {first_line(error)}.") from error
     return model.train()
