@@ -38,7 +38,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_roundpipe.commands.console import console_command
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.messages import plural
+from lightning_roundpipe.messages import RoundPipeWarning, plural
 from lightning_roundpipe.overrides import USAGE, command, explained, help_text, options_first, wrong_option
 from lightning_roundpipe.sweep import finished_sweep, forget_sweep, make_plans_static
 
@@ -269,10 +269,21 @@ class _CurrentStderr(io.TextIOBase):
         sys.stderr.flush()
 
 
+_format = warnings.formatwarning
+
+
+def _as_text(message: Warning | str, category: type[Warning], *args: Any, **options: Any) -> str:
+    """Return a warning as it is shown: a `RoundPipeWarning` without a line of code, which would be one of Hydra."""
+    if issubclass(category, RoundPipeWarning):
+        return f"{message}\n"
+    return _format(message, category, *args, **options)
+
+
 def _quiet() -> None:
     """Silence messages of every run that concern no user. All others stay."""
     for message in _IRRELEVANT_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
+    warnings.formatwarning = _as_text
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TQDM_DISABLE", "1")  # hides loading bars; Lightning's own bars ignore it
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):

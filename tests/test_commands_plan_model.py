@@ -616,6 +616,15 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
             "There is no gpu=rtx4080. Did you mean rtx4090? Known are a800, h100",
         ),
         (("model=qwen3_32b", "gpu=cpu"), "There is no gpu=cpu. Known are"),
+        (("model=qwen3_32b", "gpu=rtx4090x4"), "gpu=rtx4090x4 says how many, too: write gpu=rtx4090 gpus=4, or hard"),
+        (("model=qwen3_32b", "gpu=rtx4090", "host_memory=64"), "host_memory='64' says bytes, as it has no unit: write"),
+        (
+            ("model=Qwen/Qwen3-32B", "gpu=rtx4090"),
+            "the Hugging Face hub is not asked. Did you mean qwen3_32b? Or name a config",
+        ),
+        (("model=meta-llama/Llama-3.1-8B", "gpu=rtx4090"), "hub is not asked. Did you mean llama3_1_8b?"),
+        (("model=qwen3_32b", "gpu=rtx4090", "quantization=nf4"), "Did you mean model.quantization=?"),
+        (("model=qwen3_32b", "gpu=rtx4090", "r=8"), "Did you mean lora.r=?"),
         (("model=qwen3_32b", "gpu=rtx4090", "hardware=cpu"), "hardware= and gpu= both say which machine"),
         (("model=qwen3_32b", "gpus=2", "hardware=rtx4090x8"), "hardware= and gpus= both say which machine"),
         (("model=qwen3_32b", "hardware=rtx4090x0"), "hardware=rtx4090x0 must be 1 to 1024 GPUs"),
@@ -624,6 +633,14 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
         (
             ("model=tiny_llama", "hardware=cpu", "lora=attention", "lora.rr=4"),
             "lora.rr= is no setting of lora=. Did you",
+        ),
+        (
+            ("model=tiny_llama", "hardware=cpu", "lora=all_linear", "lora.rank=4"),
+            "There are task_type, target_modules, r, lora_alpha",
+        ),
+        (
+            ("model=tiny_llama", "hardware=cpu", "lora=all_linear", "lora.target_modules=[qproj]"),
+            "Target modules {'qproj'} not found in the base model. Its linear layers are q_proj, k_proj, v_proj",
         ),
         (("model=tiny_llama", "hardware=cpu", "lora=attention", "lora.r=[4"), "lora.r=[4 cannot be read"),
         (("model=tiny_llama", "hardware=cpu", "lora=attention", "lora.r=-1"), "lora=attention does not fit"),

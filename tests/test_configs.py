@@ -22,7 +22,7 @@ from peft import PeftModel
 from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from lightning_roundpipe import train
+from lightning_roundpipe import RoundPipeWarning, train
 from lightning_roundpipe.commands import plan
 from lightning_roundpipe.data import RandomTokens
 from lightning_roundpipe.model.loading import from_config
@@ -229,6 +229,26 @@ def test_a_checkpoint_of_adapters_holds_no_frozen_weights_and_resumes(
         torch.save(other, "broken.ckpt")
         monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
         run(monkeypatch, *options, "trainer.max_steps=3", "ckpt_path=broken.ckpt")
+
+
+def test_a_checkpoint_that_is_not_there_is_said_before_the_model_is_read(
+    working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "model=tiny_llama", "data=random_tokens", "ckpt_path=no/such.ckpt")
+    out, err = capfd.readouterr()
+    assert "ckpt_path='no/such.ckpt' is not there" in err
+    assert "parameters" not in out
+
+
+def test_a_warning_names_no_line_of_hydra() -> None:
+    from lightning_roundpipe.train import _as_text
+
+    assert (
+        _as_text(RoundPipeWarning("roundpipe: slow"), RoundPipeWarning, "utils.py", 189, "task()")
+        == "roundpipe: slow\n"
+    )
+    assert "utils.py:189: UserWarning" in _as_text(UserWarning("other"), UserWarning, "utils.py", 189, "task()")
 
 
 def test_adapters_are_read_and_merged_by_plain_peft(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -229,6 +231,33 @@ def test_a_new_mean_by_counts_that_nobody_has_counted_is_warned_of() -> None:
     result, said = said_by(over_another_mask, data())
     assert "'value' was logged for the first time" in said and "(mean by its own count)" in said
     assert differ(over_another_mask, data(), result) == [0]
+
+
+COUNTED = """
+def step(module, logits, batch):
+    module.log("value", float(batch["y"].numel()), reduce_fx="sum")
+    return loss(logits, batch)
+
+
+class Of(Module):
+    def training_step(self, batch, batch_idx):
+        return self.step(self, self.model(batch["x"]), batch)
+"""
+
+
+@pytest.mark.parametrize("package", ["lightning_roundpipe/tasks", "lightning_roundpipe/model", "lightning/pytorch"])
+def test_a_module_of_a_package_calls_the_same_wherever_it_runs(package: str) -> None:
+    """A rehearsal runs below the user's script, and a worker's thread below nothing: neither is what the step calls."""
+    found = importlib.util.find_spec(package.partition("/")[0])
+    assert found is not None and found.origin is not None
+    file = Path(found.origin).parent.joinpath(*package.split("/")[1:], "of_a_test.py")
+    names: dict[str, Any] = {"Module": Module, "loss": loss, "__name__": "of_a_test"}
+    exec(compile(COUNTED, file, "exec"), names)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = trained(names["Of"](names["step"]), data(), 4, devices=2)
+    assert [str(one.message) for one in caught if issubclass(one.category, RoundPipeWarning)] == []
+    assert values_of(result) == values_of(run("auto", names["Of"](names["step"]), data()))
 
 
 def test_what_is_computed_in_another_way_where_nothing_can_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -19,6 +20,7 @@ from lightning_roundpipe.commands.machines import is_path
 from lightning_roundpipe.commands.options import Settings, did_you_mean
 from lightning_roundpipe.commands.packed_weights import NAMES, Quantization, read_quantization
 from lightning_roundpipe.messages import first_line
+from lightning_roundpipe.model.adapters import add_adapters
 from lightning_roundpipe.model.rope import stretch
 from lightning_roundpipe.planning.cases import read_json
 from lightning_roundpipe.planning.meter import ATTENTION, attention
@@ -26,6 +28,8 @@ from lightning_roundpipe.planning.profile import Precision
 
 _MADE_BY = {"model": "lightning_roundpipe.model.loading.from_config", "lora": "peft.LoraConfig"}
 """``_target_`` of the choices that this module can read."""
+_FILES = {"model": "a config.json of Hugging Face, or a folder with one", "lora": "a YAML file like those in conf/lora"}
+"""What may be named instead of a choice."""
 
 _ABOUT_FILES = ("quantization_config", "dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path")
 """Keys of a config.json that are about its weights' files."""
@@ -58,6 +62,12 @@ def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Qu
     """
     if is_path(text):
         path = Path(text).expanduser()
+        if not path.exists() and not text.endswith((".json", ".yaml", ".yml")):  # as the hub's Qwen/Qwen3-32B
+            hint = did_you_mean(re.sub("[^a-z0-9]", "_", path.name.lower()), _usable("model"))
+            raise ValueError(
+                f"model={text}: there is no such file or folder, and the Hugging Face hub is not asked."
+                f"{hint or ' There are ' + ', '.join(_usable('model')) + '.'} Or name {_FILES['model']}."
+            )
         path = path / "config.json" if path.is_dir() else path
         settings = read_json(path)
         if not isinstance(settings, Mapping) or not isinstance(settings.get("model_type"), str):
@@ -65,7 +75,7 @@ def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Qu
         quantization = read_quantization(text, settings, changed)
         settings = {key: value for key, value in settings.items() if key not in _ABOUT_FILES}
     else:
-        settings = _choice("model", text, "a config.json of Hugging Face, or a folder with one")
+        settings = _choice("model", text)
         quantization = read_quantization(text, settings, changed)
     settings = {key: value for key, value in settings.items() if key not in _ABOUT_WEIGHTS}
     rope, shaping = _rope_of(settings, changed)
@@ -125,11 +135,11 @@ def make_model(
         except Exception as error:
             raise ValueError(f"model={name} makes no causal language model: {first_line(error)}.") from error
         if adapters:
-            from peft import LoraConfig, get_peft_model  # takes some seconds, with the libraries that it imports
+            from peft import LoraConfig  # takes some seconds, with the libraries that it imports
 
             try:
                 # As under autocast, adapters compute in the format of the weights beside them.
-                model = get_peft_model(model, LoraConfig(**adapters), autocast_adapter_dtype=False)
+                model = add_adapters(model, LoraConfig(**adapters), autocast_adapter_dtype=False)
             except Exception as error:
                 raise ValueError(f"lora={lora} does not fit model={name}: {first_line(error)}.") from error
     return model.train()
@@ -141,7 +151,7 @@ def read_adapters(lora: str, changed: Settings = ()) -> dict[str, Any]:
     Raises:
         ValueError: there is no such choice, or ``changed`` has an unknown setting.
     """
-    settings = _choice("lora", lora, "a YAML file like those in conf/lora", none=True)
+    settings = _choice("lora", lora)
     if changed and not settings:
         raise ValueError(
             f"lora.{changed[0][0]}= is about adapters, and lora={lora} has none: choose some, as lora=all_linear."
@@ -157,7 +167,9 @@ def _changed(settings: dict[str, Any], group: str, changed: Settings, known: Ite
     """Return ``settings`` with those of ``changed``, whose values are YAML: ``[q_proj, v_proj]`` is a list."""
     for name, text in changed:
         if name.partition(".")[0] not in known:
-            hint = did_you_mean(name, known) or f" There are {', '.join(sorted(known))}."
+            first, others = [one for one in settings if one in known], len({*known} - {*settings})
+            more = f", and {others} others" if first else ""
+            hint = did_you_mean(name, known) or f" There are {', '.join(first or sorted(known))}{more}."
             raise ValueError(f"{group}.{name}= is no setting of {group}=.{hint}")
         try:
             merged = OmegaConf.merge(settings, OmegaConf.from_dotlist([f"{name}={text}"]))
@@ -167,15 +179,20 @@ def _changed(settings: dict[str, Any], group: str, changed: Settings, known: Ite
     return settings
 
 
-def _choice(group: str, text: str, otherwise: str, none: bool = False) -> dict[str, Any]:
+def _usable(group: str) -> list[str]:
+    """Return the choices that describe a shape, or adapters."""
+    found = {name: _load(path, group) for name, path in shipped_files(group).items()}
+    return sorted(
+        n for n, data in found.items() if data.get("_target_") == _MADE_BY[group] or (group == "lora" and not data)
+    )
+
+
+def _choice(group: str, text: str) -> dict[str, Any]:
     """Return the settings of a choice, without its ``_target_``."""
     if is_path(text):
         data = _load(Path(text).expanduser(), group)
     else:
-        found = {name: _load(path, group) for name, path in shipped_files(group).items()}
-        usable = sorted(
-            n for n, data in found.items() if data.get("_target_") == _MADE_BY[group] or (none and not data)
-        )
+        found, usable, otherwise = shipped_files(group), _usable(group), _FILES[group]
         if text in found and text not in usable:
             raise ValueError(
                 f"{group}={text} has no shape of its own, as it reads weights. Take {', '.join(usable)}, "
@@ -184,7 +201,7 @@ def _choice(group: str, text: str, otherwise: str, none: bool = False) -> dict[s
         if text not in usable:
             hint = did_you_mean(text, usable)
             raise ValueError(f"There is no {group}={text}.{hint} Allowed are {', '.join(usable)}, and {otherwise}.")
-        data = found[text]
+        data = _load(found[text], group)
     return {name: value for name, value in data.items() if name != "_target_"}
 
 

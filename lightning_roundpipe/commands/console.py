@@ -26,7 +26,7 @@ def console_command(main: Callable[P, int | None]) -> Callable[P, int | None]:
 
     @wraps(main)
     def command(*args: P.args, **kwargs: P.kwargs) -> int | None:
-        logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_of_use)
+        quiet_libraries()
         try:
             try:
                 if "--version" in sys.argv[1:]:
@@ -40,6 +40,11 @@ def console_command(main: Callable[P, int | None]) -> Callable[P, int | None]:
             raise SystemExit(CLOSED_PIPE) from None
 
     return command
+
+
+def quiet_libraries() -> None:
+    """Leave out a line of a library about a kernel that no command uses; also in processes that a command starts."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_of_use)
 
 
 @contextmanager

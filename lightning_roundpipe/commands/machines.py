@@ -91,6 +91,9 @@ def choose_machine(
     if gpu is not None:
         name = _plain(gpu)
         if name not in _gpus():
+            kind, _, number = name.rpartition("x")
+            if kind in _gpus() and number.isdigit():
+                raise ValueError(f"gpu={gpu} says how many, too: write gpu={kind} gpus={number}, or hardware={name}.")
             raise ValueError(
                 f"There is no gpu={gpu}.{did_you_mean(name, _gpus())} Known are {', '.join(_gpus())}; for others, "
                 "write a YAML file like those in conf/hardware: hardware=FILE."

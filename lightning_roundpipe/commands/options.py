@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -262,7 +263,7 @@ def _pairs(
         if dashed := name.startswith("-"):
             name = name.lstrip("-").replace("-", "_")
         if name not in known and name.partition(".")[0] not in (groups if "." in name else ()):
-            raise ValueError(_unknown(argument, name, bool(equals) or dashed, [*known, *(f"{g}.NAME" for g in groups)]))
+            raise ValueError(_unknown(argument, name, bool(equals) or dashed, known, groups))
         if dashed and not equals and left and not _is_option(left[0], known):
             equals, text = "=", left.pop(0)
         if not equals or not text:
@@ -274,11 +275,21 @@ def _is_option(argument: str, known: Mapping[str, object]) -> bool:
     return argument.startswith("--") or ("=" in argument and argument.partition("=")[0] in known)
 
 
-def _unknown(argument: str, name: str, named: bool, known: Sequence[str]) -> str:
-    close = get_close_matches(name, known, n=1)
-    hint = f"Did you mean {close[0]}=? All are in --help." if close else f"Allowed are {', '.join(known)}; see --help."
+def _unknown(argument: str, name: str, named: bool, known: Iterable[str], groups: Iterable[str]) -> str:
+    names = [*known, *(f"{group}.NAME" for group in groups)]
+    inside = [f"{group}.{name}" for group in groups if name in _settings_of(group)]
+    close = inside or get_close_matches(name, names, n=1)
+    hint = f"Did you mean {close[0]}=? All are in --help." if close else f"Allowed are {', '.join(names)}; see --help."
     what = f"There is no option {name!r}" if named else f"{argument!r} is no option of the form name=value"
     return f"{what}. {hint}"
+
+
+def _settings_of(group: str) -> set[str]:
+    """Return the names of settings in the choices of a group."""
+    from lightning_roundpipe.commands.conf_files import shipped_files  # which imports this module
+
+    lines = [line for file in shipped_files(group).values() for line in file.read_text(encoding="utf-8").splitlines()]
+    return {found[1] for line in lines if (found := re.match(r"([a-z]\w*):", line))}
 
 
 def _check_new(name: str, known: bool) -> None:

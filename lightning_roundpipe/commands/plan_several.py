@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_roundpipe.commands.choices import read_adapters, read_config
+from lightning_roundpipe.commands.console import quiet_libraries
 from lightning_roundpipe.commands.machines import choose_machine
 from lightning_roundpipe.commands.options import is_mistake
 from lightning_roundpipe.commands.plan_model import look
@@ -132,6 +133,7 @@ def _plan_all(cells: Sequence[Cell], processes: int, tell: Callable[[Cell], None
 def _end_quietly() -> None:
     """In a process of the pool: the terminal interrupts all of them at once, and one traceback is enough."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    quiet_libraries()
 
 
 def plan_cell(cell: Cell) -> Cell:

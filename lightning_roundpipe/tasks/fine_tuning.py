@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_roundpipe.callbacks import Measurements, RunFolder
 from lightning_roundpipe.data import TextFiles
+from lightning_roundpipe.refusals import unreadable_checkpoint
 from lightning_roundpipe.tasks.causal_lm import CausalLM
 from lightning_roundpipe.tasks.results import EvaluationResult, show_job, show_outcome, summarise
 
@@ -61,6 +62,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     """
     started = time.monotonic()
     _refuse_unset(cfg)
+    _refuse_missing_checkpoint(cfg.ckpt_path)
     _check_types(cfg)
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
     seed_everything(cfg.seed, workers=True, verbose=False)
@@ -114,6 +116,7 @@ def check(cfg: DictConfig) -> None:
         ValueError, OSError, ImportError, MisconfigurationException: as in `build`.
     """
     _refuse_unset(cfg)
+    _refuse_missing_checkpoint(cfg.ckpt_path)
     _check_types(cfg)
     for node in (cfg.lora, cfg.optimizer, cfg.scheduler):
         if node:
@@ -141,6 +144,12 @@ def run(job: Job) -> dict[str, Any]:
 def _refuse_unset(cfg: DictConfig) -> None:
     if unset := set(_unset(OmegaConf.to_container(cfg))) - _FILLED_IN:
         raise ValueError(f"{min(unset)} must be set, for example on the command line: {min(unset)}=VALUE")
+
+
+def _refuse_missing_checkpoint(path: str | None) -> None:
+    """Raise before the model is read. Lightning's own words, such as ``last``, and addresses are no paths."""
+    if path and path not in ("best", "hpc", "last", "registry") and ":" not in path and not Path(path).exists():
+        raise unreadable_checkpoint(path, FileNotFoundError())
 
 
 def _unset(node: Any, path: str = "") -> Iterator[str]:

@@ -18,6 +18,7 @@ from lightning_roundpipe.callbacks.measurements import peak_device_bytes
 from lightning_roundpipe.callbacks.plan_table import strategy_report
 from lightning_roundpipe.devices.intraop_threads import cores
 from lightning_roundpipe.messages import plural
+from lightning_roundpipe.model.quantized import weights_in
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.replay import replay_of
 from lightning_roundpipe.runtime.batch.microbatches import sizes_of
@@ -97,7 +98,7 @@ def show_job(
 
 
 def _parameters(task: LightningModule, settings: Mapping[str, Any]) -> str:
-    total = sum(p.numel() for p in task.parameters())
+    total = sum(weights_in(p) for p in task.parameters())
     trained = sum(p.numel() for p in task.parameters() if p.requires_grad)
     if trained == total:
         return f"{total:,}, all of them trained"

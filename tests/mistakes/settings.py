@@ -334,6 +334,13 @@ MEMORY = [
     ),
     Mistake(
         SECTION,
+        "`memory_budget` is a small number without a unit",
+        "memory_budget=… says bytes, as it has no unit",
+        "write memory_budget=20GiB",
+        tuple(options(memory_budget=b) for b in (20, "20", " 20")),
+    ),
+    Mistake(
+        SECTION,
         "`memory_budget` is neither a fraction nor whole bytes",
         "memory_budget=… is neither a fraction of the device's memory (up to 1.0) nor whole bytes",
         "write 0.9, 2000000000 or '20GiB'",

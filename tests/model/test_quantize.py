@@ -27,6 +27,7 @@ from lightning_roundpipe.model import quantize, quantize_experts, quantize_loade
 from lightning_roundpipe.model.loading import from_config, from_folder
 from lightning_roundpipe.model.quantize_experts import ExpertWeights
 from lightning_roundpipe.tasks import CausalLM
+from lightning_roundpipe.tasks.results import _parameters
 
 bnb: Any = pytest.importorskip("bitsandbytes")
 
@@ -660,6 +661,21 @@ def adapted(model: Any, targets: Any) -> CausalLM:
     torch.manual_seed(2)
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, init_lora_weights=False)
     return CausalLM(model, functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3), lora=lora)
+
+
+def test_parameters_are_counted_as_if_they_were_not_packed(folders: dict[str, Path]) -> None:
+    said = [
+        _parameters(adapted(from_folder(folders["llama"], quantization=kind).model, "all-linear"), {"lora": {"r": 4}})
+        for kind in (None, "nf4")
+    ]
+    assert said[0] == said[1]
+
+
+def test_names_that_no_layer_has(folders: dict[str, Path]) -> None:
+    with pytest.raises(
+        ValueError, match=r"'qproj'.* not found in the base model\. Its linear layers are q_proj, k_proj"
+    ):
+        adapted(from_folder(folders["llama"]).model, ["qproj"])
 
 
 def test_training_is_that_of_a_model_made_by_hand(folders: dict[str, Path]) -> None:

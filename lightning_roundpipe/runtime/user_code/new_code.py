@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, FrameType
 
+import lightning_roundpipe
 from lightning_roundpipe.runtime.batch.logs import log_call
 
 _SKIPPED = (
@@ -31,6 +32,8 @@ _SKIPPED = (
 )  # fmt: skip
 """Packages whose code stands for that of its callers, as the standard library's does. What metrics do is compared by
 their values."""
+_TASKS = os.path.join(os.path.dirname(lightning_roundpipe.__file__), "tasks", "")
+"""The package's own modules, which are user code."""
 
 _MOST_PLACES = 1 << 16
 _TRIES = 3
@@ -228,9 +231,12 @@ def _place(code: CodeType, at: int) -> Place:
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of user code from which ``frame`` was called; None if there is none."""
+    """Return the frame of user code from which ``frame`` was called; None if there is none.
+
+    What calls the step is not asked: in the main thread the user's script does, and in a worker's nothing.
+    """
     while frame is not None and _is_skipped(frame.f_code.co_filename):
-        frame = frame.f_back
+        frame = None if frame.f_code.co_filename.startswith(_loops()) else frame.f_back
     return frame
 
 
@@ -238,7 +244,13 @@ def _caller(frame: FrameType | None) -> FrameType | None:
 def _is_skipped(path: str) -> bool:
     library = sysconfig.get_path("stdlib") + os.sep
     is_library = path.startswith(library) and "site-packages" not in path[len(library) :].split(os.sep)
-    return is_library or path.startswith((*_folders(), "<frozen"))
+    return is_library or (path.startswith((*_folders(), "<frozen")) and not path.startswith(_TASKS))
+
+
+@functools.cache
+def _loops() -> tuple[str, ...]:
+    """Return the folders of Lightning's loops, which call the step."""
+    return tuple(os.path.join(folder, *names, "loops", "") for folder in _folders() for names in ((), ("pytorch",)))
 
 
 @functools.cache
