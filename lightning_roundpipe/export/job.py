@@ -42,8 +42,7 @@ MARK = ".roundpipe-export"
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_COMPANIONS = (
-    "generation_config.json",
+_TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -55,6 +54,7 @@ _COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_COMPANIONS = ("generation_config.json", *_TOKENIZER)
 """Files of a model beside its weights and configuration."""
 
 _WEIGHTS = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json", "model-*.gguf")
@@ -196,8 +196,8 @@ def _clear(unfinished: Path, to: str | Path) -> None:
 def _foreign(folder: Path, trained: Trained) -> Path | None:
     """Return something in ``folder`` that no export of this model has written."""
     known = {"config.json", *_WEIGHTS, *_COMPANIONS}
-    if trained.base.tokenizer is not None:
-        known.update(trained.base.tokenizer.vocab_files_names.values())
+    if (tokenizer := trained.tokenizer or trained.base.tokenizer) is not None:
+        known.update(tokenizer.vocab_files_names.values())
     if (folder / _OF_ADAPTERS[0]).is_file():
         known.update(_OF_ADAPTERS)
     paths = sorted(folder.iterdir())
@@ -283,7 +283,8 @@ def _write_model(
 
     if format == "gguf":
         name = folder.name.removesuffix(UNFINISHED)
-        file = GgufFile(weights, base.config, dtype, name, base.tokenizer, base.gguf)
+        own = trained.tokenizer
+        file = GgufFile(weights, base.config, dtype, name, own or base.tokenizer, base.gguf if own is None else None)
         total = file.nbytes
         _check_space(folder, total, to)
         _make_folder(folder)
@@ -394,9 +395,10 @@ def _write_companions(trained: Trained, skeleton: Skeleton, folder: Path, dtype:
         config.tie_word_embeddings = False
         config.get_text_config().tie_word_embeddings = False
     config.save_pretrained(folder)
-    base = trained.base
-    for path in () if base.folder is None else (base.folder / name for name in _COMPANIONS):
+    base, tokenizer = trained.base, trained.tokenizer or trained.base.tokenizer
+    names = _COMPANIONS if trained.tokenizer is None else [name for name in _COMPANIONS if name not in _TOKENIZER]
+    for path in () if base.folder is None else (base.folder / name for name in names):
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
-    if base.tokenizer is not None and not any(folder.glob("tokenizer*")) and not (folder / "vocab.json").is_file():
-        base.tokenizer.save_pretrained(str(folder))
+    if tokenizer is not None and not any(folder.glob("tokenizer*")) and not (folder / "vocab.json").is_file():
+        tokenizer.save_pretrained(str(folder))

@@ -70,6 +70,7 @@ class Trained:
         where: how an error names it.
         adapters: configuration and weights of adapters; None: all weights were trained.
         notes: what the user should know of the choice.
+        tokenizer: the one that the run trained with instead of the base model's; None: the base model's.
     """
 
     base: Base
@@ -77,6 +78,7 @@ class Trained:
     where: str
     adapters: tuple[PeftConfig, Mapping[str, Tensor]] | None
     notes: tuple[str, ...] = field(default=())
+    tokenizer: PreTrainedTokenizerBase | None = None
 
 
 class CheckpointFile:
@@ -140,13 +142,15 @@ def from_run(run: str | Path, ckpt: str | Path | None = None, base: str | None =
             notes.append(f"trained on weights in {quantised}{kept}")
     file, why = _checkpoint(folder, cfg, ckpt, f"run={run}")
     notes.append(why)
+    tokenizer = _own_tokenizer(cfg, _working_folder(folder), f"run={run}")
     if file.is_dir():
-        return Trained(found, file, f"run={run}: {file.name}", _read_adapters(file, f"run={run}"), tuple(notes))
+        adapters = _read_adapters(file, f"run={run}")
+        return Trained(found, file, f"run={run}: {file.name}", adapters, tuple(notes), tokenizer)
     where = f"ckpt={file}"
     if not lora:
-        return Trained(found, file, where, None, tuple(notes))
+        return Trained(found, file, where, None, tuple(notes), tokenizer)
     made: Any = instantiate(lora, _convert_="all")
-    return Trained(found, file, where, (made, _trained_part(file)), tuple(notes))
+    return Trained(found, file, where, (made, _trained_part(file)), tuple(notes), tokenizer)
 
 
 def from_checkpoint(ckpt: str | Path, base: str, lora: PeftConfig | None = None) -> Trained:
@@ -223,6 +227,20 @@ def _base_of_run(model: DictConfig, seed: Any, working: Path | None, setting: st
         return found.load()
 
     return Base(found.config, found.tokenizer, None, draw, setting, f"{found.source}, seed {seed}", None)
+
+
+def _own_tokenizer(cfg: DictConfig, working: Path | None, setting: str) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer that a run's ``data.tokenizer`` names; None if the run took the model's."""
+    place = OmegaConf.select(cfg, "data.tokenizer")  # None also where it was left to be filled in
+    if not isinstance(place, str):
+        return None
+    folder = Path(place).expanduser()
+    folder = working / folder if working is not None and (working / folder).is_dir() else folder
+    if not folder.is_dir():
+        raise ValueError(f"{setting} was trained with data.tokenizer={place}, which is not there: put it back.")
+    with reading(folder, setting):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return tokenizer
 
 
 def _refuse_other_type(base: Base, model: DictConfig, working: Path | None, setting: str) -> None:

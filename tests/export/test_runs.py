@@ -10,7 +10,8 @@ import pytest
 import torch
 from export_runs import logits, train
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from tiny_tokenizer import CHAT, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_roundpipe.export import export, from_checkpoint, from_run
 from lightning_roundpipe.model.loading import from_config
@@ -64,6 +65,30 @@ def test_adapters_alone(adapted: tuple[Path, torch.Tensor], base: Path, tmp_path
     again = tmp_path / "again"
     export(from_run(tmp_path / "adapters"), again, dtype="float32")
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(again)), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bases_own", [False, True])
+def test_the_tokenizer_of_the_data_comes_along(bases_own: bool, base: Path, tmp_path: Path) -> None:
+    """Instead of the base model's, if that has one."""
+    texts, folder, model = tmp_path / "texts.txt", tmp_path / "tokenizer", tmp_path / "model"
+    texts.write_text("the bee " * 400)
+    tiny_tokenizer().save_pretrained(folder)
+    from_config("llama", **{**SIZES, "vocab_size": 300}, **HEADS).model.save_pretrained(model)
+    if bases_own:
+        tiny_tokenizer(None).save_pretrained(model)
+    data = ["data=texts", f"data.path={texts}", f"data.cache_folder={tmp_path}"]
+    options = ["model=folder", f"model.folder={model}", *data, "data.sequence_length=32"]
+    train(tmp_path / "run", *options, f"data.tokenizer={folder}")
+    export(from_run(tmp_path / "run"), tmp_path / "to")
+    found = AutoTokenizer.from_pretrained(tmp_path / "to")
+    assert found("the bee")["input_ids"] == tiny_tokenizer()("the bee")["input_ids"]
+    assert found.chat_template == CHAT
+    export(from_run(tmp_path / "run"), tmp_path / "gguf", format="gguf")
+    read = AutoTokenizer.from_pretrained(tmp_path / "gguf", gguf_file="model-F16.gguf")
+    assert read.chat_template == CHAT
+    shutil.rmtree(folder)
+    with pytest.raises(ValueError, match=r"was trained with data.tokenizer=.*, which is not there: put it back"):
+        from_run(tmp_path / "run")
 
 
 def test_all_weights(base: Path, tmp_path: Path) -> None:
