@@ -151,7 +151,7 @@ class Signs(torch.optim.Optimizer):
     ids=["Adafactor", "LBFGS", "Rprop", "a class of the user's own"],
 )
 def test_resume_with_optimizers_of_fewer_defaults(optimizer: Any, tmp_path: Path) -> None:
-    """torch adds a default, ``differentiable``, to each optimizer that loads a state: groups lack it in some classes."""
+    """torch adds a default, ``differentiable``, to an optimizer that loads a state, but not to its groups."""
     module, batches = zoo.make_module("mlp"), zoo.make_batches("mlp", 1) * 4
     module.make_optimizer = optimizer
     whole = train(OURS, module, batches)
