@@ -250,9 +250,15 @@ def unfitting_weights(module: LightningModule, error: RuntimeError) -> RoundPipe
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Call ``optimizer.load_state_dict(state)``. Another optimizer's state raises now rather than at its first step."""
+    # Loading adds defaults that no group of this class has.
+    needed = [group.keys() & optimizer.defaults.keys() for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(dict(state))
-        lacking = [key for group in optimizer.param_groups for key in optimizer.defaults if key not in group]
+        lacking = [
+            key
+            for keys, group in zip(needed, optimizer.param_groups, strict=True)
+            for key in sorted(keys - group.keys())
+        ]
         problem = f"it has no {lacking[0]!r}" if lacking else ""
     except (ValueError, KeyError) as error:
         problem = first_line(error)

@@ -191,8 +191,8 @@ class Stepping:
         reason = needs_gradients(self._trainer, self._module, self._optimizers)
         for optimizer in self._optimizers:
             reason = reason or stepped_by_parameter(optimizer)
-            if self._engine.formats.low is not None:
-                reason = reason or goes_by_default_format(optimizer)
+            if self._engine.formats.sets_default:
+                reason = reason or goes_by_default_format(optimizer, double=self._engine.formats.low is None)
         if reason is None and (looking := slowed_by(looks)) is not None:
             reason = (
                 f"{looking} may read weights or gradients after each batch (a class attribute roundpipe_looks_away = "

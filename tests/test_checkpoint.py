@@ -124,6 +124,41 @@ def test_resume_continues_bit_for_bit(name: str, lora: bool, done: int, tmp_path
     assert_continues(whole, resumed, done)
 
 
+class Signs(torch.optim.Optimizer):
+    """Has no default but its learning rate."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+            p.sub_(p.grad.sign() * self.param_groups[0]["lr"] / self.state[p]["steps"])
+        return loss
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+        lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=1),
+        lambda parameters: torch.optim.Rprop(parameters, lr=1e-2),
+        Signs,
+    ],
+    ids=["Adafactor", "LBFGS", "Rprop", "a class of the user's own"],
+)
+def test_resume_with_optimizers_of_fewer_defaults(optimizer: Any, tmp_path: Path) -> None:
+    """torch adds a default, ``differentiable``, to an optimizer that loads a state, but not to its groups."""
+    module, batches = zoo.make_module("mlp"), zoo.make_batches("mlp", 1) * 4
+    module.make_optimizer = optimizer
+    whole = train(OURS, module, batches)
+    train(OURS, module, batches, callbacks=[SaveAt(2, tmp_path / "at.ckpt")], max_steps=2)
+    assert_continues(whole, train(OURS, module, batches, fit={"ckpt_path": tmp_path / "at.ckpt"}), 2)
+
+
 def test_resume_one_step_late(tmp_path: Path) -> None:
     """A checkpoint has the newest weights, and the run that wrote it goes on from those as well."""
     module, batches = fresh(), zoo.make_batches("llama", 1) * 5

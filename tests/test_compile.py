@@ -345,3 +345,41 @@ def test_a_compiler_that_ends_the_process_is_refused(monkeypatch: pytest.MonkeyP
         CompiledForwards({})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     CompiledForwards({})
+
+
+class Pauses(pl.Callback):
+    """Leaves backward some time between steps."""
+
+    roundpipe_looks_away = True
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        threading.Event().wait(0.1)
+
+
+class Embeds(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 16)
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        x = self.embed(batch["x"].abs().long().clamp(max=9))
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("precision", "default"), [("bf16-true", torch.bfloat16), ("64-true", torch.float64)])
+def test_backward_goes_on_with_the_code_of_the_forward(precision: Any, default: torch.dtype) -> None:
+    """torch compiles for one default dtype, and these precisions set another one only within a step."""
+    compiled_for: list[torch.dtype] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled_for.append(torch.get_default_dtype())
+        return graph.forward
+
+    strategy = ours(
+        compile_layers={"backend": backend}, num_microbatches=2, plan=per_call(6, 2), emulation={"delay_seed": 1}
+    )
+    given = [batch for samples in (8, 3, 8, 7) for batch in batches(1, samples)]
+    run(strategy, Embeds(), given, devices=3, precision=precision, callbacks=[Pauses()])
+    assert {*compiled_for} == {default}

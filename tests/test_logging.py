@@ -102,6 +102,22 @@ def test_every_combination() -> None:
     assert_same(*found, outputs=True)
 
 
+class LogsNumbers(zoo.PlainClassifier):
+    """Logs numbers that are no floating-point tensors."""
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        self.log("number", 0.01, on_step=True, on_epoch=True)
+        self.log("whole", torch.tensor(batch_idx + 3), on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_numbers_have_the_dtype_of_plain_training() -> None:
+    """In double precision, a microbatch's number became float32 before it was merged."""
+    plain, other = both(LogsNumbers(MLP.model), precision="64-true")
+    assert_same(plain, other, rtol=1e-9, atol=1e-9)
+    assert {name: v.dtype for name, v in other.metrics.items()} == {name: v.dtype for name, v in plain.metrics.items()}
+
+
 def test_positional_arguments_have_lightnings_names() -> None:
     names = list(inspect.signature(pl.LightningModule.log).parameters)
     assert (*names[3:],) == logs._POSITIONAL

@@ -186,6 +186,20 @@ def test_double_precision(microbatches: int, devices: int, accumulate: int) -> N
     assert_same(plain, other)
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.ASGD])
+def test_optimizers_that_go_by_the_default_dtype_wait_in_double_precision(optimizer: Any) -> None:
+    """Beside the next forward, whose default dtype is float64, their first step would make its factors in that."""
+    module = double()
+    module.make_optimizer = lambda parameters: optimizer(parameters, lr=1e-2)
+    batches, strategy = zoo.make_batches("mlp", count=4), ours(num_microbatches=2, emulation={"delay_seed": 1})
+    plain = run("auto", module, batches, precision="64-true")
+    other = run(strategy, module, batches, precision="64-true", devices=2)
+    assert_same(plain, other, rtol=1e-10, atol=1e-10)
+    states = [result.trainer.optimizers[0].state.values() for result in (plain, other)]
+    dtypes = [[{name: value.dtype for name, value in state.items()} for state in those] for those in states]
+    assert dtypes[0] == dtypes[1]
+
+
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,8 @@ KNOWN: frozenset[type[Optimizer]] = frozenset(
 
 _BY_DEFAULT: frozenset[type[Optimizer]] = frozenset({torch.optim.ASGD})
 """Known optimizers whose steps create tensors of torch's default dtype."""
+_BY_DOUBLE: frozenset[type[Optimizer]] = frozenset({torch.optim.ASGD, torch.optim.NAdam})
+"""Those that compute with tensors of float64 if that is the default dtype, and of float32 otherwise."""
 
 DECLARATION = "independent_parameters"
 
@@ -57,10 +59,15 @@ def stepped_by_parameter(optimizer: Optimizer) -> str | None:
     return _patched(optimizer) or _hooked(optimizer) or _entangled(optimizer)
 
 
-def goes_by_default_format(optimizer: Optimizer) -> str | None:
-    """Return None if a step does not depend on torch's default dtype meanwhile; else why it may."""
+def goes_by_default_format(optimizer: Optimizer, *, double: bool) -> str | None:
+    """Return None if a step does not depend on torch's default dtype meanwhile; else why it may.
+
+    Args:
+        optimizer: the user's.
+        double: whether that dtype may be float64.
+    """
     cls = type(unwrapped(optimizer))
-    if cls in KNOWN and cls not in _BY_DEFAULT:
+    if cls in KNOWN and cls not in (_BY_DOUBLE if double else _BY_DEFAULT):
         return None
     return f"{cls.__name__} may go by torch's default format, which is another one while layers compute"
 

@@ -89,6 +89,7 @@ class Engine:
         forwards = forwards_of(options)
         formats = formats or Formats()
         self.options, self.formats = options, formats
+        formats.default_matters = formats.sets_default and options.compile_layers is not None
         with interrupts_allowed():  # copies all weights, and no thread has been started yet
             found = layers_that_fit(module, options, devices, formats, fitting=fitting)
             model = HostModel(module, found.layers, devices[0], formats, apart=bool(options.staleness))

@@ -29,7 +29,7 @@ from torchmetrics import Metric
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.batch.losses import Counts
-from lightning_roundpipe.runtime.batch.microbatches import combined, is_number, weighted_mean
+from lightning_roundpipe.runtime.batch.microbatches import combined, dtype_of_numbers, is_number, weighted_mean
 
 
 class LogRecorder:
@@ -575,7 +575,7 @@ _REDUCTIONS |= {"amin": torch.amin, "amax": torch.amax}
 
 
 def _tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype_of_numbers())
 
 
 def _merged(values: list[Any], reduce_fx: Any, weights: list[float], losses: Sequence[Tensor] | None) -> Any:

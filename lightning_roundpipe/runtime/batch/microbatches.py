@@ -325,10 +325,15 @@ def is_number(value: Any, number: float) -> bool:
     return float(value) == number or (math.isnan(value) and math.isnan(number))
 
 
+def dtype_of_numbers() -> torch.dtype:
+    """Return the dtype of means of Python's numbers and whole numbers: float64 in ``64-true``, else float32."""
+    return torch.promote_types(torch.float32, torch.get_default_dtype())
+
+
 def weighted_mean(tensors: list[Tensor], weights: list[float]) -> Tensor:
     """Return the weighted mean of tensors of one shape. A weight of 0 leaves its tensor out, even if it holds NaN."""
     total = sum(weights)
-    dtype = tensors[0].dtype if tensors[0].is_floating_point() else torch.float32
+    dtype = tensors[0].dtype if tensors[0].is_floating_point() else dtype_of_numbers()
     result = torch.zeros(tensors[0].shape, dtype=torch.float64)
     for tensor, weight in zip(tensors, weights, strict=True):
         if weight:

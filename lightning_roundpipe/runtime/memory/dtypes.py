@@ -29,7 +29,7 @@ class Formats:
         scales: the factors that losses are multiplied by.
 
     Attributes:
-        default_matters: whether a layer was seen to depend on torch's default dtype.
+        default_matters: whether a layer was seen to depend on torch's default dtype, as all compiled code does.
     """
 
     low: torch.dtype | None = None
