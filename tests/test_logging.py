@@ -34,9 +34,32 @@ UNEVEN = [
 ]
 
 
+class ConstantSizes(zoo.PlainClassifier):
+    """Logs with a ``batch_size`` that is no count of the batch's samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, logits = self.loss_and_logits(batch)
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=1)
+        self.log("scale", logits.abs().mean(), on_step=True, on_epoch=True, batch_size=self.size())
+        self.log_dict({"counted": loss.detach()}, on_epoch=True, batch_size=len(logits))
+        return loss
+
+    def size(self) -> int:
+        return 4 if self.global_step < 2 else 3
+
+
 def both(module: pl.LightningModule, batches: Any = UNEVEN, microbatches: int = 3, **options: Any) -> Any:
     plain = run("auto", module, batches, **options)
     return plain, run(ours(num_microbatches=microbatches), module, batches, devices=2, **options)
+
+
+@pytest.mark.parametrize("options", [{"num_microbatches": 3}, {"microbatch_size": 2}])
+def test_a_batch_size_that_is_constant_is_that_of_the_batch(options: dict[str, Any]) -> None:
+    """Means over an epoch weigh batches by it, and these have different numbers of microbatches."""
+    module = ConstantSizes(copy.deepcopy(MLP.model))
+    batches = [*UNEVEN, *zoo.make_batches("mlp", 1, 1, 5)]
+    plain = run("auto", module, batches)
+    assert_same(plain, run(ours(**options), module, batches, devices=2))
 
 
 class Everything(zoo.PlainClassifier):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.batch.log_rules import Calls, Settled, Ways, settled
-from lightning_roundpipe.runtime.batch.logs import OPEN, USUAL, LogRecorder, issue, merged_by, returned
+from lightning_roundpipe.runtime.batch.logs import OPEN, USUAL, Key, LogRecorder, issue, merged_by, returned
 from lightning_roundpipe.runtime.batch.loss_weights import Weighed, Weighing
 from lightning_roundpipe.runtime.batch.losses import check_counts
 from lightning_roundpipe.runtime.batch.microbatches import combined, loss_of, merge
@@ -54,11 +54,11 @@ class Joined:
 
 def join(
     module: Any, runs: Sequence[MicrobatchResult], sizes: list[int], weighing: Weighing,
-    ways: Ways, ran: Calls | None = None, *, mixed: bool | None = None,
+    ways: Ways, ran: Calls | None = None, *, mixed: bool | None = None, fixed_sizes: Collection[Key] = (),
 ) -> Joined:  # fmt: skip
     """Join the results of ``runs``, which have ``sizes`` samples, and call ``module.log`` with what they logged.
 
-    ``ways`` and ``ran`` are the arguments of `settled`.
+    ``ways`` and ``ran`` are the arguments of `settled`, ``fixed_sizes`` is one of `issue`.
     """
     outputs = [run.output for run in runs]
     missing = [m for m, output in enumerate(outputs) if output is None]
@@ -83,7 +83,8 @@ def join(
     recorders = [run.logs for run in runs]
     logs = settled(recorders, ways, ran)
     said, rules = logs.said, logs.rules
-    issue(module, said, sizes, weights, losses if len(losses) == len(outputs) else None, rules, adds=added is not None)
+    all_losses = losses if len(losses) == len(outputs) else None
+    issue(module, said, sizes, weights, all_losses, rules, adds=added is not None, fixed_sizes=fixed_sizes)
     if missing:
         return Joined(logs=logs)
     output = merge(outputs, sizes, weights, added)

@@ -17,7 +17,7 @@ import contextlib
 import copyreg
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -442,7 +442,7 @@ def lost(said: Said, weights: Sequence[float]) -> list[str]:
 
 def issue(
     module: Any, said: Said, sizes: list[int], weights: list[float], losses: Sequence[Tensor] | None = None,
-    rules: Mapping[Key, str] | None = None, *, adds: bool = False,
+    rules: Mapping[Key, str] | None = None, *, adds: bool = False, fixed_sizes: Collection[Key] = (),
 ) -> None:  # fmt: skip
     """Call ``module.log`` once per key, on the main thread.
 
@@ -456,6 +456,8 @@ def issue(
         losses: those of the microbatches, if all have one.
         rules: how to merge values that are not merged as `USUAL`, by key; see `RULES`.
         adds: whether the loss is the sum of those of the microbatches.
+        fixed_sizes: values whose ``batch_size`` is that of the whole batch in each microbatch, such as a constant. That
+            of others is counted by each microbatch.
     """
     numbers = [float(loss) for loss in losses or ()] if said else []
     for (name, nth), parts in said.items():
@@ -464,7 +466,8 @@ def issue(
             continue
         given = [p.kwargs.get("batch_size") for p in parts]
         if None not in given:
-            kwargs["batch_size"] = sum(given)
+            is_fixed = (name, nth) in fixed_sizes and len(set(given)) == 1
+            kwargs["batch_size"] = given[0] if is_fixed else sum(given)
         rule, theirs = (rules or {}).get((name, nth), USUAL), losses if adds else None
         if are(parts, numbers):
             merged = combined([_tensor(p.value) for p in parts], weights, theirs)

@@ -49,6 +49,7 @@ class Learned:
         log_fits: what comparisons have shown of logged values.
         log_tolerance: the relative difference that these see.
         log_ways: how logged values are computed, and how those of microbatches are merged then.
+        fixed_sizes: logged values whose ``batch_size`` is not counted; see `Verdict`.
         counted: where training_step divides its loss, and logged values, by counts of its own.
         kept_rows: paths of the attributes that keep something of each sample; a step leaves there what all microbatches
             have left, if user code runs before the next one.
@@ -69,6 +70,7 @@ class Learned:
         self.log_fits: dict[How, Fitting] = {}
         self.log_ways: dict[Key, list[Way]] = {}
         self.log_tolerance = 0.0
+        self.fixed_sizes: set[Key] = set()
         self.counted = CountSites()
         self.kept_rows: set[str] = set()
         self.new_code = NewCode()

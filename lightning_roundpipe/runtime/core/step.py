@@ -533,7 +533,9 @@ class Step:
             self.sizes if len(self.sizes) == len(self.runs) else [sum(self.sizes)]
         )  # only calls of the model are cut
         ways, ran = learned.log_ways, learned.new_code.ran()
-        joined = self.joined = join(module, self.runs, sizes, self.weighing, ways, ran, mixed=learned.mixed)
+        joined = self.joined = join(
+            module, self.runs, sizes, self.weighing, ways, ran, mixed=learned.mixed, fixed_sizes=learned.fixed_sizes
+        )
         if joined.losses and len(self.runs) > 1:
             tolerance = learned.log_tolerance
             unknown = undecided(joined.logs, ways, sizes, joined.weights, tolerance, joined.losses)

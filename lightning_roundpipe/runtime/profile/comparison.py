@@ -77,7 +77,7 @@ class Comparison:
 
     Attributes:
         found: the first difference; None so far.
-        rules, kept_rows, lost_rows, open: see `Verdict`.
+        rules, fixed_sizes, kept_rows, lost_rows, open: see `Verdict`.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class Comparison:
         self._ignored, self._collected = {*ignored}, collected
         self.found: Difference | None = None
         self.rules: dict[How, Fitting] = {}
+        self.fixed_sizes: set[Key] = set()
         self.kept_rows: set[str] = set()
         self.lost_rows: list[str] = []
         self.open = False
@@ -121,10 +122,15 @@ class Comparison:
             if len(a) != len(b):
                 self.see(f"the number of values logged as {name!r}", len(a), len(b))
             for nth, (x, y) in enumerate(zip(a, b, strict=False)):
+                key = name, nth
+                sizes = {
+                    said.kwargs.get("batch_size") for shown in (whole, parts) for said in shown.logs.said.get(key, [])
+                }
+                if len(sizes) == 1 and None not in sizes:
+                    self.fixed_sizes.add(key)
                 if isinstance(x, Metric):
                     continue
                 x, y = _number(x), _number(y)
-                key = name, nth
                 rules = [USUAL] if self._alike(x, y) else []
                 of_operations = (known or {}).get(key, frozenset())
                 rules += self._rules_for(key, x, parts, dict.fromkeys((*RULES, *sorted(of_operations))))

@@ -674,7 +674,8 @@ class PartsCheck:
         for path in () if self._asked or done else {**whole.elsewhere, **parts.elsewhere}:
             comparison.see_elsewhere(path, whole.elsewhere.get(path, ABSENT), parts.elsewhere.get(path, ABSENT))
         if verdict is not None:
-            verdict.rules, verdict.kept_rows = comparison.rules, comparison.kept_rows
+            verdict.rules, verdict.fixed_sizes = comparison.rules, comparison.fixed_sizes
+            verdict.kept_rows = comparison.kept_rows
             verdict.open, verdict.lost_rows = comparison.open or self._flow.is_hidden, comparison.lost_rows
             verdict.keeps = bool(whole.settings or whole.elsewhere or any(map(self._counts, whole.left)))
         return comparison.found

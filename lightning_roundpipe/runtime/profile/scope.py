@@ -217,6 +217,7 @@ class Scope:
             verdict = check.find_out(self._models if auto and (first or again or occasion) else ())
         learned = engine.learned
         learned.kept_rows |= verdict.kept_rows
+        learned.fixed_sizes |= verdict.fixed_sizes
         learned.mixed = False if engine.hints.couples else either(learned.mixed, verdict.mixed)
         learned.log_fits = in_both(learned.log_fits, verdict.rules)
         learned.log_tolerance, learned.log_ways = check.tolerance(), ways_of(learned.log_fits)

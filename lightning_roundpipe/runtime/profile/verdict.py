@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.batch.log_rules import Fitting, How
+from lightning_roundpipe.runtime.batch.logs import Key
 from lightning_roundpipe.runtime.profile.loss_flow import Coupling
 
 _NAMED = 3
@@ -55,6 +56,7 @@ class Verdict:
         shared: path of shared state that microbatches would disturb, by the code that changes it; see `OutsideWrites`.
         collects: a difference of what globals, callbacks and the like keep, if batches are cut nevertheless.
         rules: per logged value and how it is computed, the ways to merge it that give the whole batch's.
+        fixed_sizes: logged values whose ``batch_size`` is the same for a part as for the whole batch.
         lost_rows: paths in globals, callbacks and the like where parts leave the last one's rows only.
         keeps: whether training_step changes something outside of layers and metrics.
         open: whether an attribute that it changes is equal as numbers may be by chance.
@@ -74,6 +76,7 @@ class Verdict:
     losses_inside: list[str] = field(default_factory=list)
     shared: dict[str, str] = field(default_factory=dict)
     rules: dict[How, Fitting] = field(default_factory=dict)
+    fixed_sizes: set[Key] = field(default_factory=set)
     kept_rows: set[str] = field(default_factory=set)
     lost_rows: list[str] = field(default_factory=list)
     keeps: bool = False
