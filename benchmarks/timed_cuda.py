@@ -111,7 +111,7 @@ class TimedCuda:
         # "roundpipe-dev0-even-weights_up": chunks of both lanes share the link of one direction. Activations do not
         # wait for it, as they go before chunks that have not begun.
         device, name = copying.name.split("-")[1], copying.name.rpartition("-")[2]
-        first, link = name.startswith("activations"), f"{device} {name.rpartition('_')[2]}"
+        first, link = name.startswith(("activations", "arrivals")), f"{device} {name.rpartition('_')[2]}"
         with self._lock:
             free_at = 0.0 if first else self._free_at.get(link, 0.0)
             begins = max(time.perf_counter(), stream.done_at, stream.ready_at, free_at)

@@ -25,9 +25,9 @@ _UNITS = {
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
 """Bytes of each unit, in capitals."""
-_LEAST_PLAIN = 1024
-_LEAST_PLAIN_OF = {"memory": 100}  # of a worker: costs= may be a toy of a few bytes
-"""Bytes that are meant as such. Fewer without a unit are GiB in the mind of who writes them."""
+_LEAST_PLAIN = {"memory_budget": 1000, "host_memory": 1000, "memory": 100}
+"""Bytes of memory that are meant as such, by option. Fewer without a unit are GiB in the mind of who writes them.
+``memory`` may be that of a toy of a few bytes (``costs=``)."""
 
 
 class RoundPipeError(RuntimeError):
@@ -47,7 +47,7 @@ def parse_bytes(value: float | str, name: str) -> int:
         raise ValueError(f"{name}={value!r} is not a size: write it like '20GiB', '512MB' or 1000000.")
     if size < 1:
         raise ValueError(f"{name}={value!r} must be at least 1 byte.")
-    if size < _LEAST_PLAIN_OF.get(name, _LEAST_PLAIN) and str(value).strip().replace(".", "", 1).isdigit():
+    if size < _LEAST_PLAIN.get(name, 1) and str(value).strip().replace(".", "", 1).isdigit():
         raise ValueError(f"{name}={value!r} says bytes, as it has no unit: write {name}={str(value).strip()}GiB.")
     return int(size)
 

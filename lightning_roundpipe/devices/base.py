@@ -168,14 +168,15 @@ class Stream(ABC):
 
 
 class Device(ABC):
-    """One worker's device: five streams, memory, and the random generator of the layers that run on it.
+    """One worker's device: six streams, memory, and the random generator of the layers that run on it.
 
     What only some hardware needs does nothing by default: page-locked memory, a driver's libraries and process-wide
     settings, counts of memory that no allocator keeps.
 
-    Layers run on ``compute``. The four copy streams are independent of each other except for the link: both ``_up``
+    Layers run on ``compute``. The five copy streams are independent of each other except for the link: the ``_up``
     streams share the direction to the device, both ``_down`` streams the other. Activations go first on the link and
-    wait at most `copy_priority.MAX_WAIT_S` for a chunk of weights or gradients.
+    wait at most `copy_priority.MAX_WAIT_S` for a chunk of weights or gradients. Those that are still on their way to
+    the host go up on ``arrivals_up``, so that those that are there do not wait behind them.
     """
 
     index: int
@@ -191,6 +192,7 @@ class Device(ABC):
     compute: Stream
     weights_up: Stream
     activations_up: Stream
+    arrivals_up: Stream
     activations_down: Stream
     gradients_down: Stream
     generator: torch.Generator
@@ -204,8 +206,11 @@ class Device(ABC):
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """All five streams, ``compute`` first."""
-        return (self.compute, self.weights_up, self.activations_up, self.activations_down, self.gradients_down)
+        """All six streams, ``compute`` first."""
+        return (
+            self.compute, self.weights_up, self.activations_up, self.arrivals_up, self.activations_down,
+            self.gradients_down,
+        )  # fmt: skip
 
     @abstractmethod
     def allocate(self, nbytes: int, purpose: str) -> Tensor:

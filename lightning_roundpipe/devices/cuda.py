@@ -76,6 +76,7 @@ class CudaDevice(Device):
         self.compute: CudaStream = self._stream("compute")
         self.weights_up = self._chunked("weights_up", turn)
         self.activations_up = self._stream("activations_up", turn)
+        self.arrivals_up = self._stream("arrivals_up", turn)
         self.activations_down = self._stream("activations_down", turn)
         self.gradients_down = self._chunked("gradients_down", turn)
         _open.add(self)

@@ -63,10 +63,12 @@ class EmulatedDevice(Device):
         self.compute = InlineStream(name, self._switch, emulation.poison, self._delays("compute"))
         if copy_priority.is_fifo():
             self.weights_up = self.activations_up = self._copy_stream("up", self._up, first=True)
+            self.arrivals_up = self.activations_up
             self.gradients_down = self.activations_down = self._copy_stream("down", self._down, first=True)
             return
         self.weights_up = self._copy_stream("weights_up", self._up, first=False)
         self.activations_up = self._copy_stream("activations_up", self._up, first=True)
+        self.arrivals_up = self._copy_stream("arrivals_up", self._up, first=True)
         self.activations_down = self._copy_stream("activations_down", self._down, first=True)
         self.gradients_down = self._copy_stream("gradients_down", self._down, first=False)
 

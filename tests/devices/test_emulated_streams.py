@@ -17,7 +17,7 @@ from patience import PATIENCE_S, join, longer_each_try, until
 from lightning_roundpipe.devices import Device, StreamAborted, StreamError, emulated_link, emulated_streams
 
 MakeDevice = Callable[..., Device]
-COPY_STREAMS = ["weights_up", "activations_up", "activations_down", "gradients_down"]
+COPY_STREAMS = ["weights_up", "activations_up", "arrivals_up", "activations_down", "gradients_down"]
 
 
 @pytest.mark.parametrize("name", COPY_STREAMS)

@@ -199,13 +199,15 @@ def test_no_operation_of_a_step_makes_the_host_wait(name: str) -> None:
 
 WAITS = [
     ("compute", "weights_up"),  # for weights, and for sums so far
-    ("compute", "activations_up"),  # for inputs and gradients
+    ("compute", "activations_up"),  # for inputs
+    ("compute", "arrivals_up"),  # for gradients, and inputs that come from another worker
     ("compute", "activations_down"),  # before user code writes to what is being saved
     ("compute", "gradients_down"),  # before the arena of gradients is used again
     ("weights_up", "compute"),  # before the arena of weights is used again
     ("weights_up", "gradients_down"),  # for sums of an earlier round
-    ("activations_up", "compute"),  # for memory that compute has used before
-    ("activations_up", "activations_down"),  # for what comes from another worker
+    ("arrivals_up", "compute"),  # for memory that compute has used before
+    ("arrivals_up", "activations_down"),  # for what comes from another worker
+    ("arrivals_up", "activations_up"),  # for memory that activations_up has filled before
     ("activations_down", "compute"),  # for outputs and gradients
     ("gradients_down", "compute"),  # for the gradients of a slot
     ("weights_up", "weights_up"),  # for the chunk before, on the other one of two streams
@@ -216,7 +218,7 @@ WAITS = [
 
 @pytest.mark.parametrize(
     ("waits", "of"),
-    [pytest.param(*pair, marks=() if i in (2, 6, 8, 10) else pytest.mark.slow) for i, pair in enumerate(WAITS)],
+    [pytest.param(*pair, marks=() if i in (3, 7, 8, 10, 12) else pytest.mark.slow) for i, pair in enumerate(WAITS)],
 )
 def test_a_missing_wait_shows(waits: str, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with races() as found:

@@ -22,7 +22,7 @@ def test_devices_are_numbered_and_emulated_as_asked() -> None:
         assert all(device.torch_device == CPU and device.capacity() == 1024 for device in devices)
         assert [s.name for s in devices[1].streams] == [
             f"roundpipe-dev1-{name}"
-            for name in ("compute", "weights_up", "activations_up", "activations_down", "gradients_down")
+            for name in ("compute", "weights_up", "activations_up", "arrivals_up", "activations_down", "gradients_down")
         ]
         with devices[0].activate(), devices[0].compute.running(), devices[0].weights_up.running():
             assert torch.ones(1).device == CPU

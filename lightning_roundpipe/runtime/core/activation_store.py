@@ -292,8 +292,12 @@ class ActivationStore:
         return tensor
 
     def _upload(self, device: Device, copy: HostTensor, *, lent: bool) -> tuple[Tensor, Event]:
-        stream = device.activations_up
-        tensor = device.device_like(copy.tensor, stream, lent=lent)
+        up = stream = device.activations_up
+        if copy.ready is not None and not copy.ready.done():
+            stream = device.arrivals_up  # what is on the host already does not wait behind it
+        tensor = device.device_like(copy.tensor, up if lent else stream, lent=lent)
+        if lent and stream is not up:
+            stream.wait(up.record())  # earlier work of `up`, which owns the memory, may still use it
         if copy.ready is not None:
             stream.wait(copy.ready)
         start = stream.record(timed=True)

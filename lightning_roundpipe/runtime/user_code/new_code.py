@@ -21,9 +21,9 @@ import os
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import CodeType, FrameType
 
-import lightning_roundpipe
 from lightning_roundpipe.runtime.batch.logs import log_call
 
 _SKIPPED = (
@@ -32,7 +32,7 @@ _SKIPPED = (
 )  # fmt: skip
 """Packages whose code stands for that of its callers, as the standard library's does. What metrics do is compared by
 their values."""
-_TASKS = os.path.join(os.path.dirname(lightning_roundpipe.__file__), "tasks", "")
+_TASKS = os.path.join(str(Path(__file__).parents[2]), "tasks", "")
 """The package's own modules, which are user code."""
 
 _MOST_PLACES = 1 << 16
