@@ -114,22 +114,24 @@ class _TakeTime(torch.autograd.Function):
         ctx.save_for_backward(weight)
         if pace.factor:
             take(pace.factor * forward_s)
-        return x * weight
+        return x * weight[:1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (weight,) = ctx.saved_tensors
         if ctx.pace.factor:
             take(ctx.pace.factor * ctx.backward_s)
-        return grad * weight, grad.sum().reshape(1), None, None, None
+        of_weight = torch.zeros_like(weight)
+        of_weight[0] = grad.sum()
+        return grad * weight[:1], of_weight, None, None, None
 
 
 class Sleeper(nn.Module):
     """A layer of known duration: it sleeps in its forward and in its backward, and uses no core meanwhile."""
 
-    def __init__(self, forward_s: float, backward_s: float, pace: Pace) -> None:
+    def __init__(self, forward_s: float, backward_s: float, pace: Pace, elements: int = 1) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
+        self.weight = nn.Parameter(torch.ones(elements))
         self.times = forward_s, backward_s
         # Not an attribute that copies of the layer would have a copy of.
         self.pace = lambda: pace
@@ -144,14 +146,18 @@ class Sleepers(pl.LightningModule):
 
     Args:
         seconds: (forward, backward) of each.
+        elements: weights of each; None: one.
     """
 
     roundpipe_looks_away = True
 
-    def __init__(self, seconds: list[tuple[float, float]]) -> None:
+    def __init__(self, seconds: list[tuple[float, float]], elements: list[int] | None = None) -> None:
         super().__init__()
         self.pace = Pace()
-        self.layers = nn.ModuleList(Sleeper(forward, backward, self.pace) for forward, backward in seconds)
+        self.layers = nn.ModuleList(
+            Sleeper(forward, backward, self.pace, size)
+            for (forward, backward), size in zip(seconds, elements or [1] * len(seconds), strict=True)
+        )
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         h = batch[0]

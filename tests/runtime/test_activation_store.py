@@ -13,9 +13,13 @@ from harness import ours, run
 from patience import longer_each_try
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices import emulated_work
+from lightning_roundpipe.config import Emulation
+from lightning_roundpipe.devices import emulated_work, make_devices
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.memory import device_bytes
+from lightning_roundpipe.runtime.core.activation_store import ActivationStore, PrefetchBudget
+from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
+from lightning_roundpipe.runtime.reporting.events import Recorder
 
 WIDTH = 8
 
@@ -132,3 +136,22 @@ def test_prefetch_says_whether_weights_come_ahead(times: float) -> None:
         assert len(slots) == 3
         for before, slot in pairwise(slots):
             assert (begins[slot] < ends[before]) is bool(prefetch), (prefetch, slot)
+
+
+def test_what_is_there_does_not_wait_behind_what_is_still_on_its_way() -> None:
+    """A microbatch's saved inputs go up while the gradient of the next one, which was asked for first, is computed."""
+    first, second = make_devices("cpu", [torch.device("cpu")] * 2, Emulation(bandwidth=1e6))
+    try:
+        store, room = ActivationStore(0, Recorder()), PrefetchBudget()
+        room.limit = None
+        late = store.save(torch.full((125_000,), 3.0), first)  # half a second
+        there = HostTensor(torch.ones(4), None)
+        store.bring(second, [late, there], room)
+        here = store._here[second]
+        here[id(there)].end.wait()
+        assert late.ready is not None and not late.ready.done()
+        here[id(late)].end.wait()
+        assert bool((here[id(late)].tensor == 3.0).all()), "it waits for its own download"
+    finally:
+        for device in (first, second):
+            device.close()

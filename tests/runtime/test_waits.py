@@ -216,6 +216,7 @@ ELSEWHERE = {
     ("runtime.core.user_memory:UserCodeMemory.meter", "worker.device.activations_down.synchronize()"),
     ("runtime.core.worker:Worker.land", "self._in_flight.oldest.wait()"),
     ("runtime.memory.peak_memory:PeakMemoryMeter.__init__", "device.activations_up.synchronize()"),
+    ("runtime.memory.peak_memory:PeakMemoryMeter.__init__", "device.arrivals_up.synchronize()"),
     # Memory that another stream owns, which only GPUs have: devices/test_happens_before.py
     ("runtime.core.activation_store:ActivationStore._upload", "stream.wait(up.record())"),
     # After an error that user code has caught: test_faults.py

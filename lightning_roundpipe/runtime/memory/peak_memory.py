@@ -33,6 +33,7 @@ class PeakMemoryMeter:
         # A copy stream holds what it copies. Freed during the call, that would hide as many bytes of the call's own.
         device.activations_down.synchronize()
         device.activations_up.synchronize()
+        device.arrivals_up.synchronize()
         device.drop_finished()
         self._tracked = device.track(given, INPUTS)
         device.reset_peak()
