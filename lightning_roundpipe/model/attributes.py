@@ -128,10 +128,12 @@ def sparse_parts(tensor: Tensor) -> list[Tensor]:
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of ``module``, without its parameters, buffers and submodules, and without ours."""
-    own = {k: v for k, v in module.__dict__.items() if k not in STRUCTURE and k not in _UNUSED}
-    if getattr(own.get("forward"), "is_interceptor", False):
+    everything = dict(module.__dict__)  # at once: other threads run code that sets attributes
+    own = {k: v for k, v in everything.items() if k not in STRUCTURE and k not in _UNUSED}
+    interceptor: Any = own.get("forward")
+    if getattr(interceptor, "is_interceptor", False):
         del own["forward"]
-        if (patched := module.__dict__["forward"].own) is not None:
+        if (patched := interceptor.own) is not None:
             own["forward"] = patched
     return own
 
@@ -169,7 +171,7 @@ class ModuleState:
         return self._diff
 
     def _snapshot(self) -> None:
-        self._seen = [v for m in self.modules for v in m.__dict__.values()]
+        self._seen = [v for m in self.modules for v in list(m.__dict__.values())]
         self._patched = self._forward()
         found = [v for m in self.modules for k, v in own_attributes(m).items() if isinstance(v, Container)]
         self._empty = [c for c in found if not c]

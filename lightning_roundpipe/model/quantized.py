@@ -468,7 +468,7 @@ def _states(module: nn.Module) -> Iterator[Any]:
     """Yield the state objects of bitsandbytes that are attributes in ``module``, and those inside them, each once."""
     seen: set[int] = set()
     for inner in module.modules():
-        yield from _inside(inner.__dict__.values(), seen)
+        yield from _inside(list(inner.__dict__.values()), seen)  # at once: other threads may set attributes
         for parameter in inner._parameters.values():
             if parameter is not None and parameter.__dict__:
                 yield from _inside(parameter.__dict__.values(), seen)

@@ -108,16 +108,16 @@ class Replica:
         """The same values in one list, and behind them what was registered at first."""
 
     def _fill(self, module: nn.Module, clone: nn.Module, own: dict[str, Any], memo: dict[int, Any]) -> None:
-        state = clone.__dict__
-        state.update({k: v for k, v in module.__dict__.items() if isinstance(v, Container) and k not in own})
+        state, theirs = clone.__dict__, dict(module.__dict__)  # at once: other threads run code that sets attributes
+        state.update({k: v for k, v in theirs.items() if isinstance(v, Container) and k not in own})
         state.update({k: self.localized(v) for k, v in own.items()})
         if state.get("_compiled_call_impl") is not None:  # compiled for the original; the copy runs uncompiled
             state["_compiled_call_impl"] = None
-        state["_parameters"] = {n: None if p is None else memo[id(p)] for n, p in module._parameters.items()}
+        state["_parameters"] = {n: None if p is None else memo[id(p)] for n, p in dict(module._parameters).items()}
         state["_buffers"] = dict(module._buffers)
         if "_orig_mod" in module._modules:  # torch.compile's wrapper: its forward is bound to the original
             state["forward"] = memo[id(module._modules["_orig_mod"])]
-        state["_modules"] = {n: None if m is None else memo[id(m)] for n, m in module._modules.items()}
+        state["_modules"] = {n: None if m is None else memo[id(m)] for n, m in dict(module._modules).items()}
 
     def localized(self, value: Any) -> Any:
         """Return ``value`` as the copy should hold it: referring to the copy's parts, in containers of its own."""

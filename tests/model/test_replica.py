@@ -6,6 +6,8 @@ import contextlib
 import copy
 import functools
 import gc
+import sys
+import threading
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -450,3 +452,31 @@ class Keeping(zoo.ResidualBlock):
 def test_a_tensor_left_in_a_dict_of_the_layer() -> None:
     """As an attribute it is refused; in a dict its gradient is lost, and another microbatch may have put it there."""
     assert_same_or_refused(Collecting())
+
+
+def test_a_copy_is_made_while_other_threads_set_attributes() -> None:
+    """As user code does, on the thread of a microbatch, while a worker opens its first slot."""
+    layer: Any = nn.Linear(2, 2)
+    for number in range(200):
+        setattr(layer, f"setting_{number}", number)
+    over = threading.Event()
+
+    def set_attributes() -> None:
+        while not over.is_set():
+            for number in range(100):
+                setattr(layer, f"late_{number}", number)
+            for number in range(100):
+                delattr(layer, f"late_{number}")
+
+    before = sys.getswitchinterval()
+    thread = threading.Thread(target=set_attributes)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(200):
+            replica = Replica(layer, CPU, ModuleState("Linear", layer))
+            assert vars(replica.module)["setting_199"] == 199
+    finally:
+        sys.setswitchinterval(before)
+        over.set()
+        thread.join()
