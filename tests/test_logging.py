@@ -26,6 +26,8 @@ from lightning.pytorch.loggers.logger import DummyExperiment
 from torch import Tensor, nn
 
 from lightning_roundpipe.runtime.batch import logs
+from lightning_roundpipe.runtime.batch.log_rules import Settled
+from lightning_roundpipe.runtime.profile.comparison import Comparison, Shown
 
 MLP = zoo.make_module("mlp")
 LLAMA = zoo.make_module("llama")
@@ -60,6 +62,21 @@ def test_a_batch_size_that_is_constant_is_that_of_the_batch(options: dict[str, A
     batches = [*UNEVEN, *zoo.make_batches("mlp", 1, 1, 5)]
     plain = run("auto", module, batches)
     assert_same(plain, run(ours(**options), module, batches, devices=2))
+
+
+@pytest.mark.parametrize(("of_whole", "fixed"), [([3], {("loss", 0)}), ([6], set()), ([None], set()), ([], set())])
+def test_a_batch_size_is_constant_only_if_the_whole_batch_has_it(of_whole: list[int | None], fixed: set[Any]) -> None:
+    """Parts of equal sizes count the same. What the whole batch has issued early is not known here."""
+
+    def shown(sizes: list[int | None]) -> Shown:
+        said = [logs.Saying(part, torch.ones(()), None, {"batch_size": size}) for part, size in enumerate(sizes)]
+        return Shown(
+            logged=[("loss", torch.ones(()))], logs=Settled(said={("loss", 0): said}), weights=[1.0] * len(sizes)
+        )
+
+    comparison = Comparison(1e-4, [3, 3])
+    comparison.see_logs(shown(of_whole), shown([3, 3]))
+    assert comparison.fixed_sizes == fixed
 
 
 class Everything(zoo.PlainClassifier):

@@ -123,10 +123,9 @@ class Comparison:
                 self.see(f"the number of values logged as {name!r}", len(a), len(b))
             for nth, (x, y) in enumerate(zip(a, b, strict=False)):
                 key = name, nth
-                sizes = {
-                    said.kwargs.get("batch_size") for shown in (whole, parts) for said in shown.logs.said.get(key, [])
-                }
-                if len(sizes) == 1 and None not in sizes:
+                said = (shown.logs.said.get(key, []) for shown in (whole, parts))
+                size, of_parts = ({one.kwargs.get("batch_size") for one in side} for side in said)
+                if len(size) == 1 and size == of_parts and None not in size:
                     self.fixed_sizes.add(key)
                 if isinstance(x, Metric):
                     continue
