@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterable
+from difflib import get_close_matches
 from types import FrameType
 
 PREFIX = "roundpipe: "
@@ -52,6 +54,12 @@ def seconds(value: float) -> str:
     if value < 0.995:
         return f"{1000 * value:.0f} ms"
     return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
+
+
+def did_you_mean(text: str, known: Iterable[str]) -> str:
+    """Return a sentence that names the closest match of ``text``; empty if there is none."""
+    close = get_close_matches(text.lower(), list(known), n=1)
+    return f" Did you mean {close[0]}?" if close else ""
 
 
 def first_line(error: BaseException) -> str:

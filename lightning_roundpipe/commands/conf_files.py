@@ -6,7 +6,7 @@ import json
 from importlib.resources import files
 from pathlib import Path
 
-from lightning_roundpipe.commands.options import did_you_mean
+from lightning_roundpipe.messages import did_you_mean
 
 
 def find_cases(text: str, name: str) -> tuple[Path, str | None]:

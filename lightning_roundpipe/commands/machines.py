@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from lightning_roundpipe.commands.conf_files import shipped_files
-from lightning_roundpipe.commands.options import did_you_mean
+from lightning_roundpipe.messages import did_you_mean
 from lightning_roundpipe.planning.profile import Hardware, read_hardware
 
 AUTO = "auto"

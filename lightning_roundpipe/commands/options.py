@@ -46,6 +46,9 @@ from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from lightning_roundpipe.commands.conf_files import shipped_files
+from lightning_roundpipe.messages import did_you_mean
+
 T = TypeVar("T")
 """The dataclass of a command's options."""
 
@@ -286,8 +289,6 @@ def _unknown(argument: str, name: str, named: bool, known: Iterable[str], groups
 
 def _settings_of(group: str) -> set[str]:
     """Return the names of settings in the choices of a group."""
-    from lightning_roundpipe.commands.conf_files import shipped_files  # which imports this module
-
     lines = [line for file in shipped_files(group).values() for line in file.read_text(encoding="utf-8").splitlines()]
     return {found[1] for line in lines if (found := re.match(r"([a-z]\w*):", line))}
 
@@ -344,12 +345,6 @@ def _bare(hint: Any) -> Any:
 
 def _is_optional(hint: Any) -> bool:
     return get_origin(hint) in (Union, types.UnionType) and types.NoneType in get_args(hint)
-
-
-def did_you_mean(text: str, known: Iterable[str]) -> str:
-    """Return a sentence that names the closest match of ``text``; empty if there is none."""
-    close = get_close_matches(text.lower(), list(known), n=1)
-    return f" Did you mean {close[0]}?" if close else ""
 
 
 def _placeholder(item: Field[Any], hints: Mapping[str, Any]) -> str:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 from lightning_roundpipe.commands.conf_files import find_cases
 from lightning_roundpipe.commands.console import console_command, waiting
 from lightning_roundpipe.commands.machines import AUTO
-from lightning_roundpipe.commands.options import Combination, Reply, Settings, as_json, did_you_mean, option, run
+from lightning_roundpipe.commands.options import Combination, Reply, Settings, as_json, option, run
 from lightning_roundpipe.commands.plan_costs import Partitioner, answer, as_dict, as_table, does_not_fit, read_question
 from lightning_roundpipe.commands.targets import check_targets
 from lightning_roundpipe.config import PRECISION_ALIASES, parse_bytes, reduce_dtype_of, refuse_unscaled
+from lightning_roundpipe.messages import did_you_mean
 from lightning_roundpipe.planning.network import parse_rate
 from lightning_roundpipe.planning.profile import Precision
 from lightning_roundpipe.planning.search import SEARCH_SECONDS

@@ -297,7 +297,8 @@ class ActivationStore:
             stream = device.arrivals_up  # what is on the host already does not wait behind it
         tensor = device.device_like(copy.tensor, up if lent else stream, lent=lent)
         if lent and stream is not up:
-            stream.wait(up.record())  # earlier work of `up`, which owns the memory, may still use it
+            # Earlier work of `up`, which owns the memory, may still use it.
+            stream.wait(up.record())
         if copy.ready is not None:
             stream.wait(copy.ready)
         start = stream.record(timed=True)
