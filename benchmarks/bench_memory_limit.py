@@ -84,22 +84,27 @@ def compare(row: dict[str, Any]) -> Row:
     return Row(row["model"], row["mode"], *speeds, least, arena, most)
 
 
+def rows() -> list[dict[str, Any]]:
+    """Return the rows of `measured.json` that are compared."""
+    return [row for row in read_rows() if (row["gpus"], row["hardware"], row["sequence"]) == (DEVICES, MACHINE, LENGTH)]
+
+
+def markdown(found: list[Row]) -> str:
+    """Return the table as the page has it."""
+    head = f"| {' | '.join(HEADINGS)} |\n| --- | --- |{' ---: |' * (len(HEADINGS) - 2)}"
+    return "\n".join([head, *(f"| {' | '.join(row.cells())} |" for row in found)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--markdown", action="store_true", help="print the table as the page has it")
     arguments = parser.parse_args()
-    rows = [
-        compare(row)
-        for row in read_rows()
-        if (row["gpus"], row["hardware"], row["sequence"]) == (DEVICES, MACHINE, LENGTH)
-    ]
+    found = [compare(row) for row in rows()]
     if arguments.markdown:
-        print(f"| {' | '.join(HEADINGS)} |\n| --- | --- |{' ---: |' * (len(HEADINGS) - 2)}")
-        for row in rows:
-            print(f"| {' | '.join(row.cells())} |")
+        print(markdown(found))
         return
     table = Table(*HEADINGS)
-    for row in rows:
+    for row in found:
         table.add_row(*row.cells())
     Console().print(table)
 

@@ -12,6 +12,9 @@ can be moved freely), and a search that only climbs would stop on the first such
 then wanders (`anneal`); with staleness 1, where a plan is timed by many steps, that would take too long. What work is
 left goes to plans of other shapes near the best ones.
 
+A caller may know what the search leaves out, such as copies and updates. It then judges the plans that were found, and
+the neighbours of the best of these.
+
 Where the search stops is counted in work, not in seconds, so that the same question has the same answer on any machine,
 however busy it is. The paper's plan is among the candidates, so the result is never worse by the
 figure that they are compared by, which is the caller's (``judge``) where it gives one.
@@ -19,9 +22,11 @@ figure that they are compared by, which is the caller's (``judge``) where it giv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import chain
 from random import Random
 
 import numpy as np
@@ -32,7 +37,7 @@ from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
 from lightning_roundpipe.planning.memory import BESIDE, ahead_within, fits, partition_within, unpacked_within
-from lightning_roundpipe.planning.moves import Neighbours, kicked, recuts
+from lightning_roundpipe.planning.moves import Neighbours, evened, kicked, recuts
 from lightning_roundpipe.planning.pipeline import Staleness
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.seeds import seeds
@@ -54,10 +59,13 @@ _HOPEFUL = 1.02
 """The search skips a start whose lower bound exceeds the best time so far by this factor."""
 _MOST_JUDGED = 48
 """Most plans of a search that the judge is asked about."""
-_TRIES = 8
-"""Most random plans near the best one for each that is judged: where memory is short, few are allowed."""
+_NEARBY = 0.25
+"""Share of the work for timing neighbours of the best plan."""
+_ALIKE = 2
+"""Most neighbours that take equally long and are judged: many differ by what is not on the slowest chain."""
 _CLEARLY = 1e-4
-"""Candidates come in the order of their searched times. A later one must be better by more than this fraction."""
+"""Candidates come in the order of their searched times. A later one must be better by more than this fraction, and so
+must a neighbour."""
 _NEAR = 512
 """Most neighbours that a move times; of more, a random choice."""
 _CHECK_S, _CHECKED_S, _KICK_S = 100e-6, 30e-9, 300e-6
@@ -109,6 +117,7 @@ def search_partition(
     if not search_seconds >= 0:
         raise ValueError(f"search_seconds={search_seconds!r} must be 0 or more.")
     limits = limits or Limits.usual(costs, workers, microbatches)
+    judge = judge and cache(judge)
     beside = [] if judge is None else limits.beside(costs, workers, microbatches)
     try:
         baseline = baseline_within(costs, workers, microbatches, limits)
@@ -150,12 +159,10 @@ def search_partition(
                 copied = costs.holding_copies(microbatches, BESIDE if most else 1)
                 with suppress(ValueError):  # the baseline does not fit beside copies
                     plans += search(most, share=_OTHERS, costs=copied)[:judged]
-        best = min([best, *unpacking_plans(plans, costs, workers, microbatches, limits)], key=judge)
-
-        def is_allowed(plan: Plan) -> bool:
-            return len(plan.fused) <= limits.max_fused + 1 and fits(plan, costs, workers, memory)
-
-        return _descent(best, judge, is_allowed, judged)
+        candidates = [best, *unpacking_plans(plans, costs, workers, microbatches, limits)]
+        starts = {plan.recompute_ahead: plan for plan in sorted(candidates, key=judge, reverse=True)}
+        near = _near(costs, workers, microbatches, limits, staleness, host or HostTime(), _NEARBY * work)
+        return min((_descent(plan, judge, near, -(-judged // len(starts))) for plan in starts.values()), key=judge)
     plans = search(most=fits(baseline, costs, workers, memory, most=True))
     timing = Timing(Pace.of(costs, host or HostTime()), workers, microbatches, staleness, 0.0)
     best_s = timing.settled(best)
@@ -167,24 +174,50 @@ def search_partition(
     return best
 
 
-def _descent(plan: Plan, judge: Callable[[Plan], float], is_allowed: Callable[[Plan], bool], judged: int) -> Plan:
-    """Return the best of ``plan`` and of ``judged`` random plans near it, each near the best one so far, by ``judge``.
+def _near(
+    costs: Costs,
+    workers: int,
+    microbatches: int,
+    limits: Limits,
+    staleness: Staleness,
+    host: HostTime,
+    work: float,
+) -> Callable[[Plan], Iterator[Plan]]:
+    """Return a function that yields a plan's neighbours within the limits, the fastest by the search's times first.
 
-    The search leaves out copies and updates. Plans that hide them better are often near the one that it finds.
+    The first one is the plan itself with or without recomputation ahead. A plan that unpacks packed weights once has
+    neighbours that do so, too. ``work`` is the limit in estimated seconds, for plans with recomputation ahead and
+    without.
     """
-    best, best_s, random = plan, judge(plan), np.random.default_rng(0)
-    seen = {plan}
-    for _ in range(_TRIES * judged):
-        shape, sizes = sizes_of(best)
-        shape, moved = kicked(shape, np.array(sizes), random)
-        near = replace(plan_of(shape, moved.tolist()), recompute_ahead=best.recompute_ahead)
-        if near in seen or not is_allowed(near):
-            continue
-        seen.add(near)
-        if (near_s := judge(near)) < best_s:
-            best, best_s = near, near_s
-        if len(seen) > judged:
+    searches = {}
+    for ahead in (True, False):
+        timing = Timing(Pace.of(costs, host, ahead), workers, microbatches, staleness, work)
+        searches[ahead] = _PlanSearch(timing, costs, limits, 0.0, most=False)
+
+    def near(plan: Plan) -> Iterator[Plan]:
+        ahead = plan.recompute_ahead
+        found = [replace(plan, recompute_ahead=False) if ahead else ahead_within(plan, costs, workers, limits.memory)]
+        for other in chain(found, searches[ahead].near(plan)):
+            once = bool(plan.unpack_once)
+            yield unpacked_within(other, costs, workers, microbatches, limits.memory) if once else other
+
+    return near
+
+
+def _descent(plan: Plan, judge: Callable[[Plan], float], near: Callable[[Plan], Iterator[Plan]], judged: int) -> Plan:
+    """Return the last plan of a way from ``plan`` to neighbours that are better by ``judge``, which is asked ``judged``
+    times.
+
+    The search leaves out copies and updates, and that these take less time where a plan leaves memory. Plans that hide
+    them better are often near the one that it finds.
+    """
+    best, others, seen = plan, near(plan), {plan}
+    for _ in range(judged):
+        if (found := next((other for other in others if other not in seen), None)) is None:
             break
+        seen.add(found)
+        if judge(found) < judge(best) * (1 - _CLEARLY):
+            best, others = found, near(found)
     return best
 
 
@@ -276,6 +309,21 @@ class _PlanSearch:
         found = self._improved(sorted([*self._best(shape, np.array([sizes]), 1), *self._seeds()]))
         return [plan_of(one.shape, one.sizes.tolist()) for one in found[:_MOST_JUDGED]]
 
+    def near(self, plan: Plan) -> Iterator[Plan]:
+        """Yield plans that differ by one move, fastest first, and few of those that take equally long."""
+        shape, calls = sizes_of(plan)
+        sizes, found = np.array(calls), dict[Plan, float]()
+        pace = self._timing.pace
+        even = evened(shape, sizes, pace.forward, pace.recompute + pace.backward)
+        for other, rows in chain([(shape, self._near(shape, sizes))], even, self._recuts(shape, sizes)):
+            if not self._timing.is_over():
+                found |= {plan_of(one.shape, one.sizes.tolist()): one.score for one in self._best(other, rows, _NEAR)}
+        alike, last = 0, -1.0
+        for near, score in sorted(found.items(), key=lambda item: item[1]):
+            alike, last = (alike + 1, last) if score <= last * (1 + _CLEARLY) else (1, score)
+            if alike <= _ALIKE:
+                yield replace(near, recompute_ahead=plan.recompute_ahead and bool(near.backward))
+
     def _seeds(self) -> list[_Found]:
         """Return starts, at most two of a shape."""
         timing, found, best = self._timing, [], float("inf")
@@ -344,7 +392,10 @@ class _PlanSearch:
             shape, sizes = kicked(start.shape, start.sizes, self._random)
             return [(shape, sizes[None])]
         self._recut.add(start.order)
-        return ((near.shape, near.plans(self._chosen(len(near)))) for near in recuts(start.shape, start.sizes))
+        return self._recuts(start.shape, start.sizes)
+
+    def _recuts(self, shape: PlanShape, sizes: Sizes) -> Iterator[tuple[PlanShape, Sizes]]:
+        return ((near.shape, near.plans(self._chosen(len(near)))) for near in recuts(shape, sizes))
 
     def _chosen(self, count: int) -> Sizes:
         """Return the numbers of the plans to look at, ascending: all, or `_NEAR` of them, chosen at random."""

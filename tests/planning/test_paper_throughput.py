@@ -81,6 +81,19 @@ def test_the_page_has_the_table_of_the_benchmark() -> None:
     assert median(errors) < 0.08 and max(errors) < 0.20
 
 
+# -- benchmarks/bench_memory_limit.py ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_limit_of_memory_costs_little() -> None:
+    bench = script("benchmarks/bench_memory_limit.py")
+    rows = [bench.compare(row) for row in bench.rows()]
+    page = (ROOT / "docs" / "planning-accuracy.md").read_text()
+    assert bench.markdown(rows) in page
+    assert len(rows) == 10 and min(row.within / row.free for row in rows) > 0.97
+
+
 # -- docs/large-models.md ----------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.memory import device_bytes
-from lightning_roundpipe.planning.moves import Neighbours, recuts
+from lightning_roundpipe.planning.moves import Neighbours, evened, recuts
 from lightning_roundpipe.planning.paper_schedules import run_case
 from lightning_roundpipe.planning.pipeline import Rules, run_steps
 from lightning_roundpipe.planning.search import baseline_within, paper_plan, search_partition
@@ -286,6 +286,27 @@ def test_plans_of_a_stage_more_or_fewer() -> None:
     assert not list(recuts(PlanShape(0, 0, 8), np.array([3])))
 
 
+def test_passes_that_are_cut_evenly() -> None:
+    """By seconds, of the calls that a pass has: the first two and the last one take none here."""
+    forward_s = np.array([0.0, 0, 0, 1, 2, 3, 4, 4, 9])
+    backward_s = np.array([0.0, 2, 4, 6, 8, 10, 12, 14, 20])
+    found = [
+        (shape, row.tolist())
+        for shape, rows in evened(PlanShape(2, 2, 8), np.array([1, 6, 1, 5, 2]), forward_s, backward_s)
+        for row in rows
+    ]
+    assert found == [
+        (PlanShape(1, 2, 8), [7, 1, 5, 2]),
+        (PlanShape(2, 2, 8), [4, 3, 1, 5, 2]),
+        (PlanShape(3, 2, 8), [3, 2, 2, 1, 5, 2]),
+        (PlanShape(2, 1, 8), [1, 6, 1, 7]),
+        (PlanShape(2, 2, 8), [1, 6, 1, 3, 4]),
+        (PlanShape(2, 3, 8), [1, 6, 1, 2, 3, 2]),
+    ]
+    assert not list(evened(PlanShape(0, 0, 8), np.array([3]), forward_s, backward_s))
+    assert {near.forward for near, _ in evened(PlanShape(1, 1, 8), np.array([1, 1, 1]), forward_s, backward_s)} == {1}
+
+
 def test_moves_of_a_wandering_plan() -> None:
     """Each changes what it says and leaves a plan."""
     random = Random(0)
@@ -359,7 +380,10 @@ def test_unequal_calls() -> None:
 
 
 def test_searches_where_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are four of them, the first as long as all searches. What is found for 0 seconds is the paper's plan."""
+    """There are four of them, the first as long as all searches, and two for what is near their best plans.
+
+    What is found for 0 seconds is the paper's plan.
+    """
     works: list[float] = []
 
     class Timed(Timing):
@@ -371,7 +395,7 @@ def test_searches_where_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Costs(tuple(call(f"{i}", weights=100, gradients=100, activations=50) for i in range(9)))
     limits = Limits(2, 4, 700)
     search_partition(costs, 2, 4, limits, search_seconds=5.0, judge=lambda plan: 1.0)
-    assert len(works) == 4 and works[1:] == [works[0] * search._OTHERS] * 3
+    assert works[1:] == [works[0] * search._OTHERS] * 3 + [works[0] * search._NEARBY] * 2
     found = search_partition(costs, 2, 4, limits, search_seconds=0, judge=lambda plan: -len(plan.forward))
     assert found == paper_plan(costs, 2, 4, limits)
 
@@ -420,6 +444,39 @@ def test_plans_near_the_best_one_hide_what_only_the_judge_knows(
     monkeypatch.setattr(search, "_descent", lambda plan, *_: plan)
     without = search_partition(costs, 4, 16, limits, search_seconds=20.0, judge=step_s, judged=32)
     assert step_s(plan) < step_s(without)
+
+
+def test_recomputation_ahead_is_left_out_where_the_judge_says_so() -> None:
+    """It takes memory that copies may need more."""
+    costs = Costs(tuple(call(f"{n}") for n in range(12)))
+
+    def step_s(plan: Plan) -> float:
+        return run_steps(plan, costs, 2, 4).makespan_s * (1.5 if plan.recompute_ahead else 1.0)
+
+    limits = Limits(2, 2)
+    found = search_partition(costs, 2, 4, limits, judge=step_s)
+    assert found.backward and not found.recompute_ahead
+    assert search_partition(
+        costs, 2, 4, limits, judge=lambda plan: run_steps(plan, costs, 2, 4).makespan_s
+    ).recompute_ahead
+
+
+def test_neighbours_that_are_judged() -> None:
+    """They come fastest first, few that take equally long, within the limits, and the plan with the other flag."""
+    costs = Costs(tuple(call(f"{n}", weights=100, gradients=100, activations=50) for n in range(9)))
+    limits, host = Limits(2, 4, 900), HostTime()
+    plan = replace(paper_plan(costs, 2, 4, limits), recompute_ahead=False)
+    assert plan.backward
+    first, *others = search._near(costs, 2, 4, limits, 0, host, 1.0)(plan)
+    assert first == replace(plan, recompute_ahead=True)
+    assert len(others) > 2 and len({*others}) == len(others)
+    timing = Timing(Pace.of(costs, host, ahead=False), 2, 4, 0, 1.0)
+    times = [float(timing.settled(other)[0]) for other in others]
+    assert times == sorted(times)
+    assert max(times.count(one) for one in times) <= 2
+    for other in others:
+        other.validate(costs.layers)
+        assert keeps(limits, other, costs, 2)
 
 
 def test_rounds_side_by_side_need_the_smallest_arena() -> None:
