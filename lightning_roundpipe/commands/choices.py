@@ -179,12 +179,14 @@ def _changed(settings: dict[str, Any], group: str, changed: Settings, known: Ite
     return settings
 
 
-def _usable(group: str) -> list[str]:
-    """Return the choices that describe a shape, or adapters."""
-    found = {name: _load(path, group) for name, path in shipped_files(group).items()}
-    return sorted(
-        n for n, data in found.items() if data.get("_target_") == _MADE_BY[group] or (group == "lora" and not data)
-    )
+def _usable(group: str) -> dict[str, dict[str, Any]]:
+    """Return the choices that describe a shape, or adapters, by name and in alphabetical order."""
+    found = {name: _load(path, group) for name, path in sorted(shipped_files(group).items())}
+    return {
+        name: data
+        for name, data in found.items()
+        if data.get("_target_") == _MADE_BY[group] or (group == "lora" and not data)
+    }
 
 
 def _choice(group: str, text: str) -> dict[str, Any]:
@@ -192,8 +194,8 @@ def _choice(group: str, text: str) -> dict[str, Any]:
     if is_path(text):
         data = _load(Path(text).expanduser(), group)
     else:
-        found, usable, otherwise = shipped_files(group), _usable(group), _FILES[group]
-        if text in found and text not in usable:
+        usable, otherwise = _usable(group), _FILES[group]
+        if text in shipped_files(group) and text not in usable:
             raise ValueError(
                 f"{group}={text} has no shape of its own, as it reads weights. Take {', '.join(usable)}, "
                 f"or {otherwise}."
@@ -201,7 +203,7 @@ def _choice(group: str, text: str) -> dict[str, Any]:
         if text not in usable:
             hint = did_you_mean(text, usable)
             raise ValueError(f"There is no {group}={text}.{hint} Allowed are {', '.join(usable)}, and {otherwise}.")
-        data = _load(found[text], group)
+        data = usable[text]
     return {name: value for name, value in data.items() if name != "_target_"}
 
 

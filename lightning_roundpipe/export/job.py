@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -117,6 +117,8 @@ def export(
     final = Path(to).expanduser().absolute()
     final = final.resolve() if final.is_symlink() else final  # what a link points to can be replaced
     _check_settings(trained, format, dtype, merge)
+    if merge:
+        _ = trained.tokenizer  # read before anything is written
     _check_target(final, trained, to, overwrite)
     unfinished = final.with_name(final.name + UNFINISHED)
     _clear(unfinished, to)
@@ -196,8 +198,9 @@ def _clear(unfinished: Path, to: str | Path) -> None:
 def _foreign(folder: Path, trained: Trained) -> Path | None:
     """Return something in ``folder`` that no export of this model has written."""
     known = {"config.json", *_WEIGHTS, *_COMPANIONS}
-    if (tokenizer := trained.tokenizer or trained.base.tokenizer) is not None:
-        known.update(tokenizer.vocab_files_names.values())
+    with suppress(ValueError):  # adapters are written without the tokenizer, which may not be there any more
+        if (tokenizer := trained.tokenizer or trained.base.tokenizer) is not None:
+            known.update(tokenizer.vocab_files_names.values())
     if (folder / _OF_ADAPTERS[0]).is_file():
         known.update(_OF_ADAPTERS)
     paths = sorted(folder.iterdir())

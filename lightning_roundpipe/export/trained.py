@@ -10,6 +10,7 @@ import copy
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class Trained:
         where: how an error names it.
         adapters: configuration and weights of adapters; None: all weights were trained.
         notes: what the user should know of the choice.
-        tokenizer: the one that the run trained with instead of the base model's; None: the base model's.
+        load_tokenizer: reads the tokenizer that the run trained with instead of the base model's; None: it took that.
     """
 
     base: Base
@@ -78,7 +79,16 @@ class Trained:
     where: str
     adapters: tuple[PeftConfig, Mapping[str, Tensor]] | None
     notes: tuple[str, ...] = field(default=())
-    tokenizer: PreTrainedTokenizerBase | None = None
+    load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer that the run trained with instead of the base model's.
+
+        Raises:
+            ValueError: it is not there any more, or cannot be read.
+        """
+        return None if self.load_tokenizer is None else self.load_tokenizer()
 
 
 class CheckpointFile:
@@ -229,18 +239,22 @@ def _base_of_run(model: DictConfig, seed: Any, working: Path | None, setting: st
     return Base(found.config, found.tokenizer, None, draw, setting, f"{found.source}, seed {seed}", None)
 
 
-def _own_tokenizer(cfg: DictConfig, working: Path | None, setting: str) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer that a run's ``data.tokenizer`` names; None if the run took the model's."""
+def _own_tokenizer(cfg: DictConfig, working: Path | None, setting: str) -> Callable[[], PreTrainedTokenizerBase] | None:
+    """Return what reads the tokenizer that a run's ``data.tokenizer`` names; None if the run took the model's."""
     place = OmegaConf.select(cfg, "data.tokenizer")  # None also where it was left to be filled in
     if not isinstance(place, str):
         return None
     folder = Path(place).expanduser()
     folder = working / folder if working is not None and (working / folder).is_dir() else folder
-    if not folder.is_dir():
-        raise ValueError(f"{setting} was trained with data.tokenizer={place}, which is not there: put it back.")
-    with reading(folder, setting):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return tokenizer
+
+    def load() -> PreTrainedTokenizerBase:
+        if not folder.is_dir():
+            raise ValueError(f"{setting} was trained with data.tokenizer={place}, which is not there: put it back.")
+        with reading(folder, setting):
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return tokenizer
+
+    return load
 
 
 def _refuse_other_type(base: Base, model: DictConfig, working: Path | None, setting: str) -> None:

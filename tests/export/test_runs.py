@@ -89,7 +89,26 @@ def test_the_tokenizer_of_the_data_comes_along(bases_own: bool, base: Path, tmp_
         export(from_run(tmp_path / "run"), tmp_path / "gguf", format="gguf")
     shutil.rmtree(folder)
     with pytest.raises(ValueError, match=r"was trained with data.tokenizer=.*, which is not there: put it back"):
-        from_run(tmp_path / "run")
+        export(from_run(tmp_path / "run"), tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_adapters_are_written_without_the_tokenizer(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tiny_tokenizer().save_pretrained(tokenizer)
+    (text := tmp_path / "text.txt").write_text("the bee " * 300)
+    data = [
+        "data=texts",
+        f"data.path={text}",
+        f"data.validation_path={text}",
+        f"data.tokenizer={tokenizer}",
+        "data.sequence_length=32",
+    ]
+    train(tmp_path / "run", LORA, *data, f"data.cache_folder={tmp_path / 'cache'}", "model.vocab_size=300")
+    shutil.rmtree(tokenizer)
+    for overwrite in (False, True):
+        made = export(from_run(tmp_path / "run"), tmp_path / "to", merge=False, overwrite=overwrite)
+        assert "adapter_config.json" in dict(made.files)
 
 
 def test_all_weights(base: Path, tmp_path: Path) -> None:
