@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,8 @@ from lightning_roundpipe.runtime.profile.recorded_operations import OperationRec
 from lightning_roundpipe.runtime.profile.verdict import Difference
 from lightning_roundpipe.runtime.user_code.left_behind import ABSENT
 
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Relative difference that rounding makes, by dtype of the computation."""
 LOSS, OUTPUT = "the loss", "what it returns"
 _ATTRIBUTE = "attribute or buffer "
 """What the places of most differences are called."""
@@ -72,6 +75,7 @@ class Comparison:
     """Finds the first value that differs by more than rounding.
 
     Args:
+        tolerance: the relative difference that is rounding; that of a tensor's own dtype, if this is more.
         ignored: what is not compared.
         collected: takes everything that differs, if given; the search does not end at the first value then.
 
@@ -105,9 +109,11 @@ class Comparison:
         if not self._alike(whole, parts):
             self._differs(what, whole, parts)
 
-    def _alike(self, whole: Any, parts: Any) -> bool:
+    def _alike(self, whole: Any, parts: Any, dtype: torch.dtype | None = None) -> bool:
+        """Return whether two values are the same but for rounding, also that of values of ``dtype``."""
         (one, spec), (other, found) = flatten(whole), flatten(parts)
-        return bool(spec == found) and len(one) == len(other) and all(map(self._near, one, other))
+        near = functools.partial(self._near, tolerance=0.0 if dtype is None else TOLERANCE.get(dtype, 0.0))
+        return bool(spec == found) and len(one) == len(other) and all(map(near, one, other))
 
     def see_logs(self, whole: Shown, parts: Shown, known: Mapping[Key, Collection[str]] | None = None) -> None:
         """Compare the logged values, in order under each name.
@@ -129,10 +135,11 @@ class Comparison:
                     self.fixed_sizes.add(key)
                 if isinstance(x, Metric):
                     continue
+                dtype = x.dtype if isinstance(x, Tensor) else None
                 x, y = _number(x), _number(y)
-                rules = [USUAL] if self._alike(x, y) else []
+                rules = [USUAL] if self._alike(x, y, dtype) else []
                 of_operations = (known or {}).get(key, frozenset())
-                rules += self._rules_for(key, x, parts, dict.fromkeys((*RULES, *sorted(of_operations))))
+                rules += self._rules_for(key, x, dtype, parts, dict.fromkeys((*RULES, *sorted(of_operations))))
                 values = [_number(said.value) for said in parts.logs.said.get(key, [])]
                 numbers = [float(v) for v in values if isinstance(v, Tensor) and v.numel() == 1]
                 way, calls = parts.logs.ways.get(key), parts.calls.get(key, frozenset())
@@ -140,7 +147,9 @@ class Comparison:
                 if not rules:
                     self.see(f"the logged {name!r}", x, y)
 
-    def _rules_for(self, key: Key, whole: Any, parts: Shown, rules: Iterable[str]) -> list[str]:
+    def _rules_for(
+        self, key: Key, whole: Any, dtype: torch.dtype | None, parts: Shown, rules: Iterable[str]
+    ) -> list[str]:
         """Return those of ``rules`` by which the parts' values merge into ``whole``."""
         said = parts.logs.said.get(key, [])
         if not said or not isinstance(whole, Tensor):
@@ -150,7 +159,7 @@ class Comparison:
         found = []
         for rule in rules:
             with contextlib.suppress(Exception):
-                if self._alike(whole, _number(ruled(rule, values, weights, sizes))):
+                if self._alike(whole, _number(ruled(rule, values, weights, sizes)), dtype):
                     found.append(rule)
         return found
 
@@ -196,7 +205,8 @@ class Comparison:
         name = f"the length of {path[4:-1]!r}" if path.startswith("len(") else f"{what}{path!r}"
         self.see(name, whole, parts)
 
-    def _near(self, a: Any, b: Any) -> bool:
+    def _near(self, a: Any, b: Any, tolerance: float = 0.0) -> bool:
+        tolerance = max(tolerance, self._tolerance)
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             if a.shape != b.shape or a.dtype is not b.dtype:
                 return False
@@ -206,18 +216,16 @@ class Comparison:
             if not torch.equal(x.isfinite(), y.isfinite()):
                 return False
             x, y = torch.nan_to_num(x), torch.nan_to_num(y)
-            return self._close(float((x - y).abs().max()), float(torch.maximum(x.abs(), y.abs()).max()))
+            tolerance = max(tolerance, TOLERANCE.get(a.dtype, 0.0))
+            return float((x - y).abs().max()) <= tolerance * (float(torch.maximum(x.abs(), y.abs()).max()) + FLOOR)
         if isinstance(a, (int, float)) and isinstance(b, (int, float)) and not isinstance(a, bool):
             if not (math.isfinite(a) and math.isfinite(b)):
                 return str(a) == str(b)
-            return self._close(abs(a - b), max(abs(a), abs(b)))
+            return abs(a - b) <= tolerance * (max(abs(a), abs(b)) + FLOOR)
         try:
             return a is b or bool(a == b) or not isinstance(a, (str, bytes, bool, int, float, type(None)))
         except Exception:
             return True  # not comparable: count them as equal
-
-    def _close(self, gap: float, size: float) -> bool:
-        return gap <= self._tolerance * (size + FLOOR)
 
     def _differs(self, what: str, whole: Any, parts: Any) -> None:
         if self._collected is not None:

@@ -44,7 +44,7 @@ from lightning_roundpipe.runtime.batch.losses import are_spread
 from lightning_roundpipe.runtime.batch.microbatches import detached, loss_of
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.prediction import CallOrder
-from lightning_roundpipe.runtime.profile.comparison import LOSS, OUTPUT, Comparison, Shown
+from lightning_roundpipe.runtime.profile.comparison import LOSS, OUTPUT, TOLERANCE, Comparison, Shown
 from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards
 from lightning_roundpipe.runtime.profile.loss_flow import NOT_FOLLOWED, Coupling, LossFlow, flow_in_parts
 from lightning_roundpipe.runtime.profile.outside_writes import OutsideWrites
@@ -76,8 +76,6 @@ FEW = 2
 """Samples of a part in a rehearsal; one more in the first of two parts that are unequal."""
 PAIRS = 3
 """Pairs of neighbouring parts to try, while a comparison is not conclusive."""
-_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Relative difference that rounding makes, by dtype of the computation."""
 
 
 class StepCall(NamedTuple):
@@ -131,6 +129,8 @@ class PartsCheck:
         leaves = tree_leaves(step.batch)
         self._has_numbers = any(type(leaf) in (int, float) for leaf in leaves)
         self._has_values = any(not isinstance(leaf, (Tensor, bool, type(None))) for leaf in leaves)
+        self._loss_dtype: torch.dtype | None = None
+        """That of the loss, which language models of any dtype compute in single precision."""
         self._looked_into: frozenset[str] = frozenset()
         """Names of layers whose own code is recorded."""
         self._unsteady: set[str] = set()
@@ -573,7 +573,7 @@ class PartsCheck:
                     if operations is not None:
                         operations.append(run.operations)
                     if loss is not None:
-                        run.weight = weighing.of(run)
+                        run.weight, self._loss_dtype = weighing.of(run), loss.dtype
                     run.output = detached(output)
                     engine.model.buffers.settle()
                     runs.append(run)
@@ -688,8 +688,8 @@ class PartsCheck:
             if torch.is_autocast_enabled(device):
                 low = torch.get_autocast_dtype(device)
         widest = {p.dtype for p in self._root.parameters() if p.is_floating_point()}
-        kinds = [_TOLERANCE.get(kind, 1e-4) for kind in (widest or {torch.float32})]
-        return max([*kinds, _TOLERANCE.get(low, 0.0) if low is not None else 0.0])
+        kinds = [TOLERANCE.get(kind, 1e-4) for kind in (widest or {torch.float32})]
+        return max([*kinds, *(TOLERANCE.get(kind, 0.0) for kind in (low, self._loss_dtype) if kind is not None)])
 
     def _counts(self, path: str) -> bool:
         """Return whether to compare ``path``: not the state of layers, of which `Hints` warns, nor that of metrics."""
