@@ -63,6 +63,10 @@ class Stepping:
         """Whether the optimizer's state may lie in the file of a checkpoint."""
         self._listening: list[object] | None = None
         """The state of `listening` for which the way of stepping was chosen."""
+        self._running: int | None = None
+        """Number of the batch that began last."""
+        self._grads_before: list[tuple[int, int]] | None = None
+        """Ids and versions of what was in ``.grad`` when it began; None if it starts a window or steps apart."""
         self._settle = FlushOptimizer(self._finish)
         self._hooks = contextlib.ExitStack()
         self._watch()
@@ -79,7 +83,7 @@ class Stepping:
     def _finish(self) -> None:
         """Finish pending updates, and put gradients where plain training leaves them."""
         self._engine.settle()
-        if self._engine.updates is not None:
+        if self._engine.updates is not None and not self.is_within_batch():
             # Lightning drops the last step's gradients before it validates, and keeps those of an open window.
             self._engine.updates.show(after_step=not self._trainer.validating)
 
@@ -249,7 +253,28 @@ class Stepping:
         if accumulated and not zero_grad:
             restore(accumulated, self._module, self._engine.updates, self._engine.formats.scales.last)
         accumulated.clear()
+        self._running = self._processed()
+        self._grads_before = None if zero_grad or self.apart else self._grads()
         return zero_grad
+
+    def is_within_batch(self) -> bool:
+        """Return whether a batch has begun whose backward and optimizer step Lightning has not finished."""
+        return self._running == self._processed()
+
+    def has_added_to_window(self) -> bool:
+        """Return whether the batch in progress has added its gradients to those in ``.grad`` of earlier batches.
+
+        Gradients apart from ``.grad`` stay apart until the batch ends.
+        """
+        return self.is_within_batch() and self._grads_before is not None and self._grads_before != self._grads()
+
+    def _grads(self) -> list[tuple[int, int]]:
+        grads = (parameter.grad for parameter in self._module.parameters())
+        return [(id(grad), 0 if grad is None else grad._version) for grad in grads]
+
+    def _processed(self) -> int:
+        total: Any = self._trainer.fit_loop.epoch_loop.batch_progress.total
+        return int(total.processed)
 
     def starts_accumulation(self) -> bool:
         """Return, before a batch, whether Lightning drops the accumulated gradients."""

@@ -303,6 +303,7 @@ class RoundPipeStrategy(SeveralMachines):
             self._engine.rehearsing = functools.partial(rehearsing, trainer, self._engine.hints.logger_is_called)
             self._engine.settings = functools.partial(settings_of, trainer)
             self._engine.batches_left = functools.partial(batches_left, trainer)
+            self._engine.within_batch = self._stepping.is_within_batch
             precision = str(self.precision_plugin.precision)
             self._announcements = Announcements(trainer, module, self._engine, precision, rank_zero_info)
             if not again:
@@ -628,7 +629,15 @@ class RoundPipeStrategy(SeveralMachines):
                 f"{filepath} is not written: the last optimizer step has not stepped all layers. Go on from an earlier "
                 "checkpoint."
             )
-        if self._engine is not None and self._stepping is not None:
+        if self._stepping is not None and self._stepping.has_added_to_window():
+            if "optimizer_states" in checkpoint:
+                warn(
+                    f"{PREFIX}{filepath} is written within a batch, whose gradients are added to those of the earlier "
+                    "batches of accumulate_grad_batches already. It holds neither: a run that goes on from it makes "
+                    "its next step from the remaining batches alone. Go on from a checkpoint of between two batches, "
+                    "which ModelCheckpoint(every_n_train_steps=...) writes."
+                )
+        elif self._engine is not None and self._stepping is not None:
             module, engine = self._running()
             room, exchange = FileTensors(folder_of_checkpoints(module.trainer)), engine.context.exchange
             save(checkpoint, module, engine.updates, engine.formats.scales.last, room, exchange)

@@ -8,6 +8,8 @@ the bit also says that the two ways of running a step agree to the bit.
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,10 @@ import pytest
 import torch
 import zoo
 from harness import Result, assert_identical, loader, ours, run, trainer_of
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
-from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe import RoundPipeStrategy, RoundPipeWarning
 from lightning_roundpipe.accumulation_checkpoint import ACCUMULATED
 
 
@@ -204,6 +206,76 @@ def test_resume_within_an_accumulation_window(precision: str, staleness: int, bl
         assert_identical(whole, resumed)
         loaded = torch.load(path, weights_only=True)
         assert set(loaded[ACCUMULATED]) == {name for name, _ in fresh().named_parameters()}
+
+
+class Within(pl.Callback):
+    """Does something in the hook ``at`` of batch ``batch``, between its loss and the end of its optimizer step."""
+
+    def __init__(self, at: str, batch: int, action: Callable[[pl.Trainer], None], *, apart: bool = True) -> None:
+        self.roundpipe_looks_away = apart
+        self.batch, self.action = batch, action
+        setattr(self, at, self.act)
+
+    def on_before_zero_grad(self, *args: Any) -> None: ...
+    def on_before_backward(self, *args: Any) -> None: ...
+    def on_after_backward(self, *args: Any) -> None: ...
+    def on_before_optimizer_step(self, *args: Any) -> None: ...
+
+    def act(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == self.batch:
+            self.action(trainer)
+
+
+@pytest.mark.parametrize("at", ["on_before_zero_grad", "on_before_backward", "on_after_backward"])
+@pytest.mark.parametrize("windows", [1, 2])
+@pytest.mark.parametrize("saves", [False, True])
+def test_state_that_is_read_within_a_batch_changes_nothing(at: str, windows: int, saves: bool, tmp_path: Path) -> None:
+    """Before the loss was differentiated, the batch lost its gradients; afterwards, a checkpoint had it step twice."""
+
+    def read(trainer: pl.Trainer) -> None:
+        if saves:
+            trainer.save_checkpoint(tmp_path / "within.ckpt")
+        else:
+            trainer.model.state_dict()
+
+    options: dict[str, Any] = {"steps": 4, "accumulate_grad_batches": windows}
+    undisturbed = train(OURS, fresh(), BATCH, **options)
+    for batch in (0, 3):
+        result = train(OURS, fresh(), BATCH, callbacks=[Within(at, batch, read)], **options)
+        assert_identical(undisturbed, result)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("at", ["on_after_backward", "on_before_optimizer_step"])
+def test_an_error_within_the_last_batch_of_a_window(at: str, apart: bool, tmp_path: Path) -> None:
+    """Its checkpoint held the sum with the gradients of the batch that failed, and that runs again on resuming."""
+    found = {}
+
+    class Kept(pl.Callback):
+        roundpipe_looks_away = apart
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.fit_loop.epoch_loop.batch_idx == 2:
+                trainer.save_checkpoint(tmp_path / "before.ckpt")
+
+    def fail(trainer: pl.Trainer) -> None:
+        raise ArithmeticError("a gradient that is too large")
+
+    saving = OnExceptionCheckpoint(tmp_path, "failed")
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "enable_checkpointing": True}
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(ArithmeticError):
+        warnings.simplefilter("always")
+        train(OURS, fresh(), BATCH, steps=6, callbacks=[Kept(), Within(at, 3, fail, apart=apart), saving], **options)
+    for name in ("before", "failed"):
+        found[name] = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
+    assert_states_equal(found["before"]["state_dict"], found["failed"]["state_dict"])
+    said = [str(one.message) for one in caught if issubclass(one.category, RoundPipeWarning)]
+    if apart:
+        assert_states_equal(found["before"][ACCUMULATED], found["failed"][ACCUMULATED])
+        assert said == []
+    else:
+        assert ACCUMULATED in found["before"] and ACCUMULATED not in found["failed"]
+        assert len(said) == 1 and "failed.ckpt is written within a batch" in said[0]
 
 
 def test_plain_training_takes_a_checkpoint_from_within_a_window(tmp_path: Path) -> None:

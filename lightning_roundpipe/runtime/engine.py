@@ -121,6 +121,8 @@ class Engine:
         """In how many parts of the last batch ``training_step`` ran."""
         self.batches_left: Callable[[], float] = lambda: 0.0
         """Function that returns how many batches will be trained on, as far as it is known: a search has to pay."""
+        self.within_batch: Callable[[], bool] = lambda: False
+        """Function that returns whether a batch has begun that has neither made its optimizer step nor ended."""
         self._trainable = model.trainable()
         self._named = list(module.named_parameters())
         self.structure = Structure(module, [x.module for x in model.layers])
@@ -537,7 +539,7 @@ class Engine:
             return
         self._drain()
         if self.updates is not None:
-            self.updates.settle()
+            self.updates.settle(within_batch=self.within_batch())
 
     @interrupts_deferred()
     @remedied()

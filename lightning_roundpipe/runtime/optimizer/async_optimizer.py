@@ -347,13 +347,18 @@ class AsyncOptimizer:
             bucket.refresh()
             bucket.publish(self.submitted)
 
-    def settle(self) -> None:
+    def settle(self, *, within_batch: bool = False) -> None:
         """Wait until everything submitted has been applied.
+
+        Args:
+            within_batch: whether the last batch goes on, and its loss may still be differentiated: its gradients stay
+                apart from those of earlier batches.
 
         Raises:
             Exception: what an update has raised; once.
         """
-        self._accumulate()
+        if not within_batch:
+            self._accumulate()
         self._rest()
         self.raise_error()
 
