@@ -253,6 +253,30 @@ def test_what_is_nearly_alike_at_first_and_no_mean_is_compared_later() -> None:
         assert others["value"] == pytest.approx(values["value"], rel=1e-4)
 
 
+OF_ONE_SAMPLE: dict[str, Callable[[Tensor], Any]] = {
+    "the largest": lambda each: each.max(),
+    "the smallest": lambda each: each.min(),
+    "the sum": lambda each: each.sum(),
+    "the mean times their number": lambda each: each.mean().item() * len(each),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_SAMPLE)
+@pytest.mark.parametrize("first", [2, 8])
+def test_what_is_the_loss_in_microbatches_of_one_sample(first: int, name: str) -> None:
+    """Nor is it merged as the loss where earlier batches have larger microbatches."""
+
+    def logs(module: Any, logits: Tensor, batch: Batch) -> None:
+        module.log("value", OF_ONE_SAMPLE[name](losses(logits, batch).detach()))
+
+    found = [
+        {key: value[:size] for key, value in batch.items()}
+        for batch, size in zip(data(), [first, 8, 2, 2], strict=False)
+    ]
+    result = trained(logging(logs), found, 2, 2)
+    assert_same(run("auto", logging(logs), found), result)
+
+
 def mean_by_numpy(module: Any, logits: Tensor, batch: Batch) -> None:
     of = batch["y"].numpy() < 2
     module.log("mean", float(losses(logits, batch).detach().numpy()[of].mean()) if of.any() else 0.0)

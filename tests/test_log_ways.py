@@ -315,7 +315,8 @@ def test_which_way_was_taken() -> None:
     assert rule(1, 3) == OPEN
     how = settled(recorders_of(1.0, 2.0), ways, frozenset({1, 3}))
     assert undecided(how, ways, [1, 1], [1, 1], 1e-4) == {"x": 0}
-    assert undecided(how, ways, [1, 1], [1, 1], 1e-4, [1.0, 2.0]) == {}  # it is the loss
+    assert undecided(how, ways, [2, 1], [2, 1], 1e-4, [1.0, 2.0]) == {}  # it is the loss
+    assert undecided(how, ways, [1, 1], [1, 1], 1e-4, [1.0, 2.0]) == {"x": 0}  # or the largest of a sample
     same = settled(recorders_of(0.0, 0.0), ways, frozenset({1, 3}))
     assert undecided(same, ways, [1, 1], [1, 1], 1e-4) == {}
 

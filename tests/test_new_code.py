@@ -94,6 +94,41 @@ def test_a_later_loss_that_parts_do_not_have(step: Step) -> None:
         assert result.module.calls == 2 + 7 - LATE - 1
 
 
+def masked(logits: Tensor, batch: Batch) -> Tensor:
+    mask = batch["y"] < 3
+    return (logits.square().mean(1) * mask).sum() / mask.sum()
+
+
+def logs_it(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    loss = masked(logits, batch)
+    module.log("loss", loss)
+    return loss
+
+
+def logs_a_number(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    loss = masked(logits, batch)
+    module.log("loss", loss.item())
+    return loss
+
+
+def returns_it(module: Any, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+    loss = masked(logits, batch)
+    return {"loss": loss, "kept": loss.detach()}
+
+
+@pytest.mark.parametrize("step", [logs_it, logs_a_number, returns_it])
+def test_a_later_mean_by_counts_that_is_logged(step: Step) -> None:
+    """Its logged value shows the count. The next batch is weighed by it, but not the one that was trained on."""
+    data = data_of()
+    for batch in data[LATE:]:
+        batch["y"] = torch.tensor([0, 1, 2, 0, 4, 4, 4, 1])
+    result, said = said_by(late(step), data)
+    assert "for the first time" in said and "the loss" in said and "This batch was trained on in parts" in said
+    plain = run("auto", Module(late(step)), data)
+    differ = [not torch.allclose(a, b) for a, b in zip(plain.losses, result.losses, strict=True)]
+    assert not any(differ[:LATE]) and differ[LATE]
+
+
 def test_a_later_logged_value_that_is_no_mean() -> None:
     result, said = said_by(late(logs_a_sum), data_of())
     assert "'sum' was logged for the first time" in said

@@ -502,6 +502,17 @@ def test_what_another_thread_does_now_and_then(at: int, said: list[str]) -> None
     assert cut_by(result) == "step" and not [line for line in said if "for each microbatch" in line]
 
 
+def by_numpy(module: Any, logits: Tensor, batch: Batch) -> dict[str, Any]:
+    share = float(batch["y"].numpy().mean()) + 1
+    return {"loss": (logits.square().mean(1) * batch["y"]).mean() / share, "samples": len(batch["y"])}
+
+
+def test_a_returned_whole_number_beside_arrays_of_numpy(said: list[str]) -> None:
+    result = trained(Module(by_numpy), batches(), 2, 2)
+    assert cut_by(result) == "model" and not [line for line in said if "could not be compared" in line]
+    assert_same(run("auto", Module(by_numpy), batches()), result, outputs=True)
+
+
 # ----------------------------------------------------------------------------------------------- loss weights (kind 14)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
-from traps import Block, Trap, Traps, in_turn
+from traps import WIDTH, Block, Trap, Traps, in_turn
 
 trap = Traps()
 Step = Callable[[Any, zoo.Batch, int], Tensor]
@@ -29,6 +29,45 @@ def _(net: Any, h: Tensor) -> Tensor:
     y = net.blocks[0](h)
     (slope,) = torch.autograd.grad(y.sum(), h, create_graph=True)
     return y + slope
+
+
+@trap("autograd.grad that a layer has only a part of", ACROSS)
+def _(net: Any, h: Tensor) -> Tensor:
+    h = h * 1.0
+    y = net.blocks[0](h)
+    (slope,) = torch.autograd.grad(y.square().sum() + h.square().sum(), h, retain_graph=True)
+    return y + slope
+
+
+@trap("the same of what a layer returns, two layers on", ACROSS)
+def _(net: Any, h: Tensor) -> Tensor:
+    y = net.blocks[1](net.blocks[0](h) * 2)
+    (slope,) = torch.autograd.grad(y.square().sum() + h.square().sum(), h, retain_graph=True)
+    return y + slope
+
+
+@trap("the same of a parameter of a layer", ACROSS)
+def _(net: Any, h: Tensor) -> Tensor:
+    weight = net.blocks[0].inner.weight
+    y = net.blocks[0](h)
+    (slope,) = torch.autograd.grad(y.square().sum() + weight.square().sum(), weight, retain_graph=True)
+    return y + slope.mean()
+
+
+@trap("the same by backward(inputs=...)", ACROSS)
+def _(net: Any, h: Tensor) -> Tensor:
+    h = h * 1.0
+    y = net.blocks[0](h)
+    (y.square().sum() + h.square().sum()).backward(inputs=[h], retain_graph=True)
+    return y + h.grad  # type: ignore[operator]
+
+
+@trap("autograd.grad of what follows the layers")
+def _(net: Any, h: Tensor) -> Tensor:
+    y = in_turn(net, h) * 1.0
+    scale = torch.ones(WIDTH, requires_grad=True)
+    slopes = torch.autograd.grad((y * scale).square().sum() + net.head.bias.square().sum(), [y, scale])
+    return y + slopes[0] + slopes[1].mean() * 0
 
 
 @trap("backward called by the user", ACROSS)

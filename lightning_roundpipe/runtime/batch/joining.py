@@ -84,7 +84,10 @@ def join(
     logs = settled(recorders, ways, ran)
     said, rules = logs.said, logs.rules
     all_losses = losses if len(losses) == len(outputs) else None
-    issue(module, said, sizes, weights, all_losses, rules, adds=added is not None, fixed_sizes=fixed_sizes)
+    issue(
+        module, said, sizes, weights, all_losses, rules, adds=added is not None, fixed_sizes=fixed_sizes,
+        astray=logs.astray,
+    )  # fmt: skip
     if missing:
         return Joined(logs=logs)
     output = merge(outputs, sizes, weights, added)

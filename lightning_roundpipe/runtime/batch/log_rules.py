@@ -39,6 +39,7 @@ from lightning_roundpipe.runtime.batch.logs import (
     are,
     gathered,
     is_of_a_mean,
+    merged_as_known,
     merged_by,
 )
 from lightning_roundpipe.runtime.batch.losses import ITSELF, Site
@@ -104,6 +105,10 @@ class Settled:
     def rules(self) -> dict[Key, str]:
         """How to merge the values; `OPEN` if that is unknown."""
         return dict.fromkeys(self.astray, OPEN) | {key: way.rule for key, way in self.ways.items()}
+
+    def knows(self, key: Key) -> bool:
+        """Return whether a value is merged by a rule that is more than `USUAL`, and that of its own way."""
+        return self.rules.get(key, USUAL) not in (USUAL, OPEN) and key not in self.astray
 
     def counted(self, ways: Mapping[Key, Way], said: Said) -> Settled:
         """Return this with ``ways`` to compute astray values, and the counts that parts have found in ``said``."""
@@ -226,7 +231,8 @@ def undecided(
         ways: those that are known.
         sizes, weights: those of `logs.issue`.
         tolerance: the relative difference that comparisons see.
-        losses: of the microbatches. What is the loss of each is merged as it is.
+        losses: of the microbatches. What is the loss of each is merged as it is. Microbatches of one sample do not
+            show that: the largest loss of a sample is the loss there, too.
     """
     found: dict[str, int] = {}
     for key, parts in how.said.items():
@@ -237,7 +243,7 @@ def undecided(
         rules = {rule for known in ways.get(key, ()) for rule in known.fitting.rules if way in (None, known)}
         if len(values) < len(parts) or (len({*values}) == 1 and (not values[0] or "sum" not in rules)):
             continue
-        if are(parts, [*map(float, losses)]):
+        if max(sizes) > 1 and are(parts, [*map(float, losses)]):
             continue
         if key in how.astray or _differ([merged_by(rule, parts, sizes, weights) for rule in rules], 2 * tolerance):
             mean = sum(values) / len(values)
@@ -256,10 +262,15 @@ def merged_otherwise(
         sizes, weights, tolerance, losses: those of `undecided`.
         added: the losses, if the loss is their sum.
     """
-    found = []
+    found, numbers = [], [*map(float, losses)]
     for key in after.ways.keys() - after.astray:
-        if len(before.said[key]) > 1 and not are(before.said[key], [*map(float, losses)]):
-            both = [merged_by(x.rules.get(key, USUAL), x.said[key], sizes, weights, added) for x in (before, after)]
+        if len(before.said[key]) > 1:
+            both = [
+                merged_as_known(
+                    x.rules.get(key, USUAL), x.said[key], sizes, weights, added, numbers, is_known=x.knows(key)
+                )
+                for x in (before, after)
+            ]
             if _differ(both, tolerance):
                 found.append(key)
     return found

@@ -443,10 +443,9 @@ def lost(said: Said, weights: Sequence[float]) -> list[str]:
 def issue(
     module: Any, said: Said, sizes: list[int], weights: list[float], losses: Sequence[Tensor] | None = None,
     rules: Mapping[Key, str] | None = None, *, adds: bool = False, fixed_sizes: Collection[Key] = (),
+    astray: Collection[Key] = (),
 ) -> None:  # fmt: skip
     """Call ``module.log`` once per key, on the main thread.
-
-    A value that is the loss of each microbatch is merged as the loss is, whatever earlier batches have shown of it.
 
     Args:
         module: the user's LightningModule.
@@ -458,6 +457,7 @@ def issue(
         adds: whether the loss is the sum of those of the microbatches.
         fixed_sizes: values whose ``batch_size`` is that of the whole batch in each microbatch, such as a constant. That
             of others is counted by each microbatch.
+        astray: values that user code has computed in another way than that of which a rule is known.
     """
     numbers = [float(loss) for loss in losses or ()] if said else []
     for (name, nth), parts in said.items():
@@ -469,16 +469,33 @@ def issue(
             is_fixed = (name, nth) in fixed_sizes and len(set(given)) == 1
             kwargs["batch_size"] = given[0] if is_fixed else sum(given)
         rule, theirs = (rules or {}).get((name, nth), USUAL), losses if adds else None
-        if are(parts, numbers):
-            merged = combined([_tensor(p.value) for p in parts], weights, theirs)
-        else:
-            merged = merged_by(rule, parts, sizes, weights, theirs)
+        is_known = rule not in (USUAL, OPEN) and (name, nth) not in astray
+        merged = merged_as_known(rule, parts, sizes, weights, theirs, numbers, is_known=is_known)
         module.log(name, merged, **kwargs)
 
 
 def are(parts: Sequence[Saying], losses: Sequence[float]) -> bool:
     """Return whether a logged value is the loss of each microbatch."""
     return len(parts) == len(losses) > 1 and all(map(is_number, (p.value for p in parts), losses))
+
+
+def merged_as_known(
+    rule: str, parts: Sequence[Saying], sizes: Sequence[float], weights: Sequence[float],
+    added: Sequence[Tensor] | None, losses: Sequence[float], *, is_known: bool,
+) -> Any:  # fmt: skip
+    """Return the batch's value by ``rule`` if it is known to be the value's, else as the loss if the value is the loss.
+
+    In microbatches of one sample, the largest loss of a sample and the sum of these are the loss, too.
+
+    Args:
+        rule, parts, sizes, weights: see `merged_by`.
+        added: the losses, if the loss is their sum.
+        losses: those of the microbatches.
+        is_known: whether the rule is more than `USUAL`, and that of the code that has computed the value.
+    """
+    if not is_known and are(parts, losses):
+        return combined([_tensor(p.value) for p in parts], [*weights], added)
+    return merged_by(rule, parts, sizes, weights, added)
 
 
 def merged_by(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_roundpipe.model.attributes import StateDiff
 from lightning_roundpipe.runtime.core.detached_inputs import DetachedInputs
@@ -81,6 +82,10 @@ class RecordedCall(GraphCut):
     @property
     def what(self) -> str:
         return f"layer {self.layer.name!r}"
+
+    @property
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return self.layer.masters
 
     def overwritten(self) -> set[int]:
         """Return the positions of the arguments that have been written to since the call."""

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 from lightning_roundpipe.config import RoundPipeError
@@ -70,6 +70,7 @@ class ModelCall(CutArgument, Generic[P]):
     Attributes:
         number: how many calls precede it in the step.
         thread_state: the modes of the thread that made it.
+        trained: the parameters of layers.
         sizes: number of samples of each microbatch.
         cut: per argument that requires grad, whether it has a row per sample.
         arguments: per microbatch and such argument, the graph cut where the gradient of the part's argument arrives.
@@ -80,12 +81,17 @@ class ModelCall(CutArgument, Generic[P]):
 
     number: int
     thread_state: TorchThreadState
+    trained: Sequence[nn.Parameter] = ()
     sizes: list[int] = field(default_factory=list)
     cut: list[bool] = field(default_factory=list)
     arguments: list[list[CutArgument]] = field(default_factory=list)
     runs: list[P] = field(default_factory=list)
     rows: list[bool] = field(default_factory=list)
     flags: list[bool] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return self.trained
 
     # -- arguments ----------------------------------------------------------------------------------------------------
 

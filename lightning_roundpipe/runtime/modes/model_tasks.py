@@ -237,7 +237,10 @@ class WholeRun(MicrobatchTask):
         """Run an intercepted model, whose own forward is ``function``, in parts."""
         with torch._C.DisableTorchFunction():
             engine, step = self.engine, self._model_step
-            call: ModelCall[PartRun] = ModelCall(name, len(self._calls), engine.thread_state())
+            parameters = [parameter for layer in engine.model.layers for parameter in layer.masters]
+            call: ModelCall[PartRun] = ModelCall(
+                name=name, number=len(self._calls), thread_state=engine.thread_state(), trained=parameters
+            )
             self._refuse_call(call)
             self._left.notice_all((args, kwargs))
             call.input_home = self._device

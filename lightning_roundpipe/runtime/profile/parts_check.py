@@ -135,6 +135,8 @@ class PartsCheck:
         """Names of layers whose own code is recorded."""
         self._unsteady: set[str] = set()
         """What differs between two runs on the same samples (a time), and is not compared."""
+        self._counted = engine.learned.counted
+        """What was counted before the comparison."""
         self._fits = engine.learned.log_fits
         """What comparisons have shown of logged values."""
         self._lost: Exception | None = None
@@ -347,10 +349,14 @@ class PartsCheck:
         return learned.counted != known
 
     def _are_counted(self, coupling: Coupling) -> bool:
-        """Return whether the weights of parts are the counts that the loss is a mean by."""
+        """Return whether the weights of parts are the counts that the loss is a mean by.
+
+        For a batch that was trained on already they are only if these counts were known before.
+        """
         if not coupling.by_counts:
             return False
-        known = bool(coupling.sites) and coupling.sites <= self._engine.learned.counted.sites
+        counted = self._engine.learned.counted if self._near is None else self._counted
+        known = bool(coupling.sites) and coupling.sites <= counted.sites
         return known or self._cutter.weighs  # the user's are taken to be
 
     def _coupled_log(self, verdict: Verdict) -> Coupling | None:

@@ -360,7 +360,7 @@ class OperationRecorder:
                 left = self._makers([number], made_by)
             else:
                 reads = [(at, x) for at, x in self._reads if at < before and self.operations[at].name != "bool"]
-                same = [at for at, x in reads if x is value or (type(value) is int and x == value)]
+                same = [at for at, x in reads if x is value or (type(value) is int and _is_whole(x, value))]
                 left = same or [at for at, _ in reads]
             seen: set[int] = set()
             while left:
@@ -430,6 +430,13 @@ class _Inside(TorchFunctionMode):
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+def _is_whole(answer: Any, value: int) -> bool:
+    """Return whether ``answer``, which Python has read, is the whole number ``value``, also as numpy's array of one."""
+    if isinstance(answer, np.ndarray):
+        return answer.size == 1 and bool(answer.item() == value)
+    return bool(answer == value)
 
 
 def _ends_by_dimension(items: Sequence[Any], count: int) -> list[tuple[int, int]]:

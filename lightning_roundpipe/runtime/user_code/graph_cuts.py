@@ -24,12 +24,12 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_roundpipe.config import RoundPipeError
@@ -101,6 +101,11 @@ class GraphCut:
     def what(self) -> str:
         """Description for error messages."""
         raise NotImplementedError  # each kind of cut has a name of its own
+
+    @property
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """The parameters that the outputs may be computed with."""
+        return ()
 
     def connect(self, tensors: list[Tensor]) -> None:
         """Remember where the gradients of the inputs ``tensors`` go."""
@@ -192,13 +197,41 @@ def _refuse(graph_cut: GraphCut) -> NoReturn:
     )
 
 
-def refuse_layers_between(outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor]) -> None:
-    """Refuse user code that differentiates ``outputs`` by ``inputs`` across a layer: gradients would stop there."""
+def refuse_layers_between(
+    outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], parameters: Iterable[nn.Parameter] = ()
+) -> None:
+    """Refuse user code that differentiates ``outputs`` by ``inputs`` across a layer: gradients would stop there.
+
+    An input may be reached without a layer, too, as what a head and a second term of the loss are computed from. What
+    comes through the layer would be missing in its gradient.
+
+    Args:
+        outputs, inputs: the arguments of `torch.autograd.grad`.
+        parameters: those that inputs stand for.
+    """
     wanted = {t.grad_fn or t for t in ([inputs] if isinstance(inputs, Tensor) else inputs)}
     nodes = nodes_of(t.grad_fn for t in ([outputs] if isinstance(outputs, Tensor) else outputs))
-    layers = [node.graph_cut for node in nodes if getattr(node, "graph_cut", None) is not None]
-    if layers and wanted.difference(nodes, (getattr(node, "variable", node) for node in nodes)):
-        _refuse(layers[0])
+    cuts = [node.graph_cut for node in nodes if getattr(node, "graph_cut", None) is not None]
+    if not cuts:
+        return
+    if wanted.difference(nodes, (getattr(node, "variable", node) for node in nodes)):
+        _refuse(cuts[0])
+    ids = {id(parameter) for parameter in parameters}
+    seen, waiting = set(cuts), list(cuts)
+    while waiting:
+        cut = waiting.pop()
+        behind = nodes_of([cut.sink.root.grad_fn]) if cut.sink is not None else []
+        sources = [target[0] for target in cut.targets if target is not None]
+        sources += [node.graph_cut for node in behind if getattr(node, "graph_cut", None) is not None]
+        if (
+            not wanted.isdisjoint(behind)
+            or not wanted.isdisjoint(getattr(node, "variable", node) for node in behind)
+            or any(getattr(node, "graph_cut", None) in sources for node in wanted if not isinstance(node, Tensor))
+            or any(id(parameter) in ids for parameter in cut.parameters)
+        ):
+            _refuse(cut)
+        waiting += [source for source in dict.fromkeys(sources) if source not in seen]
+        seen.update(sources)
 
 
 def witness(tensor: Tensor) -> Tensor:
@@ -292,13 +325,16 @@ class InputGradSink:
 
     Args:
         inputs: tensors that require grad; their graphs are those in front.
+
+    Attributes:
+        root: a tensor whose graph they are.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self.grads: Sequence[Tensor | None] = ()
         self._homes = [t.device for t in inputs]
         with torch.enable_grad():
-            self._root: Tensor = _SinkFunction.apply(self, *inputs)  # type: ignore[no-untyped-call]
+            self.root: Tensor = _SinkFunction.apply(self, *inputs)  # type: ignore[no-untyped-call]
 
     def push(self, grads: Sequence[Tensor | None], mode: contextlib.AbstractContextManager[Any]) -> None:
         """Run a backward through the user code with ``grads``, one per input. The graph is retained for other calls.
@@ -310,7 +346,7 @@ class InputGradSink:
         """
         self.grads = [g if g is None else g.to(home) for g, home in zip(grads, self._homes, strict=True)]
         try:
-            with driven_backward.of(self._root), mode:
-                torch.autograd.backward(self._root, retain_graph=True)
+            with driven_backward.of(self.root), mode:
+                torch.autograd.backward(self.root, retain_graph=True)
         finally:
             self.grads = ()

@@ -92,6 +92,11 @@ class Proxies:
                 self._moved.setdefault(key, proxy.to(device, non_blocking=True))
         return self._moved[key]
 
+    def masters_of(self, tensors: Tensor | Sequence[Tensor]) -> list[nn.Parameter]:
+        """Return the masters among whose stand-ins ``tensors`` are."""
+        ids = {id(tensor) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)}
+        return [master for master, proxy in self._known.values() if id(proxy) in ids]
+
     def passed(self, master: nn.Parameter, grad: Tensor) -> None:
         """Add ``grad``, which autograd brought to ``master`` itself rather than to the stand-in."""
         known = self._passed.get(id(master))
@@ -233,7 +238,9 @@ class UserCodeMode(TorchFunctionMode):
         if self._train:
             if func is torch.autograd.grad:
                 given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
-                refuse_layers_between(given["outputs"], given["inputs"])
+                refuse_layers_between(given["outputs"], given["inputs"], self.proxies.masters_of(given["inputs"]))
+            if func is Tensor.backward and kwargs.get("inputs") is not None:
+                refuse_layers_between(args[0], kwargs["inputs"], self.proxies.masters_of(kwargs["inputs"]))
             if func in WITH_REDUCTION and not self.returning:
                 result = self._loss(func, args, kwargs)
             else:
