@@ -8,6 +8,10 @@ the bit also says that the two ways of running a step agree to the bit.
 from __future__ import annotations
 
 import copy
+import itertools
+import os
+import signal
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -243,6 +247,44 @@ def test_state_that_is_read_within_a_batch_changes_nothing(at: str, windows: int
     for batch in (0, 3):
         result = train(OURS, fresh(), BATCH, callbacks=[Within(at, batch, read)], **options)
         assert_identical(undisturbed, result)
+
+
+class HandlesSignals(pl.Callback):
+    """Reads weights and saves in the handler of a signal."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.saved = path, list[int]()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        def handle(*args: Any) -> None:
+            pl_module.state_dict()
+            trainer.save_checkpoint(self.path)
+            self.saved.append(trainer.global_step)
+
+        self.former = signal.signal(signal.SIGUSR1, handle)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        signal.signal(signal.SIGUSR1, self.former)
+
+
+def test_a_signals_handler_may_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's own handler for SLURM does. It took apart the step that it interrupted, which raised an error."""
+    real, results = nn.Linear.forward, []
+    for sends in ((), (100, 200, 300)):
+        callback, calls = HandlesSignals(tmp_path / "handled.ckpt"), itertools.count()
+
+        def forward(self: nn.Linear, x: Tensor, sends: Any = sends, calls: Any = calls) -> Tensor:
+            if next(calls) in sends:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                time.sleep(0.05)  # the main thread handles it meanwhile, unless it is deferred
+            return real(self, x)
+
+        monkeypatch.setattr(nn.Linear, "forward", forward)
+        results.append(train(OURS, fresh(), BATCH, callbacks=[callback], steps=8))
+        assert len(callback.saved) == len(sends)
+    assert_identical(*results)
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -25,7 +25,7 @@ def child_died() -> None:
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """Put back what was there, and see to it that the tests did."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGCHLD)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGCHLD, signal.SIGUSR1)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     after = signal.getsignal(signal.SIGINT)
@@ -160,6 +160,25 @@ def test_other_handlers_are_called_with_their_signal() -> None:
         assert len(seen) == 3
     assert len(seen) == 4
     assert signal.getsignal(signal.SIGCHLD) is handler
+
+
+def test_handlers_that_may_save_are_called_at_the_end() -> None:
+    """In the order of their signals, and not while the engine waits, which others may interrupt."""
+    seen: list[int] = []
+    for number in (signal.SIGUSR1, signal.SIGCHLD):
+        signal.signal(number, lambda number, frame: seen.append(number))
+    with interrupts_deferred():
+        with interrupts_allowed():
+            signal.raise_signal(signal.SIGUSR1)
+            child_died()
+            assert seen == [signal.SIGCHLD]
+        signal.raise_signal(signal.SIGUSR1)
+        child_died()
+        with interrupts_allowed():
+            assert seen == [signal.SIGCHLD] * 2
+    assert seen == [signal.SIGCHLD] * 2 + [signal.SIGUSR1] * 2
+    signal.raise_signal(signal.SIGUSR1)
+    assert len(seen) == 5
 
 
 def test_a_handler_that_is_set_inside_stays() -> None:

@@ -1,4 +1,4 @@
-"""Deferral of Ctrl-C while the engine's own code runs in the main thread.
+"""Deferral of Ctrl-C and other signals while the engine's own code runs in the main thread.
 
 Python raises ``KeyboardInterrupt`` in the main thread after an arbitrary bytecode. Interrupted while it removes
 interceptors from a module, or resets a device, the engine would leave the module patched or a thread waiting. So
@@ -8,6 +8,9 @@ engine returns. A second Ctrl-C is not deferred, so that the user can always lea
 A signal is also deferred while a finalizer runs: Python would print an exception raised there, and continue.
 
 ``SIGCHLD`` is deferred likewise: the handler of torch's data loader raises when a worker process has died.
+
+Handlers of ``SIGUSR1`` and ``SIGUSR2`` may read or save the training's state, as Lightning's own does on SLURM. They
+would wait for the step that they interrupt, so these signals are deferred until the engine returns.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGCHLD") if hasattr(signal, name)]
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGCHLD", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
+_AT_THE_END = _SIGNALS[2:]
+"""Signals that are deferred until the engine returns, also while it waits."""
 
 
 class _DeferredSignals:
@@ -50,13 +55,15 @@ class _DeferredSignals:
         self.deliver()
 
     def deliver(self) -> None:
-        while self._pending:
-            self._call(*self._pending.pop(0))
+        while due := next((one for one in self._pending if self._gone or one[0] not in _AT_THE_END), None):
+            self._pending.remove(due)
+            self._call(*due)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = number == signal.SIGINT and any(known == number for known, _ in self._pending)
         # A handler that was installed in the meantime may still call this one after `remove`; torch's SIGCHLD one does.
-        if (self.open and not _is_finalizing(frame)) or self._gone or (again and not self._leaving):
+        is_open = self.open and number not in _AT_THE_END and not _is_finalizing(frame)
+        if is_open or self._gone or (again and not self._leaving):
             self._call(number, frame)
         else:
             self._pending.append((number, frame))
