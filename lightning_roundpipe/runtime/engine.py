@@ -222,14 +222,9 @@ class Engine:
                 before, self._step_in_flight = self._step_in_flight, step
                 if before is not None:
                     self._end(before)
-                try:
-                    self.model.buffers.settle()
-                    output = step.finish()
-                    self._metrics.bring_to_host()
-                except BaseException as error:
-                    if overlaps:
-                        step.stop(error)
-                    raise
+                self.model.buffers.settle()
+                output = step.finish()
+                self._metrics.bring_to_host()
             microbatches, self.parts = len(step.sizes), len(cut.parts)
             self.hints.after_step(self.model.layers, switched_off, microbatches)
             if self.parts > 1:
@@ -432,6 +427,8 @@ class Engine:
         try:
             yield
         except BaseException as error:
+            if step.spec.overlaps and not step.cancel_scope.failed:
+                step.stop(error)  # its microbatches go on, and would wait for what is dropped here
             self._looked_at = True  # versions may lag behind the submitted updates: publish again before the next step
             self._gradients.drop()  # they hold part of a step, or wait for downloads that will never finish
             self.model.buffers.drop()

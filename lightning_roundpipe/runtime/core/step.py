@@ -309,7 +309,7 @@ class Step:
         self.cancel_scope.raise_error()
 
     def stop(self, error: BaseException) -> None:
-        """Fail an overlapping step whose outputs could not be merged, and wait until its threads have returned.
+        """Fail an overlapping step after an error of the main thread, and wait until its threads have returned.
 
         The caller raises ``error`` itself.
         """
