@@ -205,11 +205,15 @@ def _near(
 
 
 def _descent(plan: Plan, judge: Callable[[Plan], float], near: Callable[[Plan], Iterator[Plan]], judged: int) -> Plan:
-    """Return the last plan of a way from ``plan`` to neighbours that are better by ``judge``, which is asked ``judged``
-    times.
+    """Return the plan where a descent by ``judge`` ends, which goes from ``plan`` to better and better neighbours.
 
-    The search leaves out copies and updates, and that these take less time where a plan leaves memory. Plans that hide
-    them better are often near the one that it finds.
+    The search leaves out copies and updates. Plans that hide them better are often near the one that it finds.
+
+    Args:
+        plan: the start.
+        judge: as of `search_partition`.
+        near: function that yields neighbours of a plan, the most promising ones first.
+        judged: how many neighbours ``judge`` is asked about.
     """
     best, others, seen = plan, near(plan), {plan}
     for _ in range(judged):
