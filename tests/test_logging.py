@@ -25,6 +25,7 @@ from harness import Result, assert_same, loader, ours, run, trainer_of
 from lightning.pytorch.loggers.logger import DummyExperiment
 from torch import Tensor, nn
 
+from lightning_roundpipe.messages import RoundPipeWarning
 from lightning_roundpipe.runtime.batch import logs
 from lightning_roundpipe.runtime.batch.log_rules import Settled
 from lightning_roundpipe.runtime.profile.comparison import Comparison, Shown
@@ -77,6 +78,169 @@ def test_a_batch_size_is_constant_only_if_the_whole_batch_has_it(of_whole: list[
     comparison = Comparison(1e-4, [3, 3])
     comparison.see_logs(shown(of_whole), shown([3, 3]))
     assert comparison.fixed_sizes == fixed
+
+
+class CountedSizes(zoo.PlainClassifier):
+    """Logs a mean over the samples that a mask selects and their number as ``batch_size``, at least one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, logits = self.loss_and_logits({"x": batch["x"], "y": batch["y"]})
+        mask, value = batch["mask"], logits.detach().square().mean(-1)
+        mean = (value * mask).sum() / mask.sum().clamp(min=1)
+        self.log("masked", mean, on_step=False, on_epoch=True, batch_size=max(1, int(mask.sum())))
+        self.log("all", value.mean(), on_step=False, on_epoch=True, batch_size=len(mask))
+        return loss
+
+
+@pytest.mark.parametrize(("microbatches", "first_hidden"), [(2, 0), (2, 1), (2, 3), (4, 1), (4, 2)])
+def test_a_part_that_counts_nothing_adds_nothing_to_the_batch_size(microbatches: int, first_hidden: int) -> None:
+    """Its ``batch_size`` is at least one, as that of the whole batch."""
+    module, batches = CountedSizes(copy.deepcopy(MLP.model)), masked(first_hidden)
+    plain = run("auto", module, batches)
+    assert_same(plain, run(ours(num_microbatches=microbatches), module, batches, devices=2))
+
+
+def test_it_is_said_where_samples_and_what_they_count_are_one() -> None:
+    """Parts of one sample give a ``batch_size`` of one, whether they count it or not."""
+    module = CountedSizes(copy.deepcopy(MLP.model))
+    with pytest.warns(RoundPipeWarning, match="batch_size of the logged 'masked' in parts of a batch may not add up"):
+        run(ours(num_microbatches=4), module, masked(0), devices=2)
+
+
+def masked(first_hidden: int) -> list[Any]:
+    batches = []
+    for number, hidden in enumerate((first_hidden, 2, 4, 0)):
+        [batch] = zoo.make_batches("mlp", 1, 4, number)
+        batches.append({**batch, "mask": (torch.arange(4) >= hidden).float()})
+    return batches
+
+
+def test_it_is_said_where_batch_sizes_do_not_add_up() -> None:
+    class Odd(zoo.PlainClassifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss, logits = self.loss_and_logits(batch)
+            self.log("odd", loss, on_epoch=True, batch_size=len(logits) ** 2)
+            return loss
+
+    with pytest.warns(RoundPipeWarning, match="batch_size of the logged 'odd' in parts of a batch may not add up"):
+        run(ours(num_microbatches=2), Odd(copy.deepcopy(MLP.model)), UNEVEN[:1], devices=2)
+
+
+class BatchesAndSamples(torchmetrics.Metric):
+    """Has sums that count updates beside sums that count samples."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("total", "samples"):
+            self.add_state(name, torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("batches", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, value: Tensor, samples: int) -> None:
+        self.total += value
+        self.samples += samples
+        self.batches = self.batches + 1
+
+    def compute(self) -> Tensor:
+        return self.total / self.batches + self.samples / 100
+
+
+class Spread(torchmetrics.CatMetric):
+    def compute(self) -> Tensor:
+        return torch.as_tensor(super().compute()).std()
+
+
+class Fed(zoo.PlainClassifier):
+    """Feeds ``metric`` with what ``feed`` makes of logits, targets and loss. Batches may have targets to ignore."""
+
+    def __init__(self, model: nn.Module, metric: Any, feed: Any, *, called: bool) -> None:
+        super().__init__(model)
+        self.metrics, self.feed, self.called = nn.ModuleDict({"inner": metric}), feed, called
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, logits = self.loss_and_logits(batch)
+        metric: Any = self.metrics["inner"]
+        given = self.feed(logits.detach(), batch["y"], loss.detach())
+        metric(*given) if self.called else metric.update(*given)
+        if isinstance(metric, torchmetrics.MetricCollection):
+            self.log_dict(metric, on_step=self.called, on_epoch=True)
+        else:
+            self.log("metric", metric, on_step=self.called, on_epoch=True)
+        return loss
+
+
+def _collection() -> torchmetrics.MetricCollection:
+    return torchmetrics.MetricCollection({"one": torchmetrics.MeanMetric(), "two": torchmetrics.MeanMetric()})
+
+
+OTHER_NUMBERS = [zoo.make_batches("mlp", 1, samples, seed)[0] for samples, seed in ((6, 1), (1, 5), (7, 3), (2, 4))]
+
+
+@pytest.mark.parametrize("called", [True, False])
+@pytest.mark.parametrize(
+    ("make", "feed"),
+    [
+        (torchmetrics.MeanMetric, lambda logits, y, loss: (loss,)),
+        (torchmetrics.MeanMetric, lambda logits, y, loss: (loss.item(),)),
+        (_collection, lambda logits, y, loss: (loss,)),
+        (BatchesAndSamples, lambda logits, y, loss: (loss, len(y))),
+    ],
+)
+def test_metrics_that_count_updates(make: Any, feed: Any, called: bool) -> None:
+    """Batches have other numbers of parts, of unequal sizes; each batch counts once, as in plain training."""
+    module = Fed(copy.deepcopy(MLP.model), make(), feed, called=called)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        plain, other = both(module, OTHER_NUMBERS)
+    assert_same(plain, other)
+
+
+def test_a_metric_counts_updates_behind_parts_without_targets() -> None:
+    """A part without targets has nothing to add, so that the first comparison does not show what the metric counts."""
+    batches = zoo.make_batches("mlp", 3, 4)
+    batches[0]["y"][:3] = -100
+    batches.append(zoo.make_batches("mlp", 1, 2)[0])
+    module = Fed(copy.deepcopy(MLP.model), torchmetrics.MeanMetric(), lambda logits, y, loss: (loss,), called=True)
+    assert_same(*both(module, batches, 4))
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_it_is_said_that_a_window_holds_parts(called: bool) -> None:
+    module = Fed(copy.deepcopy(MLP.model), torchmetrics.RunningMean(3), lambda logits, y, loss: (loss,), called=called)
+    with pytest.warns(RoundPipeWarning, match=r"'mean_value_0' of the metric 'metrics.inner'.* counts updates"):
+        run(ours(num_microbatches=3), module, UNEVEN[:2], devices=2)
+
+
+def test_it_is_said_when_a_later_batch_shows_that_a_metric_counts_updates() -> None:
+    class Late(Fed):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss, _ = self.loss_and_logits(batch)
+            metric: Any = self.metrics["inner"]
+            if batch_idx:
+                metric(loss.detach())
+            return loss
+
+    module = Late(copy.deepcopy(MLP.model), torchmetrics.MeanMetric(), None, called=True)
+    with pytest.warns(RoundPipeWarning, match="the metric 'metrics.inner' counts updates, which the first batch"):
+        run(ours(num_microbatches=3), module, UNEVEN[:3], devices=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "feed"),
+    [
+        (torchmetrics.MeanMetric, lambda logits, y, loss: (loss, len(y))),
+        (Spread, lambda logits, y, loss: (logits[:, 0],)),
+        (torchmetrics.MaxMetric, lambda logits, y, loss: (logits,)),
+        (torchmetrics.PearsonCorrCoef, lambda logits, y, loss: (logits[:, 0], logits[:, 1])),
+        (lambda: classification.BinaryAUROC(), lambda logits, y, loss: (logits[:, 0].sigmoid(), y % 2)),
+    ],
+)
+def test_metrics_that_count_samples_are_left_alone(make: Any, feed: Any) -> None:
+    module = Fed(copy.deepcopy(MLP.model), make(), feed, called=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        assert_same(*both(module, UNEVEN))
 
 
 class Everything(zoo.PlainClassifier):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from lightning_roundpipe.runtime.batch.log_rules import Calls, Settled, Ways, se
 from lightning_roundpipe.runtime.batch.logs import OPEN, USUAL, Key, LogRecorder, issue, merged_by, returned
 from lightning_roundpipe.runtime.batch.loss_weights import Weighed, Weighing
 from lightning_roundpipe.runtime.batch.losses import check_counts
+from lightning_roundpipe.runtime.batch.metric_updates import MetricUpdates
 from lightning_roundpipe.runtime.batch.microbatches import combined, loss_of, merge
 
 
@@ -55,10 +56,12 @@ class Joined:
 def join(
     module: Any, runs: Sequence[MicrobatchResult], sizes: list[int], weighing: Weighing,
     ways: Ways, ran: Calls | None = None, *, mixed: bool | None = None, fixed_sizes: Collection[Key] = (),
+    updates: MetricUpdates | None = None, size_rules: Mapping[Key, Collection[str]] | None = None,
 ) -> Joined:  # fmt: skip
     """Join the results of ``runs``, which have ``sizes`` samples, and call ``module.log`` with what they logged.
 
-    ``ways`` and ``ran`` are the arguments of `settled`, ``fixed_sizes`` is one of `issue`.
+    ``ways`` and ``ran`` are the arguments of `settled`, ``fixed_sizes`` and ``size_rules`` are two of `issue`.
+    ``updates`` has recorded the updates of metrics.
     """
     outputs = [run.output for run in runs]
     missing = [m for m, output in enumerate(outputs) if output is None]
@@ -81,12 +84,14 @@ def join(
     losses = [loss for output in outputs if (loss := loss_of(output)) is not None]
     added = losses if len(losses) == len(outputs) and weighing.adds(runs[0]) else None
     recorders = [run.logs for run in runs]
+    if updates is not None:
+        updates.settle(recorders, weights, sizes)
     logs = settled(recorders, ways, ran)
     said, rules = logs.said, logs.rules
     all_losses = losses if len(losses) == len(outputs) else None
     issue(
         module, said, sizes, weights, all_losses, rules, adds=added is not None, fixed_sizes=fixed_sizes,
-        astray=logs.astray,
+        astray=logs.astray, size_rules=size_rules,
     )  # fmt: skip
     if missing:
         return Joined(logs=logs)

@@ -5,7 +5,8 @@ between threads. So ``log`` is shadowed during the step. The recorded values are
 once, on the main thread. Scalars are merged by the weights of the loss, because a step usually logs the loss itself or
 another mean over the same targets.
 
-Metric objects accumulate over an epoch and see each microbatch once. For their value of the batch see `BatchValue`.
+Metric objects accumulate over an epoch and see each microbatch once. For their value of the batch see `BatchValue`, and
+for those that count updates `metric_updates`.
 
 User code may read back what it has just logged, in ``trainer.callback_metrics`` and its like. If `training_step` runs
 once, nothing has to be merged, and its values are issued at that moment.
@@ -28,7 +29,9 @@ from torchmetrics import Metric
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.runtime.batch.log_sizes import is_unsure, merged_size
 from lightning_roundpipe.runtime.batch.losses import Counts
+from lightning_roundpipe.runtime.batch.metric_updates import MetricUpdates
 from lightning_roundpipe.runtime.batch.microbatches import combined, dtype_of_numbers, is_number, weighted_mean
 
 
@@ -243,8 +246,9 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def shadowed_log(
-    module: Any, current: Any, *, several: bool, to_read: Callable[[], tuple[LogRecorder, int] | None] = lambda: None
-) -> Iterator[None]:
+    module: Any, current: Any, *, several: bool, to_read: Callable[[], tuple[LogRecorder, int] | None] = lambda: None,
+    updates: MetricUpdates | None = None,
+) -> Iterator[None]:  # fmt: skip
     """Send ``module.log`` to ``current().log``, the recorder of the calling microbatch.
 
     Args:
@@ -253,6 +257,7 @@ def shadowed_log(
         several: whether the batch has several microbatches; metrics then get their `BatchValue`.
         to_read: called before what Lightning knows of logged values is read. It returns what is to be issued now, taken
             from the recorder of a whole batch, with the batch's samples; None if there is nothing.
+        updates: records the updates of metrics.
     """
     plain_log = module.log
 
@@ -274,9 +279,11 @@ def shadowed_log(
         stack.enter_context(log_as(module, log))
         if (results := _results_of(module)) is not None:
             stack.enter_context(_Watch(results, to_issue))
+        if updates is not None:
+            stack.enter_context(updates.recorded(current))
         for metric in module.modules() if several else ():
             if isinstance(metric, Metric):
-                stack.enter_context(BatchValue(metric))
+                stack.enter_context(BatchValue(metric, updates))
         yield
 
 
@@ -324,7 +331,8 @@ class BatchValue:
     computed from these.
     """
 
-    def __init__(self, metric: Metric) -> None:
+    def __init__(self, metric: Metric, updates: MetricUpdates | None = None) -> None:
+        self._paused = contextlib.nullcontext if updates is None else updates.paused
         self._parts = [part for part in metric.modules() if isinstance(part, Metric)]  # wrappers contain others
         self._metric = metric
         self._apart: list[dict[str, Any]] | None = None
@@ -344,7 +352,7 @@ class BatchValue:
         self._metric._forward_cache = tree_map_only(Tensor, lambda tensor: tensor.cpu(), value)
 
     def _called(self, metric: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        with self._swapped():
+        with self._swapped(), self._paused():
             self._metric.update(*args, **kwargs)
             self._apart = [dict(vars(part)) for part in self._parts]
 
@@ -443,7 +451,7 @@ def lost(said: Said, weights: Sequence[float]) -> list[str]:
 def issue(
     module: Any, said: Said, sizes: list[int], weights: list[float], losses: Sequence[Tensor] | None = None,
     rules: Mapping[Key, str] | None = None, *, adds: bool = False, fixed_sizes: Collection[Key] = (),
-    astray: Collection[Key] = (),
+    astray: Collection[Key] = (), size_rules: Mapping[Key, Collection[str]] | None = None,
 ) -> None:  # fmt: skip
     """Call ``module.log`` once per key, on the main thread.
 
@@ -458,20 +466,42 @@ def issue(
         fixed_sizes: values whose ``batch_size`` is that of the whole batch in each microbatch, such as a constant. That
             of others is counted by each microbatch.
         astray: values that user code has computed in another way than that of which a rule is known.
+        size_rules: the rules of `log_sizes` by which other batch sizes may follow from those of the microbatches.
     """
     numbers = [float(loss) for loss in losses or ()] if said else []
     for (name, nth), parts in said.items():
         kwargs = dict(parts[-1].kwargs)
         if is_returned(kwargs):
             continue
-        given = [p.kwargs.get("batch_size") for p in parts]
+        given: list[Any] = [p.kwargs.get("batch_size") for p in parts]
         if None not in given:
+            samples, fitting = [sizes[p.part] for p in parts], (size_rules or {}).get((name, nth), ())
             is_fixed = (name, nth) in fixed_sizes and len(set(given)) == 1
-            kwargs["batch_size"] = given[0] if is_fixed else sum(given)
+            kwargs["batch_size"] = (
+                given[0] if is_fixed else merged_size(given, counts_of(parts, weights), samples, fitting)
+            )
         rule, theirs = (rules or {}).get((name, nth), USUAL), losses if adds else None
         is_known = rule not in (USUAL, OPEN) and (name, nth) not in astray
         merged = merged_as_known(rule, parts, sizes, weights, theirs, numbers, is_known=is_known)
         module.log(name, merged, **kwargs)
+
+
+def unsure_sizes(
+    said: Said, sizes: Sequence[float], weights: Sequence[float], rules: Mapping[Key, Collection[str]]
+) -> list[str]:
+    """Return names of values of which nothing shows how the ``batch_size`` of the batch follows from those of parts."""
+    found = []
+    for key, parts in said.items():
+        given: list[Any] = [p.kwargs.get("batch_size") for p in parts]
+        samples = [sizes[p.part] for p in parts]
+        if None not in given and is_unsure(given, counts_of(parts, weights), samples, rules.get(key, ())):
+            found.append(key[0])
+    return found
+
+
+def counts_of(parts: Sequence[Saying], weights: Sequence[float]) -> list[float]:
+    """Return how much each part's value counts: by its own count, or by the ``weights`` of the loss."""
+    return [weights[p.part] if p.weight is None else p.weight for p in parts]
 
 
 def are(parts: Sequence[Saying], losses: Sequence[float]) -> bool:
@@ -511,7 +541,7 @@ def merged_by(
         losses: see `microbatches.combined`.
     """
     values = [p.value for p in parts]
-    mine = [weights[p.part] if p.weight is None else p.weight for p in parts]
+    mine = counts_of(parts, weights)
     if not any(mine):  # whatever it is where nothing is counted
         mine = [float(sizes[p.part]) for p in parts]
     if rule not in (USUAL, OPEN) and len(values) > 1:

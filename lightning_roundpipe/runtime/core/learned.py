@@ -6,6 +6,7 @@ from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.batch.log_rules import Fitting, How, Way
 from lightning_roundpipe.runtime.batch.logs import Key
+from lightning_roundpipe.runtime.batch.metric_updates import MetricRules
 from lightning_roundpipe.runtime.core.call import CallProfile
 from lightning_roundpipe.runtime.core.prediction import CallOrder
 from lightning_roundpipe.runtime.core.trace import Kind, Trace, TracedCall
@@ -50,6 +51,8 @@ class Learned:
         log_tolerance: the relative difference that these see.
         log_ways: how logged values are computed, and how those of microbatches are merged then.
         fixed_sizes: logged values whose ``batch_size`` is not counted; see `Verdict`.
+        size_rules: the rules by which the ``batch_size`` of other values may follow from those of microbatches.
+        metric_rules: metrics that count updates, and how what parts add to them is merged.
         counted: where training_step divides its loss, and logged values, by counts of its own.
         kept_rows: paths of the attributes that keep something of each sample; a step leaves there what all microbatches
             have left, if user code runs before the next one.
@@ -71,6 +74,8 @@ class Learned:
         self.log_ways: dict[Key, list[Way]] = {}
         self.log_tolerance = 0.0
         self.fixed_sizes: set[Key] = set()
+        self.size_rules: dict[Key, set[str]] = {}
+        self.metric_rules: MetricRules = {}
         self.counted = CountSites()
         self.kept_rows: set[str] = set()
         self.new_code = NewCode()

@@ -29,8 +29,9 @@ from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.runtime.batch.joining import Joined, join
 from lightning_roundpipe.runtime.batch.log_rules import undecided
-from lightning_roundpipe.runtime.batch.logs import LogRecorder, lost, shadowed_log
+from lightning_roundpipe.runtime.batch.logs import LogRecorder, lost, shadowed_log, unsure_sizes
 from lightning_roundpipe.runtime.batch.loss_weights import Weighing, Weights
+from lightning_roundpipe.runtime.batch.metric_updates import MetricUpdates
 from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.off_plan import OFF_PLAN, OffPlan
@@ -125,6 +126,7 @@ class Step:
         self._adding: dict[int, Slot] = {}
         """Without a plan, the last slot that adds to each sum, by the sum's id."""
         self.weighing = Weighing(sizes, weights)
+        self._metrics = MetricUpdates(engine.model.module, engine.learned.metric_rules if self.in_parts else {})
         self.plan: Plan | None = None
         self._unclosed = self._running = 0
         self._counting = threading.Lock()
@@ -225,7 +227,7 @@ class Step:
         worker_pool, given_up = self.engine.worker_pool, False
         contexts = [contextvars.copy_context() for _ in args]
         module, cut = self.engine.model.module, self.spec.cut
-        with shadowed_log(module, self._current_log, several=cut, to_read=self._logs_to_read):
+        with shadowed_log(module, self._current_log, several=cut, to_read=self._logs_to_read, updates=self._metrics):
             if self.spec.module_state is not None:
                 self.spec.module_state.begin()
             try:
@@ -534,12 +536,14 @@ class Step:
         )  # only calls of the model are cut
         ways, ran = learned.log_ways, learned.new_code.ran()
         joined = self.joined = join(
-            module, self.runs, sizes, self.weighing, ways, ran, mixed=learned.mixed, fixed_sizes=learned.fixed_sizes
-        )
+            module, self.runs, sizes, self.weighing, ways, ran, mixed=learned.mixed, fixed_sizes=learned.fixed_sizes,
+            updates=self._metrics, size_rules=learned.size_rules,
+        )  # fmt: skip
         if joined.losses and len(self.runs) > 1:
             tolerance = learned.log_tolerance
             unknown = undecided(joined.logs, ways, sizes, joined.weights, tolerance, joined.losses)
             not_compared = learned.new_code.note_values(unknown)
+            self.engine.hints.of_batch_sizes(unsure_sizes(joined.logs.said, sizes, joined.weights, learned.size_rules))
             self.engine.hints.of_logs(not_compared, lost(joined.logs.said, joined.weights))
         if len(joined.losses) < len(self.runs):
             return joined.output

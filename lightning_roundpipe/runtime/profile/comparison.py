@@ -15,7 +15,9 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_roundpipe.runtime.batch.log_rules import FLOOR, Calls, Fitting, How, Settled, fitting_of
-from lightning_roundpipe.runtime.batch.logs import RULES, USUAL, Key, ruled
+from lightning_roundpipe.runtime.batch.log_sizes import COUNTED, LARGEST, are_counts, fitting_sizes
+from lightning_roundpipe.runtime.batch.logs import RULES, USUAL, Key, counts_of, ruled
+from lightning_roundpipe.runtime.batch.metric_updates import SUM, MetricParts, MetricRules, fitting
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards
 from lightning_roundpipe.runtime.profile.recorded_operations import OperationRecorder
@@ -42,6 +44,7 @@ class Shown:
         spread: whether the targets were distributed over the parts otherwise than the samples.
         is_mixed: whether what layers return reaches the loss also beside means over targets.
         metrics: values of metrics that were updated, by description.
+        added: what was added to each metric, by its name, before it was merged.
         left: changes to attributes, buffers and parameters, by path.
         settings: changes to the trainer, schedulers and settings of optimizers, by path.
         elsewhere: changes to numbers and lengths in callbacks, data sets, globals, closures and classes, by path.
@@ -59,6 +62,7 @@ class Shown:
     spread: bool = False
     is_mixed: bool = False
     metrics: dict[str, Any] = field(default_factory=dict)
+    added: dict[str, MetricParts] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     elsewhere: dict[str, Any] = field(default_factory=dict)
@@ -81,7 +85,8 @@ class Comparison:
 
     Attributes:
         found: the first difference; None so far.
-        rules, fixed_sizes, kept_rows, lost_rows, open: see `Verdict`.
+        open_metrics: whether nothing shows if a metric counts updates.
+        rules, fixed_sizes, size_rules, metric_rules, uneven_metrics, kept_rows, lost_rows, open: see `Verdict`.
     """
 
     def __init__(
@@ -92,6 +97,10 @@ class Comparison:
         self.found: Difference | None = None
         self.rules: dict[How, Fitting] = {}
         self.fixed_sizes: set[Key] = set()
+        self.size_rules: dict[Key, set[str]] = {}
+        self.metric_rules: MetricRules = {}
+        self.uneven_metrics: dict[str, str] = {}
+        self.open_metrics = False
         self.kept_rows: set[str] = set()
         self.lost_rows: list[str] = []
         self.open = False
@@ -130,9 +139,13 @@ class Comparison:
             for nth, (x, y) in enumerate(zip(a, b, strict=False)):
                 key = name, nth
                 said = (shown.logs.said.get(key, []) for shown in (whole, parts))
-                size, of_parts = ({one.kwargs.get("batch_size") for one in side} for side in said)
-                if len(size) == 1 and size == of_parts and None not in size:
-                    self.fixed_sizes.add(key)
+                size, of_parts = (set[Any](one.kwargs.get("batch_size") for one in side) for side in said)
+                if len(size) == 1 and of_parts and None not in size | of_parts:
+                    given: list[Any] = [p.kwargs["batch_size"] for p in parts.logs.said[key]]
+                    counts: Any = counts_of(parts.logs.said[key], parts.weights)
+                    fits = self.size_rules[key] = fitting_sizes(size.pop(), given, counts)
+                    if len(of_parts) == 1 and LARGEST in fits and not (COUNTED in fits and are_counts(given, counts)):
+                        self.fixed_sizes.add(key)
                 if isinstance(x, Metric):
                     continue
                 dtype = x.dtype if isinstance(x, Tensor) else None
@@ -146,6 +159,51 @@ class Comparison:
                 self.rules[key, calls, way and way.site] = fitting_of(rules, numbers, of_operations)
                 if not rules:
                     self.see(f"the logged {name!r}", x, y)
+
+    def see_metrics(self, whole: Shown, parts: Shown, known: MetricRules) -> None:
+        """Compare what was added to metrics, which may have equal values. Sets ``metric_rules`` and ``uneven_metrics``.
+
+        Args:
+            whole, parts: the two sides.
+            known: rules that comparisons before have shown.
+        """
+        for name, one in whole.added.items():
+            if (other := parts.added.get(name)) is None or set(other.left) != set(one.left):
+                continue
+            fits = fitting(one, other, parts.weights, self._sizes, self._are_near) if one.updates[0][1].after else {}
+            state = fits if isinstance(fits, str) else ""
+            if not isinstance(fits, str):
+                others = (
+                    s for s in one.comparable() if s not in fits and not self._are_equal(one.left[s], other.left[s])
+                )
+                state = next(others, "")
+                counts = any(SUM not in rules for rules in fits.values())
+                before = known.get(name, {})
+                is_open = bool(fits) and all(SUM in rules and len(rules) > 1 for rules in fits.values())
+                self.open_metrics |= is_open and not before
+                if not state and (counts or before):
+                    rules = {s: tuple(r for r in before.get(s, found) if r in found) for s, found in fits.items()}
+                    state = next((s for s, fit in rules.items() if not fit), "")
+                    if not one.adds and counts:
+                        state = next(s for s, fit in fits.items() if SUM not in fit)
+                    elif not state:
+                        self.metric_rules[name] = rules
+            if state:
+                self.uneven_metrics.setdefault(name, state)
+
+    def _are_near(self, one: Tensor, other: Tensor, slack: float) -> bool:
+        gap = (one - other).abs().nan_to_num(math.inf)
+        return self._near(one, other) or bool((gap <= slack).all())
+
+    def _are_equal(self, whole: Any, parts: Any) -> bool:
+        """Return whether two states are the same, or lists whose numbers are, in any order."""
+        if not isinstance(whole, list):
+            return self._near(whole, parts)
+        whole, parts = ([x.flatten() if isinstance(x, Tensor) else x for x in side] for side in (whole, parts))
+        if not all(isinstance(x, Tensor) for x in (*whole, *parts)) or not whole or not parts:
+            return True  # texts and the like, which are there for each sample
+        one, other = torch.cat(whole), torch.cat(parts)
+        return self._near(one.double().sort().values, other.double().sort().values)
 
     def _rules_for(
         self, key: Key, whole: Any, dtype: torch.dtype | None, parts: Shown, rules: Iterable[str]

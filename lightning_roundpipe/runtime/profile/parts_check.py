@@ -41,6 +41,7 @@ from lightning_roundpipe.runtime.batch.logs import (
 )
 from lightning_roundpipe.runtime.batch.loss_weights import Weighing
 from lightning_roundpipe.runtime.batch.losses import are_spread
+from lightning_roundpipe.runtime.batch.metric_updates import MetricUpdates
 from lightning_roundpipe.runtime.batch.microbatches import detached, loss_of
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.prediction import CallOrder
@@ -161,9 +162,7 @@ class PartsCheck:
             if self._lost is not None:
                 raise self._lost
             if found is not None and not verdict.why_not:
-                verdict.rules = in_both(found.rules, verdict.rules)
-                verdict.kept_rows |= found.kept_rows
-                verdict.lost_rows = [*found.lost_rows, *verdict.lost_rows]
+                verdict.add_earlier(found)
             self._fits = in_both(self._fits, verdict.rules)
             differs = verdict.is_coupled or (verdict.parts is not None and (full or not verdict.raised))
             conclusive = not (verdict.why_not or verdict.raised or verdict.lopsided)
@@ -180,7 +179,7 @@ class PartsCheck:
             is_zero = (not self._again or self._near is not None) and any(
                 chosen(fitting) == OPEN for fitting in verdict.rules.values()
             )
-            clear = conclusive and verdict.coupling is None and not is_zero
+            clear = conclusive and verdict.coupling is None and not is_zero and not verdict.open_metrics
             if differs or verdict.is_coupled or (clear and not self._engine.learned.new_code.is_awaited):
                 return verdict
             if found is None or conclusive or found.why_not or (found.raised and not verdict.why_not):
@@ -226,13 +225,12 @@ class PartsCheck:
             raise self._lost
         if other.why_not or other.raised or (other.lopsided and not other.is_coupled):
             return verdict
-        other.rules = in_both(verdict.rules, other.rules)
+        other.add_earlier(verdict)
         self._fits = in_both(self._fits, other.rules)
-        other.kept_rows |= verdict.kept_rows
-        other.lost_rows = [*verdict.lost_rows, *other.lost_rows]
         other.collects = other.collects or verdict.collects
         other.shared, other.mixed = verdict.shared | other.shared, either(verdict.mixed, other.mixed)
         other.open &= verdict.open
+        other.open_metrics &= verdict.open_metrics
         return other
 
     def _candidates(self) -> Iterator[tuple[list[int], int, bool]]:
@@ -304,6 +302,9 @@ class PartsCheck:
                     return verdict
                 learned = self._engine.learned
                 whole, known = compared(on_whole()), learned.counted
+                if any(learned.metric_rules.get(name) != rules for name, rules in verdict.metric_rules.items()):
+                    learned.metric_rules = learned.metric_rules | verdict.metric_rules
+                    whole = compared(whole)
                 if self._counts_more():
                     whole = compared(whole)
                     if verdict.parts is not None:  # what was counted does not help
@@ -520,6 +521,7 @@ class PartsCheck:
         weighing = Weighing(sizes, self._cutter.given_weights_of(batches) if len(batches) > 1 else None)
         current: list[Rehearsal] = []
         early: list[LogRecorder] = []
+        updates = MetricUpdates(self._root, engine.learned.metric_rules, every=True)
         thread = threading.get_ident()
         before = {id(m): m._update_count for m in self._modules.values() if isinstance(m, Metric)}
         buffers = [(b, b.clone()) for m in self._layers_modules() for b in m.buffers(recurse=False)] if steady else []
@@ -545,7 +547,13 @@ class PartsCheck:
             with (
                 undone_logs(self._root),
                 intercepted([*self._interceptors, *models]),
-                shadowed_log(self._root, lambda: current[-1].logs, several=len(batches) > 1, to_read=to_read),
+                shadowed_log(
+                    self._root,
+                    lambda: current[-1].logs,
+                    several=len(batches) > 1,
+                    to_read=to_read,
+                    updates=updates,
+                ),
             ):
                 for index, (batch, rows) in enumerate(zip(batches, microbatches.rows_of(sizes), strict=True)):
                     run = Rehearsal(
@@ -588,7 +596,8 @@ class PartsCheck:
                 runs[0].logs.put_back(taken)
             sites = engine.learned.counted.of_logs
             ways = {key: [Way(site=site, rule=USUAL)] for key, site in sites.items()}
-            joined = join(shown, runs, sizes, weighing, ways, mixed=False)
+            shown.added = updates.added([run.logs for run in runs])
+            joined = join(shown, runs, sizes, weighing, ways, mixed=False, updates=updates)
             for run, loss, rows, weight in zip(runs, losses, microbatches.rows_of(sizes), joined.weights, strict=False):
                 if loss is not None:
                     draws.begin(rows)
@@ -681,6 +690,9 @@ class PartsCheck:
             comparison.see_elsewhere(path, whole.elsewhere.get(path, ABSENT), parts.elsewhere.get(path, ABSENT))
         if verdict is not None:
             verdict.rules, verdict.fixed_sizes = comparison.rules, comparison.fixed_sizes
+            comparison.see_metrics(whole, parts, self._engine.learned.metric_rules)
+            verdict.size_rules, verdict.open_metrics = comparison.size_rules, comparison.open_metrics
+            verdict.metric_rules, verdict.uneven_metrics = comparison.metric_rules, comparison.uneven_metrics
             verdict.kept_rows = comparison.kept_rows
             verdict.open, verdict.lost_rows = comparison.open or self._flow.is_hidden, comparison.lost_rows
             verdict.keeps = bool(whole.settings or whole.elsewhere or any(map(self._counts, whole.left)))

@@ -26,6 +26,7 @@ from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.batch.cutting import Cut, Cutter
 from lightning_roundpipe.runtime.batch.joining import Joined
 from lightning_roundpipe.runtime.batch.log_rules import Ways, in_both, merged_otherwise, settled, undecided, ways_of
+from lightning_roundpipe.runtime.batch.log_sizes import LARGEST, sizes_in_both
 from lightning_roundpipe.runtime.batch.logs import OPEN, Said
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.profile.first_batch import Planner
@@ -213,17 +214,30 @@ class Scope:
         uneven = len(set(sizes)) > 1
         auto = options.microbatch_scope == "auto" and options.plan_text is None and not self._cutter.weighs
         again = uneven in self._looks
+        counting = {*engine.learned.metric_rules}
         with self._checking(step, sizes, again=again, near=near) as check:
             verdict = check.find_out(self._models if auto and (first or again or occasion) else ())
         learned = engine.learned
+        for name in learned.metric_rules.keys() - counting if learned.metric_rules and (self._cut or occasion) else ():
+            engine.hints.of_a_late_counting_metric(name)
         learned.kept_rows |= verdict.kept_rows
         learned.fixed_sizes |= verdict.fixed_sizes
+        if verdict.parts is None and not verdict.why_not:
+            for name, state in verdict.uneven_metrics.items():
+                engine.hints.of_a_counting_metric(name, state)
+            learned.size_rules = sizes_in_both(learned.size_rules, verdict.size_rules)
+            learned.fixed_sizes -= {key for key, fit in learned.size_rules.items() if LARGEST not in fit}
+            engine.hints.of_batch_sizes(sorted({name for (name, _), fit in learned.size_rules.items() if not fit}))
         learned.mixed = False if engine.hints.couples else either(learned.mixed, verdict.mixed)
         learned.log_fits = in_both(learned.log_fits, verdict.rules)
         learned.log_tolerance, learned.log_ways = check.tolerance(), ways_of(learned.log_fits)
         learned.new_code.follows = any(len(ways) > 1 for ways in learned.log_ways.values())
         if not occasion:
-            is_open = verdict.open or any(way.rule == OPEN for ways in learned.log_ways.values() for way in ways)
+            is_open = (
+                verdict.open
+                or verdict.open_metrics
+                or any(way.rule == OPEN for ways in learned.log_ways.values() for way in ways)
+            )
             self._looks[uneven] = self._looks.get(uneven, 0) + 1 if is_open else LOOKS
         if verdict.shared and not learned.shares:
             place, changed = next(iter(verdict.shared.items()))

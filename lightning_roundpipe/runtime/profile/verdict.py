@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.runtime.batch.log_rules import Fitting, How
+from lightning_roundpipe.runtime.batch.log_rules import Fitting, How, in_both
+from lightning_roundpipe.runtime.batch.log_sizes import sizes_in_both
 from lightning_roundpipe.runtime.batch.logs import Key
+from lightning_roundpipe.runtime.batch.metric_updates import MetricRules
 from lightning_roundpipe.runtime.profile.loss_flow import Coupling
 
 _NAMED = 3
@@ -57,8 +59,12 @@ class Verdict:
         collects: a difference of what globals, callbacks and the like keep, if batches are cut nevertheless.
         rules: per logged value and how it is computed, the ways to merge it that give the whole batch's.
         fixed_sizes: logged values whose ``batch_size`` is the same for a part as for the whole batch.
+        size_rules: the rules by which the ``batch_size`` of other values follows from those of the parts.
+        metric_rules: metrics that count updates, and how what parts add to them is merged.
+        uneven_metrics: a state of each metric that parts leave otherwise, though its value may be equal, by its name.
         lost_rows: paths in globals, callbacks and the like where parts leave the last one's rows only.
         keeps: whether training_step changes something outside of layers and metrics.
+        open_metrics: whether nothing shows if a metric counts updates.
         open: whether an attribute that it changes is equal as numbers may be by chance.
         kept_rows: paths of attributes that keep something of each sample, of which parts leave their own.
     """
@@ -77,11 +83,24 @@ class Verdict:
     shared: dict[str, str] = field(default_factory=dict)
     rules: dict[How, Fitting] = field(default_factory=dict)
     fixed_sizes: set[Key] = field(default_factory=set)
+    size_rules: dict[Key, set[str]] = field(default_factory=dict)
+    metric_rules: MetricRules = field(default_factory=dict)
+    uneven_metrics: dict[str, str] = field(default_factory=dict)
     kept_rows: set[str] = field(default_factory=set)
     lost_rows: list[str] = field(default_factory=list)
     keeps: bool = False
     open: bool = False
+    open_metrics: bool = False
     collects: Difference | None = None
+
+    def add_earlier(self, other: Verdict) -> None:
+        """Add what an earlier comparison has shown of values that are merged as most fit."""
+        self.rules = in_both(other.rules, self.rules)
+        self.size_rules = sizes_in_both(other.size_rules, self.size_rules)
+        self.fixed_sizes |= other.fixed_sizes
+        self.uneven_metrics = other.uneven_metrics | self.uneven_metrics
+        self.kept_rows |= other.kept_rows
+        self.lost_rows = [*other.lost_rows, *self.lost_rows]
 
     @property
     def is_coupled(self) -> bool:

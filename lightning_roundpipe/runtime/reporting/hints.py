@@ -283,6 +283,35 @@ class Hints:
             "data loader, avoids them; microbatch_scope='model' updates metrics with whole batches.",
         )
 
+    def of_a_counting_metric(self, name: str, state: str) -> None:
+        """Warning: parts leave something else in a metric than the whole batch, though its value may be equal."""
+        self.warn(
+            f"metric {name}",
+            f"parts of a batch leave something else in {state!r} of the metric {name!r} than the whole batch, even "
+            "where its value is the same: it counts updates, one for each part. Give it what counts samples, such as "
+            f"self.{name}(value, weight=len(batch)), update it in on_train_batch_end, whose outputs are the whole "
+            "batch's, or set microbatch_scope='model', which updates metrics once for a batch.",
+        )
+
+    def of_a_late_counting_metric(self, name: str) -> None:
+        """Warning: a metric counts updates, which only a later batch has shown."""
+        self.warn(
+            f"late metric {name}",
+            f"the metric {name!r} counts updates, which the first batch did not show: until now each part of a batch "
+            "has counted as one, from here on each batch does. "
+            "microbatch_scope='model' updates metrics once for a batch.",
+        )
+
+    def of_batch_sizes(self, names: Sequence[str]) -> None:
+        """Warning: the mean over an epoch weighs batches otherwise, as the sizes of parts do not add up."""
+        for name in names:
+            self.warn(
+                f"batch size {name}",
+                f"the batch_size of the logged {name!r} in parts of a batch may not add up to that of the whole "
+                "batch, nor is it the same, so the mean over an epoch weighs batches otherwise. Let it count samples "
+                "or targets, log a sum and a count apart with reduce_fx='sum', or set microbatch_scope='model'.",
+            )
+
     def of_later_batches(self, what: str, *, uneven: bool) -> None:
         """Hint: batches that are cut unevenly (or evenly) stay whole; parts of the other kind give the right result."""
         if uneven:
