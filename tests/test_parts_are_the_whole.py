@@ -735,7 +735,7 @@ def grows_with_parts(module: Any, logits: Tensor, batch: Batch) -> Any:
 
 OTHERS: dict[str, tuple[Any, Callable[[], dict[str, Any]], str]] = {
     "spread": (spread, dict, "model"),
-    "sums in a metric": (sums_in_a_metric, lambda: {"total": torchmetrics.SumMetric()}, "model"),
+    "sums in a metric": (sums_in_a_metric, lambda: {"total": torchmetrics.SumMetric()}, "step"),
     "lists": (lists, dict, "step"),
     "grows with parts": (grows_with_parts, dict, "model"),
 }
@@ -921,6 +921,13 @@ def test_a_part_that_stops_training_is_said() -> None:
 # ---------------------------------------------------------------------------------------------------- later batches
 
 
+class Listed(torchmetrics.CatMetric):
+    """A mean that keeps what it is given."""
+
+    def compute(self) -> Tensor:
+        return torch.as_tensor(super().compute()).mean()
+
+
 def averages_in_a_metric(module: Any, logits: Tensor, batch: Batch) -> Tensor:
     loss = entropy(module, logits, batch)
     module.average(loss)
@@ -943,10 +950,16 @@ def test_batches_that_are_cut_unevenly_are_another_kind(said: list[str]) -> None
 
 
 def test_a_metric_that_takes_unequal_parts_for_equal_ones_is_said() -> None:
+    """A list of means has one for each part; what is added to a sum is merged."""
+    data = [*batches(), *batches(2, samples=7)]
     module = Module(averages_in_a_metric, average=torchmetrics.MeanMetric())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        assert_same(run("auto", module, data), trained(module, data, 2, 2))
+    module = Module(averages_in_a_metric, average=Listed())
     assert_same(run("auto", module, batches()), trained(module, batches(), 2, 2))
     with pytest.warns(RoundPipeWarning, match="^roundpipe: in parts of unequal sizes, metric 'average'.*='model'"):
-        trained(module, [*batches(), *batches(2, samples=7)], 2, 2)
+        trained(module, data, 2, 2)
 
 
 def test_a_tensor_that_all_samples_share() -> None:
