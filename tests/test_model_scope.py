@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -341,14 +342,60 @@ def test_parts_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line["mean_step"] for _, line in result.logged if "mean_step" in line] == [2.5] * 3
 
 
-def test_what_may_be_pairs_is_said() -> None:
+class Similar(nn.Module):
+    """Returns a value for each pair of samples, or features."""
+
+    def __init__(self, features: int = 8) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 16), nn.Linear(16, features)
+
+    def forward(self, x: Tensor, pairs: bool) -> Tensor:
+        h: Tensor = self.head(self.stem(x).tanh())
+        return h @ h.T if pairs else h
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["pairs", "pairs and features"])
+def test_what_may_be_pairs_is_said(both: bool) -> None:
     class Pairs(TwoTowers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.similar = Similar()
+
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
-            return self.image(batch["image"])["features"].square().mean()
+            features = self.similar(batch["image"], False).square().mean() if both else 0.0
+            similar = self.similar(batch["image"], True)
+            return similar[:, :1].square().mean() * 0 + features + self.image(batch["image"])["features"].mean()
 
     with pytest.warns(RoundPipeWarning, match=r"^roundpipe: .*a value for each pair of samples") as caught:
-        trained(made(Pairs), data=batches((16, 16)), num_microbatches=2)
+        run(
+            ours(microbatch_scope="model", num_microbatches=2, layers=["Linear"]),
+            made(Pairs),
+            batches((16, 16)),
+            devices=2,
+        )
     assert sum("pair of samples" in str(warning.message) for warning in caught) == 1
+
+
+@pytest.mark.parametrize("scope", ["model", "auto"])
+@pytest.mark.parametrize("called", ["model", "layers"])
+@pytest.mark.parametrize(("features", "samples"), [(8, 16), (2, 4), (1, 2)])
+def test_as_many_features_as_samples_are_no_pairs(features: int, samples: int, called: str, scope: str) -> None:
+    class Features(TwoTowers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.similar = Similar(features)
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+            similar, x = self.similar, batch["image"]
+            h = similar(x, False) if called == "model" else similar.head(similar.stem(x).tanh())
+            return (h - h.mean(0)).square().mean() + h.mean()  # type: ignore[no-any-return]
+
+    strategy = ours(microbatch_scope=scope, num_microbatches=2, layers=["Linear"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RoundPipeWarning)
+        result = run(strategy, made(Features), batches((samples, samples)), devices=2)
+    assert not [warning for warning in caught if "pair of samples" in str(warning.message)]
+    assert_same(run("auto", made(Features), batches((samples, samples))), result)
 
 
 class Odd(nn.Module):

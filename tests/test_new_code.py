@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
@@ -127,6 +128,60 @@ def test_a_later_mean_by_counts_that_is_logged(step: Step) -> None:
     plain = run("auto", Module(late(step)), data)
     differ = [not torch.allclose(a, b) for a, b in zip(plain.losses, result.losses, strict=True)]
     assert not any(differ[:LATE]) and differ[LATE]
+
+
+def divides_by_nothing(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    return masked(logits, batch)
+
+
+def picks_nothing(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    return logits.square().mean(1)[batch["y"] < 3].mean()
+
+
+def takes_a_logarithm(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    return (logits.square().mean(1) * (batch["y"] < 3)).mean().log()
+
+
+def repairs_the_value(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    """The error is the part's own: the mean is zero, and its inverse infinite."""
+    return logits.square().mean() / (batch["y"] < 3).float().mean()
+
+
+def passes_nothing_on(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    kept = [x for x, y in zip(logits.square().mean(1), batch["y"].tolist(), strict=True) if y < 3]
+    return sum(kept, logits.new_zeros(())) / torch.tensor(float(len(kept)))
+
+
+class KeepsTheModule(pl.Callback):
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.module = pl_module
+
+
+@pytest.mark.parametrize("part", [0, 3])
+@pytest.mark.parametrize(
+    "step", [divides_by_nothing, picks_nothing, takes_a_logarithm, repairs_the_value, passes_nothing_on]
+)
+def test_a_later_loss_that_only_a_part_does_not_have_is_refused(step: Step, part: int) -> None:
+    """The batch that would make all weights NaN is not trained on."""
+    data = data_of()
+    data[LATE]["y"] = torch.tensor([0, 1, 2, 0, 1, 1, 2, 1]).index_fill(0, torch.tensor([2 * part, 2 * part + 1]), 4)
+    keeps = KeepsTheModule()
+    with warnings.catch_warnings(), pytest.raises(RoundPipeError, match="is infinite or not a number, so the batch"):
+        warnings.simplefilter("ignore", RoundPipeWarning)
+        run(ours(num_microbatches=4, layers=LAYERS), Module(late(step)), data, devices=2, callbacks=[keeps])
+    for name, parameter in run("auto", Module(late(step)), data[:LATE]).module.named_parameters():
+        assert torch.allclose(parameter, keeps.module.get_parameter(name), rtol=1e-4, atol=1e-6)
+
+
+def test_a_later_loss_that_is_undefined_on_the_whole_batch_is_trained_on() -> None:
+    """As in plain training, which goes on with weights that are no numbers."""
+
+    def nothing(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        return entropy(module, logits, batch) * (logits.detach() * 0 - 1).log()[0, 0]
+
+    plain, (result, _) = run("auto", Module(late(nothing)), data_of()), said_by(late(nothing), data_of())
+    for one in (plain, result):
+        assert not any(parameter.isfinite().any() for parameter in one.module.parameters())
 
 
 def test_a_later_logged_value_that_is_no_mean() -> None:

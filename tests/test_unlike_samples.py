@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -170,6 +171,99 @@ def test_sizes_that_are_alike() -> None:
     assert not alike.begin_to_differ_in({"n": torch.arange(3), "mask": mask, "k": first}, 3)
     mask[1] = False
     assert alike.begin_to_differ_in({"n": torch.arange(3), "mask": mask, "k": first}, 3)
+
+
+# ----------------------------------------------------------------------------------- layers over the whole batch's mask
+
+
+class ByTheMask(nn.Module):
+    """A layer whose rows are divided by a number that it computes from the masks of all samples."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.how, self.inner = how, nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        by = {
+            "sum": lambda: mask.sum() / mask.numel(),
+            "number": lambda: float(mask.float().mean()),
+            "longest": lambda: mask.sum(1).max() / 5,
+            "states": lambda: (x.detach() * mask).mean() / x.detach().mean(),
+        }[self.how]()
+        return x + self.inner(x / (1 + by)).tanh()  # type: ignore[no-any-return]
+
+
+def over_means(module: Any, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """A loss that needs the whole batch's logits, so that the calls of the model are cut."""
+    found = module.by_the_mask(logits, batch["mask"])
+    return F.cross_entropy(found, batch["y"]) + F.relu(found.mean() + 2)
+
+
+BY_THE_MASK = ["sum", "number", "longest", "states"]
+
+
+@pytest.mark.parametrize("how", BY_THE_MASK)
+def test_calls_are_compared_where_samples_begin_to_differ(how: str) -> None:
+    module = Module(over_means, by_the_mask=ByTheMask(how))
+    with pytest.warns(RoundPipeWarning, match="in parts of calls of the model, in a batch .* batches stay whole"):
+        result = run(ours(num_microbatches=4), module, begins_alike(), devices=2)
+    assert_same(run("auto", Module(over_means, by_the_mask=ByTheMask(how)), begins_alike()), result)
+
+
+def test_weights_that_begin_to_differ() -> None:
+    """The first batch has a weight of one for each sample, later ones leave some samples out."""
+
+    def data() -> list[dict[str, Tensor]]:
+        found = batches(3)
+        for batch in found:
+            batch["mask"] = torch.ones(8)
+        for batch in found[1:]:
+            batch["mask"][5:] = 0
+        return found
+
+    with pytest.warns(RoundPipeWarning, match="whose samples differ as those of no batch before"):
+        result = run(ours(num_microbatches=4), Module(over_means, by_the_mask=ByTheMask("number")), data(), devices=2)
+    assert_same(run("auto", Module(over_means, by_the_mask=ByTheMask("number")), data()), result)
+
+
+def test_the_users_scope_is_compared_where_samples_begin_to_differ() -> None:
+    module, options = Module(over_means, by_the_mask=ByTheMask("sum")), {"microbatch_scope": "model"}
+    with pytest.warns(RoundPipeWarning, match="in parts of calls of the model, in a batch .* batches stay whole"):
+        result = run(ours(num_microbatches=4, **options), module, begins_alike(), devices=2)
+    assert_same(run("auto", Module(over_means, by_the_mask=ByTheMask("sum")), begins_alike()), result)
+
+
+def test_a_plan_of_cut_calls_is_refused_where_samples_begin_to_differ() -> None:
+    module = Module(over_means, by_the_mask=ByTheMask("sum"))
+    plan = "forward 0; fused 1; backward 0; round 4"
+    options = {"microbatch_scope": "model", "layers": ["model", "by_the_mask"], "plan": plan}
+    with pytest.raises(RoundPipeError, match="something else where microbatch_scope='model' cuts its calls"):
+        run(ours(num_microbatches=4, **options), module, begins_alike(), devices=2)
+
+
+def test_calls_are_compared_on_the_shortest_before_they_are_cut() -> None:
+    """The first few samples are equally long, others are not: parts differ on the former, and cut calls do not."""
+    with pytest.raises(RoundPipeError, match="neither does cutting the calls of the model alone"):
+        run(ours(num_microbatches=4), Module(over_means, by_the_mask=ByTheMask("sum")), data(LENGTHS), devices=2)
+
+
+def test_calls_that_treat_each_sample_for_itself_stay_cut() -> None:
+    def step(module: Any, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(logits, batch["y"]) + F.relu((logits * batch["mask"]).mean() + 2)
+
+    for lengths in (begins_alike(), data(LENGTHS)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RoundPipeWarning)
+            result = run(ours(num_microbatches=4), Module(step), lengths, devices=2)
+        assert cut_by(result) == "model"
+        assert_same(run("auto", Module(step), lengths), result)
+
+
+def test_parts_whose_means_are_equal_are_compared_again() -> None:
+    """The longest samples of two sides differ, but not the sum of their masks."""
+    batch = {"mask": torch.arange(5) < torch.tensor([1, 5, 3, 3, 5, 5, 1, 2])[:, None]}
+    assert unlike_parts(batch, 8, [0, 1, 2, 3], 2) == [([1, 4, 0, 6], 2)]
 
 
 # ---------------------------------------------------------------------------------------------------- which samples

@@ -5,6 +5,7 @@ how long its samples are, so each number that may be a length counts as a size:
 
     a list of tensors or texts ── how long each is
     one whole number per sample ── the number; whether it is not negative: a target that is not ignored
+    another number per sample ── whether it is not zero, as a weight is
     a row per sample ── how many elements are not zero, which is the sum of a mask
                      ── how many are not negative: targets that are not ignored
                      ── how many repeat the one before, as padding with any value does
@@ -65,6 +66,8 @@ def _is_looked_at(tensor: Tensor, samples: int, most_elements: int, *, waits: bo
 def _sizes(tensor: Tensor, wanted: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
     is_whole = not (tensor.is_floating_point() or tensor.is_complex())
     if tensor.dim() == 1:
+        if not is_whole and (wanted is None or "elements" in wanted):
+            yield "elements", (tensor != 0).long().cpu()
         if is_whole and (wanted is None or "numbers" in wanted):
             yield "numbers", tensor.cpu().long()
         if is_whole and (wanted is None or "targets" in wanted):

@@ -7,6 +7,7 @@ from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.batch.log_rules import Fitting, How, Way
 from lightning_roundpipe.runtime.batch.logs import Key
 from lightning_roundpipe.runtime.batch.metric_updates import MetricRules
+from lightning_roundpipe.runtime.batch.output_columns import OutputColumns
 from lightning_roundpipe.runtime.core.call import CallProfile
 from lightning_roundpipe.runtime.core.prediction import CallOrder
 from lightning_roundpipe.runtime.core.trace import Kind, Trace, TracedCall
@@ -57,6 +58,7 @@ class Learned:
         kept_rows: paths of the attributes that keep something of each sample; a step leaves there what all microbatches
             have left, if user code runs before the next one.
         read_between_steps: whether it does.
+        columns: how many columns outputs of the model have had in rehearsals.
         new_code: what user code has done in earlier batches, and what it has done for the first time.
         mixed: whether the loss adds a mean over samples to one over targets; None if comparisons have not shown. False
             also where the user is warned of it anyway.
@@ -78,6 +80,7 @@ class Learned:
         self.metric_rules: MetricRules = {}
         self.counted = CountSites()
         self.kept_rows: set[str] = set()
+        self.columns = OutputColumns()
         self.new_code = NewCode()
         self.forget()
 

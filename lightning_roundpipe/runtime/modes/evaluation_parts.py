@@ -352,9 +352,9 @@ class Parting:
                 evaluation.go_on(known.home)
                 agrees = True
                 if compared:
-                    alone = call.pop_last(few).merge(known.home, lambda _: None)  # [3]
-                    agrees = _agree(alone, call.only(compared).merge(known.home, lambda _: None))
-                merged = call.merge(known.home, lambda _: None)
+                    alone = call.pop_last(few).merge(known.home, lambda *_: None)  # [3]
+                    agrees = _agree(alone, call.only(compared).merge(known.home, lambda *_: None))
+                merged = call.merge(known.home, lambda *_: None)
                 return _Parted(merged, compared, agrees, not call.alike, call.keep_cache)
             except RoundPipeError:
                 return None  # `merge` cannot put the outputs together

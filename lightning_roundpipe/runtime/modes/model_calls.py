@@ -146,12 +146,12 @@ class ModelCall(CutArgument, Generic[P]):
 
     # -- outputs ------------------------------------------------------------------------------------------------------
 
-    def merge(self, home: Device | None, of_pairs: Callable[[Tensor], None]) -> Any:
+    def merge(self, home: Device | None, of_pairs: Callable[[Tensor, int], None]) -> Any:
         """Return the output for the whole batch, a boundary of this cut [2].
 
         Args:
             home: the device to merge on.
-            of_pairs: called with a part's output that may hold a value for each pair of samples.
+            of_pairs: called with a part's output that may hold a value for each pair of samples, and its place.
 
         Raises:
             RoundPipeError: if the parts' outputs differ in structure, or one has no row per sample and is not the same
@@ -168,7 +168,7 @@ class ModelCall(CutArgument, Generic[P]):
                 brought = [r.bring(t, r.device, home) for r, t in zip(self.runs, column, strict=True)]
                 whole = self._merge(brought, len(merged))
                 if self.rows[-1] and len(self.runs) > 1 and whole.dim() > 1 and {column[0].shape[1]} == set(self.sizes):
-                    of_pairs(column[0])
+                    of_pairs(column[0], len(merged))
                 tensors.append(whole)
                 self.flags.append(any(t.requires_grad for t in column))
                 merged.append(whole)

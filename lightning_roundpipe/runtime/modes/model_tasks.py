@@ -261,7 +261,7 @@ class WholeRun(MicrobatchTask):
             if step.spec.module_state is not None and len(call.runs) > 1:
                 self._left.look(step.spec.module_state.places.values())
             self._calls.append(call)
-            return call.merge(self._device, self._warn)
+            return call.merge(self._device, functools.partial(self._warn, name))
 
     def _refuse_call(self, call: ModelCall[PartRun]) -> None:
         if self._phase == "backward":
@@ -272,7 +272,9 @@ class WholeRun(MicrobatchTask):
         assert self._surroundings is not None
         self._surroundings.refuse(call.name)
 
-    def _warn(self, part: Tensor) -> None:
+    def _warn(self, name: str, part: Tensor, place: int) -> None:
+        if self.engine.learned.columns.are_features(name, place):
+            return
         self.engine.hints.warn(
             "pairs",
             f"the model returned a tensor of shape {tuple(part.shape)} for a microbatch of "

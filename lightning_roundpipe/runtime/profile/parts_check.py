@@ -75,6 +75,8 @@ from lightning_roundpipe.runtime.user_code.target_counts import CountSites
 
 FEW = 2
 """Samples of a part in a rehearsal; one more in the first of two parts that are unequal."""
+_MOST_IN_CALLS = 4
+"""Comparisons of cut calls on samples that are less alike, at most."""
 PAIRS = 3
 """Pairs of neighbouring parts to try, while a comparison is not conclusive."""
 
@@ -146,6 +148,27 @@ class PartsCheck:
     # -- what is rehearsed --------------------------------------------------------------------------------------------
 
     def find_out(self, models: Sequence[ModelInterceptor]) -> Verdict:
+        """Rehearse as `_find_out` does, and cut calls on samples that are less alike, if these are to be cut."""
+        verdict = self._find_out(models)
+        if not models or self._asked or verdict.why_not or verdict.model is not None or verdict.announced:
+            return verdict
+        if verdict.parts is None and verdict.coupling is None:
+            return verdict
+        self._asked = True
+        try:
+            for rows, one in unlike_parts(self._step.batch, sum(self._sizes), (), 0, _MOST_IN_CALLS):
+                other = self._rehearse(rows, one, models)
+                if self._lost is not None:
+                    raise self._lost
+                if other.why_not or other.raised or other.parts is None or other.parts.elsewhere:
+                    continue
+                verdict.model, verdict.parts = other.parts, verdict.parts or other.parts
+                break
+        finally:
+            self._asked = False
+        return verdict
+
+    def _find_out(self, models: Sequence[ModelInterceptor]) -> Verdict:
         """Rehearse until a comparison is conclusive.
 
         Args:

@@ -162,7 +162,9 @@ class Rehearsal(Evaluation):
         self.logs = whole
         issue(whole, gathered(recorders), call.sizes, [float(size) for size in call.sizes])
         with torch._C.DisableTorchFunction():
-            return call.merge(self.device, lambda tensor: None)
+            for run, size in zip(call.runs, call.sizes, strict=True):
+                self._engine.learned.columns.see(name, run.outputs[0], size)
+            return call.merge(self.device, lambda tensor, place: None)
 
     def _adapt(self, call: Call) -> None:
         call.requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in call.originals]

@@ -7,8 +7,10 @@ microbatch_scope="model" ── the first batch: do cut calls give what whole ca
                   only later batches differ, or no parts were asked for and none work ── keep them whole ── [4]
 a later batch has samples that differ as those of none before ── the same, before its training ── [6]
                   only cut calls do ── cut the calls    neither ── keep batches whole, with a warning
+                  calls are cut already, and do not ── keep batches whole, with a warning, or refuse a given plan
 a later batch does something for the first time, or is one of `COMPARED_LATER` ── the same, after its training ── [5]
                   only cut calls do ── cut the calls from the next batch on; neither ── a warning
+                  a part's loss is not a number, and parts may be why ── an error, before the update
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from lightning_roundpipe.runtime.batch.joining import Joined
 from lightning_roundpipe.runtime.batch.log_rules import Ways, in_both, merged_otherwise, settled, undecided, ways_of
 from lightning_roundpipe.runtime.batch.log_sizes import LARGEST, sizes_in_both
 from lightning_roundpipe.runtime.batch.logs import OPEN, Said
+from lightning_roundpipe.runtime.batch.samples import batch_size
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.profile.first_batch import Planner
 from lightning_roundpipe.runtime.profile.loss_flow import Coupling
@@ -40,6 +43,7 @@ from lightning_roundpipe.runtime.profile.verdict import (
     described,
     either,
     not_the_whole,
+    undefined_in_parts,
 )
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, ModelInterceptor
 
@@ -124,6 +128,8 @@ class Scope:
         cut = self._cutter.cut(batch, calls=self.cuts_calls)
         if cut.sizes is None and self._engine.options.microbatch_scope == "model" and not self._looks:
             self._look_at_calls(step)
+        elif cut.sizes is None and self._begins_to_differ(step):
+            cut = self._cutter.cut(batch, calls=self.cuts_calls)
         if self.cuts_calls or (sizes := cut.sizes) is None or len(sizes) == 1:
             return cut
         uneven, first = len(set(sizes)) > 1, not self._looks
@@ -161,9 +167,11 @@ class Scope:
         self._first_times += bool(new_code.found)
         anyway = (f"after {plural(self._cut, 'batch')}, training_step was compared again", 0)
         occasion, near = next(iter(new_code.found.items()), anyway)
+        undefined = [part for part, loss in enumerate(joined.losses) if not bool(loss.isfinite().all())]
         known, step = self._engine.learned.log_ways, StepCall(function, batch, rest, seed)
         try:
-            self._look(step, sizes, first=False, occasion=occasion, near=near)
+            near = undefined[0] if undefined else near
+            self._look(step, sizes, first=False, occasion=occasion, near=near, undefined=bool(undefined))
             if not self.cuts_calls:
 
                 def counted() -> Said:
@@ -198,7 +206,7 @@ class Scope:
 
     def _look(
         self, step: StepCall, sizes: list[int], *, first: bool, occasion: str = "", near: int | None = None,
-        unlike: bool = False,
+        unlike: bool = False, undefined: bool = False,
     ) -> None:  # fmt: skip
         """Rehearse the batch in parts, and act on the verdict [1].
 
@@ -209,6 +217,10 @@ class Scope:
                 time; empty before it is.
             near: the part that has.
             unlike: whether its samples differ as those of no batch before.
+            undefined: whether the loss of a part is infinite or not a number.
+
+        Raises:
+            RoundPipeError: if a loss is undefined, and parts of the batch may be the reason.
         """
         engine, options = self._engine, self._engine.options
         uneven = len(set(sizes)) > 1
@@ -220,6 +232,9 @@ class Scope:
         learned = engine.learned
         for name in learned.metric_rules.keys() - counting if learned.metric_rules and (self._cut or occasion) else ():
             engine.hints.of_a_late_counting_metric(name)
+        differs = (verdict.parts is not None and not verdict.announced) or verdict.coupling is not None
+        if undefined and differs and not verdict.why_not:
+            raise RoundPipeError(undefined_in_parts(occasion, described(verdict)))
         learned.kept_rows |= verdict.kept_rows
         learned.fixed_sizes |= verdict.fixed_sizes
         if verdict.parts is None and not verdict.why_not:
@@ -306,12 +321,37 @@ class Scope:
             return engine.hints.of_no_comparison(str(error), of_calls=True)
         if len(sizes) == 1:
             return None
+        self._alike.begin(step.batch, sum(sizes))
         with self._checking(step, sizes, asked=True) as check:
             verdict = check.find_out(self._models)
         if verdict.why_not:
             engine.hints.of_no_comparison(verdict.why_not, of_calls=True)
         elif verdict.parts is not None and not verdict.raised:
             self._refusal = calls_are_not_the_whole(described(verdict))
+
+    def _begins_to_differ(self, step: StepCall) -> bool:
+        """Return whether calls stay whole from now on: samples begin to differ, and cut calls show something else [6].
+
+        A layer may compute with the lengths of all samples, which nothing shows as long as these are equal.
+        """
+        engine = self._engine
+        try:
+            sizes = self._cutter.sizes_of(batch_size(step.batch))
+        except ValueError:
+            return False
+        if len(sizes) == 1 or not self._alike.begin_to_differ_in(step.batch, sum(sizes)):
+            return False
+        with self._checking(step, sizes, asked=True) as check:
+            verdict = check.find_out(self._models)
+        if verdict.why_not or verdict.parts is None or verdict.raised or verdict.parts.elsewhere:
+            return False
+        if engine.options.plan_text is not None:
+            self._refusal = calls_are_not_the_whole(described(verdict))
+            return False
+        engine.hints.of_unlike_samples(described(verdict), of_calls=True)
+        self.cuts_calls, self._whole = False, {False, True}
+        self._planner.forget()
+        return True
 
     def _keep_in_order(self, place: str, what: str) -> None:
         """Run microbatches one after another, because the code of ``place`` changes ``what``, which they share."""

@@ -17,11 +17,14 @@ from lightning_roundpipe.runtime.batch.sample_sizes import Key, is_listed, sizes
 _FEW = 2
 """Samples of each part."""
 _MOST_PAIRS = 2
+"""Comparisons at most."""
 _MOST_ELEMENTS, _MOST_ELEMENTS_LATER = 1 << 24, 1 << 20
 """Elements of a tensor that is looked at, at most: once, and in each batch."""
 
 
-def unlike_parts(batch: Any, samples: int, compared: Sequence[int], one: int) -> list[tuple[list[int], int]]:
+def unlike_parts(
+    batch: Any, samples: int, compared: Sequence[int], one: int, most: int = _MOST_PAIRS
+) -> list[tuple[list[int], int]]:
     """Return samples to compare on, and how many of them are the first part.
 
     Args:
@@ -29,6 +32,7 @@ def unlike_parts(batch: Any, samples: int, compared: Sequence[int], one: int) ->
         samples: how many samples it has.
         compared: samples that were compared.
         one: how many of these were in the first part.
+        most: how many comparisons there may be.
     """
     found: list[tuple[list[int], int]] = []
     sides = [[*compared[:one]], [*compared[one:]]]
@@ -40,7 +44,7 @@ def unlike_parts(batch: Any, samples: int, compared: Sequence[int], one: int) ->
         order = sizes.argsort(descending=True, stable=True).tolist()
         few = min(_FEW, samples // 2)
         found.append(([*sorted(order[:few]), *sorted(order[-few:])], few))
-    return found[:_MOST_PAIRS]
+    return found[:most]
 
 
 class AlikeSamples:
@@ -78,5 +82,7 @@ def _are_alike(sizes: Tensor) -> bool:
 
 
 def _are_unlike(sizes: Tensor, sides: Sequence[list[int]]) -> bool:
-    """Return whether the largest of one side is another one than that of the other."""
-    return len({int(sizes[side].max()) for side in sides if side}) > 1
+    """Return whether the largest of one side is another one than that of the other, and the mean, too."""
+    of_sides = [sizes[side] for side in sides if side]
+    means = {int(of_side.sum()) / len(of_side) for of_side in of_sides}
+    return len({int(of_side.max()) for of_side in of_sides}) > 1 and len(means) > 1

@@ -341,13 +341,25 @@ class Hints:
             ),
         )
 
-    def of_unlike_samples(self, what: str) -> None:
-        """Warning: batches stay whole from now on, as samples have begun to differ in a size, such as their length."""
+    def of_unlike_samples(self, what: str, *, of_calls: bool = False) -> None:
+        """Warning: batches stay whole from now on, as samples have begun to differ in a size, such as their length.
+
+        Args:
+            what: the difference.
+            of_calls: whether the calls of the model were cut.
+        """
+        cut = "parts of calls of the model, in" if of_calls else "parts of"
         self.warn(
             "unlike samples",
-            f"in parts of a batch whose samples differ as those of no batch before, {what}. So batches stay whole from "
-            "now on, which keeps one device busy at a time. microbatch_scope='model', with the loss computed in "
-            "training_step, cuts the calls of the model instead.",
+            f"in {cut} a batch whose samples differ as those of no batch before, {what}. So batches stay whole from "
+            "now on, which keeps one device busy at a time. "
+            + (
+                "A layer computes with something of all samples, such as the sum of a mask: where training_step "
+                "computes that and hands it to the layer, calls may be cut."
+                if of_calls
+                else "microbatch_scope='model', with the loss computed in training_step, cuts the calls of the model "
+                "instead."
+            ),
         )
 
     def of_a_whole_batch(self, why: str) -> None:
