@@ -642,6 +642,15 @@ MODULES = [
     ),
     Mistake(
         SECTION,
+        "a loss that a later batch computes for the first time, and that is not a number on a part of it, such as a "
+        "masked mean without targets",
+        "the loss of a microbatch is infinite or not a number, so the batch is not trained on",
+        "microbatch_scope='model' or num_microbatches=1 compute the loss on the whole batch",
+        (lambda user: user.fit(_MaskedLater(mlp()), _masked_later(), num_microbatches=2),),
+        finished=1,
+    ),
+    Mistake(
+        SECTION,
         "a cross entropy and another loss, and a batch whose targets are spread unlike its samples",
         "the loss is a cross entropy and something else that comes from the model",
         "set microbatch_scope='model' or num_microbatches=1",
@@ -680,6 +689,22 @@ class _Both(zoo.PlainClassifier):
     def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
         logits = self.model(batch["x"])
         return F.cross_entropy(logits, batch["y"], ignore_index=99) + 0.1 * logits.square().mean(), logits
+
+
+class _MaskedLater(zoo.PlainClassifier):
+    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch["x"])
+        if self.global_step:
+            mask = batch["y"] > 0
+            return (logits.mean(1) * mask).sum() / mask.sum(), logits
+        return F.cross_entropy(logits, batch["y"]), logits
+
+
+def _masked_later() -> list[zoo.Batch]:
+    """In the second batch, the first half has no targets."""
+    batches = zoo.make_batches("mlp", 2)
+    batches[1]["y"] = (torch.arange(len(batches[1]["y"])) >= len(batches[1]["y"]) // 2).long()
+    return batches
 
 
 def _spread_later() -> list[zoo.Batch]:
