@@ -142,14 +142,21 @@ def takes_a_logarithm(module: Any, logits: Tensor, batch: Batch) -> Tensor:
     return (logits.square().mean(1) * (batch["y"] < 3)).mean().log()
 
 
-def repairs_the_value(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    """The error is the part's own: the mean is zero, and its inverse infinite."""
+def divides_by_a_mean(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    """Which is zero in a part without targets, so that the loss is infinite."""
     return logits.square().mean() / (batch["y"] < 3).float().mean()
 
 
 def passes_nothing_on(module: Any, logits: Tensor, batch: Batch) -> Tensor:
     kept = [x for x, y in zip(logits.square().mean(1), batch["y"].tolist(), strict=True) if y < 3]
     return sum(kept, logits.new_zeros(())) / torch.tensor(float(len(kept)))
+
+
+def guards_the_value(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    """The loss of a part without targets is zero, but the gradient of what is not taken is none."""
+    mask = batch["y"] < 3
+    total, count = (logits.square().mean(1) * mask).sum(), mask.sum()
+    return torch.where(count > 0, total / count, 0 * total)
 
 
 class KeepsTheModule(pl.Callback):
@@ -159,7 +166,8 @@ class KeepsTheModule(pl.Callback):
 
 @pytest.mark.parametrize("part", [0, 3])
 @pytest.mark.parametrize(
-    "step", [divides_by_nothing, picks_nothing, takes_a_logarithm, repairs_the_value, passes_nothing_on]
+    "step",
+    [divides_by_nothing, picks_nothing, takes_a_logarithm, divides_by_a_mean, passes_nothing_on, guards_the_value],
 )
 def test_a_later_loss_that_only_a_part_does_not_have_is_refused(step: Step, part: int) -> None:
     """The batch that would make all weights NaN is not trained on."""

@@ -216,17 +216,30 @@ class PartsCheck:
 
     def said_in_parts(self) -> Said:
         """Rehearse the batch in its parts, and return what these log; nothing if that is impossible."""
+        shown = self._in_its_parts()
+        return {} if shown is None else shown.logs.said
+
+    def has_undefined_gradients(self) -> bool:
+        """Rehearse the batch in its parts, and return whether a gradient of their losses is infinite or not a number."""
+        shown = self._in_its_parts()
+        if shown is None or shown.backwards is None:
+            return False
+        arrived = shown.backwards.arrived.items()
+        return not all(bool(one.sums.isfinite().all()) for (_, _, zeros), one in arrived if not zeros)
+
+    def _in_its_parts(self) -> Shown | None:
+        """Rehearse the batch in its parts, and return what these show; None if that is impossible."""
         samples = sum(self._sizes)
         state = GlobalRandomState(self._engine.worker_pool.devices)
         draws = SameDraws(self._engine.worker_pool.devices, samples, self._seed)
         parts = [self._take([*range(rows.start, rows.stop)]) for rows in microbatches.rows_of(self._sizes)]
         try:
             with without_dropout(), seeding_noted(draws):
-                return self._side(parts, self._sizes, draws).logs.said
+                return self._side(parts, self._sizes, draws)
         except Exception:
             if self._lost is not None:
                 raise
-            return {}
+            return None
         finally:
             state.restore()
 

@@ -10,7 +10,7 @@ a later batch has samples that differ as those of none before ── the same, b
                   calls are cut already, and do not ── keep batches whole, with a warning, or refuse a given plan
 a later batch does something for the first time, or is one of `COMPARED_LATER` ── the same, after its training ── [5]
                   only cut calls do ── cut the calls from the next batch on; neither ── a warning
-                  a part's loss is not a number, and parts may be why ── an error, before the update
+                  a part's loss or gradient is not a number, and parts may be why ── an error, before the update
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Scope:
             undefined: whether the loss of a part is infinite or not a number.
 
         Raises:
-            RoundPipeError: if a loss is undefined, and parts of the batch may be the reason.
+            RoundPipeError: if a loss or its gradient is undefined, and parts of the batch may be the reason.
         """
         engine, options = self._engine, self._engine.options
         uneven = len(set(sizes)) > 1
@@ -229,12 +229,14 @@ class Scope:
         counting = {*engine.learned.metric_rules}
         with self._checking(step, sizes, again=again, near=near) as check:
             verdict = check.find_out(self._models if auto and (first or again or occasion) else ())
+            differs = (verdict.parts is not None and not verdict.announced) or verdict.coupling is not None
+            if occasion and differs and not verdict.why_not:
+                what = "the loss" if undefined else "a gradient" if check.has_undefined_gradients() else ""
+                if what:
+                    raise RoundPipeError(undefined_in_parts(what, occasion, described(verdict)))
         learned = engine.learned
         for name in learned.metric_rules.keys() - counting if learned.metric_rules and (self._cut or occasion) else ():
             engine.hints.of_a_late_counting_metric(name)
-        differs = (verdict.parts is not None and not verdict.announced) or verdict.coupling is not None
-        if undefined and differs and not verdict.why_not:
-            raise RoundPipeError(undefined_in_parts(occasion, described(verdict)))
         learned.kept_rows |= verdict.kept_rows
         learned.fixed_sizes |= verdict.fixed_sizes
         if verdict.parts is None and not verdict.why_not:

@@ -156,10 +156,16 @@ def not_the_whole(what: str, left: Sequence[str], *, auto: bool) -> str:
     )
 
 
-def undefined_in_parts(occasion: str, what: str) -> str:
-    """Return the error message for a batch of which a part has an undefined loss, which the whole may not have."""
+def undefined_in_parts(value: str, occasion: str, what: str) -> str:
+    """Return the error message for a batch of which a part has an undefined loss, which the whole may not have.
+
+    Args:
+        value: names what is undefined, the loss or a gradient.
+        occasion: why the batch was compared.
+        what: the difference; see `described`.
+    """
     return (
-        f"the loss of a microbatch is infinite or not a number, so the batch is not trained on: {occasion}, and in "
+        f"{value} of a microbatch is infinite or not a number, so the batch is not trained on: {occasion}, and in "
         f"parts of the batch, {what}. A part without targets may divide nothing by nothing, for example. "
         "microbatch_scope='model' or num_microbatches=1 compute the loss on the whole batch."
     )
