@@ -220,7 +220,7 @@ class PartsCheck:
         return {} if shown is None else shown.logs.said
 
     def has_undefined_gradients(self) -> bool:
-        """Rehearse the batch in its parts, and return whether a gradient of their losses is infinite or not a number."""
+        """Rehearse the batch in its parts, and return whether a gradient of their losses is infinite or no number."""
         shown = self._in_its_parts()
         if shown is None or shown.backwards is None:
             return False
