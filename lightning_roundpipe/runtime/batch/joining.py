@@ -85,7 +85,7 @@ def join(
     added = losses if len(losses) == len(outputs) and weighing.adds(runs[0]) else None
     recorders = [run.logs for run in runs]
     if updates is not None:
-        updates.settle(recorders, weights, sizes)
+        updates.correct(recorders, weights, sizes)
     logs = settled(recorders, ways, ran)
     said, rules = logs.said, logs.rules
     all_losses = losses if len(losses) == len(outputs) else None

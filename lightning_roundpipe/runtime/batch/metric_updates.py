@@ -149,7 +149,7 @@ class MetricUpdates:
                     found[name] = MetricParts(recorder.metric, updates, states_of(recorder.metric, every=True))
         return found
 
-    def settle(self, parts: Sequence[Any], weights: Sequence[float], sizes: Sequence[float]) -> None:
+    def correct(self, parts: Sequence[Any], weights: Sequence[float], sizes: Sequence[float]) -> None:
         """Leave in the metrics that count updates what the whole batch would have added.
 
         Args:
@@ -163,9 +163,9 @@ class MetricUpdates:
             for name, added in self.added(parts).items():
                 rules = self.rules.get(name, {})
                 if set(rules) == set(added.left):
-                    self._settle(self._recorders[name], added, rules, weights, sizes)
+                    self._correct(self._recorders[name], added, rules, weights, sizes)
 
-    def _settle(
+    def _correct(
         self, recorder: _Recorder, added: MetricParts, rules: Mapping[str, Sequence[str]], weights: Sequence[float],
         sizes: Sequence[float],
     ) -> None:  # fmt: skip
