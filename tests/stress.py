@@ -138,7 +138,7 @@ class StressModule(pl.LightningModule):
         first = int(batch["id"][0])
         with self.user_code.alone():
             self.user_code.began.append(first)
-        out = self.net(batch["x"], self.user_code, bool(batch["skips"][0]), int(batch["extra"][0]))
+        out = self.net(batch["x"], self.user_code, bool(batch["skips"][0] == 1), int(batch["extra"][0]))
         with self.user_code.alone():
             self.user_code.ended.append(first)
             loss = F.cross_entropy(out, batch["y"])
@@ -200,7 +200,7 @@ def batches(case: Case) -> list[dict[str, Tensor]]:
         y = torch.randint(CLASSES, (size,), generator=generator)
         x = torch.randn(size, 6, generator=generator)
         parts = parts_of(size, case.microbatches)
-        skips = torch.zeros(size)  # not a whole number, which may be a length, and would be compared
+        skips, extra = (torch.arange(size) % 2 / 2 for _ in range(2))  # as unlike as ever, or they would be compared
         if size > 2:
             y[1] = -100
         if case.empty is not None and case.empty[0] == index and case.empty[1] < len(parts) > 1:
@@ -209,7 +209,6 @@ def batches(case: Case) -> list[dict[str, Tensor]]:
         compared = _uneven(case, index) in {_uneven(case, i) for i in earlier}  # or it is not cut
         if case.skips is not None and case.skips[0] == index and case.skips[1] < len(parts) and compared:
             skips[parts[case.skips[1]]] = 1.0
-        extra = torch.zeros(size)
         if case.extra is not None and case.extra[0] == index and case.extra[1] < len(parts) and compared:
             extra[torch.cat(parts[case.extra[1] :: 2])] = float(case.extra[2])
         made.append({"x": x, "y": y, "id": torch.arange(size), "skips": skips, "extra": extra})

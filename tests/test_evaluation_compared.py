@@ -179,6 +179,7 @@ def test_the_numbers_of_samples() -> None:
         (3, "elements"): [(4, 8), (2, 2)],
         (3, "repeats"): repeats,
         (4, "lengths"): [(3, 4), (1, 1)],
+        (7, "elements"): [(0, 0), (0, 0)],
     }
 
 

@@ -101,10 +101,17 @@ def test_a_part_that_counts_nothing_adds_nothing_to_the_batch_size(microbatches:
 
 
 def test_it_is_said_where_samples_and_what_they_count_are_one() -> None:
-    """Parts of one sample give a ``batch_size`` of one, whether they count it or not."""
-    module = CountedSizes(copy.deepcopy(MLP.model))
+    """Parts of one sample give a ``batch_size`` of one, whether they count it or not. No tensor of the batch is the
+    mask, so that nothing shows when samples begin to differ.
+    """
+
+    class Hiding(CountedSizes):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step({**batch, "mask": (batch["mask"] > 1).float()}, batch_idx)
+
+    module, batches = Hiding(copy.deepcopy(MLP.model)), [{**b, "mask": b["mask"] + 1} for b in masked(0)]
     with pytest.warns(RoundPipeWarning, match="batch_size of the logged 'masked' in parts of a batch may not add up"):
-        run(ours(num_microbatches=4), module, masked(0), devices=2)
+        run(ours(num_microbatches=4), module, batches, devices=2)
 
 
 def masked(first_hidden: int) -> list[Any]:
@@ -212,18 +219,41 @@ def test_it_is_said_that_a_window_holds_parts(called: bool) -> None:
         run(ours(num_microbatches=3), module, UNEVEN[:2], devices=2)
 
 
+class Late(Fed):
+    """Updates its metric from some batch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, _ = self.loss_and_logits(batch)
+        metric: Any = self.metrics["inner"]
+        if batch_idx:
+            metric(loss.detach())
+        self.log("metric", metric, on_step=False, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [0, 4, 2, 1, 3]])
+def test_a_metric_that_is_updated_later_counts_updates(order: list[int]) -> None:
+    """The batch that shows it has been trained on."""
+    module = Late(copy.deepcopy(MLP.model), torchmetrics.MeanMetric(), None, called=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        assert_same(*both(module, [UNEVEN[number % len(UNEVEN)] for number in order]))
+
+
 def test_it_is_said_when_a_later_batch_shows_that_a_metric_counts_updates() -> None:
-    class Late(Fed):
+    """Before, it has been given what it ignores."""
+
+    class Ignoring(Fed):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss, _ = self.loss_and_logits(batch)
             metric: Any = self.metrics["inner"]
-            if batch_idx:
-                metric(loss.detach())
+            metric(loss.detach() * (float("nan"), 1.0)[batch_idx > 8])
             return loss
 
-    module = Late(copy.deepcopy(MLP.model), torchmetrics.MeanMetric(), None, called=True)
+    metric = torchmetrics.MeanMetric(nan_strategy="ignore")
+    module = Ignoring(copy.deepcopy(MLP.model), metric, None, called=True)
     with pytest.warns(RoundPipeWarning, match="the metric 'metrics.inner' counts updates, which the first batch"):
-        run(ours(num_microbatches=3), module, UNEVEN[:3], devices=2)
+        run(ours(num_microbatches=3), module, zoo.make_batches("mlp", 17, 6), devices=2)
 
 
 @pytest.mark.parametrize(

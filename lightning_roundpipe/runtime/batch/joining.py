@@ -36,6 +36,7 @@ class Joined:
         added: the losses, if they are to be added; None if they are averaged by ``weights``.
         logs: what the microbatches logged, and how it is merged.
         recorders: of the microbatches.
+        updates: those of metrics.
         ran: what they have called; None if that is unknown.
     """
 
@@ -45,6 +46,7 @@ class Joined:
     added: list[Tensor] | None = None
     logs: Settled = field(default_factory=Settled)
     recorders: list[LogRecorder] = field(default_factory=list)
+    updates: MetricUpdates | None = None
     ran: Calls | None = None
 
     @property
@@ -100,7 +102,7 @@ def join(
         rule = rules.get(name, USUAL)
         if rule not in (USUAL, OPEN) and len(said[name]) == len(runs) > 1:
             output[key] = _like(merged_by(rule, said[name], sizes, weights, added), outputs[0][key])
-    return Joined(output, losses, weights, added, logs, recorders, ran)
+    return Joined(output, losses, weights, added, logs, recorders, updates, ran)
 
 
 def _like(merged: Tensor, one: Any) -> Any:

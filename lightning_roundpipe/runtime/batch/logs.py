@@ -279,11 +279,11 @@ def shadowed_log(
         stack.enter_context(log_as(module, log))
         if (results := _results_of(module)) is not None:
             stack.enter_context(_Watch(results, to_issue))
+        metrics = {name: m for name, m in module.named_modules() if isinstance(m, Metric)} if several or updates else {}
         if updates is not None:
-            stack.enter_context(updates.recorded(current))
-        for metric in module.modules() if several else ():
-            if isinstance(metric, Metric):
-                stack.enter_context(BatchValue(metric, updates))
+            stack.enter_context(updates.recorded(metrics, current))
+        for metric in metrics.values() if several else ():
+            stack.enter_context(BatchValue(metric, updates))
         yield
 
 

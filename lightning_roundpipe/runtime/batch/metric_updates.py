@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
@@ -30,7 +30,7 @@ _RULES = (BY_LOSS, BY_SAMPLES)
 _REDUCTIONS = (dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum)
 
 MetricRules = dict[str, dict[str, tuple[str, ...]]]
-"""By the name of a metric that counts updates and that of a state: the rules that fit."""
+"""By the name of a metric and that of a state: the rules that fit. Nothing of a metric that counts samples."""
 
 
 class Update(NamedTuple):
@@ -98,23 +98,21 @@ class MetricUpdates:
     """The updates of metrics in one step, or in one side of a comparison.
 
     Args:
-        module: the user's LightningModule.
-        rules: the metrics that are known to count updates.
+        rules: what comparisons have shown. The updates of metrics that count samples are not recorded.
         every: whether to record those of all metrics, as a comparison does.
     """
 
-    def __init__(self, module: nn.Module, rules: MetricRules, *, every: bool = False) -> None:
-        self.rules = rules
-        self._metrics = {} if not rules and not every else {
-            name: m for name, m in module.named_modules()
-            if isinstance(m, Metric) and m._defaults and (every or name in rules)
-        }  # fmt: skip
+    def __init__(self, rules: MetricRules, *, every: bool = False) -> None:
+        self._rules, self._every = rules, every
         self._recorders: dict[str, _Recorder] = {}
 
     @contextlib.contextmanager
-    def recorded(self, current: Callable[[], Any]) -> Iterator[None]:
-        """Record updates. ``current`` returns the recorder of logs of the calling microbatch."""
-        self._recorders = {name: _Recorder(metric, current) for name, metric in self._metrics.items()}
+    def recorded(self, metrics: Mapping[str, Metric], current: Callable[[], Any]) -> Iterator[None]:
+        """Record updates of ``metrics``. ``current`` returns the recorder of logs of the calling microbatch."""
+        self._recorders = {
+            name: _Recorder(metric, current) for name, metric in metrics.items()
+            if metric._defaults and (self._every or self._rules.get(name, True))
+        }  # fmt: skip
         for recorder in self._recorders.values():
             recorder.put()
         try:
@@ -135,6 +133,10 @@ class MetricUpdates:
             for recorder, value in before:
                 recorder.paused = value
 
+    def updated(self) -> set[str]:
+        """Return the names of metrics of which updates were recorded."""
+        return {name for name, recorder in self._recorders.items() if recorder.updates}
+
     def added(self, parts: Sequence[Any]) -> dict[str, MetricParts]:
         """Return what was added to each metric that only updates have changed, by its name.
 
@@ -149,21 +151,30 @@ class MetricUpdates:
                     found[name] = MetricParts(recorder.metric, updates, states_of(recorder.metric, every=True))
         return found
 
-    def correct(self, parts: Sequence[Any], weights: Sequence[float], sizes: Sequence[float]) -> None:
+    def correct(
+        self, parts: Sequence[Any], weights: Sequence[float], sizes: Sequence[float], rules: MetricRules | None = None
+    ) -> set[str]:
         """Leave in the metrics that count updates what the whole batch would have added.
 
         Args:
             parts: see `added`.
             weights: how much each part counts.
             sizes: samples of each part.
+            rules: what comparisons have shown since; None for what they had before.
+
+        Returns:
+            The names of these metrics.
         """
-        if len(parts) < 2 or not self.rules or not any(r.updates for r in self._recorders.values()):
-            return
+        rules = self._rules if rules is None else rules
+        if len(parts) < 2 or not any(rules.get(name) for name in self.updated()):
+            return set()
+        corrected = set()
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for name, added in self.added(parts).items():
-                rules = self.rules.get(name, {})
-                if set(rules) == set(added.left):
-                    self._correct(self._recorders[name], added, rules, weights, sizes)
+                if (of_metric := rules.get(name)) and set(of_metric) == set(added.left):
+                    self._correct(self._recorders[name], added, of_metric, weights, sizes)
+                    corrected.add(name)
+        return corrected
 
     def _correct(
         self, recorder: _Recorder, added: MetricParts, rules: Mapping[str, Sequence[str]], weights: Sequence[float],

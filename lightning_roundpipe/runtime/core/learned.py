@@ -53,7 +53,7 @@ class Learned:
         log_ways: how logged values are computed, and how those of microbatches are merged then.
         fixed_sizes: logged values whose ``batch_size`` is not counted; see `Verdict`.
         size_rules: the rules by which the ``batch_size`` of other values may follow from those of microbatches.
-        metric_rules: metrics that count updates, and how what parts add to them is merged.
+        metric_rules: how what microbatches add to metrics is merged; see `MetricRules`.
         counted: where training_step divides its loss, and logged values, by counts of its own.
         kept_rows: paths of the attributes that keep something of each sample; a step leaves there what all microbatches
             have left, if user code runs before the next one.

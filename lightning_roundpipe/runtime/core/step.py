@@ -126,7 +126,7 @@ class Step:
         self._adding: dict[int, Slot] = {}
         """Without a plan, the last slot that adds to each sum, by the sum's id."""
         self.weighing = Weighing(sizes, weights)
-        self._metrics = MetricUpdates(engine.model.module, engine.learned.metric_rules if self.in_parts else {})
+        self._metric_updates = MetricUpdates(engine.learned.metric_rules)
         self.plan: Plan | None = None
         self._unclosed = self._running = 0
         self._counting = threading.Lock()
@@ -227,7 +227,8 @@ class Step:
         worker_pool, given_up = self.engine.worker_pool, False
         contexts = [contextvars.copy_context() for _ in args]
         module, cut = self.engine.model.module, self.spec.cut
-        with shadowed_log(module, self._current_log, several=cut, to_read=self._logs_to_read, updates=self._metrics):
+        updates = self._metric_updates if self.in_parts else None
+        with shadowed_log(module, self._current_log, several=cut, to_read=self._logs_to_read, updates=updates):
             if self.spec.module_state is not None:
                 self.spec.module_state.begin()
             try:
@@ -537,7 +538,7 @@ class Step:
         ways, ran = learned.log_ways, learned.new_code.ran()
         joined = self.joined = join(
             module, self.runs, sizes, self.weighing, ways, ran, mixed=learned.mixed, fixed_sizes=learned.fixed_sizes,
-            updates=self._metrics, size_rules=learned.size_rules,
+            updates=self._metric_updates, size_rules=learned.size_rules,
         )  # fmt: skip
         if joined.losses and len(self.runs) > 1:
             tolerance = learned.log_tolerance

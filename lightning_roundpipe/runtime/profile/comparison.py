@@ -188,6 +188,8 @@ class Comparison:
                         state = next(s for s, fit in fits.items() if SUM not in fit)
                     elif not state:
                         self.metric_rules[name] = rules
+                elif not state and not is_open:
+                    self.metric_rules[name] = {}
             if state:
                 self.uneven_metrics.setdefault(name, state)
 

@@ -338,8 +338,10 @@ class PartsCheck:
                     return verdict
                 learned = self._engine.learned
                 whole, known = compared(on_whole()), learned.counted
-                if any(learned.metric_rules.get(name) != rules for name, rules in verdict.metric_rules.items()):
-                    learned.metric_rules = learned.metric_rules | verdict.metric_rules
+                found_out = learned.metric_rules | verdict.metric_rules
+                counting = any(found_out[name] != learned.metric_rules.get(name, {}) for name in found_out)
+                learned.metric_rules = found_out
+                if counting:
                     whole = compared(whole)
                 if self._counts_more():
                     whole = compared(whole)
@@ -557,7 +559,7 @@ class PartsCheck:
         weighing = Weighing(sizes, self._cutter.given_weights_of(batches) if len(batches) > 1 else None)
         current: list[Rehearsal] = []
         early: list[LogRecorder] = []
-        updates = MetricUpdates(self._root, engine.learned.metric_rules, every=True)
+        updates = MetricUpdates(engine.learned.metric_rules, every=True)
         thread = threading.get_ident()
         before = {id(m): m._update_count for m in self._modules.values() if isinstance(m, Metric)}
         buffers = [(b, b.clone()) for m in self._layers_modules() for b in m.buffers(recurse=False)] if steady else []

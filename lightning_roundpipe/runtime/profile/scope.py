@@ -97,6 +97,8 @@ class Scope:
         """Number of comparisons because a batch has done something for the first time."""
         self._cut = 0
         """Number of batches that were trained on in parts."""
+        self._updated: set[str] = set()
+        """The metrics that such batches have updated before anything showed whether they count updates."""
         self._tensors: list[tuple[Tensor, int]] = []
         """The tensors of the coming batch's parts, and how often each has been written to."""
         self._writes = False
@@ -155,12 +157,21 @@ class Scope:
         if new_code.watched:
             new_code.note_attributes((key for key, value in self._settings().items() if self._set.get(key) != value), 0)
         self._cut += 1
+        updated = set() if joined.updates is None else joined.updates.updated()
+        try:
+            self._compare_again(StepCall(function, batch, rest, seed), sizes, joined, updated)
+        finally:
+            self._updated |= updated - self._engine.learned.metric_rules.keys()
+
+    def _compare_again(self, step: StepCall, sizes: list[int], joined: Joined, updated: set[str]) -> None:
+        """Compare ``step``, see `look_again`. It has ``updated`` metrics of which nothing was known."""
+        new_code = self._engine.learned.new_code
         written, unwritten = any(x._version != before for x, before in self._tensors), self._unwritten
         self._writes, self._tensors, self._unwritten = self._writes or written, [], None
         if not new_code.found and not (new_code.watched and self._cut in COMPARED_LATER):
             return
         if unwritten is not None:
-            batch = unwritten
+            step = step._replace(batch=unwritten)
         elif written:
             self._engine.hints.of_logs(new_code.unknown, [])
             return new_code.accept()
@@ -168,11 +179,15 @@ class Scope:
         anyway = (f"after {plural(self._cut, 'batch')}, training_step was compared again", 0)
         occasion, near = next(iter(new_code.found.items()), anyway)
         undefined = [part for part, loss in enumerate(joined.losses) if not bool(loss.isfinite().all())]
-        known, step = self._engine.learned.log_ways, StepCall(function, batch, rest, seed)
+        known, known_metrics = self._engine.learned.log_ways, self._engine.learned.metric_rules
         try:
             near = undefined[0] if undefined else near
             self._look(step, sizes, first=False, occasion=occasion, near=near, undefined=bool(undefined))
             if not self.cuts_calls:
+                if joined.updates is not None:
+                    late = {name: rules for name, rules in self._engine.learned.metric_rules.items()
+                            if name in updated - self._updated and not known_metrics.get(name)}  # fmt: skip
+                    joined.updates.correct(joined.recorders, joined.weights, sizes, late)
 
                 def counted() -> Said:
                     with self._checking(step, sizes) as check:
@@ -226,7 +241,7 @@ class Scope:
         uneven = len(set(sizes)) > 1
         auto = options.microbatch_scope == "auto" and options.plan_text is None and not self._cutter.weighs
         again = uneven in self._looks
-        counting = {*engine.learned.metric_rules}
+        known = engine.learned.metric_rules
         with self._checking(step, sizes, again=again, near=near) as check:
             verdict = check.find_out(self._models if auto and (first or again or occasion) else ())
             differs = (verdict.parts is not None and not verdict.announced) or verdict.coupling is not None
@@ -235,8 +250,9 @@ class Scope:
                 if what:
                     raise RoundPipeError(undefined_in_parts(what, occasion, described(verdict)))
         learned = engine.learned
-        for name in learned.metric_rules.keys() - counting if learned.metric_rules and (self._cut or occasion) else ():
-            engine.hints.of_a_late_counting_metric(name)
+        for name, fit in learned.metric_rules.items():
+            if fit and not known.get(name) and name in self._updated | known.keys():
+                engine.hints.of_a_late_counting_metric(name)
         learned.kept_rows |= verdict.kept_rows
         learned.fixed_sizes |= verdict.fixed_sizes
         if verdict.parts is None and not verdict.why_not:

@@ -60,7 +60,7 @@ class Verdict:
         rules: per logged value and how it is computed, the ways to merge it that give the whole batch's.
         fixed_sizes: logged values whose ``batch_size`` is the same for a part as for the whole batch.
         size_rules: the rules by which the ``batch_size`` of other values follows from those of the parts.
-        metric_rules: metrics that count updates, and how what parts add to them is merged.
+        metric_rules: how what parts add to metrics is merged; see `MetricRules`.
         uneven_metrics: a state of each metric that parts leave otherwise, though its value may be equal, by its name.
         lost_rows: paths in globals, callbacks and the like where parts leave the last one's rows only.
         keeps: whether training_step changes something outside of layers and metrics.
