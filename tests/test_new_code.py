@@ -181,6 +181,20 @@ def test_a_later_loss_that_only_a_part_does_not_have_is_refused(step: Step, part
         assert torch.allclose(parameter, keeps.module.get_parameter(name), rtol=1e-4, atol=1e-6)
 
 
+def test_a_part_without_targets_counts_nothing() -> None:
+    """Its loss is not a number, and nothing depends on it."""
+
+    def hides(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        hidden = batch["y"].masked_fill(batch["x"][:, 0] > 40, -100)
+        return F.cross_entropy(logits * logits.detach().std(0).mean(), hidden)
+
+    data = data_of()
+    data[LATE]["x"][2:4, 0] = 50.0
+    result, said = said_by(late(hides), data, 4)
+    assert "ran for the first time" in said
+    assert all(bool(parameter.isfinite().all()) for parameter in result.module.parameters())
+
+
 def test_a_later_loss_that_is_undefined_on_the_whole_batch_is_trained_on() -> None:
     """As in plain training, which goes on with weights that are no numbers."""
 

@@ -178,7 +178,8 @@ class Scope:
         self._first_times += bool(new_code.found)
         anyway = (f"after {plural(self._cut, 'batch')}, training_step was compared again", 0)
         occasion, near = next(iter(new_code.found.items()), anyway)
-        undefined = [part for part, loss in enumerate(joined.losses) if not bool(loss.isfinite().all())]
+        weighed = enumerate(zip(joined.losses, joined.weights, strict=False))
+        undefined = [part for part, (loss, weight) in weighed if weight and not bool(loss.isfinite().all())]
         known, known_metrics = self._engine.learned.log_ways, self._engine.learned.metric_rules
         try:
             near = undefined[0] if undefined else near
