@@ -296,13 +296,22 @@ def _costs_in(stage: Stage, plan: Plan, costs: Costs, microbatches: int) -> Cost
 
 
 def _lag_s(costs: Costs, stage: Stage, host: HostTime) -> float:
-    """Return the seconds that a microbatch stays behind another one beside it: the longest call of the stage."""
+    """Return the seconds that a microbatch stays behind another one beside it: the longest call of the stage.
+
+    A call is over for the host when it is issued, if the host runs ahead of the device.
+    """
     calls = costs.calls[stage.first : stage.last + 1]
     again = 1.0 if stage.phase == "backward" else 0.0
-    backward = [again * call.forward_s + call.backward_s for call in calls if call.needs_backward]
-    forward = [call.forward_s for call in calls] if stage.phase != "backward" else []
-    longest = max([*forward, *(backward if stage.phase != "forward" else [])], default=0.0)
-    return longest + (0.0 if host.shared else host.call_s)
+
+    def seconds(call: CallCost) -> Iterator[float]:
+        ahead = host.shared and not call.is_synchronous
+        forward, backward = (call.issue_s, call.backward_issue_s) if ahead else (call.forward_s, call.backward_s)
+        if stage.phase != "backward":
+            yield forward
+        if stage.phase != "forward" and call.needs_backward:
+            yield again * forward + backward
+
+    return max((one for call in calls for one in seconds(call)), default=0.0) + host.call_s
 
 
 def _calls_made(costs: Costs, stage: Stage) -> int:
