@@ -240,20 +240,241 @@ def test_a_metric_that_is_updated_later_counts_updates(order: list[int]) -> None
         assert_same(*both(module, [UNEVEN[number % len(UNEVEN)] for number in order]))
 
 
+class Feeding(Fed):
+    """Updates its metric as ``feed`` says, by the batch's number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, logits = self.loss_and_logits(batch)
+        self.feed(self.metrics["inner"], batch_idx, logits.detach(), batch["y"], loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        metric: Any = self.metrics["inner"]
+        found = metric.compute()
+        self.log_dict(found if isinstance(found, dict) else {"found": found})
+
+
+def feeding(make: Any, feed: Any) -> Feeding:
+    return Feeding(copy.deepcopy(MLP.model), make(), feed, called=False)
+
+
+def assert_silent(module: pl.LightningModule, batches: Any, microbatches: int = 3, **options: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        assert_same(*both(module, batches, microbatches, **options))
+
+
 def test_it_is_said_when_a_later_batch_shows_that_a_metric_counts_updates() -> None:
-    """Before, it has been given what it ignores."""
+    """Before, it has counted samples."""
 
-    class Ignoring(Fed):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss, _ = self.loss_and_logits(batch)
-            metric: Any = self.metrics["inner"]
-            metric(loss.detach() * (float("nan"), 1.0)[batch_idx > 8])
-            return loss
+    def feed(metric: Any, batch_idx: int, logits: Tensor, y: Tensor, loss: Tensor) -> None:
+        metric(loss, (len(y), 1)[batch_idx > 8])
 
-    metric = torchmetrics.MeanMetric(nan_strategy="ignore")
-    module = Ignoring(copy.deepcopy(MLP.model), metric, None, called=True)
+    module = feeding(torchmetrics.MeanMetric, feed)
     with pytest.warns(RoundPipeWarning, match="the metric 'metrics.inner' counts updates, which the first batch"):
         run(ours(num_microbatches=3), module, zoo.make_batches("mlp", 17, 6), devices=2)
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_a_metric_counts_updates_behind_batches_that_add_nothing(called: bool) -> None:
+    """The first batch that adds something to it is compared."""
+
+    def feed(metric: Any, batch_idx: int, logits: Tensor, y: Tensor, loss: Tensor) -> None:
+        value = loss * (float("nan"), 1.0)[batch_idx > 4]
+        metric(value) if called else metric.update(value)
+
+    numbers = [6, 5, 7, 6, 5, 7, 2, 6, 5]
+    batches = [zoo.make_batches("mlp", 1, samples, seed)[0] for seed, samples in enumerate(numbers)]
+    assert_silent(feeding(lambda: torchmetrics.MeanMetric(nan_strategy="ignore"), feed), batches)
+
+
+def _of_a_step(metric: Any, batch_idx: int, logits: Tensor, y: Tensor, loss: Tensor) -> None:
+    if batch_idx == 2:
+        metric.reset()
+    metric.update(loss)
+
+
+def _of_samples(metric: Any, batch_idx: int, logits: Tensor, y: Tensor, loss: Tensor) -> None:
+    if batch_idx == 2:
+        metric.reset()
+    metric(loss, len(y))
+
+
+def _until(metric: Any, batch_idx: int, logits: Tensor, y: Tensor, loss: Tensor) -> None:
+    metric.update(loss)
+    if batch_idx == 2:
+        metric.reset()
+
+
+@pytest.mark.parametrize("feed", [_of_a_step, _of_samples, _until])
+@pytest.mark.parametrize(
+    "make", [torchmetrics.MeanMetric, lambda: torchmetrics.MeanMetric() + torchmetrics.MeanMetric()]
+)
+def test_metrics_that_training_step_resets(make: Any, feed: Any) -> None:
+    """Each part resets them, which would drop what others have added."""
+    assert_silent(feeding(make, feed), [UNEVEN[number % len(UNEVEN)] for number in range(5)])
+
+
+def test_it_is_said_that_a_reset_between_updates_drops_those_of_other_parts() -> None:
+    def feed(metric: Any, batch_idx: int, logits: Tensor, y: Tensor, loss: Tensor) -> None:
+        metric.update(loss)
+        if batch_idx == 2:
+            metric.reset()
+            metric.update(loss)
+
+    with pytest.warns(RoundPipeWarning, match="training_step resets the metric 'metrics.inner' between updates"):
+        run(ours(num_microbatches=3), feeding(torchmetrics.MeanMetric, feed), UNEVEN, devices=2)
+
+
+class Unreduced(torchmetrics.Metric):
+    """Counts updates in states without a reduction, which is the default."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0))
+        self.add_state("updates", torch.tensor(0))
+
+    def update(self, value: Tensor) -> None:
+        self.total += value
+        self.updates += 1
+
+    def compute(self) -> Tensor:
+        return self.total / self.updates
+
+
+class Beside(torchmetrics.SumMetric):
+    """Counts updates in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.updates = 0
+
+    def update(self, value: Any) -> None:
+        super().update(value)
+        self.updates += 1
+
+    def compute(self) -> Tensor:
+        return super().compute() / max(self.updates, 1)
+
+
+class Averaged(torchmetrics.Metric):
+    """Is averaged over calls."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("mean", torch.tensor(0.0), dist_reduce_fx="mean")
+
+    def update(self, value: Tensor) -> None:
+        self.mean = value.clone()
+
+    def compute(self) -> Tensor:
+        return torch.as_tensor(self.mean)
+
+
+def test_metrics_that_count_updates_without_a_reduction() -> None:
+    module = Fed(copy.deepcopy(MLP.model), Unreduced(), lambda logits, y, loss: (loss,), called=False)
+    assert_silent(module, OTHER_NUMBERS)
+
+
+@pytest.mark.parametrize(("make", "state"), [(Beside, "updates"), (Averaged, "mean")])
+def test_it_is_said_that_a_metric_counts_updates_elsewhere(make: Any, state: str) -> None:
+    """Its value shows nothing in the first batch."""
+
+    def feed(metric: Any, batch_idx: int, logits: Tensor, y: Tensor, loss: Tensor) -> None:
+        metric(loss * 0 + (make is Averaged))
+
+    with pytest.warns(RoundPipeWarning, match=f"'{state}' of the metric 'metrics.inner'.* counts updates"):
+        run(ours(num_microbatches=3), feeding(make, feed), UNEVEN[:1], devices=2)
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_collections_that_count_updates(copied: bool) -> None:
+    """A collection hands out copies of the states that its metrics share."""
+
+    def feed(metric: Any, batch_idx: int, logits: Tensor, y: Tensor, loss: Tensor) -> None:
+        metric.update(value=loss.item())
+        assert not copied or [*metric.values()]
+
+    batches = [zoo.make_batches("mlp", 1, samples, seed)[0] for seed, samples in enumerate((6, 5, 7, 2))]
+    assert_silent(feeding(_collection, feed), batches, 2)
+
+
+def test_metrics_within_others_count_updates() -> None:
+    """The outer one resets the inner one in each call."""
+
+    def feed(metric: Any, batch_idx: int, logits: Tensor, y: Tensor, loss: Tensor) -> None:
+        metric(y.float().mean() * 0 + 1.0 + batch_idx)
+
+    batches = [zoo.make_batches("mlp", 1, samples, seed)[0] for seed, samples in enumerate((6, 1, 7, 2))]
+    assert_silent(feeding(lambda: torchmetrics.MinMaxMetric(torchmetrics.MeanMetric()), feed), batches)
+
+
+def test_a_copy_of_a_metric_is_one_of_its_own() -> None:
+    def feed(metric: Any, batch_idx: int, logits: Tensor, y: Tensor, loss: Tensor) -> None:
+        metric.update(loss, len(y))
+        other = metric.clone()
+        other.update(loss + 5)
+        other.reset()
+
+    assert_silent(feeding(torchmetrics.MeanMetric, feed), UNEVEN)
+
+
+def test_metrics_of_values_over_samples_count_updates() -> None:
+    """The loss is a mean over targets. The first batches ignore none, so that either mean fits."""
+
+    def feed(metric: Any, batch_idx: int, logits: Tensor, y: Tensor, loss: Tensor) -> None:
+        metric.update(logits.square().mean().item())
+
+    batches = zoo.make_batches("mlp", 4, 6)
+    batches[2]["y"][:3] = batches[3]["y"][4:] = -100
+    assert_silent(feeding(torchmetrics.MeanMetric, feed), batches)
+
+
+def test_it_is_said_that_only_some_parts_update_a_metric() -> None:
+    def feed(metric: Any, batch_idx: int, logits: Tensor, y: Tensor, loss: Tensor) -> None:
+        if batch_idx < 2 or y[0] == 0:
+            metric.update(loss)
+
+    batches = zoo.make_batches("mlp", 3, 6)
+    batches[2]["y"] = torch.tensor([0, 1, 1, 1, 1, 1])
+    with pytest.warns(RoundPipeWarning, match="nothing has shown how much the value of each part of a batch counts"):
+        run(ours(num_microbatches=3), feeding(torchmetrics.MeanMetric, feed), batches, devices=2)
+
+
+def test_metrics_that_are_not_registered() -> None:
+    """A rehearsal leaves nothing in them."""
+
+    class Hidden(zoo.PlainClassifier):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__(model)
+            accuracy = classification.MulticlassAccuracy(5, average="micro")
+            self.held = {"train": torchmetrics.MetricCollection({"a": accuracy, "b": accuracy.clone()})}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss, logits = self.loss_and_logits(batch)
+            self.held["train"].update(logits.argmax(1) % 5, batch["y"] % 5)
+            return loss
+
+        def on_train_epoch_end(self) -> None:
+            self.log("seen", self.held["train"]["a"].metric_state["fn"].sum().float())
+            self.log_dict(self.held["train"].compute())
+
+    assert_same(*both(Hidden(copy.deepcopy(MLP.model)), UNEVEN))
+
+
+def test_values_of_one_element_and_of_none_are_merged() -> None:
+    class Shapes(zoo.PlainClassifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss, logits = self.loss_and_logits(batch)
+            rows = logits.detach().square().mean(1)
+            self.log("rows", rows.mean() if len(rows) > 1 else rows, on_epoch=True)
+            return loss
+
+    assert_silent(Shapes(copy.deepcopy(MLP.model)), OTHER_NUMBERS, 2)
 
 
 @pytest.mark.parametrize(

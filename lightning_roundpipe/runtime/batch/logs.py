@@ -121,7 +121,8 @@ class _Download:
 def _arrived(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _arrived(item) for key, item in value.items()}
-    return value.wait() if isinstance(value, _Download) else value
+    value = value.wait() if isinstance(value, _Download) else value
+    return value.squeeze() if isinstance(value, Tensor) and value.numel() == 1 else value  # as Lightning does
 
 
 @contextlib.contextmanager
@@ -322,6 +323,19 @@ class HostMetrics:
             metric.compute_on_cpu = False
 
 
+class _Called:
+    """A hook that does nothing in a copy of its module."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __deepcopy__(self, memo: Any) -> _Called:
+        return _Called(lambda *_: None)
+
+
 class BatchValue:
     """The value of a metric over all its calls in one step, as if the microbatches were one batch.
 
@@ -338,13 +352,13 @@ class BatchValue:
         self._apart: list[dict[str, Any]] | None = None
 
     def __enter__(self) -> None:
-        self._hook = self._metric.register_forward_hook(self._called, with_kwargs=True)
+        self._hook = self._metric.register_forward_hook(_Called(self._called), with_kwargs=True)
 
     def __exit__(self, error: object, *_: object) -> None:
         self._hook.remove()
         if self._apart is None or error is not None:
             return
-        with self._swapped():
+        with self._paused(), self._swapped():
             for part in self._parts:
                 part._to_sync = False  # of this machine's batch, as in plain training; epochs are over all machines
             value = self._metric.compute()
@@ -352,7 +366,7 @@ class BatchValue:
         self._metric._forward_cache = tree_map_only(Tensor, lambda tensor: tensor.cpu(), value)
 
     def _called(self, metric: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        with self._swapped(), self._paused():
+        with self._paused(), self._swapped():
             self._metric.update(*args, **kwargs)
             self._apart = [dict(vars(part)) for part in self._parts]
 

@@ -45,6 +45,7 @@ class Shown:
         is_mixed: whether what layers return reaches the loss also beside means over targets.
         metrics: values of metrics that were updated, by description.
         added: what was added to each metric, by its name, before it was merged.
+        beside: what updated metrics keep beside their states.
         left: changes to attributes, buffers and parameters, by path.
         settings: changes to the trainer, schedulers and settings of optimizers, by path.
         elsewhere: changes to numbers and lengths in callbacks, data sets, globals, closures and classes, by path.
@@ -63,6 +64,7 @@ class Shown:
     is_mixed: bool = False
     metrics: dict[str, Any] = field(default_factory=dict)
     added: dict[str, MetricParts] = field(default_factory=dict)
+    beside: dict[str, dict[str, Any]] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     elsewhere: dict[str, Any] = field(default_factory=dict)
@@ -184,14 +186,18 @@ class Comparison:
                 if not state and (counts or before):
                     rules = {s: tuple(r for r in before.get(s, found) if r in found) for s, found in fits.items()}
                     state = next((s for s, fit in rules.items() if not fit), "")
-                    if not one.adds and counts:
+                    if counts and set(fits) != set(one.left):
                         state = next(s for s, fit in fits.items() if SUM not in fit)
                     elif not state:
                         self.metric_rules[name] = rules
                 elif not state and not is_open:
                     self.metric_rules[name] = {}
-            if state:
+            if state or (state := one.averaged()):
                 self.uneven_metrics.setdefault(name, state)
+        for name, attributes in whole.beside.items():
+            for key, value in parts.beside.get(name, {}).items():
+                if key in attributes and not self._near(attributes[key], value):
+                    self.uneven_metrics.setdefault(name, key)
 
     def _are_near(self, one: Tensor, other: Tensor, slack: float) -> bool:
         gap = (one - other).abs().nan_to_num(math.inf)

@@ -635,6 +635,7 @@ class PartsCheck:
             sites = engine.learned.counted.of_logs
             ways = {key: [Way(site=site, rule=USUAL)] for key, site in sites.items()}
             shown.added = updates.added([run.logs for run in runs])
+            shown.beside = updates.attributes()
             joined = join(shown, runs, sizes, weighing, ways, mixed=False, updates=updates)
             for run, loss, rows, weight in zip(runs, losses, microbatches.rows_of(sizes), joined.weights, strict=False):
                 if loss is not None:

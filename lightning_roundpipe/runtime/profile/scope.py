@@ -157,7 +157,10 @@ class Scope:
         if new_code.watched:
             new_code.note_attributes((key for key, value in self._settings().items() if self._set.get(key) != value), 0)
         self._cut += 1
-        updated = set() if joined.updates is None else joined.updates.updated()
+        updated = set[str]()
+        if joined.updates is not None:
+            updated = joined.updates.updated()
+            self._engine.hints.of_metrics_reset(joined.updates.lost())
         try:
             self._compare_again(StepCall(function, batch, rest, seed), sizes, joined, updated)
         finally:
@@ -168,15 +171,21 @@ class Scope:
         new_code = self._engine.learned.new_code
         written, unwritten = any(x._version != before for x, before in self._tensors), self._unwritten
         self._writes, self._tensors, self._unwritten = self._writes or written, [], None
-        if not new_code.found and not (new_code.watched and self._cut in COMPARED_LATER):
+        doubtful = set() if joined.updates is None else joined.updates.doubtful
+        unknown = sorted((updated - self._engine.learned.metric_rules.keys()) | doubtful)
+        adds = new_code.watched and bool(unknown)
+        if not new_code.found and not adds and not (new_code.watched and self._cut in COMPARED_LATER):
             return
         if unwritten is not None:
             step = step._replace(batch=unwritten)
         elif written:
             self._engine.hints.of_logs(new_code.unknown, [])
             return new_code.accept()
-        self._first_times += bool(new_code.found)
+        self._first_times += bool(new_code.found) or adds
         anyway = (f"after {plural(self._cut, 'batch')}, training_step was compared again", 0)
+        if adds and joined.updates is not None:
+            part = joined.updates.first_part(unknown[0], joined.recorders)
+            anyway = (f"the metric {unknown[0]!r} was given a value", part)
         occasion, near = next(iter(new_code.found.items()), anyway)
         weighed = enumerate(zip(joined.losses, joined.weights, strict=False))
         undefined = [part for part, (loss, weight) in weighed if weight and not bool(loss.isfinite().all())]
@@ -186,9 +195,13 @@ class Scope:
             self._look(step, sizes, first=False, occasion=occasion, near=near, undefined=bool(undefined))
             if not self.cuts_calls:
                 if joined.updates is not None:
-                    late = {name: rules for name, rules in self._engine.learned.metric_rules.items()
-                            if name in updated - self._updated and not known_metrics.get(name)}  # fmt: skip
+                    late = {
+                        name: rules
+                        for name, rules in self._engine.learned.metric_rules.items()
+                        if name in doubtful or (name in updated - self._updated and not known_metrics.get(name))
+                    }
                     joined.updates.correct(joined.recorders, joined.weights, sizes, late)
+                    self._engine.hints.of_doubtful_metrics(sorted(joined.updates.doubtful))
 
                 def counted() -> Said:
                     with self._checking(step, sizes) as check:

@@ -302,6 +302,27 @@ class Hints:
             "microbatch_scope='model' updates metrics once for a batch.",
         )
 
+    def of_metrics_reset(self, names: Sequence[str]) -> None:
+        """Warning: a metric lacks what parts of a batch have added, as another part has reset it later."""
+        for name in names:
+            self.warn(
+                f"reset {name}",
+                f"training_step resets the metric {name!r} between updates, once in each part of a batch, so that it "
+                "lacks what other parts have added. Reset it in on_train_batch_start or on_train_batch_end, or set "
+                "microbatch_scope='model', which resets metrics once for a batch.",
+            )
+
+    def of_doubtful_metrics(self, names: Sequence[str]) -> None:
+        """Warning: nothing shows how much the value of each part counts in that of the batch."""
+        for name in names:
+            self.warn(
+                f"doubtful {name}",
+                f"the metric {name!r} counts updates, and nothing has shown how much the value of each part of a batch "
+                "counts: it may be a mean over samples or one over targets, or only some parts update the metric. "
+                f"Give it what counts samples, such as self.{name}(value, weight=len(batch)), update it in "
+                "on_train_batch_end, or set microbatch_scope='model', which updates metrics once for a batch.",
+            )
+
     def of_batch_sizes(self, names: Sequence[str]) -> None:
         """Warning: the mean over an epoch weighs batches otherwise, as the sizes of parts do not add up."""
         for name in names:

@@ -290,6 +290,7 @@ def walk(
         later: takes the functions, methods and classes, with what hooks and closures keep. None: they are followed.
     """
     waiting = list(roots)
+    given = {id(root) for _, root in waiting}
     waiting.reverse()
     while waiting:
         path, value = waiting.pop()
@@ -308,6 +309,8 @@ def walk(
             continue
         if kind not in ("tuple", "function", "method"):
             yield path, value, kind
+        if isinstance(value, nn.Module) and id(value) not in given:  # in a container: its own are no roots
+            waiting += [(f"{path}.{name}", module) for name, module in value._modules.items() if module is not None]
         # Depth first: an object's path must not depend on the size of others.
         if kind != "container" or len(value) or not isinstance(value, dict):  # a module has a dozen empty dicts
             waiting += reversed(list(_inside(path, value, kind)))
