@@ -266,6 +266,12 @@ def test_parts_whose_means_are_equal_are_compared_again() -> None:
     assert unlike_parts(batch, 8, [0, 1, 2, 3], 2) == [([1, 4, 0, 6], 2)]
 
 
+def test_parts_with_equal_shortest_samples_are_compared_again() -> None:
+    """The longest samples of two sides differ, and their mean, but both have one of the shortest."""
+    batch = {"mask": torch.arange(5) < torch.tensor([5, 2, 4, 2, 5, 5, 3, 2])[:, None]}
+    assert unlike_parts(batch, 8, [0, 1, 2, 3], 2) == [([0, 4, 3, 7], 2)]
+
+
 # ---------------------------------------------------------------------------------------------------- which samples
 
 

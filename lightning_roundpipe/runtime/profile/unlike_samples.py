@@ -82,7 +82,7 @@ def _are_alike(sizes: Tensor) -> bool:
 
 
 def _are_unlike(sizes: Tensor, sides: Sequence[list[int]]) -> bool:
-    """Return whether the largest of one side is another one than that of the other, and the mean, too."""
+    """Return whether the largest of one side is another one than that of the other, and the smallest, and the mean."""
     of_sides = [sizes[side] for side in sides if side]
-    means = {int(of_side.sum()) / len(of_side) for of_side in of_sides}
-    return len({int(of_side.max()) for of_side in of_sides}) > 1 and len(means) > 1
+    found = {(int(side.max()), int(side.min()), int(side.sum()) / len(side)) for side in of_sides}
+    return len(found) > 1 and all(len(set(values)) > 1 for values in zip(*found, strict=True))
