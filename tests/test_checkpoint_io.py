@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import errno
+import fcntl
 import multiprocessing
 import os
 import random
@@ -112,10 +114,14 @@ def little_room() -> Iterator[None]:
 
 
 def test_a_full_disk(path: Path, little_room: None) -> None:
-    with pytest.raises((OSError, RuntimeError)):
-        WholeCheckpointIO().save_checkpoint(numbered(2), path)
-    assert number_of(path) == 1
-    assert files(path) == ["some.ckpt"]
+    """torch's error for one large tensor is that its file has an unexpected length."""
+    many = {"weights": [torch.ones(1000) for _ in range(SIZE // 1000)]}
+    for checkpoint in (numbered(2), many):
+        with pytest.raises(OSError, match=r"could not be written: File too large, after .*dirpath=") as raised:
+            WholeCheckpointIO().save_checkpoint(checkpoint, path)
+        assert str(path) in str(raised.value) and raised.value.errno == errno.EFBIG
+        assert number_of(path) == 1
+        assert files(path) == ["some.ckpt"]
 
 
 def test_a_name_that_cannot_be_taken(path: Path) -> None:
@@ -162,6 +168,42 @@ def test_what_a_killed_process_left(path: Path) -> None:
     assert number_of(path) == 1
     WholeCheckpointIO().save_checkpoint(numbered(2), path)
     assert number_of(path) == 2 and files(path) == ["some.ckpt"]
+
+
+def test_what_killed_processes_left_under_other_names(path: Path) -> None:
+    """Names with a step do not come again: each killed run left one more file as large as a checkpoint."""
+    left = [path.with_name(f"step={number}.ckpt{UNFINISHED}") for number in range(4)]
+    for file in left:
+        file.write_bytes(b"half")
+    for file in left[1:]:
+        os.utime(file, (time.time() - 3600,) * 2)
+    path.with_name("mine.unfinished").touch()
+    os.utime(path.with_name("mine.unfinished"), (0, 0))
+    with open(left[1], "rb") as written:
+        fcntl.flock(written, fcntl.LOCK_EX)
+        WholeCheckpointIO().save_checkpoint(numbered(2), path)
+        kept = [left[0].name, left[1].name]  # one that has just changed, and one whose writer lives
+        assert files(path) == sorted(["mine.unfinished", "some.ckpt", *kept])
+    os.utime(left[0], (0, 0))
+    WholeCheckpointIO().save_checkpoint(numbered(3), path)
+    assert files(path) == ["mine.unfinished", "some.ckpt"]
+
+
+def test_a_requeued_job_goes_on_from_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM kills what is still saving. Lightning then looked for the checkpoint whose unfinished file was there."""
+    trainer = trainer_of(max_steps=2, default_root_dir=tmp_path)
+    trainer.fit(copy.deepcopy(MODULE), harness.loader(SAME))
+    trainer.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", mock.Mock(side_effect=OSError("killed")))
+        patch.setattr(Path, "unlink", mock.Mock(side_effect=OSError("killed")))
+        with pytest.raises(OSError, match="killed"):
+            trainer.save_checkpoint(tmp_path / "hpc_ckpt_2.ckpt")
+    assert len(list(tmp_path.iterdir())) == 2
+    module = copy.deepcopy(MODULE)
+    again = trainer_of(max_steps=3, max_epochs=-1, default_root_dir=tmp_path)
+    again.fit(module, harness.loader(SAME), ckpt_path="hpc")
+    assert_same_weights(whole_run(3), module)
 
 
 def test_options_of_a_store_come_by_name() -> None:
