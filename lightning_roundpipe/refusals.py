@@ -7,7 +7,9 @@ and the remedy.
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 from collections.abc import Container, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +30,14 @@ from lightning_roundpipe.planning.schedule import Plan
 
 _NAMED = 3
 """Most tensors that a message names."""
+
+_KINDS = ("Missing", "Unexpected")
+"""What torch calls the tensors of a checkpoint that a module lacks, and those that it alone has."""
+
+_WAYS_TO_COMPUTE = {"foreach", "fused", "capturable", "differentiable"}
+"""Settings of torch's optimizers that do not decide what is computed."""
+
+_MOMENTUM = {"momentum", "betas"}
 
 _NEEDED = ("state_dict", "pytorch-lightning_version")
 """Keys of every checkpoint that Lightning writes."""
@@ -241,17 +251,39 @@ def refuse_strange_checkpoint(path: Any, checkpoint: object) -> None:
 
 def unfitting_weights(module: LightningModule, error: RuntimeError) -> RoundPipeError:
     """Return the exception to raise when the checkpoint's ``state_dict`` does not fit the module."""
+    adapters = [f"{kind} key(s)" in line and "lora_" in line for kind in _KINDS for line in str(error).splitlines()]
+    hint = " One of the two has adapters (LoRA), and the other has none." if any(adapters) else ""
     return RoundPipeError(
         f"ckpt_path: the checkpoint is of another model than this {type(module).__name__}: "
-        f"{' '.join(str(error).split())} Build the model that it was saved from, or set module.strict_loading=False "
+        f"{_shortened(str(error))}{hint} Build the model that it was saved from, or set module.strict_loading=False "
         "if it is to be loaded in part."
     )
 
 
-def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Call ``optimizer.load_state_dict(state)``. Another optimizer's state raises now rather than at its first step."""
+def _shortened(error: str) -> str:
+    """Return torch's list of tensors that do not fit, with the first few of each kind and the number of the others."""
+    said, sizes = [], 0
+    for line in error.splitlines():
+        names = re.findall(r'"[^"]*"', line)
+        if line.strip().startswith("size mismatch"):
+            sizes += 1
+            if sizes > _NAMED:
+                continue
+        elif len(names) > _NAMED:
+            line = f"{line.partition(names[0])[0]}{', '.join(names[:_NAMED])} and {len(names) - _NAMED:,} more."
+        said.append(" ".join(line.split()))
+    return " ".join([*said, f"And {sizes - _NAMED:,} more of other sizes."] if sizes > _NAMED else said)
+
+
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
+    """Call ``optimizer.load_state_dict(state)``. Another optimizer's state raises now rather than at its first step.
+
+    Returns:
+        The settings that the state replaces by others than those of configure_optimizers(), in words; empty if none.
+    """
     # Loading adds defaults that no group of this class has.
     needed = [group.keys() & optimizer.defaults.keys() for group in optimizer.param_groups]
+    configured = [_settings(optimizer, group) for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(dict(state))
         lacking = [
@@ -259,7 +291,7 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
             for keys, group in zip(needed, optimizer.param_groups, strict=True)
             for key in sorted(keys - group.keys())
         ]
-        problem = f"it has no {lacking[0]!r}" if lacking else ""
+        problem = f"it has no {lacking[0]!r}" if lacking else _strange_state(optimizer)
     except (ValueError, KeyError) as error:
         problem = first_line(error)
     if problem:
@@ -268,6 +300,79 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
             "the same optimizer and groups in configure_optimizers(), or take only the weights "
             "(load_from_checkpoint)."
         )
+    loaded = [_settings(optimizer, group) for group in optimizer.param_groups]
+    return ", ".join(
+        dict.fromkeys(
+            f"{key}={now[key]!r} (not {before[key]!r})"
+            for before, now in zip(configured, loaded, strict=True)
+            for key in before
+            if key in now and now[key] != before[key]
+        )
+    )
+
+
+def _settings(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group that decide the numbers. The learning rate is the one that schedules start with.
+
+    A schedule of momentum changes that with the learning rate.
+    """
+    keys = optimizer.defaults.keys() - _WAYS_TO_COMPUTE - (_MOMENTUM if "max_momentum" in group else set())
+    found = {key: group[key] for key in sorted(keys) if key in group}
+    if "initial_lr" in group and "lr" in found:
+        found["lr"] = group["initial_lr"]
+    return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in found.items()}
+
+
+def _strange_state(optimizer: Optimizer) -> str:
+    """Return how the state of one parameter differs from what torch's optimizer makes; empty if it does not.
+
+    Each group is asked by one step of another optimizer of the class, with a parameter of as many dimensions.
+    """
+    if type(optimizer) is not getattr(torch.optim, type(optimizer).__name__, None):
+        return ""
+    for group in optimizer.param_groups:
+        examples: dict[int, dict[str, tuple[int, ...] | None] | None] = {}
+        for parameter in group["params"]:
+            held = {key: value for key, value in optimizer.state.get(parameter, {}).items() if value is not None}
+            if not held:
+                continue
+            if parameter.ndim not in examples:
+                examples[parameter.ndim] = _example_state(type(optimizer), group, parameter.ndim)
+            if (made := examples[parameter.ndim]) is None:
+                continue
+            if lacking := sorted(made.keys() - held.keys()):
+                return f"it has no {lacking[0]!r}"
+            if strange := sorted(held.keys() - made.keys()):
+                return f"it has {strange[0]!r}, which is another optimizer's"
+            for key, value in held.items():
+                if made[key] is not None and isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+                    shapes = f"{tuple(value.shape)}, and the parameter {tuple(parameter.shape)}"
+                    return f"a parameter's {key!r} has the shape {shapes}: the order of parameters is another one"
+    return ""
+
+
+def _example_state(
+    kind: type[Optimizer], group: Mapping[str, Any], ndim: int
+) -> dict[str, tuple[int, ...] | None] | None:
+    """Return the keys of a parameter's state after a step, with the shape of those that have the parameter's.
+
+    None if that cannot be found out: the class needs a closure, sparse gradients, or a GPU.
+    """
+    shape = tuple(range(2, 2 + ndim))
+    example = nn.Parameter(torch.zeros(shape))
+    example.grad = torch.ones(shape)
+    accepted = inspect.signature(kind).parameters.keys() - {"params"}
+    settings = {key: value for key, value in group.items() if key in accepted and key not in _WAYS_TO_COMPUTE}
+    try:
+        optimizer: Any = kind([example], **settings)
+        optimizer.step()
+    except Exception:
+        return None
+    state = {key: value for key, value in optimizer.state[example].items() if value is not None}
+    return {
+        key: shape if isinstance(value, torch.Tensor) and value.shape == shape and ndim else None
+        for key, value in state.items()
+    }
 
 
 def refuse_missing_states(states: int, optimizers: int) -> None:

@@ -660,7 +660,11 @@ class RoundPipeStrategy(SeveralMachines):
         states = checkpoint["optimizer_states"]
         refuse_missing_states(len(states), len(self.optimizers))
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            load_optimizer(optimizer, state)
+            if replaced := load_optimizer(optimizer, state):
+                rank_zero_info(
+                    f"{PREFIX}{type(optimizer).__name__} goes on with the checkpoint's settings, not with those of "
+                    f"configure_optimizers(): {replaced}."
+                )
         if self._stepping is not None:
             self._stepping.loaded(mapped=self._peers is not None)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import re
 import signal
 import time
 import warnings
@@ -39,6 +40,11 @@ class Scheduled(zoo.CausalLM):
         optimizer = adamw(self.parameters())
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Rescheduled(Scheduled):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-3, weight_decay=0.5)
 
 
 def fresh(name: str = "llama", lora: bool = False) -> zoo.ZooModule:
@@ -163,6 +169,62 @@ def test_resume_with_optimizers_of_fewer_defaults(optimizer: Any, tmp_path: Path
     whole = train(OURS, module, batches)
     train(OURS, module, batches, callbacks=[SaveAt(2, tmp_path / "at.ckpt")], max_steps=2)
     assert_continues(whole, train(OURS, module, batches, fit={"ckpt_path": tmp_path / "at.ckpt"}), 2)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the strategy says."""
+    lines: list[str] = []
+    monkeypatch.setattr("lightning_roundpipe.strategy.rank_zero_info", lines.append)
+    return lines
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        *(getattr(torch.optim, name) for name in ("Adagrad", "Adadelta", "ASGD", "NAdam", "RAdam", "Adamax")),
+        lambda parameters: torch.optim.AdamW(parameters, amsgrad=True, fused=True),
+        lambda parameters: torch.optim.RMSprop(parameters, centered=True, momentum=0.9),
+        lambda parameters: torch.optim.SGD(parameters, lr=torch.tensor(0.1)),
+    ],
+    ids=lambda optimizer: optimizer.__name__,
+)
+def test_an_optimizers_own_state_is_taken(optimizer: Any, tmp_path: Path, said: list[str]) -> None:
+    """It is compared with what one step of the optimizer makes, which depends on its settings."""
+    module, batches = zoo.make_module("mlp"), zoo.make_batches("mlp", 1) * 3
+    module.make_optimizer = optimizer
+    train(OURS, module, batches, callbacks=[SaveAt(1, tmp_path / "at.ckpt")], max_steps=1)
+    train(OURS, module, batches, fit={"ckpt_path": tmp_path / "at.ckpt"}, max_steps=2)
+    assert "goes on with" not in "".join(said)
+
+
+def test_settings_that_a_checkpoint_replaces_are_said(tmp_path: Path, said: list[str]) -> None:
+    """Another learning rate had no effect, without a word. What a schedule has changed is not another setting."""
+    module, batches = fresh(), zoo.make_batches("llama", 1) * 5
+    train(OURS, module, batches, callbacks=[SaveAt(2, tmp_path / "at.ckpt")], max_steps=2)
+    train(OURS, fresh(), batches, fit={"ckpt_path": tmp_path / "at.ckpt"})
+    assert "goes on with" not in "".join(said)
+    train(OURS, Rescheduled(zoo.make_module("llama").model), batches, fit={"ckpt_path": tmp_path / "at.ckpt"})
+    text = "settings, not with those of configure_optimizers(): lr=0.01 (not 0.001), weight_decay=0.01 (not 0.5)."
+    assert f"roundpipe: AdamW goes on with the checkpoint's {text}" in said
+
+
+def test_a_checkpoint_of_another_model_names_a_few_tensors(tmp_path: Path) -> None:
+    """All of a model's tensors were listed, which is pages of text."""
+    path = tmp_path / "at.ckpt"
+    train(OURS, fresh("qwen3"), zoo.make_batches("qwen3", 1), callbacks=[SaveAt(1, path)])
+    with pytest.raises(RuntimeError, match=r"has adapters \(LoRA\), and the other has none") as raised:
+        train(OURS, fresh("qwen3", lora=True), zoo.make_batches("qwen3", 1), fit={"ckpt_path": path})
+    assert len(str(raised.value)) < 1000
+    assert re.search(
+        r'Missing key\(s\) in state_dict: "[^"]*", "[^"]*", "[^"]*" and \d+ more\. Unex', str(raised.value)
+    )
+    loaded = torch.load(path, weights_only=True)
+    loaded["state_dict"] = {name: value[:1] for name, value in loaded["state_dict"].items()}
+    torch.save(loaded, path)
+    with pytest.raises(RuntimeError, match=r"And \d+ more of other sizes\. Build") as raised:
+        train(OURS, fresh("qwen3"), zoo.make_batches("qwen3", 1), fit={"ckpt_path": path})
+    assert str(raised.value).count("size mismatch") == 3
 
 
 def test_resume_one_step_late(tmp_path: Path) -> None:
