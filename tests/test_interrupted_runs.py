@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import shlex
 import signal
 import subprocess
@@ -240,6 +242,41 @@ def test_a_disk_that_is_full_does_not_hide_the_error(
     assert "RuntimeError: the weather" in err
     assert "No checkpoint could be written after this: OSError: [Errno 28] No space left on device" in err
     assert err.splitlines()[-1] == "No checkpoint was written."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closes", [True, False], ids=["terminal closes", "signal"])
+def test_a_terminal_that_closes_loses_nothing(closes: bool, working_folder: Path) -> None:
+    """As when a connection breaks. The run ended at once, without a checkpoint; prints fail from then on."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        arguments = [*QUICK, "trainer.max_steps=3000", "hydra.run.dir=run"]
+        os.execv(sys.executable, [sys.executable, "-m", "lightning_roundpipe.train", *arguments])
+    shown = b""
+    while b"tokens/s" not in shown:
+        shown += os.read(terminal, 65536)
+    if closes:
+        os.close(terminal)
+    else:
+        os.kill(pid, signal.SIGHUP)
+        os.kill(pid, signal.SIGHUP)
+        with contextlib.suppress(OSError):  # the end of what a terminal shows
+            while data := os.read(terminal, 65536):
+                shown += data
+        os.close(terminal)
+        assert b"To go on from it:" in shown
+    statuses: list[int] = []
+
+    def has_ended() -> bool:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        statuses.extend([os.waitstatus_to_exitcode(status)] if found else [])
+        return bool(found)
+
+    until(has_ended)
+    assert statuses == [128 + signal.SIGHUP]
+    [file] = (working_folder / "run" / "checkpoints").iterdir()
+    assert torch.load(file, weights_only=False)["global_step"] < 3000
+    assert json.loads((working_folder / "run" / "summary.json").read_text()) == {"error": "interrupted"}
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

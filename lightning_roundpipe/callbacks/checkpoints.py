@@ -1,4 +1,4 @@
-"""Writes checkpoints at an interval, at the end, on Ctrl-C and SIGTERM, and when training fails.
+"""Writes checkpoints at an interval, at the end, on Ctrl-C, SIGTERM and SIGHUP, and when training fails.
 
 Training continues bit for bit only from a checkpoint of the moment between two batches. So the first signal only sets a
 mark: the running batch finishes, the checkpoint is written where all others are, and then the run ends. An error cannot
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import os
 import signal
+import termios
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -29,7 +31,7 @@ from typing_extensions import override
 
 from lightning_roundpipe.messages import plural
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTICE = b"\nStopping after this step, with a checkpoint. Once more to stop at once, without.\n"
 
 
@@ -243,11 +245,27 @@ class Checkpoints(ModelCheckpoint):
                 signal.signal(number, handler)
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _outlive_terminal()
+            if self.interrupted_by is not None:  # it comes twice, from the system and from the shell
+                return
         if self.interrupted_by is not None:
             raise KeyboardInterrupt
         self.interrupted_by = number
         with contextlib.suppress(OSError):
             os.write(2, _NOTICE)  # a signal handler must not print: it may have interrupted a print
+
+
+def _outlive_terminal() -> None:
+    """Drop all output from here on if the terminal is gone. A print would fail before the checkpoint is written."""
+    for descriptor in (1, 2):
+        try:
+            termios.tcgetattr(descriptor)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
 
 
 def _batches(trainer: Trainer) -> int:
