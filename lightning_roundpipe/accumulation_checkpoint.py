@@ -20,6 +20,9 @@ from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExch
 
 ACCUMULATED = "roundpipe_accumulated_gradients"
 
+WINDOW = "roundpipe_accumulate_grad_batches"
+"""Key of the number of batches in the window. It is there if the gradients are."""
+
 
 def is_open(trainer: Trainer) -> bool:
     """Return whether gradients were accumulated that no optimizer step has used yet."""
@@ -63,6 +66,7 @@ def save(
     for gradient in kept.values() if scale != 1.0 else ():
         gradient.div_(scale)
     checkpoint[ACCUMULATED] = {name: kept[id(p)] for name, p in named.items() if id(p) in kept}
+    checkpoint[WINDOW] = module.trainer.accumulate_grad_batches
 
 
 def restore(

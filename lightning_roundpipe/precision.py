@@ -144,7 +144,12 @@ class RoundPipePrecision(Precision):
         return module
 
     def make_room(self, module: LightningModule, state: Mapping[str, Any]) -> None:
-        """Widen parameters that were trained in fp32, before ``state`` is loaded into them without loss."""
+        """Widen what is narrower than ``state`` and will be as wide, before that is loaded into it without loss.
+
+        In 64-true that is the whole module, which is converted later otherwise, as in plain training.
+        """
+        if self.precision == "64-true":
+            self.convert_module(module)
         if self.low is None or module.trainer.state.fn != TrainerFn.FITTING:
             return
         for name, parameter in module.named_parameters():

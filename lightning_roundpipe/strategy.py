@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_roundpipe.accumulation_checkpoint import ACCUMULATED, save
+from lightning_roundpipe.accumulation_checkpoint import ACCUMULATED, WINDOW, save
 from lightning_roundpipe.announcements import Announcements, changed_settings, name_devices
 from lightning_roundpipe.checkpoint_io import WholeCheckpointIO
 from lightning_roundpipe.config import Emulation, Options, RoundPipeError, refuse_unscaled
@@ -61,7 +61,7 @@ from lightning_roundpipe.refusals import (
     unfitting_weights,
     unreadable_checkpoint,
 )
-from lightning_roundpipe.resuming import holds_place, warn_of_lost_place
+from lightning_roundpipe.resuming import holds_place, resume_accumulation, warn_of_lost_place
 from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.runtime.faults.notes import remedied
@@ -213,6 +213,7 @@ class RoundPipeStrategy(SeveralMachines):
         self._former: dict[int, weakref.ref[Tensor]] = {}
         """Parameters of the models of earlier engines, by id. Optimizers may still hold them; they get no gradients."""
         self._holds_place = False
+        self._window: int | None = None
 
     # -- devices and processes ----------------------------------------------------------------------------------------
 
@@ -347,7 +348,9 @@ class RoundPipeStrategy(SeveralMachines):
             self._stepping.started()
             if module.automatic_optimization:
                 engine.reserve_gradients()
-            warn_of_lost_place(self._running()[0].trainer, self._holds_place)
+            warn_of_lost_place(module.trainer, self._holds_place)
+            resume_accumulation(module.trainer, self._window)
+            self._window = None
 
     def _attach(self) -> None:
         """Set up again, before a step, if user code has replaced modules or parameters of the model.
@@ -613,7 +616,7 @@ class RoundPipeStrategy(SeveralMachines):
         self._accumulated = dict(checkpoint.get(ACCUMULATED, {}))
         if self.global_rank:  # it holds the sum of all machines, which must count once
             self._accumulated = {name: torch.zeros_like(gradient) for name, gradient in self._accumulated.items()}
-        self._holds_place = holds_place(checkpoint)
+        self._holds_place, self._window = holds_place(checkpoint), checkpoint.get(WINDOW)
         return checkpoint
 
     @override

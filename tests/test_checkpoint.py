@@ -24,7 +24,7 @@ import pytest
 import torch
 import zoo
 from harness import Result, assert_identical, loader, ours, run, trainer_of
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy, RoundPipeWarning
@@ -272,6 +272,40 @@ def test_resume_within_an_accumulation_window(precision: str, staleness: int, bl
         assert_identical(whole, resumed)
         loaded = torch.load(path, weights_only=True)
         assert set(loaded[ACCUMULATED]) == {name for name, _ in fresh().named_parameters()}
+
+
+@pytest.mark.parametrize("now", [1, 2, 5])
+def test_a_window_of_another_size_is_warned_of(now: int, tmp_path: Path) -> None:
+    """Its gradients were dropped, or added to others of another weight, without a word."""
+    path = tmp_path / "at.ckpt"
+    train(OURS, fresh(), BATCH, steps=8, accumulate_grad_batches=3, callbacks=[SaveAfter(4, path)])
+    fit = {"ckpt_path": path}
+    with pytest.warns(RoundPipeWarning, match=f"window of accumulate_grad_batches=3, and training goes on with {now}"):
+        train(OURS, fresh(), BATCH, steps=8, accumulate_grad_batches=now, fit=fit)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*accumulate_grad_batches")
+        train(OURS, fresh(), BATCH, steps=8, accumulate_grad_batches=3, fit=fit)
+
+
+def test_resume_with_scheduled_accumulation(tmp_path: Path) -> None:
+    """Lightning sets the number at the start of an epoch, so that a resumed one went on with the first epoch's."""
+    path, options = tmp_path / "at.ckpt", {"steps": 6, "max_epochs": 2}
+    schedule = GradientAccumulationScheduler({0: 3, 1: 2})
+    whole = train(OURS, fresh(), BATCH, callbacks=[schedule, SaveAt(3, path)], **options)
+    resumed = train(OURS, fresh(), BATCH, callbacks=[schedule], fit={"ckpt_path": path}, **options)
+    assert len(resumed.losses) == 4 and len(resumed.grads) == 2
+    for name, value in whole.state.items():
+        assert torch.equal(value, resumed.state[name]), name
+
+
+def test_resume_in_double_precision(tmp_path: Path) -> None:
+    """The weights were rounded to single precision, as in plain training, before the module was converted."""
+    module, batches = zoo.make_module("mlp"), zoo.make_batches("mlp", 1) * 4
+    module.make_optimizer = adamw
+    options: dict[str, Any] = {"precision": "64-true"}
+    whole = train(OURS, module, batches, **options)
+    train(OURS, module, batches, callbacks=[SaveAt(2, tmp_path / "at.ckpt")], max_steps=2, **options)
+    assert_continues(whole, train(OURS, module, batches, fit={"ckpt_path": tmp_path / "at.ckpt"}, **options), 2)
 
 
 class Within(pl.Callback):
