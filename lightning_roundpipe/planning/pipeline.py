@@ -16,8 +16,8 @@ Each rule can be switched on alone:
     a step begins, and weights are sent for it, when all losses of the last one are known; a microbatch of  [10]
     it begins when the same one of the last step is over
     one interpreter issues the operations of all workers; where the host waits for the device, nothing is ahead  [11]
-    rounds of one microbatch run side by side: a microbatch stays a call behind the one before, a slot waits     [12]
-    for [2] when it closes, and one thread of the host adds the gradients that it sends; see `Slot`
+    rounds of one microbatch run side by side: the host begins a call when it is through that of the microbatch  [12]
+    before, a slot waits for [2] when it closes, and one thread of the host adds the gradients; see `Slot`
     unequal workers have times and links of their own, and a step begins on the first of them                    [13]
 
 Everything depends only on what has a lower slot, or a lower microbatch in the same slot, so one pass in that order is
@@ -298,14 +298,14 @@ def _costs_in(stage: Stage, plan: Plan, costs: Costs, microbatches: int) -> Cost
 def _lag_s(costs: Costs, stage: Stage, host: HostTime) -> float:
     """Return the seconds that a microbatch stays behind another one beside it: the longest call of the stage.
 
-    A call is over for the host when it is issued, if the host runs ahead of the device.
+    A call is over for a host that runs ahead of the device when it is issued.
     """
     calls = costs.calls[stage.first : stage.last + 1]
     again = 1.0 if stage.phase == "backward" else 0.0
 
     def seconds(call: CallCost) -> Iterator[float]:
-        ahead = host.shared and not call.is_synchronous
-        forward, backward = (call.issue_s, call.backward_issue_s) if ahead else (call.forward_s, call.backward_s)
+        forward = call.issue_s if host.shared and not call.is_synchronous else call.forward_s
+        backward = call.backward_issue_s if host.shared else call.backward_s
         if stage.phase != "backward":
             yield forward
         if stage.phase != "forward" and call.needs_backward:

@@ -147,6 +147,15 @@ def test_side_by_side() -> None:
     assert run_steps(plan, even(2), 2, 4, slow).ends_s[0] > 3 * 10
 
 
+@pytest.mark.parametrize(("waits", "behind"), [(False, 0.25), (True, 1.0)])
+def test_side_by_side_behind_a_host_that_runs_ahead(waits: bool, behind: float) -> None:
+    """A call is over for it when it is issued, unless it waits for the device. Then nothing is issued ahead either."""
+    calls = [replace(one, issue_s=0.25, is_synchronous=waits) for one in even(2)]
+    plan, rules = Plan.parse("forward none; fused 0-1; backward none; round 1"), Rules(host=HostTime(shared=True))
+    began = [start for _, _, microbatch, start, _ in rows(run_steps(plan, Costs(tuple(calls)), 2, 2, rules))]
+    assert began[1] - began[0] == pytest.approx(behind)
+
+
 def test_no_step_begins_before_all_losses_of_the_last_one_are_known() -> None:
     """Three workers, two rounds of two: the first worker is free at 4, and the last loss is known at 11."""
     run = run_steps(TWO, even(2), 3, 4, Rules(staleness=1), 2)
