@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import harness
@@ -10,6 +11,9 @@ import pytest
 import torch
 from harness import ours
 from torch import Tensor, nn
+
+from lightning_roundpipe.runtime.core.worker import Worker
+from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 
 WIDTH, MICROBATCHES = 64, 4
 
@@ -68,3 +72,70 @@ def test_a_model_that_fits_each_worker_is_trained_on_all_of_them() -> None:
 def test_without_memory_for_the_whole_model_it_is_cut() -> None:
     _, report = trained(2, normed=False, memory_budget="300KB", plan="static")
     assert "round 1" not in report["plan"]
+
+
+class Slow(nn.Module):
+    """A layer whose backward leaves the rest of the engine time."""
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            time.sleep(0.01)
+            return grads[0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slept: Tensor = Slow.Sleep.apply(self.lin(x))
+        return slept
+
+
+class SlowModel(Model):
+    def _layer(self, normed: bool) -> nn.Module:
+        return Slow()
+
+    def __init__(self) -> None:
+        super().__init__(normed=False)
+        self.layers.extend(Slow() for _ in range(3))
+
+
+@pytest.mark.parametrize("options", [{}, {"staleness": 1}, {"reduce_dtype": "bfloat16"}], ids=str)
+def test_gradients_leave_while_their_round_runs(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each round, and the optimizer steps the last layers before the last slot is closed."""
+    began: list[tuple[str, float]] = []
+    real_close, real_apply = Worker.close_slot, AsyncOptimizer._apply
+
+    def close_slot(self: Worker, slot: Any) -> None:
+        began.append(("close", time.perf_counter()))
+        real_close(self, slot)
+
+    def apply(self: AsyncOptimizer, *args: Any) -> None:
+        began.append(("update", time.perf_counter()))
+        real_apply(self, *args)
+
+    monkeypatch.setattr(Worker, "close_slot", close_slot)
+    monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
+    strategy = ours(
+        num_microbatches=MICROBATCHES,
+        layers=["Slow"],
+        plan="forward none; fused 0-5; backward none; round 1",
+        **options,
+    )
+    torch.manual_seed(0)
+    batches = [torch.randn(MICROBATCHES, WIDTH) for _ in range(3)]
+    harness.run(strategy, SlowModel(), batches, devices=2, watch=False)
+    report = strategy.report()
+    for slot in report["slots"]:
+        rows = [row for row in report["events"] if row["slot"] == slot["slot"]]
+        last = max(row["end_s"] for row in rows if row["kind"] == "backward")
+        left = {row["call"]: row["start_s"] for row in rows if row["kind"] == "download_gradients"}
+        assert left.keys() == set(range(6))
+        assert left[5] < last and left[4] < last, f"gradients of round {slot['round']} wait for its end"
+    closes = [when for kind, when in began if kind == "close"]
+    assert [kind for kind, when in began if closes[-2] < when < closes[-1]].count("update") > 0

@@ -117,11 +117,11 @@ WAITS = [
     Wait("runtime.core.worker:Worker._send_gradients", "self._wait_for_gradients()", "order", UNTOUCHED),
     Wait(
         "runtime.core.worker:Worker._send_gradients",
-        "self.device.gradients_down.wait(self.device.compute.record())",
+        "stream.wait(self.device.compute.record())",
         "order",
         stress.NO_GRADIENTS,
     ),
-    Wait("runtime.core.worker:Worker._send", "stream.wait(self.device.compute.record())", "order"),
+    Wait("runtime.core.worker:Worker._send", "stream.wait(end)", "order"),
     Wait("runtime.memory.grad_buffers:HostGradSums.wait", "arrived.wait()", "numbers", CUT, "gradients_down"),
     Wait("runtime.memory.grad_buffers:HostGradSums.take", "self.wait()", "numbers", CUT, "gradients_down"),
     # ActivationStore: from a worker to the host, from the host to a worker; and user code or a layer that writes to
@@ -398,10 +398,12 @@ def late(slow: str, times: float = 1.0) -> Iterator[None]:
         times: how many times longer than usually. On a machine that is busy with other things, everything takes longer.
     """
 
+    copies = "gradients_down" if slow == "closing early" else slow  # or nothing is left to be sent at the close
+
     class Late(Delays):
         def __init__(self, seed: int, name: str) -> None:
             super().__init__(seed, name)
-            self.late = name.endswith(f"/{slow}")
+            self.late = name.endswith(f"/{copies}")
 
         def next(self) -> float:
             return 0.02 * times if self.late else super().next() / 10
@@ -431,6 +433,8 @@ def late(slow: str, times: float = 1.0) -> Iterator[None]:
             patch.setattr(MicrobatchTask, "run", run)
         elif slow.startswith("closing"):
             patch.setattr(Worker, "close_slot", close_slot)
+            if slow == "closing early":
+                patch.setattr(emulated, "Delays", Late)
         elif slow == "updating":
             patch.setattr(AsyncOptimizer, "_apply", apply)
         elif slow == "adding":

@@ -645,8 +645,8 @@ class MicrobatchTask:
 
             def backward() -> list[Tensor | None]:
                 found = executor.backward(slot, recorded, self.activations, factor, self, measured)
-                if worker.send_final(slot, recorded.call, self.index):
-                    self._step.sent(slot, recorded.call)
+                for call in worker.send_final(slot, recorded.call, self.index):
+                    self._step.sent(slot, call)
                 return found
 
             grads = run(backward, self._cancel_scope)

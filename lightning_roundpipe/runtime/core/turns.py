@@ -9,7 +9,8 @@
     what the next microbatch needs is uploaded by the thread that makes it the next one,     [6]
     also for the worker's next slot; its own thread sleeps until it has the turn
     rounds of one microbatch run side by side: a slot waits for [3] when it closes, and a    [7]
-    microbatch begins a call when the one before has begun the next one
+    microbatch begins a call when the one before has begun the next one; gradients of a
+    call leave behind those of the slot before, which then need not be closed
 
 Turns are totally ordered by (slot, microbatch), and a microbatch holds no turn but the one it is running. So the lowest
 turn can always proceed, and there is no deadlock. A microbatch that skips a stage leaves its slot without entering it.
@@ -115,6 +116,8 @@ class Slot:
         self.absent: Callable[[int], None] | None = None
         """Called with a microbatch that gets the turn but is not waiting for it."""
         self._successor: Waiter | None = None
+        self._sent: set[HostGradSums] = set()
+        """Those whose downloads the worker has enqueued before the slot is closed."""
         self._position = 0
         """Position of the microbatch that has the turn, or will have it when the slot opens."""
         self._end = len(microbatches)
@@ -254,6 +257,21 @@ class Slot:
                 return
             waiter = before._successor = Waiter()
         cancel_scope.wait(waiter)
+
+    def sent(self, sums: HostGradSums) -> None:
+        """Note that the slot's download to ``sums`` is enqueued, behind those of all slots before it."""
+        with self._lock:
+            self._sent.add(sums)
+
+    def is_next_in(self, sums: HostGradSums) -> bool:
+        """Return whether all slots that add to ``sums`` before this one have done so, or never will [7].
+
+        A slot that has no gradient for them is known not to add to them only when it is closed.
+        """
+        if (before := self.predecessor) is None:
+            return True
+        with before._lock:
+            return before.closed or sums in before._sent
 
     def is_turn_of(self, microbatch: int) -> bool:
         """Return whether ``microbatch`` has the turn."""

@@ -5,7 +5,8 @@
     run:          each call waits only for the upload of its own layer ── [3]
                   a stage that unpacks once keeps unpacked weights in an arena of their own, which only the compute
                   stream uses, so that the next slot needs to wait for nothing
-    last microbatch: its backward of a call is the call's last ── download the call's gradients ── [4]
+    last microbatch: its backward of a call is the call's last ── download the call's gradients, and those of calls
+                  before it that had to wait ── [4]
     close slot i: download the gradients that are left, and upload what is left of slot i+N ── [5]
 
 Slot i+N overlaps slot i where the arena is smaller than both. Its gradients may also overlap those of slot i, which are
@@ -36,7 +37,7 @@ from lightning_roundpipe.runtime.core.in_flight import IN_FLIGHT, InFlight
 from lightning_roundpipe.runtime.core.offloading import Departures
 from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.core.weight_uploads import WeightUploads
-from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums
+from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums, HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.module_buffers import ReplicaBuffers
@@ -82,8 +83,10 @@ class Worker:
         self._replicas: dict[int, tuple[Replica, ReplicaBuffers]] = {}
         self._device_gradients: dict[int, DeviceGradSums] = {}
         """By call: those of the open slot that are not on their way to the host yet."""
+        self._final: dict[int, Event] = {}
+        """Those among them that no microbatch will add to, in this order: events behind the last addition."""
         self._sent: set[int] = set()
-        """The calls of the open slot whose gradients are."""
+        """The calls of the open slot whose gradients are on their way."""
         self._segments: dict[int, Tensor] = {}
         self.lead = 0
         """Bytes that calls beyond the first `IN_FLIGHT` may keep alive; 0 allows no such calls."""
@@ -250,7 +253,7 @@ class Worker:
 
     def _open_gradients(self, slot: Slot) -> None:
         sums = {call: s for call, s in slot.sums.items() if s.layout.nbytes}
-        self._device_gradients, self._sent = {}, set()
+        self._device_gradients, self._final, self._sent = {}, {}, set()
         if not sums:
             return
         stream, continues = self.device.weights_up, any(any(DeviceGradSums.continued(host)) for host in sums.values())
@@ -319,11 +322,11 @@ class Worker:
         self.arena.retire(slot.place)
         self.uploads.proceed()
 
-    def send_final(self, slot: Slot, call: int, microbatch: int) -> bool:
-        """Enqueue the download of a call's gradients, if no other microbatch will add to them [4].
+    def send_final(self, slot: Slot, call: int, microbatch: int) -> list[int]:
+        """Enqueue the downloads of gradients that no other microbatch will add to [4].
 
-        Not if that would have to wait: for the optimizer to take the gradients of the batch before, for sums on the
-        host, or for the round before.
+        Not those that would have to wait: for the optimizer to take the gradients of the batch before, for sums on the
+        host, or for the round before. The backward of each later call tries again.
 
         Args:
             slot: the open slot.
@@ -331,44 +334,55 @@ class Worker:
             microbatch: the microbatch that it was run for.
 
         Returns:
-            Whether the download is enqueued.
+            The calls whose downloads are enqueued now.
         """
         gradients = self._device_gradients.get(call)
-        if gradients is None or slot.side_by_side or microbatch != slot.microbatches[-1]:
-            return False
-        if not any(gradients.present) or not gradients.host.has_room:
-            return False
-        self._send(slot, call, self._device_gradients.pop(call))
-        self._sent.add(call)
-        return True
+        if gradients is not None and microbatch == slot.microbatches[-1] and any(gradients.present):
+            self._final[call] = self._end(gradients)
+        sent = [call for call in self._final if self._may_send(slot, self._device_gradients[call].host)]
+        for ready in sent:
+            self._send(slot, ready, self._final.pop(ready))
+        return sent
+
+    def _may_send(self, slot: Slot, host: HostGradSums) -> bool:
+        """Return whether a download to ``host`` has its turn and need not wait. Others write to ``host`` before."""
+        return slot.is_next_in(host) and host.has_room
+
+    def _end(self, gradients: DeviceGradSums) -> Event:
+        """Return the event behind which the sum, to which nothing more is added, can be downloaded."""
+        gradients.narrow()
+        return self.device.compute.record()
 
     def _send_gradients(self, slot: Slot) -> None:
-        # Sums that no microbatch has added to are downloaded as they came. Also without any, what comes to the place
-        # next waits for this stream alone, and so for what was there before.
+        # Sums that no microbatch has added to are downloaded as they came.
         self._wait_for_gradients()
-        self.device.gradients_down.wait(self.device.compute.record())
         for call, gradients in self._device_gradients.items():
-            if any(gradients.present):
-                self._send(slot, call, gradients)
+            if call not in self._final and any(gradients.present):
+                self._final[call] = self._end(gradients)
+        for call, end in self._final.items():
+            self._send(slot, call, end)
         stream, place = self.device.gradients_down, slot.place
+        # What comes to the place next waits for this stream alone, also without any gradients.
+        stream.wait(self.device.compute.record())
         if place is not None and (region := place.gradients) is not None:
             stream.poison(self.arena.bytes_of(region.start, region.end))
             region.last_use = stream.record()
         else:
             self._late_gradients.last_use = stream.record()
-        self._device_gradients, self._sent = {}, set()
+        self._device_gradients, self._final, self._sent = {}, {}, set()
 
-    def _send(self, slot: Slot, call: int, gradients: DeviceGradSums) -> None:
-        stream = self.device.gradients_down
-        gradients.narrow()
-        stream.wait(self.device.compute.record())
+    def _send(self, slot: Slot, call: int, end: Event) -> None:
+        stream, gradients = self.device.gradients_down, self._device_gradients.pop(call)
+        stream.wait(end)
         gradients.host.make_room(slot.cancel_scope)
         start = stream.record(timed=True)
         gradients.download(stream)
-        end = stream.record(timed=True)
+        left = stream.record(timed=True)
+        self._sent.add(call)
+        slot.sent(gradients.host)
         where = EventSource(slot.index, slot.phase, call, gradients.host.layer.name)
         nbytes = gradients.host.layout.travel_nbytes
-        slot.recorder.add("download_gradients", self.index, start, end, -1, nbytes, where)
+        slot.recorder.add("download_gradients", self.index, start, left, -1, nbytes, where)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -411,7 +425,7 @@ class Worker:
 
     def gradients_of(self, call: int) -> DeviceGradSums | None:
         """Return the sum that a backward adds to. The compute stream waits until the arena is free for it."""
-        assert call not in self._sent, "a microbatch behind the last one adds to gradients"
+        assert not (call in self._final or call in self._sent), "a microbatch behind the last one adds to gradients"
         self._wait_for_gradients()
         return self._device_gradients.get(call)
 
@@ -495,6 +509,7 @@ class Worker:
         self._unbind()
         self._replicas.clear()
         self._device_gradients.clear()
+        self._final.clear()
         self._sent.clear()
         self._gradients_free.clear()
         self._segments.clear()
