@@ -324,7 +324,7 @@ ELSEWHERE = {
     # Values on a GPU only: test_logs.py
     ("runtime.batch.logs:_Download.__init__", "stream.wait(device.compute.record())"),
     ("runtime.batch.logs:_Download.wait", "self._end.wait()"),
-    ("runtime.batch.logs:_arrived", "return value.wait() if isinstance(value, _Download) else value"),
+    ("runtime.batch.logs:_arrived", "value = value.wait() if isinstance(value, _Download) else value"),
     ("runtime.core.worker:Worker.keep_until_computed", "flying.oldest.wait()"),  # test_the_host_does_not_run_far_ahead
     # test_offloading.py: test_no_call_begins_while_more_tensors_are_leaving_than_planned
     ("runtime.core.microbatch:MicrobatchTask._run_forward", "worker.departures.wait(self._cancel_scope)"),

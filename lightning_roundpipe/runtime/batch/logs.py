@@ -323,7 +323,7 @@ class HostMetrics:
             metric.compute_on_cpu = False
 
 
-class _Called:
+class _UpdateHook:
     """A hook that does nothing in a copy of its module."""
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -332,8 +332,8 @@ class _Called:
     def __call__(self, *args: Any) -> None:
         self._function(*args)
 
-    def __deepcopy__(self, memo: Any) -> _Called:
-        return _Called(lambda *_: None)
+    def __deepcopy__(self, memo: Any) -> _UpdateHook:
+        return _UpdateHook(lambda *_: None)
 
 
 class BatchValue:
@@ -352,7 +352,7 @@ class BatchValue:
         self._apart: list[dict[str, Any]] | None = None
 
     def __enter__(self) -> None:
-        self._hook = self._metric.register_forward_hook(_Called(self._called), with_kwargs=True)
+        self._hook = self._metric.register_forward_hook(_UpdateHook(self._called), with_kwargs=True)
 
     def __exit__(self, error: object, *_: object) -> None:
         self._hook.remove()

@@ -78,8 +78,10 @@ class _Recorder:
         own = vars(self.metric)
         self._before: dict[str, Any] = {name: own[name] for name in ("forward", "update", "reset") if name in own}
         for name in ("forward", "update"):
-            own[name] = _StandIn(self.metric, getattr(self.metric, name), functools.partial(self._owner.call, self))
-        own["reset"] = _StandIn(self.metric, self.metric.reset, functools.partial(self._owner.reset, self))
+            own[name] = _RecordedMethod(
+                self.metric, getattr(self.metric, name), functools.partial(self._owner.call, self)
+            )
+        own["reset"] = _RecordedMethod(self.metric, self.metric.reset, functools.partial(self._owner.reset, self))
 
     def remove(self) -> None:
         own = vars(self.metric)
@@ -130,7 +132,7 @@ class _Recorder:
         return all(_same(one, other) for one, other in zip(after, states, strict=True))
 
 
-class _StandIn:
+class _RecordedMethod:
     """Takes the place of a method of a metric. A copy of the metric has the method."""
 
     def __init__(self, metric: Metric, method: Callable[..., Any], instead: Callable[..., Any]) -> None:
