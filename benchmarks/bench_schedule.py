@@ -8,7 +8,8 @@ one is the engine: interception, turns, hand-overs between threads, copies of (t
 Emulated devices work while a thread sleeps, so what the host does between two layers adds to their time. With
 ``--timed``, devices have clocks of their own (`timed_cuda`), and the host runs ahead of them, as it does on GPUs. With
 ``--link``, layers have as many weights as the model's, which links carry at so many bytes a second, and gradients:
-both in fp32, and both a two-hundredth, weights and rate.
+both in fp32, and both a two-hundredth, weights and rate. With ``--side-by-side``, each device computes whole
+microbatches.
 
 ``--unequal`` takes devices of different speeds instead of 8 equal ones, the plan that the engine itself makes from its
 first batch, and what all devices reach together if each of them trains alone.
@@ -32,6 +33,7 @@ from timed_cuda import TimedCuda
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.planning import Costs, Plan, greedy_partition
 from lightning_roundpipe.planning.cases import Case, read_cases
+from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.pipeline import Rules, run_steps
 from lightning_roundpipe.planning.search import search_partition
@@ -86,7 +88,9 @@ def with_weights(costs: Costs, model: str) -> Costs:
     return Costs(tuple(calls))
 
 
-def equal_table(scale: float, steps: int, timed: bool, link: float | None, console: Console) -> Table:
+def equal_table(
+    scale: float, steps: int, timed: bool, link: float | None, side_by_side: bool, console: Console
+) -> Table:
     cases = {case.model: case for case in read_cases(CASES) if case.schedule == "roundpipe"}
     layers = (
         "layers that take {} times the model's times, and the host runs ahead"
@@ -96,11 +100,12 @@ def equal_table(scale: float, steps: int, timed: bool, link: float | None, conso
     table = Table(title=f"8 devices, 16 microbatches, {layers.format(f'{scale:g}')}")
     for heading in ("layers of", "stages", "simulated (s)", "measured, median (s)", "ratio", "bubble, simulated"):
         table.add_column(heading, justify="left" if heading == "layers of" else "right")
-    rules = None if link is None else Rules(links=Links(link / SCALE, link / SCALE))
+    links = None if link is None else Links(link / SCALE, link / SCALE)
+    rules = Rules(host=HostTime(shared=timed), links=links)
     for model in MODELS:
         case = cases[model]
         costs = case.costs(scale) if link is None else with_weights(case.costs(scale), model)
-        plan = greedy_partition(costs, case.workers, case.microbatches)
+        plan = Plan.single(len(costs)) if side_by_side else greedy_partition(costs, case.workers, case.microbatches)
         simulation = run_steps(plan, costs, case.workers, case.microbatches, rules, STEPS)
         period = simulation.period_s(STEPS - 2) if timed else simulation.ends_s[0]
         bubble = 1 - simulation.busy_s / STEPS / (case.workers * period)
@@ -155,6 +160,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--timed", action="store_true", help="devices with clocks of their own, as GPUs")
     parser.add_argument("--link", type=float, help="bytes a second of the devices' links, with --timed")
+    parser.add_argument("--side-by-side", action="store_true", help="rounds of one microbatch and one stage")
     parser.add_argument("--unequal", action="store_true", help="devices of different speeds")
     options = parser.parse_args()
     if options.link and not options.timed:
@@ -165,7 +171,9 @@ def main() -> None:
     if options.unequal:
         console.print(unequal_table(options.scale, options.steps, console))
     else:
-        console.print(equal_table(options.scale, options.steps, options.timed, options.link, console))
+        console.print(
+            equal_table(options.scale, options.steps, options.timed, options.link, options.side_by_side, console)
+        )
 
 
 if __name__ == "__main__":

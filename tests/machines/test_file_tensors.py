@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,7 +58,8 @@ def test_gradients_of_an_open_window_are_divided_by_the_loss_scale_in_a_file(
     """A checkpoint took a copy of all gradients in memory."""
     monkeypatch.setattr(accumulation_checkpoint, "is_open", lambda trainer: True)
     module: Any = torch.nn.Linear(SMALL // 64, 16)
-    module.trainer, module.weight.grad = None, torch.full((16, SMALL // 64), 8.0)
+    module.trainer = SimpleNamespace(accumulate_grad_batches=2)
+    module.weight.grad = torch.full((16, SMALL // 64), 8.0)
     checkpoint: dict[str, Any] = {"optimizer_states": []}
     accumulation_checkpoint.save(checkpoint, module, None, 4.0, FileTensors(tmp_path))
     assert mapped(tmp_path) == 1
