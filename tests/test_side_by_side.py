@@ -139,3 +139,16 @@ def test_gradients_leave_while_their_round_runs(options: dict[str, Any], monkeyp
         assert left.keys() == set(range(6))
         assert left[5] < last and left[4] < last, f"gradients of round {slot['round']} wait for its end"
     assert min(when for number, when in stepped if number == stepped[-1][0]) < closed[-1]
+
+
+def test_gradients_of_a_call_are_added_in_the_order_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the second round leave last, at the end of its slot. Later rounds wait for them."""
+    real = Worker.send_final
+
+    def send_final(self: Worker, slot: Any, call: int, microbatch: int) -> list[int]:
+        return [] if slot.round == 1 else real(self, slot, call, microbatch)
+
+    one, _ = trained(1)
+    monkeypatch.setattr(Worker, "send_final", send_final)
+    several, _ = trained(3, plan="forward none; fused 0-2; backward none; round 1")
+    harness.assert_identical(one, several)
