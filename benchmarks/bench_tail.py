@@ -71,7 +71,7 @@ def simulate(model: str, hardware: str) -> Table:
     return table
 
 
-TRAVELS_AS_IT_IS = Reduction(None, lambda: TaskThread("unused"))
+TRAVELS_AS_IT_IS = Reduction(None, lambda worker: TaskThread("unused"))
 
 
 class Tail:
@@ -105,7 +105,7 @@ class Tail:
         on_device.present = [True]
         intraop_threads.release_intraop_threads()
         start = time.perf_counter()
-        on_device.download(self.device.gradients_down)
+        on_device.download(self.device.gradients_down, 0)
         readiness.passed(())
         self._updates.settle()
         return time.perf_counter() - start

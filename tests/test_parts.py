@@ -36,7 +36,7 @@ from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 
 PART = 256
 """Bytes: 64 numbers in fp32."""
-OWN = Reduction(None, lambda: pytest.fail("nothing is added up on the host"))
+OWN = Reduction(None, lambda worker: pytest.fail("nothing is added up on the host"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """The host's Python interpreter, which issues the operations of all workers.
 
 Python runs one thread at a time, so all workers share its seconds. A turn takes its seconds from the gaps that other
-turns leave.
+turns leave. So do the host's additions of gradients, which have such seconds of their own.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ Each rule can be switched on alone:
     a recomputation waits for what its stage saved, and may run before its gradient is there               [4]
     the fused slot is held from a microbatch's first call until its backward through the stage ends        [5]
     a call waits for its own layer's weights: of the last step (staleness 0) or of the one before (1)      [6]
-    weights travel while the slot before runs, layer by layer, as far as they fit beside it; so do         [7]
-    gradients. What comes to a place in the arena waits until what was there has left; see `memory`
+    weights travel while the slot before runs, layer by layer, as far as they fit beside it; gradients     [7]
+    leave call by call, as the last microbatch has run its backward. What comes to a place in the arena waits until
+    what was there has left; see `memory`
     an update begins when a layer's gradients are on the host, first layers first; see `async_optimizer`,          [8]
     or `network` where other machines have a part in it
     what a turn takes in and gives out travels before all weights and gradients                            [9]
@@ -17,7 +18,8 @@ Each rule can be switched on alone:
     it begins when the same one of the last step is over
     one interpreter issues the operations of all workers; where the host waits for the device, nothing is ahead  [11]
     rounds of one microbatch run side by side: the host begins a call when it is through that of the microbatch  [12]
-    before, a slot waits for [2] when it closes, and one thread of the host adds the gradients; see `Slot`
+    before, instead of [2] the gradients of each call leave when those of the microbatch before are added, and
+    the host adds those of one call at a time; see `Slot`
     unequal workers have times and links of their own, and a step begins on the first of them                    [13]
 
 Everything depends only on what has a lower slot, or a lower microbatch in the same slot, so one pass in that order is
@@ -251,6 +253,22 @@ class _Occupied(NamedTuple):
         return self.weights + self.gradients
 
 
+class _Leaving(NamedTuple):
+    """A call's gradients, which leave a worker.
+
+    Attributes:
+        call: the call's number.
+        layer: its layer.
+        nbytes: bytes of the gradients as they travel.
+        before_end_s: seconds between the end of its backward and that of the turn.
+    """
+
+    call: int
+    layer: str
+    nbytes: int
+    before_end_s: float
+
+
 class _SimulatedStage:
     """Constants of a stage on a worker.
 
@@ -266,7 +284,8 @@ class _SimulatedStage:
         need = costs.stage_bytes(stage.first, stage.last, stage.phase)
         self.weights, self.gradients = need.weights, need.gradients
         self.arrivals = _arrivals(calls, stage.phase)
-        self.downloads, self.resumed = need.downloads, need.resumed
+        self.resumed = need.resumed
+        self.leaving = _leaving(calls, stage)
         forward = sum(call.forward_s for call in calls)
         self.recompute_s = sum(call.forward_s for call in self.trained) if stage.phase == "backward" else 0.0
         backward = sum(call.backward_s for call in self.trained)
@@ -337,6 +356,17 @@ def _arrivals(calls: Sequence[CallCost], phase: Phase) -> list[tuple[int, float]
     return arrivals
 
 
+def _leaving(calls: Sequence[CallCost], stage: Stage) -> list[_Leaving]:
+    """Return the gradients that leave a stage, in the order of its backward."""
+    leaving, left = [], 0.0
+    for number, call in enumerate(calls, stage.first):
+        if stage.phase != "forward" and call.needs_backward:
+            nbytes = call.gradient_bytes if call.reduced_bytes is None else call.reduced_bytes
+            leaving.append(_Leaving(number, call.layer, nbytes, left))
+            left += call.backward_s
+    return leaving[::-1]
+
+
 def _leads(calls: Sequence[CallCost], phase: Phase, rules: Rules) -> dict[str, float]:
     """Return, for each layer of a stage, the seconds of its first turn before that layer.
 
@@ -395,7 +425,8 @@ class _Pipeline:
         self._behind: dict[int, tuple[float, float]] = {}
         """By stage, when the next microbatch may begin beside the last one, and end. [12]"""
         self._added: dict[int, float] = {}
-        self._adding = 0.0
+        """By call, when its gradients of the microbatch before are added. [12]"""
+        self._adder = Interpreter()
         self._ahead = plan.recompute_ahead
         self._stages = _stages_of(plan, costs, workers, microbatches, rules)
         self._forward_of = plan.stage_of_forward
@@ -467,14 +498,14 @@ class _Pipeline:
         first = self._slot % self._workers
         seconds = [] if alike else [float(first)]
         in_turn = [(first + worker) % self._workers for worker in workers] if alike else workers
-        times: list[float] = [self._adding, *self._added.values(), *(left for left, _ in self._left.values())]
+        times: list[float] = [*self._added.values(), *(left for left, _ in self._left.values())]
         for worker in in_turn:
             times.append(self._free[worker])
             times += [time for slot in self._occupied[worker] for time in (slot.end, slot.arrived)]
             for lanes in (self._up, self._down):
                 if lanes is not None:
                     times += lanes[worker].after(begin)
-        times += self._interpreter.after(begin)
+        times += [*self._interpreter.after(begin), *self._adder.after(begin)]
         for published in self._published[-1 - self._rules.staleness :]:
             times += [time for layer in sorted(published) for time in published[layer]]  # not in the order of updates
         if self._exchange is not None:
@@ -499,11 +530,12 @@ class _Pipeline:
             self._summed = max(self._summed, self._load_sums(stage, worker))
         for microbatch in members:
             self._take_turn(stage, worker, microbatch, updated, loaded)
+        last = self._free[worker]
         if self._side_by_side:
-            self._free[worker] = max(self._free[worker], closed, self._added.get(stage.position, 0.0))  # [12]
+            self._free[worker] = max([last, *(self._added.get(one.call, 0.0) for one in stage.leaving)])  # [12]
         end = self._free[worker]
         if members.stop == self._microbatches or self._down is not None or self._side_by_side:
-            self._unload(stage, worker, end, last=members.stop == self._microbatches)
+            self._unload(stage, worker, last, end, is_complete=members.stop == self._microbatches)
         self._slot += 1
         return end
 
@@ -562,25 +594,36 @@ class _Pipeline:
             ready = max(ready, beside.arrived)
         return ready
 
-    def _unload(self, stage: _SimulatedStage, worker: int, end: float, last: bool) -> None:
-        """Free the place in the arena. Gradients go to the host, and to the optimizer after the last round. [7]"""
-        arrived = end
-        if self._down is not None and stage.gradients:
-            start, arrived = self._down[worker].copy_behind(end, stage.downloads)
-            self._note("download_gradients", worker, stage, -1, start, arrived)
-        self._occupied[worker] = [self._occupied[worker][1], _Occupied(stage.weights, stage.gradients, end, arrived)]
-        if self._side_by_side:
-            self._added[stage.position] = arrived = self._add(stage, arrived)
-        if last:
-            for call in stage.trained:
-                self._arrived[call.layer] = max(self._arrived.get(call.layer, 0.0), arrived)
+    def _unload(self, stage: _SimulatedStage, worker: int, last: float, end: float, *, is_complete: bool) -> None:
+        """Send gradients to the host, and free the place in the arena. [7]
 
-    def _add(self, stage: _SimulatedStage, arrived: float) -> float:
-        """Return when the host has added a microbatch's gradients, which are there at ``arrived``, to the sum. [12]"""
+        Args:
+            stage: the slot's stage.
+            worker: its worker.
+            last: end of the last turn.
+            end: end of the slot.
+            is_complete: whether the gradients are complete, so that the optimizer gets them.
+        """
+        arrived = end
+        for gradients in stage.leaving:
+            there = last - gradients.before_end_s
+            if self._side_by_side:
+                there = max(there, self._added.get(gradients.call, 0.0))
+            if self._down is not None:
+                start, there = self._down[worker].copy_behind(there, gradients.nbytes)
+                self._note("download_gradients", worker, stage, -1, start, there)
+                arrived = max(arrived, there)
+            if self._side_by_side:
+                there = self._added[gradients.call] = self._add(gradients, there)
+            if is_complete:
+                self._arrived[gradients.layer] = max(self._arrived.get(gradients.layer, 0.0), there)
+        self._occupied[worker] = [self._occupied[worker][1], _Occupied(stage.weights, stage.gradients, end, arrived)]
+
+    def _add(self, gradients: _Leaving, there: float) -> float:
+        """Return when the host has added gradients, which are ``there`` then, to those of microbatches before. [12]"""
         if self._rules.sums_per_s is None:
-            return arrived
-        self._adding = max(self._adding, arrived) + stage.downloads / self._rules.sums_per_s
-        return self._adding
+            return there
+        return self._adder.take(there, gradients.nbytes / self._rules.sums_per_s)
 
     def _take_turn(
         self, stage: _SimulatedStage, worker: int, microbatch: int, updated: tuple[float, float], loaded: float

@@ -541,16 +541,33 @@ def test_blocking_updates_run_alone() -> None:
 
 
 def test_a_call_waits_for_its_own_layer_only() -> None:
-    """One stage of both layers: the second one's update, 8 to 10, runs while the first one computes, 8 to 9."""
-    plan = Plan.parse("forward 0-1; fused 2; backward 0-1; round 1; recompute ahead")
-    costs = Costs((*(call(f"layers.{i}", gradients=2) for i in range(2)), call("head", gradients=0)))
+    """One stage of three layers: the second one's update, the last of them, ends when the first one has computed."""
+    plan = Plan.parse("forward 0-2; fused 3; backward 0-2; round 1; recompute ahead")
+    costs = Costs((*(call(f"layers.{i}", gradients=5) for i in range(3)), call("head", gradients=0)))
     run = run_steps(plan, costs, 1, 1, Rules(updates=UpdateModel(1.0)), 2)
     end = run.ends_s[0]
-    assert updates_of(run) == [(end, end + 2), (end + 2, end + 4)]
+    assert updates_of(run) == [(end - 4, end + 1), (end + 1, end + 6), (end + 6, end + 11)]
     begin = next(e for e in run.events if e.step == 1)
-    assert begin.start_s == end + 3  # so that the second call finds its weights in time
+    assert begin.start_s == end + 10  # so that the second call finds its weights in time
     behind = run_steps(plan, costs, 1, 1, Rules(updates=UpdateModel(1.0), links=Links(1e12, 1e12)), 2)
-    assert next(e for e in behind.events if e.step == 1 and e.kind == "forward").start_s >= end + 4
+    assert next(e for e in behind.events if e.step == 1 and e.kind == "forward").start_s >= end + 11
+
+
+def test_gradients_leave_call_by_call() -> None:
+    """They are summed on the worker, so they leave with the last microbatch: the last call's before the first's."""
+    run = run_steps(Plan.single(2, 2), heavy(0, 1), 1, 2, Rules(links=Links(1.0, 1.0)))
+    leaving = [(e.start_s, e.end_s) for e in run.events if e.kind == "download_gradients"]
+    assert (run.ends_s, leaving) == ((12,), [(10, 11), (12, 13)])
+
+
+def test_gradients_of_microbatches_side_by_side_are_added_call_by_call() -> None:
+    """Two calls of 1 + 2 on two workers. Each call's gradients leave when the microbatch before's are added."""
+    plan = Plan.parse("forward none; fused 0-1; backward none; round 1")
+    calls = [replace(one, gradient_bytes=3) for one in even(2)]
+    run = run_steps(plan, Costs(tuple(calls)), 2, 2, Rules(links=Links(1e12, 1.0), sums_per_s=1.0))
+    leaving = [(e.worker, e.start_s, e.end_s) for e in run.events if e.kind == "download_gradients"]
+    # The last call's backward ends at 4, and at 6 for the second microbatch. Its gradients are added at 10.
+    assert leaving == [(0, 4, 7), (0, 7, 10), (1, 10, 13), (1, 13, 16)]
 
 
 def test_one_worker_hides_all_updates_but_the_first_layers() -> None:

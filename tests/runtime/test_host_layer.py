@@ -16,7 +16,7 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer, make_bucket
 from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 
 
-def no_thread() -> TaskThread:
+def no_thread(worker: int) -> TaskThread:
     raise AssertionError("sums travel in their own dtype, one after another")
 
 
@@ -88,7 +88,7 @@ def test_a_parameter_without_gradient_keeps_none(device: Device) -> None:
         gradients.attach(copies)
         (copies[0].sum() * 3).backward()
         gradients.detach(copies)
-    gradients.download(device.gradients_down)
+    gradients.download(device.gradients_down, 0)
     taken = host.take(0.5)
     assert list(taken) == [id(layer.masters[0])] and taken[id(layer.masters[0])].unique().tolist() == [3.0]
 

@@ -30,7 +30,7 @@ def device() -> Iterator[Device]:
 @pytest.fixture
 def reduction() -> Iterator[Reduction]:
     thread = TaskThread("roundpipe-sums")
-    yield Reduction(torch.bfloat16, lambda: thread)
+    yield Reduction(torch.bfloat16, lambda worker: thread)
     thread.stop()
     thread.join()
 
@@ -53,7 +53,7 @@ def _send(buffers: HostGradBuffers, device: Device, rounds: list[list[Tensor | N
         on_device.detach(copies)
         on_device.narrow()
         host.make_room(CancelScope())
-        on_device.download(device.gradients_down)
+        on_device.download(device.gradients_down, 0)
     taken = {key: gradient.clone() for key, gradient in host.take(1.0).items()}
     host.consumed.wake()
     return taken

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -211,6 +212,22 @@ def test_the_same_stage_of_the_next_round_waits() -> None:
     join(threads)
     second.wait_for_predecessor(cancel_scope)  # closed already: at once
     make_slot(2, [0]).wait_for_predecessor(cancel_scope)  # there is none
+
+
+def test_side_by_side_the_gradients_of_a_call_leave_behind_those_of_all_slots_before() -> None:
+    """The second slot has none for this call, and is closed first."""
+    sums, cancel_scope = Mock(), CancelScope()
+    first = make_slot(0, [0])
+    second = make_slot(1, [1], predecessor=first)
+    third = make_slot(2, [2], predecessor=second)
+    threads = start(lambda: third.wait_to_add_to(sums, cancel_scope))
+    second.close()
+    time.sleep(0.03)
+    assert threads[0].is_alive() and not third.is_next_in(sums)
+    first.sent(sums)
+    join(threads)
+    assert third.is_next_in(sums)
+    third.wait_to_add_to(sums, cancel_scope)  # at once
 
 
 @pytest.mark.parametrize("where", ["turn", "predecessor"])

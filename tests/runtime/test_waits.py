@@ -177,13 +177,7 @@ WAITS = [
     Wait("runtime.core.turns:Slot.enter", "cancel_scope.wait(waiter)", "numbers"),
     Wait("runtime.core.turns:Slot.wait_for_predecessor", "cancel_scope.wait(waiter)", "numbers", WIDE),
     Wait("runtime.core.worker:Worker.open", "slot.wait_for_predecessor(slot.cancel_scope)", "numbers", WIDE),
-    Wait(
-        "runtime.core.worker:Worker.close_slot",
-        "slot.wait_for_predecessor(slot.cancel_scope)",
-        "numbers",
-        BESIDE,
-        "closing early",
-    ),
+    Wait("runtime.core.turns:Slot._wait_until_sent", "cancel_scope.wait(waiter)", "numbers", BESIDE, "closing early"),
     Wait("runtime.core.turns:MicrobatchOrder.begin", "cancel_scope.wait(waiter)", "numbers", BESIDE),
     Wait(
         "runtime.core.microbatch:MicrobatchTask.run",

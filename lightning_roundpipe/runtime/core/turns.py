@@ -8,9 +8,9 @@
     closed as soon as it opens
     what the next microbatch needs is uploaded by the thread that makes it the next one,     [6]
     also for the worker's next slot; its own thread sleeps until it has the turn
-    rounds of one microbatch run side by side: a slot waits for [3] when it closes, and a    [7]
-    microbatch begins a call when the one before has begun the next one; gradients of a
-    call leave behind those of the slot before, which then need not be closed
+    rounds of one microbatch run side by side: instead of [3], the gradients of each call    [7]
+    leave behind those of the slot before, and a microbatch begins a call when the one
+    before has begun the next one
 
 Turns are totally ordered by (slot, microbatch), and a microbatch holds no turn but the one it is running. So the lowest
 turn can always proceed, and there is no deadlock. A microbatch that skips a stage leaves its slot without entering it.
@@ -59,7 +59,7 @@ class Slot:
         sums: host sums of the calls whose backward runs here, by call.
         microbatches: numbers of the microbatches, in the order of their turns.
         predecessor: the slot that adds to the same sums before this one, if any.
-        side_by_side: whether the slot waits for its predecessor when it closes instead of when it opens [7].
+        side_by_side: whether the slot opens without waiting for its predecessor [7].
         unpacks_once: whether packed weights are unpacked once for all its microbatches.
         cancel_scope: the step's cancel scope.
         version: version of the weights that uploads must read.
@@ -117,7 +117,9 @@ class Slot:
         """Called with a microbatch that gets the turn but is not waiting for it."""
         self._successor: Waiter | None = None
         self._sent: set[HostGradSums] = set()
-        """Those whose downloads the worker has enqueued before the slot is closed."""
+        """Those whose downloads the worker has enqueued."""
+        self._to_send: dict[HostGradSums, Waiter] = {}
+        """Woken when they are sent, or the slot is closed: the next slot waits to add to them."""
         self._position = 0
         """Position of the microbatch that has the turn, or will have it when the slot opens."""
         self._end = len(microbatches)
@@ -245,8 +247,11 @@ class Slot:
         """Mark the slot as closed, so that the same stage of the next round may open."""
         with self._lock:
             self.closed = True
+            waiters, self._to_send = [*self._to_send.values()], {}
             if self._successor is not None:
-                self._successor.wake()
+                waiters.append(self._successor)
+        for waiter in waiters:
+            waiter.wake()
 
     def wait_for_predecessor(self, cancel_scope: CancelScope) -> None:
         """Wait until the downloads of the predecessor's sums have been enqueued [3]."""
@@ -262,16 +267,34 @@ class Slot:
         """Note that the slot's download to ``sums`` is enqueued, behind those of all slots before it."""
         with self._lock:
             self._sent.add(sums)
+            waiter = self._to_send.pop(sums, None)
+        if waiter is not None:
+            waiter.wake()
 
     def is_next_in(self, sums: HostGradSums) -> bool:
         """Return whether all slots that add to ``sums`` before this one have done so, or never will [7].
 
         A slot that has no gradient for them is known not to add to them only when it is closed.
         """
-        if (before := self.predecessor) is None:
-            return True
-        with before._lock:
-            return before.closed or sums in before._sent
+        before = self.predecessor
+        while before is not None and before.closed and sums not in before._sent:
+            before = before.predecessor
+        return before is None or sums in before._sent
+
+    def wait_to_add_to(self, sums: HostGradSums, cancel_scope: CancelScope) -> None:
+        """Wait until the slot `is_next_in` ``sums``."""
+        before = self.predecessor
+        while before is not None:
+            before._wait_until_sent(sums, cancel_scope)
+            before = None if sums in before._sent else before.predecessor
+
+    def _wait_until_sent(self, sums: HostGradSums, cancel_scope: CancelScope) -> None:
+        """Wait until the download to ``sums`` is enqueued, or never will be."""
+        with self._lock:
+            if self.closed or sums in self._sent:
+                return
+            waiter = self._to_send[sums] = Waiter()
+        cancel_scope.wait(waiter)
 
     def is_turn_of(self, microbatch: int) -> bool:
         """Return whether ``microbatch`` has the turn."""

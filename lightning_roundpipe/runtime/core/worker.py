@@ -290,8 +290,6 @@ class Worker:
         """Enqueue the downloads of the gradients that are left, and free the slot's place behind the compute [5]."""
         for layer in slot.layers:  # also the layers that were not called: their uploads write to the arena
             self.device.compute.wait(self._upload_of(slot, layer))
-        if slot.side_by_side:
-            slot.wait_for_predecessor(slot.cancel_scope)
         if self._device_gradients or self._sent:
             self._send_gradients(slot)
         assert slot.place is not None
@@ -360,6 +358,8 @@ class Worker:
             if call not in self._final and any(gradients.present):
                 self._final[call] = self._end(gradients)
         for call, end in self._final.items():
+            if slot.side_by_side:
+                slot.wait_to_add_to(self._device_gradients[call].host, slot.cancel_scope)
             self._send(slot, call, end)
         stream, place = self.device.gradients_down, slot.place
         # What comes to the place next waits for this stream alone, also without any gradients.
@@ -376,7 +376,7 @@ class Worker:
         stream.wait(end)
         gradients.host.make_room(slot.cancel_scope)
         start = stream.record(timed=True)
-        gradients.download(stream)
+        gradients.download(stream, self.index)
         left = stream.record(timed=True)
         self._sent.add(call)
         slot.sent(gradients.host)

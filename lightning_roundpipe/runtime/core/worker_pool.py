@@ -86,7 +86,7 @@ class WorkerPool:
         self.device_types = tuple(sorted({"cpu", *types}))
         self.accelerator = next(iter(types - {"cpu"}), None)
         self.staging = devices[0] if self.accelerator is not None else None
-        self._summing: TaskThread | None = None
+        self._summing: dict[int, TaskThread] = {}
         self.broken = False
         self._limit = watchdog_timeout
         self._threads: list[TaskThread] = []
@@ -129,15 +129,14 @@ class WorkerPool:
             self._threads.append(TaskThread(f"roundpipe-microbatch{len(self._threads)}", leases=True))
         return self._threads[index]
 
-    def summing(self) -> TaskThread:
-        """Return the thread that adds up gradients on the host, and start it if needed."""
-        if self._summing is None:
-            self._summing = TaskThread("roundpipe-sums")
-        return self._summing
+    def summing(self, worker: int) -> TaskThread:
+        """Return the thread that adds gradients of ``worker`` on the host, and start it if needed."""
+        if worker not in self._summing:
+            self._summing[worker] = TaskThread(f"roundpipe-sums{worker}")
+        return self._summing[worker]
 
     def _everybody(self) -> list[TaskThread]:
-        summing = [self._summing] if self._summing is not None else []
-        return [*(worker.thread for worker in self.workers), *summing, *self._threads]
+        return [*(worker.thread for worker in self.workers), *self._summing.values(), *self._threads]
 
     def abort(self) -> None:
         """Abort all devices, so that no thread keeps waiting for one."""
@@ -257,8 +256,8 @@ class WorkerPool:
                 rest.callback(self._close_devices)
             for thread in threads:
                 rest.callback(thread.join, deadline)
-            if self._summing is not None:
-                rest.callback(self._summing.join, deadline)
+            for summing in self._summing.values():
+                rest.callback(summing.join, deadline)
             for worker in self.workers:
                 rest.callback(worker.close, deadline)
 

@@ -8,12 +8,12 @@ do rounds: the device buffer of a later round starts from the sum so far.
     arrived ── taken: read by the optimizer, or handed to .grad ── consumed ── [3]
 
 With ``reduce_dtype`` the sum of a round travels in a narrower dtype. It is narrowed in place and lands beside the host
-sum, and a host thread adds it there. Later rounds then start from zero. So do rounds that run side by side, in any
-dtype.
+sum, and a host thread adds it there, one for each worker. Later rounds then start from zero. So do rounds that run side
+by side, in any dtype.
 
     worker: detach ── narrowed ── [4]
     download into the landing ── once what landed there before has been added ── [5]
-    added to the call's host buffer, on the summing thread ── arrived ── [6]
+    added to the call's host buffer, on the worker's summing thread ── arrived ── [6]
 
 A large layer's gradients travel in parts, so that `async_optimizer` can use the first ones while the rest are on their
 way.
@@ -60,11 +60,12 @@ class Reduction:
 
     Attributes:
         dtype: dtype in which gradients travel if it is narrower than their own; None: in their own.
-        thread: returns the thread that adds what has landed to the sums.
+        thread: returns the thread that adds what has landed from a worker to the sums. What lands from one worker lands
+            in order, so that its thread waits for nothing that comes after what is there.
     """
 
     dtype: torch.dtype | None
-    thread: Callable[[], TaskThread]
+    thread: Callable[[int], TaskThread]
 
 
 class GradientLayout:
@@ -161,7 +162,7 @@ class HostGradBuffers:
         return self._last
 
     def _make_landing(self) -> _Landing:
-        return _Landing(self.layout, self._device, self._reduction.thread())
+        return _Landing(self.layout, self._device, self._reduction.thread)
 
     def _unused(self) -> _Buffer:
         for buffer in self._buffers:
@@ -184,10 +185,10 @@ class _Landing:
     Args:
         layout: layout of the call's gradients.
         device: allocates the memory.
-        thread: adds what has landed to the sum.
+        thread: returns the thread that adds what has landed from a worker to the sum.
     """
 
-    def __init__(self, layout: GradientLayout, device: Device, thread: TaskThread) -> None:
+    def __init__(self, layout: GradientLayout, device: Device, thread: Callable[[int], TaskThread]) -> None:
         self.flat = device.host_buffer(layout.travel_nbytes)
         self.thread = thread
         self._views = [segment.view(self.flat) for segment in layout.travelling]
@@ -350,13 +351,13 @@ class HostGradSums:
         if self.landing is not None:
             self.wait()
 
-    def land(self, landed: Event, present: Sequence[bool]) -> None:
-        """Have the summing thread add the gradients that are ``present`` once their download has ``landed``."""
+    def land(self, worker: int, landed: Event, present: Sequence[bool]) -> None:
+        """Have the summing thread add a worker's gradients that are ``present`` once their download has ``landed``."""
         assert self.landing is not None
         before, self.present = self.present, [a or b for a, b in zip(self.present, present, strict=True)]
-        added = self.arrived = _Added(self.landing.thread)
-        landing, views = self.landing, self.buffer.views
-        self.landing.thread.submit(lambda: added.after(landed, landing, views, present, before))
+        landing, views, thread = self.landing, self.buffer.views, self.landing.thread(worker)
+        added = self.arrived = _Added(thread)
+        thread.submit(lambda: added.after(landed, landing, views, present, before))
 
     def wait(self) -> None:
         """Wait for the download. Any thread may. Once it has arrived, an abort of the device no longer matters."""
@@ -476,12 +477,17 @@ class DeviceGradSums:
             if present and travelling != own:
                 _narrow(self.segment, own, travelling)
 
-    def download(self, stream: Stream) -> None:
-        """Enqueue the download and publish which gradients are present. Call after `HostGradSums.make_room`."""
+    def download(self, stream: Stream, worker: int) -> None:
+        """Enqueue the download and publish which gradients are present. Call after `HostGradSums.make_room`.
+
+        Args:
+            stream: the stream of ``worker``'s downloads of gradients.
+            worker: number of the worker.
+        """
         landing, nbytes = self.host.landing, self.host.layout.travel_nbytes
         if landing is not None:
             stream.copy(landing.flat, self.segment[:nbytes])
-            self.host.land(stream.record(), self.present)
+            self.host.land(worker, stream.record(), self.present)
             return
         parts = []
         for start in range(0, nbytes, PART if nbytes >= STREAMED else nbytes):
