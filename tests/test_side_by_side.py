@@ -84,7 +84,7 @@ class Slow(nn.Module):
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Tensor:
-            time.sleep(0.01)
+            time.sleep(0.03)
             return grads[0]
 
     def __init__(self) -> None:
