@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from harness import ours
 from torch import Tensor, nn
 
 from lightning_roundpipe.runtime.core.worker import Worker
+from lightning_roundpipe.runtime.memory.grad_buffers import _Added
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 
 WIDTH, MICROBATCHES = 64, 4
@@ -152,3 +154,28 @@ def test_gradients_of_a_call_are_added_in_the_order_of_rounds(monkeypatch: pytes
     monkeypatch.setattr(Worker, "send_final", send_final)
     several, _ = trained(3, plan="forward none; fused 0-2; backward none; round 1")
     harness.assert_identical(one, several)
+
+
+def test_slots_close_and_gradients_are_added_in_any_order_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second round's slot closes before the first's, and each worker's gradients have a thread."""
+    real_close, real_after = Worker.close_slot, _Added.after
+    closed, threads = list[int](), set[str]()
+
+    def close_slot(self: Worker, slot: Any) -> None:
+        if slot.side_by_side and slot.round == 0:
+            time.sleep(0.2)
+        real_close(self, slot)
+        if slot.side_by_side:
+            closed.append(slot.round)
+
+    def after(self: _Added, *args: Any) -> None:
+        threads.add(threading.current_thread().name)
+        real_after(self, *args)
+
+    one, _ = trained(1)
+    monkeypatch.setattr(Worker, "close_slot", close_slot)
+    monkeypatch.setattr(_Added, "after", after)
+    several, _ = trained(2, plan="forward none; fused 0-2; backward none; round 1")
+    harness.assert_identical(one, several)
+    assert closed.index(1) < closed.index(0)
+    assert threads == {"roundpipe-sums0", "roundpipe-sums1"}
