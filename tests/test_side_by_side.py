@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.memory.grad_buffers import _Added
+from lightning_roundpipe.runtime.optimizer import async_optimizer
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 
 WIDTH, MICROBATCHES = 64, 4
@@ -179,3 +180,26 @@ def test_slots_close_and_gradients_are_added_in_any_order_of_workers(monkeypatch
     harness.assert_identical(one, several)
     assert closed.index(1) < closed.index(0)
     assert threads == {"roundpipe-sums0", "roundpipe-sums1"}
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_weights_come_for_the_first_microbatch_first(part: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer publishes them layer by layer, and both slots of a worker wait for all of them."""
+    real = AsyncOptimizer._apply
+
+    def apply(self: AsyncOptimizer, *args: Any) -> None:
+        time.sleep(0.02)
+        real(self, *args)
+
+    one, _ = trained(1)
+    monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
+    if part:
+        monkeypatch.setattr(async_optimizer, "PIECE", 0)
+    several, report = trained(2, plan="forward none; fused 0-2; backward none; round 1")
+    harness.assert_identical(one, several)
+    uploads = [row for row in report["events"] if row["kind"] == "upload_weights"]
+    slots = sorted({row["slot"] for row in uploads})
+    assert len(slots) == MICROBATCHES and len(uploads) == 3 * MICROBATCHES
+    for first, second in zip(slots, slots[2:], strict=False):
+        last = max(row["end_s"] for row in uploads if row["slot"] == first)
+        assert last <= min(row["start_s"] for row in uploads if row["slot"] == second)

@@ -3,7 +3,8 @@
     prepare slot i+N: it gets its place in the arena ── [1]
     the place of a layer is free, or a slot that lies there is closed: enqueue the layer's upload ── [2]
     a layer whose update is not published yet: the optimizer's thread enqueues its upload when it publishes it ── [3]
-    cancel: a slot that was prepared will not open, and the next one takes its place ── [4]
+    ... and if the slot before waits for the same layer, behind all that the slot before waits for ── [4]
+    cancel: a slot that was prepared will not open, and the next one takes its place ── [5]
 
 The worker waits for the upload of a layer when that is called (`Worker.ready`), and says when a place is free again
 (`Worker.close_slot`).
@@ -11,8 +12,9 @@ The worker waits for the upload of a layer when that is called (`Worker.ready`),
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor, nn
 
@@ -40,6 +42,11 @@ class WeightUploads:
         """The layers of the prepared slot whose uploads are not enqueued, and their places, in the order of use."""
         self._passed: list[Region] = []
         """The regions whose last use the prepared slot's uploads come after."""
+        self._ahead: dict[int, Waiter] = {}
+        self._awaited: dict[int, Waiter] = {}
+        """What the slot before the one that was prepared last waits for, and what that one does: see `Slot.awaited`."""
+        self._deferred: list[LaterUpload] = []
+        self._deferring = threading.Lock()
 
     def prepare(self, slot: Slot) -> None:
         """Give a slot its place [1], and enqueue the uploads of its weights as far as that is free.
@@ -55,6 +62,7 @@ class WeightUploads:
             return
         slot.place = self._arena.enter(sizes)
         self._prepared = slot
+        self._ahead, self._awaited = self._awaited, slot.awaited
         self._left.extend(zip(slot.layers, slot.place.weights.parts, strict=True))
         self._passed.clear()
         self.proceed()
@@ -72,7 +80,8 @@ class WeightUploads:
                     self._passed.append(region)
             self._left.popleft()
             segment = self._arena.bytes_of(start, end)
-            later = LaterUpload(self, slot, layer, segment)
+            ahead = self._ahead.values() if layer.index in self._ahead else ()
+            later = LaterUpload(self, slot, layer, segment, ahead)
             if layer.bucket.when(slot.version, later.finish, later.part):
                 slot.awaited[layer.index] = later.waiter
             else:
@@ -102,8 +111,23 @@ class WeightUploads:
         if slot.readiness is not None:
             slot.readiness.uploading(layer.bucket, end)
 
+    def defers(self, later: LaterUpload) -> bool:
+        """Return whether ``later`` has to wait for other uploads [4]. `released` then returns it after these."""
+        with self._deferring:
+            if later.is_behind:
+                self._deferred.append(later)
+                return True
+            return False
+
+    def released(self) -> list[LaterUpload]:
+        """Return the deferred uploads that need not wait any more."""
+        with self._deferring:
+            released = [later for later in self._deferred if not later.is_behind]
+            self._deferred = [later for later in self._deferred if later.is_behind]
+        return released
+
     def cancel(self, slot: Slot) -> None:
-        """Undo `prepare` for a slot that will not open [4].
+        """Undo `prepare` for a slot that will not open [5].
 
         The next slot reuses the place. Its uploads run on the same stream, so they overwrite those of this one.
         """
@@ -132,17 +156,31 @@ class LaterUpload:
         slot: slot that needs the weights.
         layer: the layer.
         segment: the layer's part of the slot's place.
+        ahead: woken when the uploads are enqueued that come before this one [4].
     """
 
-    def __init__(self, uploads: WeightUploads, slot: Slot, layer: HostLayer, segment: Tensor) -> None:
+    def __init__(
+        self, uploads: WeightUploads, slot: Slot, layer: HostLayer, segment: Tensor, ahead: Collection[Waiter]
+    ) -> None:
         self._uploads, self._slot, self._layer, self._segment = uploads, slot, layer, segment
+        self._ahead = ahead
         self._begun: Event | None = None
         self._sent: list[tuple[int, int]] = []
         self.waiter = Waiter()
         """Woken when the whole upload is enqueued."""
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether uploads that come before this one are not enqueued yet."""
+        return not all(waiter.woken for waiter in self._ahead)
+
     def part(self, master: nn.Parameter, start: int, end: int) -> None:
-        """Enqueue the upload of elements ``start`` to ``end`` of ``master``, which are updated."""
+        """Enqueue the upload of elements ``start`` to ``end`` of ``master``, which are updated.
+
+        Where others come before, the rest of the upload includes them.
+        """
+        if self.is_behind:
+            return
 
         def enqueue() -> None:
             stream = self._uploads.device.weights_up
@@ -155,8 +193,13 @@ class LaterUpload:
 
     def finish(self) -> None:
         """Enqueue the rest of the upload: all weights are updated."""
-        self._enqueue(lambda: self._uploads.upload(self._slot, self._layer, self._segment, self._begun, self._sent))
+        uploads = self._uploads
+        if uploads.defers(self):
+            return
+        self._enqueue(lambda: uploads.upload(self._slot, self._layer, self._segment, self._begun, self._sent))
         self.waiter.wake()
+        for later in uploads.released():
+            later.finish()
 
     def _enqueue(self, work: Callable[[], None]) -> None:
         slot = self._slot
