@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -62,10 +62,12 @@ class Reduction:
         dtype: dtype in which gradients travel if it is narrower than their own; None: in their own.
         thread: returns the thread that adds what has landed from a worker to the sums. What lands from one worker lands
             in order, so that its thread waits for nothing that comes after what is there.
+        adding: taken for each sum, which alone takes all of the host's memory bandwidth, and of torch's threads.
     """
 
     dtype: torch.dtype | None
     thread: Callable[[int], TaskThread]
+    adding: threading.Lock = field(default_factory=threading.Lock)
 
 
 class GradientLayout:
@@ -162,7 +164,7 @@ class HostGradBuffers:
         return self._last
 
     def _make_landing(self) -> _Landing:
-        return _Landing(self.layout, self._device, self._reduction.thread)
+        return _Landing(self.layout, self._device, self._reduction)
 
     def _unused(self) -> _Buffer:
         for buffer in self._buffers:
@@ -185,21 +187,23 @@ class _Landing:
     Args:
         layout: layout of the call's gradients.
         device: allocates the memory.
-        thread: returns the thread that adds what has landed from a worker to the sum.
+        reduction: how gradients come to the host.
     """
 
-    def __init__(self, layout: GradientLayout, device: Device, thread: Callable[[int], TaskThread]) -> None:
+    def __init__(self, layout: GradientLayout, device: Device, reduction: Reduction) -> None:
         self.flat = device.host_buffer(layout.travel_nbytes)
-        self.thread = thread
+        self.thread = reduction.thread
+        self._adding = reduction.adding
         self._views = [segment.view(self.flat) for segment in layout.travelling]
 
     def add_to(self, sums: Sequence[Tensor], present: Sequence[bool], summed: Sequence[bool]) -> None:
         """Add the gradients that are ``present`` to ``sums``. A sum that is not yet ``summed`` is overwritten."""
-        for total, landed, here, before in zip(sums, self._views, present, summed, strict=True):
-            if here and before:
-                total.add_(landed)
-            elif here:
-                total.copy_(landed)
+        with self._adding:
+            for total, landed, here, before in zip(sums, self._views, present, summed, strict=True):
+                if here and before:
+                    total.add_(landed)
+                elif here:
+                    total.copy_(landed)
 
 
 class _Added(Event):
