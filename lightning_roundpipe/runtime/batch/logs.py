@@ -68,6 +68,9 @@ class LogRecorder:
             self.calls.append((name, self._kept(value), kwargs))
         self.weights.append(self.counts.behind(value))
 
+    def see_given(self, value: Any) -> None:
+        """Observe that a metric is given ``value``."""
+
     def take(self) -> LogRecorder:
         """Return a recorder with what was logged so far, and forget it here."""
         taken = self.another()
