@@ -806,3 +806,42 @@ def test_a_logger_that_each_microbatch_calls_is_said(name: str, options: dict[st
         run(ours(**{"num_microbatches": 3, **options}), module, UNEVEN, devices=2, logger=AnyLogger())
     said = [str(w.message) for w in seen if "calls a logger itself" in str(w.message)]
     assert len(said) == (not options and not name.startswith("its"))
+
+
+def _over_a_mask(metric: Any, losses: Tensor, k: Tensor) -> None:
+    metric.update((losses * k).sum() / k.sum())
+
+
+def _of_the_masked(metric: Any, losses: Tensor, k: Tensor) -> None:
+    metric(losses[k > 0].mean())
+
+
+def _at_least_one(metric: Any, losses: Tensor, k: Tensor) -> None:
+    metric.update((losses * k).sum() / k.sum().clamp(min=1))
+
+
+class GivenMeans(zoo.PlainClassifier):
+    """Its metric is given a mean by a count that the loss is no mean by."""
+
+    def __init__(self, give: Any) -> None:
+        super().__init__(copy.deepcopy(MLP.model))
+        self.give, self.metric = give, torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses = nn.functional.cross_entropy(self.model(batch["x"]), batch["y"], reduction="none")
+        self.give(self.metric, losses.detach(), batch["k"])
+        return losses.mean()
+
+    def on_train_epoch_end(self) -> None:
+        self.log("found", self.metric.compute())
+
+
+@pytest.mark.parametrize("give", [_over_a_mask, _of_the_masked, _at_least_one])
+def test_a_metric_is_given_means_by_a_count_that_the_first_batches_do_not_show(give: Any) -> None:
+    """As long as nothing is masked, they are means over samples."""
+    batches = zoo.make_batches("mlp", 6, 6)
+    for number, batch in enumerate(batches):
+        batch["k"] = torch.ones(6)
+        if number > 2:
+            batch["k"][[1, 2, 5][: number - 2]] = 0
+    assert_silent(GivenMeans(give), batches, 3)

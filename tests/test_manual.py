@@ -568,3 +568,40 @@ def test_gradients_grow_while_a_stage_is_open(devices: int) -> None:
     module = FrozenBetween()
     plain = harness.run("auto", module, batches)
     assert_same(plain, harness.run(ours(layers=["Linear"]), module, batches, devices=devices))
+
+
+def _put_in_place(module: Manual, how: str) -> None:
+    """Put other memory in place of a weight's, which keeps its own: workers then read a copy of it."""
+    weight: nn.Parameter = module.trunk[0].weight
+    if how == "what was held stays held":
+        module.held = weight.data
+        weight.data = weight.data * 0.8
+    elif how == "swapped":
+        module.held = getattr(module, "held", weight.detach() * 0.8)
+        weight.data, module.held = module.held, weight.data
+    elif how == "set":
+        with torch.no_grad():
+            weight.set_(weight.detach() * 0.8)
+    else:
+        weight.data = weight.data * 0.8
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("how", ["assigned", "what was held stays held", "swapped", "set"])
+def test_a_weight_in_other_memory_is_stepped_often_within_a_batch(how: str, before: bool) -> None:
+    """Each call of the layer after a step computes with what the step has made of the weight."""
+
+    def step(self: Any, optimizer: Any, batch: Tensor) -> None:
+        if before:
+            _put_in_place(self, how)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = sum(self.losses(batch))
+            self.manual_backward(loss)
+            optimizer.step()
+        if not before:
+            _put_in_place(self, how)
+        self.log("loss", loss)
+
+    torch.manual_seed(0)
+    assert_same(*plain_and_ours(Manual(step)))

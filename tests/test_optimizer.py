@@ -586,3 +586,36 @@ def test_buffers_are_reused(staleness: int, options: dict[str, Any], monkeypatch
     run(strategy, Trained(OPTIMIZERS["adamw"]), many(10), devices=1, callbacks=[Count()], **options)
     # Boundaries that are saved on the host are counted too, and there are none under this plan.
     assert marks[-1] - marks[3] == 0, marks
+
+
+# ------------------------------------------------------------------------------------------- comparisons between steps
+
+LOOKS: dict[str, Callable[[nn.Parameter], Tensor]] = {
+    "data": lambda weight: weight.data.norm(),
+    "detach": lambda weight: weight.detach().norm(),
+    "foreach": lambda weight: torch._foreach_norm([weight])[0].detach(),
+}
+
+
+class LookedAt(Trained):
+    """Logs the norm of a weight."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(OPTIMIZERS["adamw"])
+        self.how = how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("norm", LOOKS[self.how](self.model.head.weight))
+        return nn.functional.cross_entropy(self.model(batch["x"]), batch["y"])
+
+
+@pytest.mark.parametrize("how", LOOKS)
+@pytest.mark.parametrize("uneven", [1, 2])
+def test_a_comparison_leaves_the_next_step_late(how: str, uneven: int) -> None:
+    """A batch is compared as none of its kind has been: what it computes with is not what user code looks at."""
+    batches = many(6)
+    batches[uneven] = {key: value[:-1] for key, value in batches[uneven].items()}
+    module = LookedAt(how)
+    expected = Result(losses=delayed(module, batches))
+    result = run(ours(num_microbatches=3, layers=LAYERS, staleness=1), module, batches, devices=2)
+    assert_losses_close(expected, result)

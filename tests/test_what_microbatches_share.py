@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -12,10 +13,12 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from harness import assert_same, loader, ours, run, trainer_of
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeWarning
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.profile.outside_writes import OutsideWrites
 from lightning_roundpipe.runtime.reporting.hints import Hints
 
@@ -465,3 +468,116 @@ def test_rows_that_nobody_reads_are_not_copied(monkeypatch: pytest.MonkeyPatch) 
     module = Unread(*KEEPS_ROWS["attribute"])
     trainer_of(ours(num_microbatches=4), devices=2).fit(module, loader(batches()))
     assert len(module.kept) == 2
+
+
+# ------------------------------------------------------------------------------------------- what layers leave in them
+
+
+class Adding(torchmetrics.Metric):
+    """Replaces its state, where others add to it in place."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total: Tensor
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, values: Tensor) -> None:
+        self.total = self.total + values.sum()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+class LeavingBlock(Block):
+    def __init__(self, leave: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.leave, self.total, self.seen, self.metric = leave, torch.zeros(()), 0, Adding()
+        self.loads: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.training:
+            self.leave(self, x.detach())
+        return x
+
+
+def _adds(block: Any, x: Tensor) -> None:
+    block.total = block.total + x.sum()
+
+
+def _counts(block: Any, x: Tensor) -> None:
+    block.seen += len(x)
+
+
+def _updates(block: Any, x: Tensor) -> None:
+    block.metric.update(x)
+
+
+def _sets_a_mean(block: Any, x: Tensor) -> None:
+    block.loads = {"mean": x.mean(0)}
+
+
+def _sets_rows(block: Any, x: Tensor) -> None:
+    block.loads = {"rows": x}
+
+
+def _sets_the_last(block: Any, x: Tensor) -> None:
+    block.total = x[-1]
+
+
+def _sets_the_width(block: Any, x: Tensor) -> None:
+    block.seen = x.shape[1]
+
+
+def leaving(leave: Callable[[Any, Tensor], None], *, reads: bool) -> Module:
+    made = Module("attribute") if not reads else KeepsRows(lambda *_: None, lambda m: torch.zeros(1, 6).double())
+    torch.manual_seed(4)
+    made.blocks[1] = LeavingBlock(leave).to(torch.float64)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("leave", "reads", "name"),
+    [
+        (_adds, False, "blocks.1.total"),
+        (_counts, False, "blocks.1.seen"),
+        (_updates, False, "blocks.1.metric"),
+        (_sets_a_mean, True, "blocks.1.loads"),
+    ],
+)
+def test_it_is_said_that_a_layer_leaves_what_is_the_last_parts(
+    leave: Callable[[Any, Tensor], None], reads: bool, name: str
+) -> None:
+    with pytest.warns(RoundPipeWarning, match=f"^roundpipe: [\"']{name}.*, inside a layer, is not what the whole"):
+        run(ours(num_microbatches=2), leaving(leave, reads=reads), batches(2), devices=2, watch=False)
+
+
+@pytest.mark.parametrize(
+    ("leave", "reads", "microbatches"),
+    [
+        (_adds, True, 1),
+        (_sets_a_mean, False, 2),  # nobody looks
+        (_sets_rows, True, 2),
+        (_sets_the_last, True, 2),
+        (_sets_the_width, True, 2),
+    ],
+)
+def test_what_layers_leave_as_plainly_is_not_spoken_of(
+    leave: Callable[[Any, Tensor], None], reads: bool, microbatches: int
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        strategy = ours(num_microbatches=microbatches)
+        run(strategy, leaving(leave, reads=reads), batches(2), devices=2, watch=False)
+
+
+def _calls(block: Any, x: Tensor) -> None:
+    block.metric(x)
+
+
+def test_a_metric_that_a_layer_calls_is_refused_by_name() -> None:
+    """Its value of a step would be a part's."""
+    with pytest.raises(RoundPipeError, match=r"metric 'blocks.1.metric' of the step is"):
+        run(ours(num_microbatches=2), leaving(_calls, reads=False), batches(2), devices=2)

@@ -306,6 +306,8 @@ class Engine:
         if self.updates is not None:  # an error would stop the devices, and gradients in flight would be lost
             self.updates.settle()
         self._set_up_step()
+        newest = 0 if self.updates is None else self.updates.submitted
+        self.model.lags = not all(bucket.has(newest) for bucket in self.model.buckets)
         versions = [master._version for master in self.model.masters]
         try:
             with self.rehearsing() as others:
@@ -314,6 +316,8 @@ class Engine:
             self._looked_at = True
             self._drain()
             raise
+        finally:
+            self.model.lags = False
         # Else the next step computes with the version of the weights that it would have without a rehearsal.
         self._looked_at |= versions != [master._version for master in self.model.masters]
         self._sync_weights(newest=False)

@@ -68,6 +68,9 @@ class LogRecorder:
             self.calls.append((name, self._kept(value), kwargs))
         self.weights.append(self.counts.behind(value))
 
+    def see_given(self, value: Any) -> None:
+        """Observe that a metric is given ``value``."""
+
     def take(self) -> LogRecorder:
         """Return a recorder with what was logged so far, and forget it here."""
         taken = self.another()
@@ -280,12 +283,22 @@ def shadowed_log(
         stack.enter_context(log_as(module, log))
         if (results := _results_of(module)) is not None:
             stack.enter_context(_Watch(results, to_issue))
-        metrics = {name: m for name, m in module.named_modules() if isinstance(m, Metric)} if several or updates else {}
+        metrics = dict(_metrics_outside_layers(module)) if several or updates else {}
         if updates is not None:
             stack.enter_context(updates.recorded(metrics, current))
         for metric in metrics.values() if several else ():
             stack.enter_context(BatchValue(metric, updates))
         yield
+
+
+def _metrics_outside_layers(module: nn.Module, name: str = "") -> Iterator[tuple[str, Metric]]:
+    """Yield what calls within user code update, by name. Those in layers are attributes of the layers' replicas."""
+    if getattr(vars(module).get("forward"), "runs_on_worker", False):
+        return
+    if isinstance(module, Metric):
+        yield name, module
+    for key, inner in module.named_children():
+        yield from _metrics_outside_layers(inner, f"{name}.{key}" if name else key)
 
 
 _POSITIONAL = (

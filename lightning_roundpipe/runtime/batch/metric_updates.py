@@ -194,6 +194,7 @@ class MetricUpdates:
             before = [(m, m.metric._update_count, states_of(m.metric) if m.records else {}) for m in members]
             output = function(*args, **kwargs)
             part, given = self._current(), next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+            part.see_given(given)
             called = getattr(function, "__name__", "") == "forward"
             for member, count, states in before:
                 if member is recorder or member.metric._update_count != count:

@@ -270,6 +270,11 @@ class HostLayer:
         """Return a value that changes when user code writes to a master or replaces its memory."""
         return [(master._version, master.data_ptr()) for master in self.masters]
 
+    @property
+    def copied(self) -> bool:
+        """Whether uploads read working copies of some masters, which must be refreshed after each write."""
+        return any(flat.copied for flat in self.flats)
+
     def trainable(self) -> list[bool]:
         return [p.requires_grad for p in self.masters]
 

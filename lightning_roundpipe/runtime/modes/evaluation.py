@@ -300,7 +300,8 @@ class Evaluation:
 
     def _stay_behind(self) -> None:
         """Stop prefetching for the rest of the batch: user code may write to weights without raising their versions."""
-        self._ahead, self.follows_writes = False, True
+        # In a rehearsal with staleness 1, working copies may be what the step computes with, and no longer be masters'.
+        self._ahead, self.follows_writes = False, not self._engine.model.lags
         self.drop_foreseen()
 
 

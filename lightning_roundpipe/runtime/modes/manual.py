@@ -66,8 +66,7 @@ class ManualStep(Step):
         self._watched = WatchedCancelScope(engine.worker_pool)
         super().__init__(engine, seed, [1], None, updates, cancel_scope=self._watched)
         self._trainable: dict[int, tuple[bool, ...]] = {}
-        low = engine.model.formats.low is not None
-        self._copied = {layer: layer.written() for layer in engine.model.layers} if low else {}
+        self._copied = {layer: layer.written() for layer in engine.model.layers}
         """Versions and addresses of each layer's masters when its working copies were last made."""
         self.unversioned: set[int] = set()
         """Ids of masters whose ``.data`` user code has read: writes through it do not raise the version."""
@@ -114,7 +113,9 @@ class ManualStep(Step):
 
     def _prepare(self, slot: Slot) -> None:
         """Refresh the working copies of the slot's layers if their masters have changed, then upload."""
-        for layer in slot.layers if self._copied else ():
+        for layer in slot.layers:
+            if not layer.copied:  # also after user code has put other memory in place of a master's, see `FlatBuffer`
+                continue
             now = layer.written()
             if self._copied[layer] != now or any(id(master) in self.unversioned for master in layer.masters):
                 layer.bucket.refresh()

@@ -310,6 +310,8 @@ def flow_of(
             rules[key] = LINEAR
         else:
             is_hidden |= flows.has_samples
+    for value, its in zip(whole.given, part.given, strict=False):
+        sites |= flows.count_sites(flows.of_logged(value, its))
     reducing = frozenset(flows.reducing_layers)
     coupling, mixing, is_over_targets = flows.of_loss(whole.loss)
     return LossFlow(coupling, mixing, is_over_targets, rules, log_counts, sites, coupled, reducing, is_hidden)
@@ -900,6 +902,12 @@ class _Flows:
         if may_be_ratio and mine:
             may_be_ratio = len({count for count, number in self._counts_read if number == mine}) > 1
         return found if all(found) and not may_be_ratio else frozenset()
+
+    def count_sites(self, flow: Flow) -> frozenset[CountSite]:
+        """Return where the count is found that a value is a mean by; nothing if it is none, or by several."""
+        counted = self.sites(flow)
+        is_mean = flow.kind == "value" and sum(site.how in _COUNTS for site in counted) == 1
+        return frozenset(counted) if is_mean else frozenset()
 
     def is_shown_at(self, number: int, shown: Sequence[CountSite]) -> bool:
         """Return whether a logged tensor is what the operation has given at which its count is seen."""

@@ -355,6 +355,7 @@ class PartsCheck:
                     verdict.parts, verdict.announced = found or verdict.parts, found is None
                 if not verdict.raised:
                     verdict.shared = self._shared(parts, sizes, draws)
+                    verdict.of_last_part = self._of_last_part(whole, on_whole, parts, sizes, draws)
                 if verdict.parts is None and verdict.coupling is not None and self._are_counted(verdict.coupling):
                     verdict.coupling = None
                 if verdict.parts is None and verdict.coupling is None:
@@ -505,6 +506,54 @@ class PartsCheck:
         comparison.see_logs(alone, beside)
         comparison.see(OUTPUT, alone.output, beside.output)
         return outside.found if comparison.found else {}
+
+    def _of_last_part(
+        self, whole: Shown, on_whole: Callable[[], Shown], parts: Callable[[], list[Any]], sizes: list[int],
+        draws: SameDraws,
+    ) -> dict[str, bool]:  # fmt: skip
+        """Return the attributes inside layers that the last part leaves otherwise than the whole batch.
+
+        Args:
+            whole, on_whole: what the whole samples leave, and runs on them once more: times differ then, too.
+            parts, sizes, draws: the parts, their numbers of samples, and what supplies the random numbers.
+
+        Returns:
+            By the path of each, or that of the metric whose state it is, whether the part goes on from what it finds.
+        """
+        paths = [path for path in whole.left if self._is_kept_in_layer(path)]
+        if not paths:
+            return {}
+        comparison = Comparison(self.tolerance(), sizes, self._unsteady)
+
+        def differing(one: Shown, other: Shown, paths: Iterable[str]) -> list[str]:
+            return [path for path in paths if not comparison.leave_the_same(path, one.left, other.left)]
+
+        def run() -> Shown:
+            return self._side(parts()[-1:], sizes[-1:], draws)
+
+        if not (found := differing(whole, alone := run(), paths)):
+            return {}
+        unsteady = differing(whole, on_whole(), found)
+        found = [path for path in found if path not in unsteady]
+        for path in found:  # `_side` restores them
+            module, name = self._owner_of(path)
+            value: Any = vars(module).get(name)
+            if _is_number(value):
+                vars(module)[name] = value.detach() + 1 if isinstance(value, Tensor) else value + 1
+        try:
+            going_on = differing(alone, run(), found)
+        except CannotRehearse:
+            raise
+        except Exception:
+            if self._lost is not None:
+                raise
+            going_on = found
+        lost: dict[str, bool] = {}
+        for path in found:
+            module, name = self._owner_of(path)
+            shown = path.removesuffix(f".{name}") if isinstance(module, Metric) else path
+            lost[shown] = lost.get(shown, False) or path in going_on
+        return lost
 
     def _in_calls(
         self, batch: Callable[[], list[Any]], sizes: list[int], models: Sequence[ModelInterceptor], draws: SameDraws,
@@ -750,11 +799,27 @@ class PartsCheck:
 
     def _counts(self, path: str) -> bool:
         """Return whether to compare ``path``: not the state of layers, of which `Hints` warns, nor that of metrics."""
-        owner = path.removeprefix("len(")
+        module, _ = self._owner_of(path)
+        return not isinstance(module, Metric) and id(module) not in self._inside
+
+    def _is_kept_in_layer(self, path: str) -> bool:
+        """Return whether ``path`` is an attribute inside a layer, and neither a buffer nor a parameter."""
+        module, name = self._owner_of(path)
+        return id(module) in self._inside and not (name in module._buffers or name in module._parameters)
+
+    def _owner_of(self, path: str) -> tuple[nn.Module, str]:
+        """Return the module that has the attribute at ``path``, and what follows its name there."""
+        owner = path = path.removeprefix("len(")
         while owner and owner not in self._modules:
             owner = owner.rpartition(".")[0]
-        module = self._modules.get(owner, self._root)
-        return not isinstance(module, Metric) and id(module) not in self._inside
+        return self._modules.get(owner, self._root), path.removeprefix(owner).removeprefix(".")
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether ``value`` is one, or a dense tensor of some."""
+    if isinstance(value, Tensor):
+        return value.layout is torch.strided and value.dtype is not torch.bool and not value.is_quantized
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _without_numbers(output: Any) -> Any:

@@ -193,6 +193,8 @@ class OperationRecorder:
         self.loss: int | None = None
         self.same: dict[int, int] = {}
         self.logged: list[LoggedValue] = []
+        self.given: list[int | None] = []
+        """The numbers of the tensors that metrics are given, in order."""
         self._reads: list[tuple[int, Any]] = []
         """Numbers of the operations that give Python values, and these."""
         self._within_model = 0
@@ -347,6 +349,10 @@ class OperationRecorder:
         key = name, sum(one.key[0] == name for one in self.logged)
         place = place_of(frame)
         self.logged.append(LoggedValue(key, number, is_read, place, log_call(name), len(self.operations), value))
+
+    def see_given(self, value: Any) -> None:
+        """Record that a metric is given ``value``."""
+        self.given.append(self._numbers.get(value) if isinstance(value, Tensor) else None)
 
     def led_to(self) -> dict[tuple[str, int], set[tuple[Key, str]]]:
         """Return which calls of user code have computed and logged each value, by name and number.

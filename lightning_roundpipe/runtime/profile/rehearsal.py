@@ -206,7 +206,7 @@ class Rehearsal(Evaluation):
 
 
 class _NotedLogs(LogRecorder):
-    """Lets ``operations`` know which values are logged."""
+    """Lets ``operations`` know which values are logged, and which ones metrics are given."""
 
     def __init__(
         self, devices: Sequence[Device], counts: Counts, observe: Callable[..., None], operations: OperationRecorder
@@ -217,6 +217,9 @@ class _NotedLogs(LogRecorder):
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
         self._operations.see_logged(name, value, None if is_returned(kwargs) else sys._getframe(1))
         super().log(name, value, **kwargs)
+
+    def see_given(self, value: Any) -> None:
+        self._operations.see_given(value)
 
 
 class _RehearsalPart:

@@ -296,6 +296,10 @@ class Scope:
                 self._keep_in_order(place, changed)
         if verdict.lost_rows and learned.read_between_steps:
             engine.hints.of_lost_rows(verdict.lost_rows[0])
+        if not learned.shares:  # else each part finds what those before have left
+            adding = [path for path, adds_up in verdict.of_last_part.items() if adds_up]
+            if adding or (verdict.of_last_part and learned.read_between_steps):
+                engine.hints.of_the_last_part(adding or [*verdict.of_last_part], adds_up=bool(adding))
         if verdict.losses_inside and not self._cutter.weighs:
             engine.hints.of_a_loss_inside(verdict.losses_inside[0])
         if verdict.announced:

@@ -63,6 +63,8 @@ class Verdict:
         metric_rules: how what parts add to metrics is merged; see `MetricRules`.
         uneven_metrics: a state of each metric that parts leave otherwise, though its value may be equal, by its name.
         lost_rows: paths in globals, callbacks and the like where parts leave the last one's rows only.
+        of_last_part: paths of attributes inside layers that the last part leaves otherwise than the whole batch, each
+            with whether that goes on from what the part finds there, as sums do.
         keeps: whether training_step changes something outside of layers and metrics.
         open_metrics: whether nothing shows if a metric counts updates.
         open: whether an attribute that it changes is equal as numbers may be by chance.
@@ -88,6 +90,7 @@ class Verdict:
     uneven_metrics: dict[str, str] = field(default_factory=dict)
     kept_rows: set[str] = field(default_factory=set)
     lost_rows: list[str] = field(default_factory=list)
+    of_last_part: dict[str, bool] = field(default_factory=dict)
     keeps: bool = False
     open: bool = False
     open_metrics: bool = False
@@ -101,6 +104,7 @@ class Verdict:
         self.uneven_metrics = other.uneven_metrics | self.uneven_metrics
         self.kept_rows |= other.kept_rows
         self.lost_rows = [*other.lost_rows, *self.lost_rows]
+        self.of_last_part = other.of_last_part | self.of_last_part
 
     @property
     def is_coupled(self) -> bool:

@@ -249,6 +249,17 @@ class Hints:
             "of the whole batch; so they are with num_microbatches=1.",
         )
 
+    def of_the_last_part(self, paths: Sequence[str], *, adds_up: bool) -> None:
+        """Warning: attributes inside layers hold what the last microbatch has left, which others have not added to."""
+        others = f" ({', '.join(map(repr, paths[1:4]))}{', ...' if paths[4:] else ''} likewise)" if paths[1:] else ""
+        finds = "finds there what the batch has begun with" if adds_up else "sets it anew"
+        self.warn(
+            f"last part {adds_up}",
+            f"{paths[0]!r}, inside a layer, is not what the whole batch leaves there but what its last microbatch "
+            f"does{others}: each microbatch {finds}. Have the layer return the value and keep it in training_step, "
+            "register what adds up as a buffer, or set num_microbatches=1.",
+        )
+
     def of_a_loss_inside(self, layer: str) -> None:
         """Hint: a layer computes a cross entropy itself, whose targets are not counted."""
         self.say(

@@ -83,6 +83,8 @@ class _ForwardStandIn:
 class Interceptor(_ForwardStandIn):
     """Stands in for one layer's ``forward``."""
 
+    runs_on_worker = True
+
     def __init__(self, layer: HostLayer) -> None:
         super().__init__(layer.module)
         self._layer = layer
