@@ -118,6 +118,19 @@ class Regression(nn.Module):
             loss = F.mse_loss(out, target)
         elif self.kind == "a sum":
             loss = F.l1_loss(out, target, reduction="sum")
+        elif self.kind == "two sums":
+            loss = F.l1_loss(out, target, reduction="sum") + F.cross_entropy(out, classes, reduction="sum")
+        elif self.kind == "a sum and a mean":
+            loss = F.l1_loss(out, target, reduction="sum") + F.mse_loss(out, target)
+        elif self.kind == "a sum or a mean":
+            loss = F.l1_loss(out, target, reduction="sum" if x.amax() > 2.3 else "mean")
+        elif self.kind == "no targets":
+            loss = F.cross_entropy(out, classes * 0 - 100)
+        elif self.kind == "of each":
+            loss = F.mse_loss(out, target, reduction="none").mean()
+        elif self.kind == "elsewhere":
+            loss = F.mse_loss(out, target)
+            torch.add(loss, out.std(), out=loss)
         elif self.kind == "two halves":
             loss = (F.cross_entropy(out[:, :2], classes % 2) + F.cross_entropy(out, classes)) / 2
         elif self.kind == "weighed classes":
@@ -156,16 +169,26 @@ def rows(count: int = 4) -> list[Tensor]:
     return list(torch.randn(count, 7, 6, generator=torch.Generator().manual_seed(2)))
 
 
-@pytest.mark.parametrize("kind", ["elements", "a sum", "two halves", "weighed classes"])
+@pytest.mark.parametrize("kind", ["elements", "a sum", "two sums", "two halves", "weighed classes", "no targets"])
 def test_losses_of_which_it_is_known_how_they_combine(kind: str, ran: Ran) -> None:
     check(Regresses(kind), rows(), ran)
 
 
 @pytest.mark.parametrize(
-    "kind", ["a penalty", "a penalty in a list", "keywords alone", "targets and samples", "a mean of its own"]
-)
+    "kind",
+    [
+        "a penalty", "a penalty in a list", "keywords alone", "targets and samples", "a mean of its own", "of each",
+        "a sum and a mean", "elsewhere",
+    ],
+)  # fmt: skip
 def test_other_losses_are_made_whole(kind: str, ran: Ran) -> None:
     check(Regresses(kind), rows(), ran, parts=False)
+
+
+def test_losses_that_are_a_sum_in_some_parts_only_are_made_whole() -> None:
+    module, data = Regresses("a sum or a mean"), rows(6)
+    assert len({bool(part.amax() > 2.3) for batch in data for part in batch.tensor_split(3)}) == 2
+    assert_tensors_same(validated(module, "auto", data, 1), validated(module, cut(), data))
 
 
 def test_losses_over_pairs_of_samples_differ_and_are_made_whole(ran: Ran) -> None:
