@@ -233,7 +233,7 @@ def _print(*tensors: Tensor) -> CallFingerprint:
         torch.arange(12),
         torch.arange(12) % 2 == 0,
     ],
-    ids=str,
+    ids=["float64", "half", "complex", "one dimension", "no dimension", "integers", "bools"],
 )
 def test_other_values_and_other_places_of_them_are_seen(tensor: Tensor) -> None:
     same, other = _print(tensor), tensor.clone()
