@@ -296,8 +296,22 @@ def test_parts_get_the_rows_of_a_cache_and_write_to_their_own() -> None:
 
 def test_what_is_set_on_a_cache_in_parts_is_set_on_the_cache() -> None:
     later = parted_caches.join_later([filled(7), filled(8, 9)], [1, 2], lambda: None)
-    later.layers = later.layers * 2
-    assert len(later) == 2 and numbers(later) == [7, 8, 9]
+    later.note = "mine"
+    assert vars(later)["note"] == "mine" and len(later) == 1 and numbers(later) == [7, 8, 9]
+
+
+def test_code_that_may_not_wait_gets_an_ordinary_cache() -> None:
+    later, other = parted_caches.join_later([filled(7), filled(8)], [1, 1], lambda: None), filled(7)
+    for cache in (later, other, None):
+        parted_caches.make_ordinary(cache)
+    assert "layers" in vars(later) and numbers(later) == [7, 8] and numbers(other) == [7]
+
+
+def test_what_is_the_same_in_all_parts_is_so_in_the_cache() -> None:
+    position, held = torch.arange(3), parted_caches.joined([[torch.arange(3), 4, "x"]] * 2, [1, 2])
+    assert torch.equal(held[0], position) and held[1:] == [4, "x"]
+    with pytest.raises(RoundPipeError, match="do not make up one cache"):
+        parted_caches.joined([[4], [5]], [1, 2])
 
 
 def test_caches_that_cannot_be_cut_stay_whole() -> None:
