@@ -806,3 +806,16 @@ def test_a_logger_that_each_microbatch_calls_is_said(name: str, options: dict[st
         run(ours(**{"num_microbatches": 3, **options}), module, UNEVEN, devices=2, logger=AnyLogger())
     said = [str(w.message) for w in seen if "calls a logger itself" in str(w.message)]
     assert len(said) == (not options and not name.startswith("its"))
+
+
+def test_log_refuses_more_arguments_than_lightning_has() -> None:
+    """By position, as Lightning's own does, and names how many there may be."""
+
+    class Logs(zoo.make_module("mlp").__class__):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("a", 1.0, *[None] * 40)
+
+    module = zoo.make_module("mlp")
+    module.__class__ = Logs
+    with pytest.raises(TypeError, match=r"log\(\) takes \d+ positional arguments, 42 were given"):
+        run(ours(num_microbatches=2), module, zoo.make_batches("mlp", 1))

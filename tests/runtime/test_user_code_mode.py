@@ -470,3 +470,12 @@ def test_tensors_within_a_transform_are_not_staged() -> None:
     torch.vmap(within)(torch.ones(2, 3))
     torch.func.jvp(within, (torch.ones(3),), (torch.ones(3),))
     assert plain == [False, False] and _is_plain(torch.ones(3))
+
+
+@pytest.mark.parametrize("asked", ["cpu", torch.device("cpu"), torch.zeros(1)])
+def test_moves_to_the_host_wait_for_the_device(asked: Any) -> None:
+    there = torch.zeros(2, device="meta")
+    assert known_values.waits("to", (there, asked), {}, "meta")
+    assert known_values.waits("to", (there,), {"device": asked}, "meta")
+    assert not known_values.waits("to", (there, "meta"), {"dtype": torch.float64}, "meta")
+    assert not known_values.waits("to", (torch.zeros(2), asked), {}, "meta")
