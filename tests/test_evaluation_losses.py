@@ -15,6 +15,7 @@ import zoo
 from harness import assert_tensors_same, loader, ours, quiet, trainer_of
 from torch import Tensor, nn
 
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
 from lightning_roundpipe.runtime.modes import evaluation_parts, parted_caches
 from lightning_roundpipe.runtime.modes.evaluation_step import EvaluationStep
@@ -117,6 +118,19 @@ class Regression(nn.Module):
             loss = F.mse_loss(out, target)
         elif self.kind == "a sum":
             loss = F.l1_loss(out, target, reduction="sum")
+        elif self.kind == "two sums":
+            loss = F.l1_loss(out, target, reduction="sum") + F.cross_entropy(out, classes, reduction="sum")
+        elif self.kind == "a sum and a mean":
+            loss = F.l1_loss(out, target, reduction="sum") + F.mse_loss(out, target)
+        elif self.kind == "a sum or a mean":
+            loss = F.l1_loss(out, target, reduction="sum" if x.amax() > 2.3 else "mean")
+        elif self.kind == "no targets":
+            loss = F.cross_entropy(out, classes * 0 - 100)
+        elif self.kind == "of each":
+            loss = F.mse_loss(out, target, reduction="none").mean()
+        elif self.kind == "elsewhere":
+            loss = F.mse_loss(out, target)
+            torch.add(loss, out.std(), out=loss)
         elif self.kind == "two halves":
             loss = (F.cross_entropy(out[:, :2], classes % 2) + F.cross_entropy(out, classes)) / 2
         elif self.kind == "weighed classes":
@@ -155,16 +169,26 @@ def rows(count: int = 4) -> list[Tensor]:
     return list(torch.randn(count, 7, 6, generator=torch.Generator().manual_seed(2)))
 
 
-@pytest.mark.parametrize("kind", ["elements", "a sum", "two halves", "weighed classes"])
+@pytest.mark.parametrize("kind", ["elements", "a sum", "two sums", "two halves", "weighed classes", "no targets"])
 def test_losses_of_which_it_is_known_how_they_combine(kind: str, ran: Ran) -> None:
     check(Regresses(kind), rows(), ran)
 
 
 @pytest.mark.parametrize(
-    "kind", ["a penalty", "a penalty in a list", "keywords alone", "targets and samples", "a mean of its own"]
-)
+    "kind",
+    [
+        "a penalty", "a penalty in a list", "keywords alone", "targets and samples", "a mean of its own", "of each",
+        "a sum and a mean", "elsewhere",
+    ],
+)  # fmt: skip
 def test_other_losses_are_made_whole(kind: str, ran: Ran) -> None:
     check(Regresses(kind), rows(), ran, parts=False)
+
+
+def test_losses_that_are_a_sum_in_some_parts_only_are_made_whole() -> None:
+    module, data = Regresses("a sum or a mean"), rows(6)
+    assert len({bool(part.amax() > 2.3) for batch in data for part in batch.tensor_split(3)}) == 2
+    assert_tensors_same(validated(module, "auto", data, 1), validated(module, cut(), data))
 
 
 def test_losses_over_pairs_of_samples_differ_and_are_made_whole(ran: Ran) -> None:
@@ -243,6 +267,118 @@ def test_a_joined_cache_is_an_ordinary_one() -> None:
     assert torch.equal(other.layers[0].keys, later.layers[0].keys)
     copied = copy.deepcopy(parted_caches.join_later(parts, [1, 2], lambda: None))
     assert torch.equal(copied.layers[0].keys, later.layers[0].keys)
+
+
+def filled(*rows: int) -> Any:
+    """A cache of one layer, of texts with these numbers, and three tokens of each."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    cache.update(torch.tensor(rows).view(-1, 1, 1, 1).expand(-1, 2, 3, 4).double(), torch.zeros(len(rows), 2, 3, 4), 0)
+    return cache
+
+
+def numbers(cache: Any) -> list[int]:
+    return [int(row) for row in cache.layers[0].keys[:, 0, 0, 0]]
+
+
+def test_parts_get_the_rows_of_a_cache_and_write_to_their_own() -> None:
+    """An attempt in parts that is given up must not have filled what the caller gave."""
+    more = torch.zeros(1, 2, 1, 4)
+    for cache in (filled(7, 8, 9), parted_caches.join_later([filled(7), filled(8, 9)], [1, 2], lambda: None)):
+        first, second = parted_caches.parts_of(cache, [1, 2]) or []
+        assert (numbers(first), numbers(second)) == ([7], [8, 9])
+        first.update(more, more, 0)
+        assert first.get_seq_length() == 4 and second.get_seq_length() == 3
+        assert numbers(parted_caches.joined(parted_caches.parts_of(cache, [2, 1]) or [], [2, 1])) == [7, 8, 9]
+        assert cache.get_seq_length() == 3
+
+
+def test_what_is_set_on_a_cache_in_parts_is_set_on_the_cache() -> None:
+    later = parted_caches.join_later([filled(7), filled(8, 9)], [1, 2], lambda: None)
+    later.note = "mine"
+    assert vars(later)["note"] == "mine" and len(later) == 1 and numbers(later) == [7, 8, 9]
+
+
+def test_code_that_may_not_wait_gets_an_ordinary_cache() -> None:
+    later, other = parted_caches.join_later([filled(7), filled(8)], [1, 1], lambda: None), filled(7)
+    for cache in (later, other, None):
+        parted_caches.make_ordinary(cache)
+    assert "layers" in vars(later) and numbers(later) == [7, 8] and numbers(other) == [7]
+
+
+def test_what_is_the_same_in_all_parts_is_so_in_the_cache() -> None:
+    position, held = torch.arange(3), parted_caches.joined([[torch.arange(3), 4, "x"]] * 2, [1, 2])
+    assert torch.equal(held[0], position) and held[1:] == [4, "x"]
+    with pytest.raises(RoundPipeError, match="do not make up one cache"):
+        parted_caches.joined([[4], [5]], [1, 2])
+
+
+def test_caches_that_cannot_be_cut_stay_whole() -> None:
+    """Their updates write to tensors, or a tensor has no row for each sample."""
+    from transformers import StaticCache
+    from transformers.cache_utils import DynamicLayer
+
+    static = StaticCache(zoo.make_module("llama").model.config, max_cache_len=8)
+    assert parted_caches.parts_of(static, [1, 2]) is None
+    assert parted_caches.parts_of(filled(7, 8), [1, 2]) is None
+
+    class OwnLayer(DynamicLayer):
+        pass
+
+    own = filled(7, 8, 9)
+    own.layers = [OwnLayer()]
+    assert parted_caches.parts_of(own, [1, 2]) is None
+
+
+def test_caches_of_parts_that_do_not_make_up_one_are_refused_with_the_remedy() -> None:
+    longer = filled(8, 9)
+    longer.update(torch.zeros(2, 2, 1, 4), torch.zeros(2, 2, 1, 4), 0)
+    for parts in ([filled(7), longer], [filled(7), {"keys": torch.zeros(2, 3)}]):
+        with pytest.raises(RoundPipeError, match=r"do not make up one cache .* Set num_microbatches=1"):
+            parted_caches.joined(parts, [1, 2])
+
+
+class Attends(nn.Module):
+    """A step of a decoder of one block, with the cache that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.mixes, self.head = nn.Embedding(11, 16), nn.Linear(16, 48), nn.Linear(16, 11)
+
+    def forward(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        query, key, value = self.mixes(self.tokens(tokens))[:, None].chunk(3, -1)
+        key, value = cache.update(key, value, 0)
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        return self.head(mixed[:, 0, -1]), cache
+
+
+class Decodes(pl.LightningModule):
+    """Tokens one by one. It looks into the cache once, when the cache is its parts'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.model = Attends().double()
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        from transformers import DynamicCache
+
+        tokens, cache, found = batch, DynamicCache(), list[Tensor]()
+        for step in range(6):
+            logits, cache = self.model(tokens, cache)
+            found.append(tokens := logits.argmax(-1, keepdim=True))
+            if step == 3:
+                found.append(cache.layers[0].keys.clone())
+        return found
+
+
+def test_decoding_with_a_cache_equals_plain(ran: Ran) -> None:
+    """The cache of no configuration holds the class of its layers, which was taken for a cache of itself."""
+    data = [torch.randint(11, (4, 3), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    plain, cached = generated(Decodes(), "auto", data, 1), generated(Decodes(), cut(num_microbatches=2), data)
+    assert_tensors_same(plain, cached)
+    assert len(ran) > 9 and not any(unsplittable for unsplittable, _ in ran)
 
 
 # ------------------------------------------------------------------------------------------------------------- generate

@@ -249,7 +249,56 @@ class Counts(Module):
         return self.model(batch), torch.tensor(COUNT)
 
 
+class TakesItsParameter(Module):
+    class kind(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows_of_it = nn.Parameter(torch.randn(8, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rows(x)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.model(self.model.rows_of_it), self.model(batch)
+
+
+class TakesAnObject(Module):
+    class kind(Model):
+        def forward(self, x: Output) -> Tensor:
+            return self.rows(x.logits)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.model(Output(batch, "given"))
+
+
+class TakesTensorsOfOtherLengths(Module):
+    class kind(Model):
+        def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+            return self.rows(x[0] + x[1][0])
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.model((batch, batch[:3]))
+
+
+class ReturnsTexts(Module):
+    """Of some samples others than of others."""
+
+    class kind(Model):
+        def forward(self, x: Tensor) -> Any:
+            return self.rows(x), "far" if x.max() > 50 else "near"
+
+
+class HasAHook(Module):
+    """Which sees the model's outputs, and so would see each part's."""
+
+    class kind(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_forward_hook(lambda module, given, output: output - output.mean(0))
+
+
 CODE = [
+    TakesItsParameter, TakesAnObject, TakesTensorsOfOtherLengths, ReturnsTexts, HasAHook,
     InPlace, FillsItsDict, ReplacesInItsDict, AppendsToItsList, Masks, MasksFinitely, TurnsAFlag, TurnsToTraining,
     AsksForANumber, AsksWhetherEqual, WritesInALayer, ReturnsOneTensorTwice, ReturnsAnObject, MapsOverSamples, Counts,
     CountsLater,

@@ -845,3 +845,16 @@ def test_a_metric_is_given_means_by_a_count_that_the_first_batches_do_not_show(g
         if number > 2:
             batch["k"][[1, 2, 5][: number - 2]] = 0
     assert_silent(GivenMeans(give), batches, 3)
+
+
+def test_log_refuses_more_arguments_than_lightning_has() -> None:
+    """By position, as Lightning's own does, and names how many there may be."""
+
+    class Logs(zoo.make_module("mlp").__class__):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("a", 1.0, *[None] * 40)
+
+    module = zoo.make_module("mlp")
+    module.__class__ = Logs
+    with pytest.raises(TypeError, match=r"log\(\) takes \d+ positional arguments, 42 were given"):
+        run(ours(num_microbatches=2), module, zoo.make_batches("mlp", 1))

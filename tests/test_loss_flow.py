@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -238,6 +239,11 @@ def up_to_lengths(module: Any, logits: Tensor, batch: Batch) -> Tensor:
     return total / count
 
 
+def appended_in_a_loop(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    rows = [logits[i].pow(2) for i in range(len(logits)) if batch["mask"][i]]
+    return torch.stack(rows).mean() if rows else logits.sum() * 0
+
+
 def in_a_loop(module: Any, logits: Tensor, batch: Batch) -> Tensor:
     losses = [logits[i].pow(2).mean() * batch["weight"][i] for i in range(len(logits))]
     return torch.stack(losses).sum() / batch["weight"].sum()
@@ -269,6 +275,7 @@ COUNTED: dict[str, Step] = {
     "at least one of what is picked": lambda _, x, b: x[b["mask"]].pow(2).sum() / max(len(x[b["mask"]]), 1),
     "by keyword": lambda _, x, b: torch.div((of_each(x, b) * b["weight"]).sum(), other=b["weight"].sum()),
     "no number": lambda _, x, b: torch.nan_to_num((of_each(x, b) * b["weight"]).sum() / b["weight"].sum()),
+    "appended in a loop": appended_in_a_loop,
     "picked in a loop": lambda _, x, b: torch.cat([x[i][b["mask"][i]] for i in range(len(x))]).pow(2).mean(),
     "two terms": lambda _, x, b: (
         2 * (of_each(x, b) * b["weight"]).sum() / b["weight"].sum()
@@ -317,6 +324,10 @@ COUPLED: dict[str, Step] = {
         (of_each(x, b) * b["weight"]).sum() / torch.tensor(float(b["mask"].sum().item() * 2))
     ),
     "weights that are divided": lambda _, x, b: (of_each(x, b) * (b["weight"] / b["weight"].sum())).sum(),
+    "a product of two means": lambda _, x, b: ((x / b["weight"].sum()) * (b["x"][:, :5] / b["mask"].sum())).sum(),
+    "a mean of what was divided": lambda _, x, b: (of_each(x, b) / b["weight"].sum())[b["mask"]].mean(),
+    "over its own shape": lambda _, x, b: of_each(x, b)[b["mask"]].sum() / x[b["mask"]].shape[0],
+    "that number itself": lambda _, x, b: x.clamp(max=x.detach().mean().item()).pow(2).mean(),
     "a product of weights": lambda _, x, b: torch.dot(of_each(x, b), b["weight"] / b["weight"].sum()),
     "mean by given weights": lambda _, x, b: F.l1_loss(
         x, b["x"][:, :5], weight=b["weight"][:, None].expand(-1, 5) + 1e-6
@@ -378,6 +389,8 @@ LOGGED: dict[str, Callable[[Tensor, Batch], Any]] = {
     "the largest": lambda x, b: x.detach().max(),
     "a part of a mean": lambda x, b: 1 - 0.5 * masked_mean(hits(x, b), b["weight"]),
     "a number": lambda x, b: masked_mean(hits(x, b), b["weight"]).item(),
+    "a root by Python": lambda x, b: math.sqrt(x.detach().pow(2).mean().item()),
+    "a root of a share": lambda x, b: math.sqrt(b["weight"].mean().item()),
     "in another format": lambda x, b: masked_mean(hits(x, b), b["weight"]).double().view(1),
     "in bits": lambda x, b: torch.nan_to_num(ignoring(x, b).detach()) / 0.69,
 }
@@ -411,6 +424,22 @@ def test_two_values_of_one_function() -> None:
             "other": masked_mean(hits(logits, batch), batch["y"] > 1),
         }
         module.log_dict({name: value * 100 for name, value in values.items()}, on_step=True, on_epoch=True)
+        return entropy(module, logits, batch)
+
+    assert_same(run("auto", module_of(step), data()), trained(module_of(step), data(), 2, 2))
+
+
+def test_values_that_are_the_same_for_all_samples_are_logged_as_they_are() -> None:
+    """Python may have computed them from what it has read of the samples; those of parameters follow from nothing."""
+
+    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        some = bool(batch["mask"].sum().item())
+        values = {
+            "temperature": (module.tau.detach() + 1).exp(),
+            "some": torch.tensor(2.0 + some),
+            "three": torch.ones(3).sum(),
+        }
+        module.log_dict(values, on_step=True, on_epoch=True)
         return entropy(module, logits, batch)
 
     assert_same(run("auto", module_of(step), data()), trained(module_of(step), data(), 2, 2))
@@ -469,7 +498,7 @@ def test_means_by_counts_of_their_own(name: str, first: str, counts: tuple[int, 
     with warnings.catch_warnings():
         warnings.simplefilter("error", RoundPipeWarning)
         result = trained(module_of(COUNTED[name]), batches, *counts)
-    if (name, first) != ("picked in a loop", "empty"):  # a part of which nothing is left shows another loop
+    if not (name.endswith("ed in a loop") and first == "empty"):  # a part of which nothing is left shows another loop
         assert cut_by(result) == "step"
     assert_same(run("auto", module_of(COUNTED[name]), batches), result)
 

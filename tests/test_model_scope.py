@@ -27,6 +27,7 @@ from ordering import Ordering
 from peft import LoraConfig, get_peft_model
 from stress import CALLS
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.config import RoundPipeError
@@ -417,6 +418,8 @@ class Odd(nn.Module):
             return [h] * (1 + int(bool((x == x.max()).all())) + int(float(x[0, 0]) > 0))
         if what == "attribute":
             self.kept = h
+        if isinstance(what, DynamicCache):
+            return what.update(h[:, None, None], h[:, None, None], 0)[0][:, 0, 0]
         if isinstance(what, dict):
             what["h"] = h.detach()
         return h
@@ -433,6 +436,8 @@ class OddModule(pl.LightningModule):
             what = SimpleNamespace(h=batch * self.model.stem.weight.mean())
         if what == "dict":
             what = {"x": batch}
+        if what == "cache":
+            what = DynamicCache()
         output = self.model(batch, what)
         if what == "attribute":
             return self.model.kept.square().mean()  # type: ignore[no-any-return]
@@ -455,6 +460,7 @@ class OddModule(pl.LightningModule):
         ("structure", "returns something of another structure for each part"),
         ("attribute", "attribute 'kept' of Odd, which the model's forward has set"),
         ("dict", "changes a list, a dict or an object that it is given"),
+        ("cache", "is given a key-value cache, which cannot be cut into microbatches.*use_cache=False"),
         ("object", "a list or an object that holds a tensor which requires grad"),
     ],
 )
@@ -463,6 +469,41 @@ def test_what_cannot_be_put_together_is_refused(what: str, message: str) -> None
     with pytest.raises(RoundPipeError, match=message) as caught:
         run(ours(microbatch_scope="model", num_microbatches=2, layers=LAYERS), OddModule(what), data)
     assert "whole batch" in notes(caught.value)
+
+
+class Scaled(nn.Module):
+    """Takes what is the same for all samples: a parameter, a number computed from parameters, and a tensor of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block = nn.Linear(6, 16), Block(16)
+
+    def forward(self, x: Tensor, gain: Tensor, factor: Tensor, bias: Tensor) -> Tensor:
+        return self.block(self.stem(x) * gain) * factor + bias  # type: ignore[no-any-return]
+
+
+class ScaledModule(pl.LightningModule):
+    """Its loss needs all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.gain, self.scale = Scaled(), nn.Parameter(torch.ones(16)), nn.Parameter(torch.tensor(0.5))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        bias = self.scale * torch.linspace(0, 1, 16)[None].expand(len(batch), -1)
+        out = self.model(batch, self.gain, self.scale.exp(), bias)
+        return (out - out.mean(0)).square().mean() + out.mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_arguments_that_are_the_same_for_all_samples_get_the_gradients_of_all_parts(workers: int) -> None:
+    data = [torch.randn(5, 6) for _ in range(3)]
+    module = ScaledModule()
+    strategy = ours(microbatch_scope="model", num_microbatches=2, layers=LAYERS)
+    assert_same(run("auto", module, data), run(strategy, module, data, devices=workers))
 
 
 def test_other_calls_than_in_the_first_batches_are_refused() -> None:

@@ -1086,6 +1086,7 @@ def test_it_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         *("dropout", "noise", "drop path", "reparametrises", "timesteps"),
         *("fills a row for each token", "noise of each token", "Gumbel noise of pairs", "of a table's rows"),
+        *("picks by probabilities", "varies around means", "of a size"),
     ],
 )
 def test_random_numbers_are_the_same_for_a_sample(draws: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1105,6 +1106,12 @@ def test_random_numbers_are_the_same_for_a_sample(draws: str, monkeypatch: pytes
         elif draws == "Gumbel noise of pairs":
             pairs = torch.cat([logits, logits], 1).view(-1, 5)
             logits = logits + (pairs - torch.rand_like(pairs).log().neg().log()).softmax(-1).view(-1, 2, 5).sum(1)
+        elif draws == "picks by probabilities":
+            logits = logits * torch.bernoulli(logits.sigmoid())
+        elif draws == "varies around means":
+            logits = torch.normal(logits.detach(), 0.1) + logits
+        elif draws == "of a size":
+            logits = logits * torch.rand(size=(len(logits), 5))
         elif draws == "of a table's rows":  # whose number is a multiple of every part's samples
             logits = logits * torch.rand(12, 5).mean(0)
         else:

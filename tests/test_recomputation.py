@@ -22,6 +22,8 @@ from harness import ours, run
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.layer_calls import recompute_check
+from lightning_roundpipe.runtime.layer_calls.recompute_check import CallFingerprint
 
 
 class Shared(SimpleNamespace):
@@ -211,3 +213,60 @@ def test_what_is_recomputed_otherwise_is_refused(case: str, microbatches: int, d
     with pytest.raises(RoundPipeError, match=said) as error:
         train(block, step, microbatches, devices)
     assert "layer 'model.blocks." in str(error.value) and "recomputed" in str(error.value)
+
+
+# --------------------------------------------------------------------------------------------------- what is compared
+
+
+def _print(*tensors: Tensor) -> CallFingerprint:
+    return CallFingerprint.of(tensors, {})
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 4, dtype=torch.float64),
+        torch.randn(3, 4).half(),
+        torch.randn(3, 4, dtype=torch.complex64),
+        torch.randn(6),
+        torch.tensor(2.5),
+        torch.arange(12),
+        torch.arange(12) % 2 == 0,
+    ],
+    ids=["float64", "half", "complex", "one dimension", "no dimension", "integers", "bools"],
+)
+def test_other_values_and_other_places_of_them_are_seen(tensor: Tensor) -> None:
+    same, other = _print(tensor), tensor.clone()
+    other.view(-1)[0] = tensor.reshape(-1)[0].logical_not() if tensor.dtype is torch.bool else 5
+    moved = tensor.reshape(-1).roll(1).reshape(tensor.shape)
+    assert same.difference(_print(tensor.clone()), None) is None
+    assert str(same.difference(_print(other), None)).startswith("output 0 differs")
+    assert tensor.numel() == 1 or str(same.difference(_print(moved), None)).startswith("output 0 differs")
+
+
+def test_differences_of_rounding_are_none() -> None:
+    """In the format that layers compute in; a NaN in both is the same."""
+    tensor = torch.randn(40, 4)
+    near, low = tensor * (1 + 1e-7), tensor.bfloat16().float()
+    assert _print(tensor).difference(_print(near), None) is None
+    assert _print(tensor).difference(_print(low), torch.bfloat16) is None
+    assert "of its norm" in str(_print(tensor).difference(_print(low), None))
+    tensor[0, 0] = float("nan")
+    assert _print(tensor).difference(_print(tensor.clone()), None) is None
+    assert _print(tensor).difference(_print(near), None) == "output 0 differs"
+
+
+def test_shapes_and_formats_are_compared_and_what_has_no_places_by_these() -> None:
+    tensor = torch.randn(3, 4)
+    for other in (tensor.double(), tensor.t()):
+        assert _print(tensor).difference(_print(other), None) == "the outputs have other shapes or formats"
+    narrow = tensor.to(torch.float8_e4m3fn)
+    assert _print(narrow).sums == _print(narrow.float()).sums
+    assert _print(torch.zeros(0, 4), torch.eye(3).to_sparse()).sums == [[0.0] * 3] * 2
+
+
+def test_of_many_integers_the_number_that_are_not_zero_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute_check, "_MOST_INTEGERS", 8)
+    tensor = torch.arange(12)
+    assert _print(tensor).difference(_print(tensor.flip(0)), None) is None
+    assert _print(tensor).difference(_print(tensor + 1), None) is not None

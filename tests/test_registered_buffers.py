@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import assert_same, halves, ours, run
+from harness import assert_same, halves, ours, per_call, run
 from torch import Tensor, nn
 from traps import Block, Net
 
@@ -212,3 +213,45 @@ def a_stateless_module(self: Any, x: Tensor) -> Tensor:
 
 def test_modules_without_tensors_may_be_made_anew() -> None:
     assert_same(train(a_stateless_module, ours(num_microbatches=3))[0], train(a_stateless_module, "auto")[0])
+
+
+class Averages(nn.Module):
+    """Computes with a running mean of what it is given."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x - self.mean)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0) * 0.1)
+        return out.tanh()  # type: ignore[no-any-return]
+
+
+class AveragesTwice(pl.LightningModule):
+    """Calls one layer before and after another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.averages, self.linear = Averages(), nn.Linear(8, 8)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.averages(self.linear(self.averages(batch))).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore::lightning_roundpipe.RoundPipeWarning")
+def test_a_plan_that_tears_the_changes_of_a_buffer_is_refused() -> None:
+    """A microbatch's second call would find what the first calls of later ones have left."""
+    module, batches = AveragesTwice(), list(torch.randn(3, 6, 8))
+    strategy = ours(plan=per_call(3), layers=["Averages", "Linear"], num_microbatches=3)
+    with pytest.raises(
+        ValueError, match=r"buffer 'mean' of Averages .* plan must have these calls in one forward stage"
+    ):
+        run(strategy, module, batches, devices=2)

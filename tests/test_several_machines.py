@@ -37,9 +37,14 @@ CASES: dict[str, dict[str, Any]] = {
     "state everywhere": {"options": {"shard_optimizer": False}},
     "values clipped": {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
     "dropout": {"dropout": 0.2},
-}
+    "small": {"model": "mlp"},
+    "small, clipped and accumulated": {
+        "model": "mlp", "gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "steps": 4,
+    },
+}  # fmt: skip
 QUICKLY = ("adamw", "clipped and accumulated", "a mean of its own")
 """Those that are compared in each run of the tests."""
+SMALL = ("small", "small, clipped and accumulated")
 UNEVEN: dict[str, Any] = {"dropout": 0.2, "samples": 3, "steps": 1}
 """Two samples, and so two microbatches, on the first machine, and one on the second one."""
 NEEDS_OURS = ("stale", "stale, clipped, state everywhere", "dropout")
@@ -66,6 +71,11 @@ def compare(folder: Path, names: list[str], *others: dict[str, Any]) -> list[lis
         print(name)
         assert_one(CASES[name], list(ones), ours=name in NEEDS_OURS)
     return [results[len(names) :] for results in found]
+
+
+def test_small_models_of_two_machines_are_one(tmp_path: Path) -> None:
+    """The optimizer steps behind the backward, each layer on one machine, by the gradients of both."""
+    compare(tmp_path, [*SMALL])
 
 
 def test_two_machines_are_one_with_all_samples(tmp_path: Path) -> None:
@@ -97,7 +107,7 @@ def test_slurm_with_one_task_on_each_machine(names: bool, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_in_other_ways(tmp_path: Path) -> None:
-    compare(tmp_path, [name for name in CASES if name not in QUICKLY])
+    compare(tmp_path, [name for name in CASES if name not in (*QUICKLY, *SMALL)])
 
 
 # -------------------------------------------------------------------------------------------------------- checkpoints

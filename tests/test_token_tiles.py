@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -184,6 +185,61 @@ class _Blocks(ZooModule):
         return found
 
 
+class _Wide(ZooModule):
+    """Layers that mix tokens, with wide modules inside that do not."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+            self.mlp = nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.gate(x).tanh().cumsum(1) / 10
+            return x + self.mlp(x)
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*(self.Block() for _ in range(3))).double())
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        found: Tensor = self.model(batch).pow(2).mean()
+        return found
+
+    def validation_step(self, batch: Tensor) -> None:
+        self.log("val", self.training_step(batch))
+
+
+def test_wide_modules_train_as_plain_lightning_in_tiles(made: list[TokenTiles]) -> None:
+    """And validate. A recomputation needs the values of the gate, and not those of the MLP."""
+    module, batch = _Wide(), torch.randn(4, 12, 8, dtype=torch.float64)
+    plain, ran = (
+        run(strategy, module, [batch] * 4, val_batches=[batch], blocking=True)
+        for strategy in ("auto", ours(num_microbatches=1, token_tiles=5, plan=per_call(3)))
+    )
+    assert_same(plain, ran)
+    assert set(made[-1].ran) == {"model.0", "model.1", "model.2"}
+    assert all({"gate", "mlp"} <= set(names) for names in made[-1].ran.values())
+    known, _ = made[-1]._known[1]  # in training, and in validation
+    names = [name for name, _ in _Wide.Block().named_modules()]
+    assert ({names[i] for i in known.needed}, {names[i] for i in known.watched - known.needed}) == ({"gate"}, {"mlp"})
+
+
+def test_auto_runs_what_does_not_fit_in_tiles(made: list[TokenTiles], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_roundpipe.runtime.layer_calls.token_tiles.AUTO_TILE", 8)
+    module, batch = _Wide(), torch.randn(2, 64, 8, dtype=torch.float64)
+
+    def within(tiles: Any, memory: int | None) -> Result:
+        return run(ours(num_microbatches=2, token_tiles=tiles, emulation={"memory": memory}), module, [batch] * 2)
+
+    whole = within(None, None)
+    with pytest.raises(torch.OutOfMemoryError):
+        within(None, 350_000)
+    roomy = within("auto", 4_000_000)
+    assert not made[-1].on and roomy.losses == whole.losses
+    assert_same(whole, within("auto", 350_000))
+    assert made[-1].on and any("mlp" in names for names in made[-1].ran.values())
+
+
 def test_nothing_to_tile_is_a_warning() -> None:
     with pytest.warns(RoundPipeWarning, match="nothing inside layers runs in tiles.*the layer gives something else"):
         trainer_of(ours(num_microbatches=2, token_tiles=4)).fit(_Blocks(), loader([torch.randn(4, 12, 8)]))
@@ -286,6 +342,52 @@ def _verdict(act: Callable[..., Tensor], x: Tensor | None = None) -> TileVerdict
 )
 def test_what_couples_tokens_is_found(act: Callable[..., Tensor], why: str) -> None:
     assert why in _verdict(act).why_not
+
+
+class _Returns(nn.Module):
+    """What ``made`` makes of the tokens, and of a matrix."""
+
+    def __init__(self, made: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.weight, self.made = nn.Parameter(torch.randn(8, 64)), made
+
+    def forward(self, x: Tensor) -> Any:
+        return self.made(x, self.weight)
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (lambda x, w: (x @ w).sum(), r"returns a tensor of shape \(\)"),
+        (lambda x, w: (x @ w).mean((0, 1)), r"returns a tensor of shape \(64,\)"),
+        (lambda x, w: (x @ w, {1, 2}), "returns a set"),
+        (lambda x, w: None, "returns no tensor"),
+        (lambda x, w: (x @ w).detach(), "has no gradients"),
+        (lambda x, w: x * w[:, 0], "keeps little for its backward"),
+        (lambda x, w: (x @ w).tanh() if x.shape[1] > 20 else x.tanh() @ w.detach(), "some of the tokens"),
+        (lambda x, w: x.tanh() @ (w if x.shape[1] > 20 else w.detach()), "has gradients on some of the tokens only"),
+        (lambda x, w: (x @ w).argsort(1), "some of the tokens"),
+        (lambda x, w: (x @ w, *[x] * (x.shape[1] > 20)), "some of the tokens"),
+        (lambda x, w: (x @ w).float() if x.shape[1] > 20 else (x @ w).half(), "some of the tokens"),
+        (lambda x, w: (x @ w)[:, torch.arange(x.shape[1]) + 30 - x.shape[1]], r"fails on some .* \(IndexError: index"),
+    ],
+)
+def test_what_cannot_run_in_tiles_is_said(made: Callable[[Tensor, Tensor], Any], why: str) -> None:
+    x = torch.randn(1, 30, 8)
+    module, layout = _Returns(made), Layout.of([x])
+    assert layout is not None
+    assert re.search(why, check(module, lambda tensors: module(*tensors), [x], layout, grad=True).why_not)
+
+
+def test_memory_that_is_short_in_the_comparison_is_no_verdict() -> None:
+    def fails(x: Tensor, weight: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("of the device")
+
+    x = torch.randn(1, 30, 8)
+    layout = Layout.of([x])
+    assert layout is not None
+    with pytest.raises(torch.OutOfMemoryError, match="of the device"):
+        check(_Returns(fails), lambda tensors: _Returns(fails)(*tensors), [x], layout, grad=True)
 
 
 def test_what_acts_on_each_token_passes() -> None:

@@ -17,6 +17,7 @@ from lightning_roundpipe.runtime.layer_calls.arguments import (
     unflatten,
     unflatten_call,
 )
+from lightning_roundpipe.runtime.user_code import inference_writes
 
 Pair = namedtuple("Pair", ["one", "other"])
 
@@ -150,3 +151,15 @@ def test_structures_without_end_are_not_remembered(monkeypatch: pytest.MonkeyPat
         leaves, spec = flatten(value)
         assert leaves == [*range(length)] and unflatten(leaves, spec) == value
     assert len(arguments._specs) == len(arguments._shapes) == 3
+
+
+def test_writes_to_inference_tensors_are_counted_where_memory_is_known() -> None:
+    """A conjugate's is not: only the tensor itself knows that; and a sparse tensor has no memory of its own."""
+    with torch.inference_mode():
+        plain, conjugate = torch.zeros(3), torch.ones(3, dtype=torch.complex64).conj()
+        alias, same = inference_writes.counting_writes([plain, conjugate], inference=True)
+        assert same is conjugate and not inference_writes.is_written(alias, inference=True)
+        with torch.inference_mode(False):
+            alias.add_(1)
+        assert inference_writes.is_written(alias, inference=True) and plain.eq(1).all()
+        assert inference_writes.version_of(torch.eye(2).to_sparse()) == (0, 0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from lightning_roundpipe.config import RoundPipeError
@@ -16,6 +19,7 @@ from lightning_roundpipe.runtime.batch.contributions import (
     Contribution,
     share,
 )
+from lightning_roundpipe.runtime.batch.loss_weights import Weighing, Weights
 
 NAMES = ["machine 0 (a)", "machine 1 (b)", "machine 2 (c)"]
 
@@ -64,3 +68,31 @@ def test_it_travels_as_numbers(one: Contribution) -> None:
     assert len(one.encoded()) == LENGTH
     assert Contribution.decoded(one.encoded()) == one
     assert Contribution().kind == NOTHING
+
+
+def microbatch(*counts: float, sums: bool = False, name: str = "", lacking: bool = False, mixed: bool = False) -> Any:
+    """One whose loss has shown these counts of targets, and whether it is a sum."""
+    counted = SimpleNamespace(of=list(counts), lacking=lacking, mixed=mixed)
+    return SimpleNamespace(
+        weight=0.5, mode=SimpleNamespace(counts=counted, sums=SimpleNamespace(whole=sums, name=name))
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "runs", "expected"),
+    [
+        (None, [microbatch(lacking=True)] * 2, Contribution(NOTHING, 0, 6)),
+        ("sum", [microbatch()] * 2, Contribution(SUM, 1, 6)),
+        (None, [microbatch(sums=True)] * 2, Contribution(SUM, 1, 6)),
+        ([1.0, 2.0], [microbatch()] * 2, Contribution(GIVEN, 1.0, 6)),
+        (None, [microbatch(sums=True), microbatch()], Contribution(UNKNOWN, 0, 6)),
+        (None, [microbatch(name="mse_loss")] * 2, Contribution(UNKNOWN, 0, 6)),
+        (None, [microbatch()] * 2, Contribution(SAMPLES, 6, 6)),
+        (None, [microbatch(3, 1), microbatch(lacking=True), microbatch(2, 4)], Contribution(TARGETS, 5, 6, (5, 5))),
+        (None, [microbatch(3, mixed=True), microbatch(2)], Contribution(TARGETS, 5, 6, (5,), mixed=True)),
+    ],
+)
+def test_a_batch_contributes_what_its_microbatches_have_shown(
+    given: Weights, runs: list[Any], expected: Contribution
+) -> None:
+    assert Weighing([3, 3], given).contribution(runs, 6) == expected

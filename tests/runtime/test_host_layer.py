@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -43,6 +44,44 @@ def test_masters_stay_who_they_are(device: Device) -> None:
     device.weights_up.synchronize()
     for view, parameter in zip(layer.views(segment), layer.masters, strict=True):
         assert torch.equal(view, parameter) and view.stride() == parameter.stride()
+
+
+def test_a_master_comes_home_unless_user_code_holds_its_memory(device: Device) -> None:
+    """None did, as autograd's base of its view was taken for a holder: the layer was in memory twice from then on."""
+    module = nn.Linear(3, 3)
+    layer = HostLayer(0, "layer", module, device, {})
+    [flat] = layer.flats
+    home = module.weight.data_ptr()
+    for number in (7.0, 8.0):
+        module.weight.data = torch.full((3, 3), number)
+        layer.reattach()
+        assert module.weight.data_ptr() == home and flat.source is flat.buffer
+        assert module.weight.eq(number).all()
+    kept = module.weight.data
+    module.weight.data = theirs = torch.full((3, 3), 9.0)
+    layer.reattach()
+    assert module.weight.data_ptr() == theirs.data_ptr() and kept.eq(8.0).all()
+    module.weight.data = kept
+    layer.reattach()
+    assert module.weight.data_ptr() == home and flat.source is flat.buffer
+    array = np.full((3, 3), 6.0, dtype=np.float32)
+    for others in (torch.from_numpy(array), torch.ones(3, 3).share_memory_()):
+        module.weight.data = others
+        place = others.data_ptr()
+        del others
+        layer.reattach()
+        assert module.weight.data_ptr() == place
+
+
+def test_a_part_of_a_master_that_the_layer_does_not_have_is_nobodys(device: Device) -> None:
+    """A bucket's other layers may have it."""
+    layer = HostLayer(0, "layer", nn.Linear(3, 3), device, {})
+    segment, foreign = torch.zeros(layer.nbytes, dtype=torch.uint8), nn.Parameter(torch.ones(9))
+    assert layer.upload_part(device.weights_up, segment, foreign, 0, 9) is None
+    for flat in layer.flats:
+        flat.refresh_part(foreign, 0, 9)
+    device.weights_up.synchronize()
+    assert not segment.any()
 
 
 @pytest.mark.parametrize("rounded", [{}, {0: torch.bfloat16}])

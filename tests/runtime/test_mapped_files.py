@@ -17,6 +17,7 @@ from torch import nn
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.model.loading import from_config, from_folder
+from lightning_roundpipe.runtime.memory import mapped_files
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer, begin_to_train, host_layers
 from lightning_roundpipe.runtime.memory.mapped_files import mapped_weights
@@ -185,3 +186,13 @@ def test_training_adapters_reads_the_base_where_it_is(
         # After steps of AdamW, which makes much of little.
         assert_same(run("auto", adapted(folder / files, dtype=dtype), batches), results[0], rtol=1e-4)
     assert (folder / files / "model.safetensors").read_bytes() == content
+
+
+def test_where_nothing_tells_what_memory_is_of_files_no_weight_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on systems without ``/proc``: weights are copied to memory then."""
+
+    def refuses(*_: Any) -> str:
+        raise FileNotFoundError("/proc/self/maps")
+
+    monkeypatch.setattr(Path, "read_text", refuses)
+    assert mapped_files._file_spans() == []

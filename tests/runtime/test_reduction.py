@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from without import take_out
 
-from lightning_roundpipe.config import Emulation
+from lightning_roundpipe.config import Emulation, RoundPipeError
 from lightning_roundpipe.devices import Device, make_devices
+from lightning_roundpipe.devices.errors import StreamError
 from lightning_roundpipe.runtime.memory import grad_buffers
 from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums, HostGradBuffers, Reduction
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
@@ -119,3 +120,32 @@ def test_what_is_as_narrow_already_travels_as_it_is(
 ) -> None:
     buffers = HostGradBuffers(_layer(device, torch.zeros(512, dtype=dtype)), device, reduction)
     assert buffers.layout.narrowed is narrowed and buffers.layout.travel_nbytes == 1024
+
+
+def test_products_are_rounded_before_they_are_added_whatever_the_order_of_elements() -> None:
+    """Every plan must give the same bits; a gradient may be transposed."""
+    total, grad = torch.randn(5, 7), torch.randn(5, 7)
+    expected = total + grad * 0.3
+    for mine, its in ((total.clone(), grad), (total.t().contiguous().t(), grad), (total.clone(), grad.t().clone().t())):
+        grad_buffers._add_product(mine, its, 0.3)
+        assert torch.equal(mine, expected)
+
+
+def test_an_error_of_the_summing_thread_reaches_who_waits_for_the_sum() -> None:
+    """And so does its death, as nobody would wake them."""
+
+    class Fails:
+        def wait(self) -> None:
+            raise ValueError("lost on the way")
+
+    thread = TaskThread("roundpipe-sums")
+    added, never = grad_buffers._Added(thread), grad_buffers._Added(thread)
+    failing: Any = Fails()
+    thread.submit(lambda: added.after(failing, failing, []))
+    with pytest.raises(StreamError, match="lost on the way"):
+        added.wait()
+    assert added.done() and not never.done()
+    thread.stop()
+    thread.join()
+    with pytest.raises(RoundPipeError, match="the thread that sums gradients has died"):
+        never.wait()

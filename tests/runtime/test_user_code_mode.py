@@ -18,7 +18,7 @@ from lightning_roundpipe.runtime.batch.losses import check_counts
 from lightning_roundpipe.runtime.user_code import host_to_device, known_values
 from lightning_roundpipe.runtime.user_code import mode as user_code_mode
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import functions_given_stand_ins
-from lightning_roundpipe.runtime.user_code.host_to_device import _is_plain
+from lightning_roundpipe.runtime.user_code.host_to_device import _is_plain, _parse_move
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 
 
@@ -362,6 +362,26 @@ def test_other_numbers_are_asked_for(way: str) -> None:
         UNTOLD[way]().tolist()
 
 
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "asked"),
+    [
+        ("cuda", (), {}, "cuda"),
+        ("cuda", (1,), {"non_blocking": True}, "cuda:1"),
+        ("cuda", ("cuda:2",), {}, "cuda:2"),
+        ("cuda", (), {"device": torch.device("cuda", 3)}, "cuda:3"),
+        ("cuda", (1, True), {}, None),
+        ("cuda", (), {"memory_format": torch.channels_last}, None),
+        ("to", ("cuda:1",), {"copy": True}, "cuda:1"),
+        ("to", ("nowhere",), {}, None),
+        ("to", (torch.float64,), {}, None),
+    ],
+)
+def test_the_device_that_a_move_asks_for(name: str, args: Any, kwargs: Any, asked: str | None) -> None:
+    """What is unusual, and what torch refuses, is left to torch."""
+    found = _parse_move(name, args, kwargs)
+    assert found == (None if asked is None else (torch.device(asked), None))
+
+
 @pytest.mark.parametrize("asked", [torch.float64, "cpu", torch.zeros(1)])
 def test_what_stays_on_the_host_is_not_staged(asked: Any) -> None:
     device = Nowhere()
@@ -450,3 +470,12 @@ def test_tensors_within_a_transform_are_not_staged() -> None:
     torch.vmap(within)(torch.ones(2, 3))
     torch.func.jvp(within, (torch.ones(3),), (torch.ones(3),))
     assert plain == [False, False] and _is_plain(torch.ones(3))
+
+
+@pytest.mark.parametrize("asked", ["cpu", torch.device("cpu"), torch.zeros(1)])
+def test_moves_to_the_host_wait_for_the_device(asked: Any) -> None:
+    there = torch.zeros(2, device="meta")
+    assert known_values.waits("to", (there, asked), {}, "meta")
+    assert known_values.waits("to", (there,), {"device": asked}, "meta")
+    assert not known_values.waits("to", (there, "meta"), {"dtype": torch.float64}, "meta")
+    assert not known_values.waits("to", (torch.zeros(2), asked), {}, "meta")

@@ -346,8 +346,8 @@ def _holds_tensors(leaf: Any) -> bool:
 
 
 def is_cache(value: Any) -> bool:
-    """Return whether ``value`` is a key-value cache of a Hugging Face model."""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+    """Return whether ``value`` is a key-value cache of a Hugging Face model, and not a class of them."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update") and not isinstance(value, type)
 
 
 def mutable_parts(value: Any) -> Iterator[Any]:

@@ -67,6 +67,11 @@ ALONE = holders(torch.empty(1))
 """`holders` of a tensor that shares its storage with no other tensor."""
 
 
+def _may_be_held(tensor: Tensor) -> bool:
+    """Return whether others hold the memory of ``tensor``, or may: that of numpy's arrays or of other processes."""
+    return holders(tensor) > ALONE or not tensor.untyped_storage().resizable()
+
+
 def _is_dense(tensor: Tensor) -> bool:
     return 1 + sum((s - 1) * st for s, st in zip(tensor.shape, tensor.stride(), strict=True)) == tensor.numel()
 
@@ -75,11 +80,13 @@ def _with_own_storage(segment: ParamSlice, flat: Tensor) -> Tensor:
     """Return the parameter's view into ``flat`` as a tensor whose storage ends where the parameter does.
 
     Saving or copying a tensor takes its whole storage, and a checkpoint of one weight must not contain its whole layer.
+    It is no view in autograd's sense, whose base would hold the storage, too (`holders`).
     """
     if not segment.nbytes:
         return segment.view(flat)
     part = torch.frombuffer(flat.numpy(), dtype=torch.uint8, count=segment.nbytes, offset=segment.offset)
-    return part.view(segment.dtype).as_strided(segment.shape, segment.stride)
+    fresh = torch.empty(0, dtype=segment.dtype)
+    return fresh.set_(part.untyped_storage(), part.storage_offset(), segment.shape, segment.stride)
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -261,7 +268,7 @@ class FlatBuffer:
                 self.views[index] = master.data
             elif master.data_ptr() == home.data_ptr():
                 self.views[index] = home
-            elif home.numel() and (holders(home) > ALONE or holders(master) > ALONE):
+            elif home.numel() and (holders(home) > ALONE or _may_be_held(master)):
                 self.views[index] = master.data
             else:
                 home.copy_(master.data)

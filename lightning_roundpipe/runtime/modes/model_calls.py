@@ -16,7 +16,7 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -205,9 +205,8 @@ class ModelCall(CutArgument, Generic[P]):
                 "returns for each sample (call a Hugging Face model without labels)."
             )
         self._refuse(f"tensors of the shapes {', '.join(str(tuple(p.shape)) for p in parts)}")
-        raise AssertionError
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str) -> NoReturn:
         raise RoundPipeError(
             f"{self.what} returns {what}, for microbatches of sizes {', '.join(map(str, self.sizes))}: with "
             "microbatch_scope='model' only tensors with a row for each sample can be put together, and what is the "

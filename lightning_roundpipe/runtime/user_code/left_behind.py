@@ -226,8 +226,7 @@ def put_back_of(value: Any, kind: str, now: Callable[[Any], Any] = lambda item: 
         held = value.cell_contents if _filled(value) else ABSENT
         return lambda: _fill(value, now(held))
     if kind == "many":
-        length = len(value)
-        return lambda: value.__delitem__(slice(length, None)) if isinstance(value, list) else None
+        return _length_back(value)
     if kind == "globals":
         return _names_back(value.held, value.space.__setitem__, value.space.__delitem__, now)
     if kind == "class":
@@ -587,6 +586,21 @@ def _container_back(value: Any, now: Callable[[Any], Any]) -> Callable[[], None]
             value.update(wanted)
         else:
             value.extend(wanted)
+
+    return put
+
+
+def _length_back(value: Any) -> Callable[[], None]:
+    length, members = len(value), set(value) if isinstance(value, set) else ()
+
+    def put() -> None:
+        if isinstance(value, list):
+            del value[length:]
+        elif isinstance(value, set):
+            value.intersection_update(members)
+        else:
+            while len(value) > length:
+                value.popitem() if isinstance(value, dict) else value.pop()
 
     return put
 
