@@ -563,8 +563,7 @@ def test_gradients_leave_call_by_call() -> None:
 def test_gradients_of_microbatches_side_by_side_are_added_call_by_call() -> None:
     """Two calls of 1 + 2 on two workers. Each call's gradients leave when the microbatch before's are added."""
     plan = Plan.parse("forward none; fused 0-1; backward none; round 1")
-    calls = [replace(one, gradient_bytes=3) for one in even(2)]
-    run = run_steps(plan, Costs(tuple(calls)), 2, 2, Rules(links=Links(1e12, 1.0), sums_per_s=1.0))
+    run = run_steps(plan, heavy(0, 3), 2, 2, Rules(links=Links(1.0, 1.0), sums_per_s=1.0))
     leaving = [(e.worker, e.start_s, e.end_s) for e in run.events if e.kind == "download_gradients"]
     # The last call's backward ends at 4, and at 6 for the second microbatch. Its gradients are added at 10.
     assert leaving == [(0, 4, 7), (0, 7, 10), (1, 10, 13), (1, 13, 16)]
