@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/bench_memory_limit.py [--markdown]
 
 Part of that is the arena's, where copies wait for places. The rest is that of activations: a shorter fused stage, which
-leaves more to recompute, and no recomputation ahead. Both plans have stages: with memory for the whole model, rounds side
-by side would recompute nothing.
+leaves more to recompute, and no recomputation ahead. Both plans have stages: with memory for the whole model, rounds
+side by side would recompute nothing.
 
 The models and batches are the paper's (`measured.json`), on eight RTX 4090 with sequences of 2,048 tokens. Plans are
 those of the default search, which counts its work, so the figures are the same on every machine.

@@ -34,11 +34,11 @@ from typing import Literal, NamedTuple
 
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, for_each
 from lightning_roundpipe.planning.host_time import HostTime
-from lightning_roundpipe.planning.interpreter_time import Interpreter
 from lightning_roundpipe.planning.links import Lane, Links
 from lightning_roundpipe.planning.memory import Memory, reserved_within
 from lightning_roundpipe.planning.network import Exchange, Network
 from lightning_roundpipe.planning.schedule import Plan, Stage
+from lightning_roundpipe.planning.shared_seconds import SharedSeconds
 from lightning_roundpipe.planning.updates import UpdateModel, Updating
 
 Staleness = Literal[0, 1]
@@ -426,7 +426,7 @@ class _Pipeline:
         """By stage, when the next microbatch may begin beside the last one, and end. [12]"""
         self._added: dict[int, float] = {}
         """By call, when its gradients of the microbatch before are added. [12]"""
-        self._adder = Interpreter()
+        self._adding = SharedSeconds()
         self._ahead = plan.recompute_ahead
         self._stages = _stages_of(plan, costs, workers, microbatches, rules)
         self._forward_of = plan.stage_of_forward
@@ -435,7 +435,7 @@ class _Pipeline:
         }
         self._free = [0.0] * workers
         self._summed = 0.0
-        self._interpreter = Interpreter()
+        self._interpreter = SharedSeconds()
         self._closed: dict[int, float] = {}
         links = (rules.links,) * workers if isinstance(rules.links, Links) else rules.links  # [13]
         if links is not None and len(links) != workers:
@@ -505,7 +505,7 @@ class _Pipeline:
             for lanes in (self._up, self._down):
                 if lanes is not None:
                     times += lanes[worker].after(begin)
-        times += [*self._interpreter.after(begin), *self._adder.after(begin)]
+        times += [*self._interpreter.after(begin), *self._adding.after(begin)]
         for published in self._published[-1 - self._rules.staleness :]:
             times += [time for layer in sorted(published) for time in published[layer]]  # not in the order of updates
         if self._exchange is not None:
@@ -623,7 +623,7 @@ class _Pipeline:
         """Return when the host has added gradients, which are ``there`` then, to those of microbatches before. [12]"""
         if self._rules.sums_per_s is None:
             return there
-        return self._adder.take(there, gradients.nbytes / self._rules.sums_per_s)
+        return self._adding.take(there, gradients.nbytes / self._rules.sums_per_s)
 
     def _take_turn(
         self, stage: _SimulatedStage, worker: int, microbatch: int, updated: tuple[float, float], loaded: float

@@ -17,13 +17,13 @@ from lightning_roundpipe.planning import Plan
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.estimate import EXPERT_OPERATIONS, estimate_costs
 from lightning_roundpipe.planning.host_time import HostTime
-from lightning_roundpipe.planning.interpreter_time import Interpreter
 from lightning_roundpipe.planning.meter import Meter
 from lightning_roundpipe.planning.pipeline import Rules, run_steps
+from lightning_roundpipe.planning.shared_seconds import SharedSeconds
 
 
 def test_what_is_taken_is_not_taken_again() -> None:
-    interpreter = Interpreter()
+    interpreter = SharedSeconds()
     assert interpreter.take(2, 3) == 5
     assert interpreter.take(0, 1) == 1
     assert interpreter.take(0, 2) == 6, "one second before the first interval, and one behind it"
@@ -33,7 +33,7 @@ def test_what_is_taken_is_not_taken_again() -> None:
 
 
 def test_the_intervals_hold_what_was_taken_and_never_more_than_one_at_a_time() -> None:
-    random, interpreter, taken = Random(0), Interpreter(), 0.0
+    random, interpreter, taken = Random(0), SharedSeconds(), 0.0
     for _ in range(500):
         ready, seconds = random.uniform(0, 50), random.uniform(0, 0.3)
         end = interpreter.take(ready, seconds)

@@ -1,7 +1,6 @@
-"""The host's Python interpreter, which issues the operations of all workers.
+"""What the host does for one worker at a time, such as running Python.
 
-Python runs one thread at a time, so all workers share its seconds. A turn takes its seconds from the gaps that other
-turns leave. So do the host's additions of gradients, which have such seconds of their own.
+All workers share its seconds. A turn takes its seconds from the gaps that other turns leave.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ _ROUNDING_S = 1e-12
 """By so much, seconds may be longer than a gap that they fill. Rounding decided otherwise where the next gap is."""
 
 
-class Interpreter:
+class SharedSeconds:
     """Busy time as disjoint intervals in ascending order."""
 
     def __init__(self) -> None:
