@@ -7,7 +7,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -22,6 +23,7 @@ from lightning_roundpipe.devices.core_semaphore import Semaphore
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.devices.thread_event import ThreadEvent
 from lightning_roundpipe.devices.waiter import Waiter
+from lightning_roundpipe.runtime.memory.grad_buffers import _Added
 
 
 class Layer(nn.Module):
@@ -191,7 +193,7 @@ def test_many_threads_whose_leases_expire_end(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_thread_that_waits_holds_no_lease(make_all: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interpreter_lease, "TERM_S", 60.0)
+    monkeypatch.setattr(interpreter_lease, "TERM_S", 10.0)
     (device,) = make_all(1)
     waiter = Waiter()
     waits: list[tuple[str, Callable[[], object], Callable[[], object]]] = []
@@ -201,9 +203,13 @@ def test_a_thread_that_waits_holds_no_lease(make_all: Any, monkeypatch: pytest.M
     waits.append(("a core", permits.acquire, permits.release))
     event = ThreadEvent("a stream", AbortSwitch("a device"), timed=False)
     waits.append(("an event", event.wait, lambda: event.settle(None)))
+    alive, landing = cast(Any, SimpleNamespace(alive=True)), cast(Any, SimpleNamespace(add_to=lambda *_: None))
+    added = _Added(alive)
+    waits.append(("a sum", added.wait, lambda: added.after(event, landing, [])))
     for name, wait, wake in waits:
         order: queue.SimpleQueue[str] = queue.SimpleQueue()
         interpreter_lease.acquire()
+        since = time.perf_counter()
 
         def other(order: Any = order, wake: Any = wake) -> None:
             interpreter_lease.acquire()  # comes back only if the wait has released the lease
@@ -217,6 +223,7 @@ def test_a_thread_that_waits_holds_no_lease(make_all: Any, monkeypatch: pytest.M
         assert interpreter_lease.release(), f"{name}: the lease was acquired again"
         thread.join()
         assert [order.get(), order.get()] == ["other", "waited"], name
+        assert time.perf_counter() - since < 10, f"{name}: the lease has expired"
 
     with device.acquire_core():
         interpreter_lease.acquire()

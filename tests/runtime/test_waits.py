@@ -256,7 +256,7 @@ ELSEWHERE = {
     ("runtime.memory.grad_buffers:_Added.after", "landed.wait()"),
     (
         "runtime.memory.grad_buffers:_Added.wait",
-        "while not self._over.wait(LOOK):",
+        "while not (self._over.is_set() or interpreter_lease.released(lambda: self._over.wait(LOOK))):",
     ),  # is what HostGradSums.wait waits with
     ("runtime.memory.grad_buffers:HostGradSums.make_room", "self.wait()"),
     # test_parts.py: test_a_part_is_not_taken_before_it_is_there
