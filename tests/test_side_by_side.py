@@ -14,8 +14,8 @@ from harness import ours
 from torch import Tensor, nn
 
 from lightning_roundpipe.runtime.core.worker import Worker
+from lightning_roundpipe.runtime.memory import grad_buffers
 from lightning_roundpipe.runtime.memory.grad_buffers import _Added
-from lightning_roundpipe.runtime.optimizer import async_optimizer
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 
 WIDTH, MICROBATCHES = 64, 4
@@ -185,16 +185,16 @@ def test_slots_close_and_gradients_are_added_in_any_order_of_workers(monkeypatch
 @pytest.mark.parametrize("part", [False, True])
 def test_weights_come_for_the_first_microbatch_first(part: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The optimizer publishes them layer by layer, and both slots of a worker wait for all of them."""
-    real = AsyncOptimizer._apply
+    real = AsyncOptimizer._finish
 
-    def apply(self: AsyncOptimizer, *args: Any) -> None:
+    def finish(self: AsyncOptimizer, *args: Any) -> None:
         time.sleep(0.02)
         real(self, *args)
 
     one, _ = trained(1)
-    monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
+    monkeypatch.setattr(AsyncOptimizer, "_finish", finish)
     if part:
-        monkeypatch.setattr(async_optimizer, "PIECE", 0)
+        monkeypatch.setattr(grad_buffers, "STREAMED", 1)
     several, report = trained(2, plan="forward none; fused 0-2; backward none; round 1")
     harness.assert_identical(one, several)
     uploads = [row for row in report["events"] if row["kind"] == "upload_weights"]
