@@ -12,6 +12,7 @@ import itertools
 import logging
 import threading
 import warnings
+import weakref
 from typing import Any
 
 import harness
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.messages import RoundPipeWarning
 from lightning_roundpipe.runtime.batch import logs
 from lightning_roundpipe.runtime.batch.log_rules import Settled
+from lightning_roundpipe.runtime.batch.metric_updates import MetricUpdates
 from lightning_roundpipe.runtime.profile.comparison import Comparison, Shown
 
 MLP = zoo.make_module("mlp")
@@ -858,3 +860,16 @@ def test_log_refuses_more_arguments_than_lightning_has() -> None:
     module.__class__ = Logs
     with pytest.raises(TypeError, match=r"log\(\) takes \d+ positional arguments, 42 were given"):
         run(ours(num_microbatches=2), module, zoo.make_batches("mlp", 1))
+
+
+def test_updates_of_metrics_keep_no_part_that_has_ended() -> None:
+    """Recorders and updates refer to each other, and parts hold memory of devices until a garbage collection."""
+    updates = MetricUpdates({}, every=True)
+
+    def ended() -> weakref.ref[Any]:
+        part = nn.Module()
+        with updates.recorded({"mean": torchmetrics.MeanMetric()}, lambda: part):
+            pass
+        return weakref.ref(part)
+
+    assert ended()() is None

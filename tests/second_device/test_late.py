@@ -179,7 +179,7 @@ WAITS = {
     ),
     "a backward before its gradients travel": (
         "runtime.core.worker:Worker._send",
-        "stream.wait(self.device.compute.record())",
+        "stream.wait(end)",
     ),
     "gradients before they are used": ("runtime.memory.grad_buffers:HostGradSums.take", "self.wait()"),
     "copies before their memory goes": ("devices.cuda_streams:CudaStream.copy", "self.keep(to, of)"),

@@ -184,6 +184,7 @@ class MetricUpdates:
         finally:
             for recorder in self._recorders.values():
                 recorder.remove()
+            del self._current  # leads to memory of devices, and recorders and updates refer to each other
 
     def call(self, recorder: _Recorder, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call or update a metric, and record what that changes in it and in those that are parts of it."""
