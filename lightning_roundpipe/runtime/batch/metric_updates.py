@@ -184,7 +184,9 @@ class MetricUpdates:
         finally:
             for recorder in self._recorders.values():
                 recorder.remove()
-            del self._current  # leads to memory of devices, and recorders and updates refer to each other
+            # Recorders refer back to this object, so only a garbage collection frees it, and what `_current` refers to:
+            # parts, with their tensors on devices.
+            del self._current
 
     def call(self, recorder: _Recorder, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call or update a metric, and record what that changes in it and in those that are parts of it."""
