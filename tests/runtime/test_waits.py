@@ -175,7 +175,6 @@ WAITS = [
     ),
     # Turns, rounds, and user code.
     Wait("runtime.core.turns:Slot.enter", "cancel_scope.wait(waiter)", "numbers"),
-    Wait("runtime.core.turns:Slot.wait_for_predecessor", "cancel_scope.wait(waiter)", "numbers", WIDE),
     Wait("runtime.core.worker:Worker.open", "slot.wait_for_predecessor(slot.cancel_scope)", "numbers", WIDE),
     Wait("runtime.core.turns:Slot._wait_until_sent", "cancel_scope.wait(waiter)", "numbers", BESIDE, "closing early"),
     Wait("runtime.core.turns:MicrobatchOrder.begin", "cancel_scope.wait(waiter)", "numbers", BESIDE),

@@ -115,11 +115,10 @@ class Slot:
         self.closed = False
         self.absent: Callable[[int], None] | None = None
         """Called with a microbatch that gets the turn but is not waiting for it."""
-        self._successor: Waiter | None = None
         self._sent: set[HostGradSums] = set()
         """Those whose downloads the worker has enqueued."""
-        self._to_send: dict[HostGradSums, Waiter] = {}
-        """Woken when they are sent, or the slot is closed: the next slot waits to add to them."""
+        self._to_send: dict[HostGradSums | None, Waiter] = {}
+        """Woken when they are sent, or the slot is closed: the next slot waits to add to them. None: to all."""
         self._position = 0
         """Position of the microbatch that has the turn, or will have it when the slot opens."""
         self._end = len(microbatches)
@@ -248,20 +247,13 @@ class Slot:
         with self._lock:
             self.closed = True
             waiters, self._to_send = [*self._to_send.values()], {}
-            if self._successor is not None:
-                waiters.append(self._successor)
         for waiter in waiters:
             waiter.wake()
 
     def wait_for_predecessor(self, cancel_scope: CancelScope) -> None:
         """Wait until the downloads of the predecessor's sums have been enqueued [3]."""
-        if (before := self.predecessor) is None:
-            return
-        with before._lock:
-            if before.closed:
-                return
-            waiter = before._successor = Waiter()
-        cancel_scope.wait(waiter)
+        if self.predecessor is not None:
+            self.predecessor._wait_until_sent(None, cancel_scope)
 
     def sent(self, sums: HostGradSums) -> None:
         """Note that the slot's download to ``sums`` is enqueued, behind those of all slots before it."""
@@ -288,8 +280,8 @@ class Slot:
             before._wait_until_sent(sums, cancel_scope)
             before = None if sums in before._sent else before.predecessor
 
-    def _wait_until_sent(self, sums: HostGradSums, cancel_scope: CancelScope) -> None:
-        """Wait until the download to ``sums`` is enqueued, or never will be."""
+    def _wait_until_sent(self, sums: HostGradSums | None, cancel_scope: CancelScope) -> None:
+        """Wait until the download to ``sums`` is enqueued, or never will be; None: until all are, and it is closed."""
         with self._lock:
             if self.closed or sums in self._sent:
                 return
