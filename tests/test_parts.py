@@ -101,6 +101,8 @@ def tied(module: Any = None, trainer: Any = None, **options: Any) -> Result:
         ({}, {"precision": "bf16-true"}),
         ({}, {"precision": "bf16-mixed"}),
         ({"reduce_dtype": "bfloat16"}, {}),
+        ({"plan": harness.single(3, 1)}, {}),  # side by side: what lands is added part by part
+        ({"plan": harness.single(3, 1), "reduce_dtype": "bfloat16"}, {}),
         ({"emulation": {"poison": True, "delay_seed": 3, "bandwidth": "1MB"}}, {}),
     ],
     ids=lambda given: str(given),

@@ -54,7 +54,7 @@ class Lane:
             self._ends.append(end)
         return start, end
 
-    def copy_behind(self, ready: float, size: int) -> tuple[float, float]:
+    def copy_behind(self, ready: float, size: float) -> tuple[float, float]:
         """Return start and end of a copy without priority. Such copies run one after another."""
         start = clock = max(ready, self._behind)
         left = size / self._rate

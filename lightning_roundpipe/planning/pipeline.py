@@ -18,8 +18,8 @@ Each rule can be switched on alone:
     it begins when the same one of the last step is over
     one interpreter issues the operations of all workers; where the host waits for the device, nothing is ahead  [11]
     rounds of one microbatch run side by side: the host begins a call when it is through that of the microbatch  [12]
-    before, instead of [2] the gradients of each call leave when those of the microbatch before are added, and
-    the host adds those of one call at a time; see `Slot`
+    before, instead of [2] each part of a call's gradients leaves when that of the microbatch before is added, and
+    the host adds one part at a time; see `Slot`
     unequal workers have times and links of their own, and a step begins on the first of them                    [13]
 
 Everything depends only on what has a lower slot, or a lower microbatch in the same slot, so one pass in that order is
@@ -260,12 +260,14 @@ class _Leaving(NamedTuple):
         call: the call's number.
         layer: its layer.
         nbytes: bytes of the gradients as they travel.
+        parts: number of parts in which they do.
         before_end_s: seconds between the end of its backward and that of the turn.
     """
 
     call: int
     layer: str
     nbytes: int
+    parts: int
     before_end_s: float
 
 
@@ -285,7 +287,7 @@ class _SimulatedStage:
         self.weights, self.gradients = need.weights, need.gradients
         self.arrivals = _arrivals(calls, stage.phase)
         self.resumed = need.resumed
-        self.leaving = _leaving(calls, stage)
+        self.leaving = _leaving(calls, stage, rules.updates)
         forward = sum(call.forward_s for call in calls)
         self.recompute_s = sum(call.forward_s for call in self.trained) if stage.phase == "backward" else 0.0
         backward = sum(call.backward_s for call in self.trained)
@@ -356,13 +358,14 @@ def _arrivals(calls: Sequence[CallCost], phase: Phase) -> list[tuple[int, float]
     return arrivals
 
 
-def _leaving(calls: Sequence[CallCost], stage: Stage) -> list[_Leaving]:
+def _leaving(calls: Sequence[CallCost], stage: Stage, updates: UpdateModel | None) -> list[_Leaving]:
     """Return the gradients that leave a stage, in the order of its backward."""
     leaving, left = [], 0.0
     for number, call in enumerate(calls, stage.first):
         if stage.phase != "forward" and call.needs_backward:
             nbytes = call.gradient_bytes if call.reduced_bytes is None else call.reduced_bytes
-            leaving.append(_Leaving(number, call.layer, nbytes, left))
+            parts = updates.parts_of(nbytes) if updates is not None else 1
+            leaving.append(_Leaving(number, call.layer, nbytes, parts, left))
             left += call.backward_s
     return leaving[::-1]
 
@@ -424,8 +427,8 @@ class _Pipeline:
         self._side_by_side = plan.side_by_side(workers, microbatches)
         self._behind: dict[int, tuple[float, float]] = {}
         """By stage, when the next microbatch may begin beside the last one, and end. [12]"""
-        self._added: dict[int, float] = {}
-        """By call, when its gradients of the microbatch before are added. [12]"""
+        self._added: dict[int, list[float]] = {}
+        """By call, when each part of its gradients of the microbatch before is added. [12]"""
         self._adding = SharedSeconds()
         self._ahead = plan.recompute_ahead
         self._stages = _stages_of(plan, costs, workers, microbatches, rules)
@@ -498,7 +501,8 @@ class _Pipeline:
         first = self._slot % self._workers
         seconds = [] if alike else [float(first)]
         in_turn = [(first + worker) % self._workers for worker in workers] if alike else workers
-        times: list[float] = [*self._added.values(), *(left for left, _ in self._left.values())]
+        times = [left for left, _ in self._left.values()]
+        times += [time for added in self._added.values() for time in added]
         for worker in in_turn:
             times.append(self._free[worker])
             times += [time for slot in self._occupied[worker] for time in (slot.end, slot.arrived)]
@@ -532,7 +536,8 @@ class _Pipeline:
             self._take_turn(stage, worker, microbatch, updated, loaded)
         last = self._free[worker]
         if self._side_by_side:
-            self._free[worker] = max([last, *(self._added.get(one.call, 0.0) for one in stage.leaving)])  # [12]
+            added = (self._added[one.call][-1] for one in stage.leaving if one.call in self._added)
+            self._free[worker] = max(last, *added, 0.0)  # [12]
         end = self._free[worker]
         if members.stop == self._microbatches or self._down is not None or self._side_by_side:
             self._unload(stage, worker, last, end, is_complete=members.stop == self._microbatches)
@@ -608,22 +613,32 @@ class _Pipeline:
         for gradients in stage.leaving:
             there = last - gradients.before_end_s
             if self._side_by_side:
-                there = max(there, self._added.get(gradients.call, 0.0))
+                landed, there = self._land(gradients, stage, worker, there)
+            else:
+                landed = there = self._download(gradients.nbytes, stage, worker, there)
             if self._down is not None:
-                start, there = self._down[worker].copy_behind(there, gradients.nbytes)
-                self._note("download_gradients", worker, stage, -1, start, there)
-                arrived = max(arrived, there)
-            if self._side_by_side:
-                there = self._added[gradients.call] = self._add(gradients, there)
+                arrived = max(arrived, landed)
             if is_complete:
                 self._arrived[gradients.layer] = max(self._arrived.get(gradients.layer, 0.0), there)
         self._occupied[worker] = [self._occupied[worker][1], _Occupied(stage.weights, stage.gradients, end, arrived)]
 
-    def _add(self, gradients: _Leaving, there: float) -> float:
-        """Return when the host has added gradients, which are ``there`` then, to those of microbatches before. [12]"""
-        if self._rules.sums_per_s is None:
-            return there
-        return self._adding.take(there, gradients.nbytes / self._rules.sums_per_s)
+    def _download(self, nbytes: float, stage: _SimulatedStage, worker: int, ready: float) -> float:
+        """Return when gradients that may leave at ``ready`` are on the host."""
+        if self._down is None:
+            return ready
+        start, there = self._down[worker].copy_behind(ready, nbytes)
+        self._note("download_gradients", worker, stage, -1, start, there)
+        return there
+
+    def _land(self, gradients: _Leaving, stage: _SimulatedStage, worker: int, ready: float) -> tuple[float, float]:
+        """Return when gradients are on the host, and when it has added them to those of microbatches before. [12]"""
+        before, added = self._added.get(gradients.call, [0.0] * gradients.parts), []
+        nbytes, rate, landed = gradients.nbytes / gradients.parts, self._rules.sums_per_s, ready
+        for free in before:
+            landed = self._download(nbytes, stage, worker, max(ready, free))
+            added.append(landed if rate is None else self._adding.take(landed, nbytes / rate))
+        self._added[gradients.call] = added
+        return landed, added[-1]
 
     def _take_turn(
         self, stage: _SimulatedStage, worker: int, microbatch: int, updated: tuple[float, float], loaded: float

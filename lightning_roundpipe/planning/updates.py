@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -42,6 +43,12 @@ class UpdateModel:
         if not self.bytes_per_s > 0:
             raise ValueError(f"bytes_per_s={self.bytes_per_s!r} must be more than 0 bytes of gradients a second.")
 
+    def parts_of(self, nbytes: int) -> int:
+        """Return in how many parts ``nbytes`` of gradients travel (`runtime.memory.grad_buffers.STREAMED`)."""
+        if self.piece_bytes is None or nbytes < 2 * self.piece_bytes:
+            return 1
+        return math.ceil(nbytes / self.piece_bytes)
+
 
 class Updating:
     """Simulates the optimizer's thread through all steps.
@@ -65,7 +72,7 @@ class Updating:
         for call in costs:
             size = call.gradient_bytes if call.needs_backward else 0
             self._sizes[call.layer] = max(size, self._sizes.get(call.layer, 0))
-            travels = size if call.reduced_bytes is None else 0  # else all of it lands before it is added up
+            travels = size if call.reduced_bytes is None else call.reduced_bytes
             self._travels[call.layer] = max(travels, self._travels.get(call.layer, 0))
         self._turns = {layer: turn for turn, layer in enumerate(self._sizes)}
 

@@ -501,7 +501,7 @@ def test_of_the_layers_that_are_there_the_first_is_updated_first() -> None:
     [
         ({}, None, (20, 30), 30),
         ({}, 2, (12, 22), 14),  # the first piece is there at 12, the last one at 20, and takes 2
-        ({"reduced_bytes": 5}, 2, (20, 30), 22),  # what is added up on the host is there all at once
+        ({"reduced_bytes": 5}, 2, (17, 27), 19),  # 3 of 5 bytes come behind the first piece
         ({}, 10, (20, 30), 30),
     ],
 )
@@ -567,6 +567,19 @@ def test_gradients_of_microbatches_side_by_side_are_added_call_by_call() -> None
     leaving = [(e.worker, e.start_s, e.end_s) for e in run.events if e.kind == "download_gradients"]
     # The last call's backward ends at 4, and at 6 for the second microbatch. Its gradients are added at 10.
     assert leaving == [(0, 4, 7), (0, 7, 10), (1, 10, 13), (1, 13, 16)]
+
+
+def test_what_is_large_lands_in_parts_while_parts_before_are_added() -> None:
+    """One call of 1 + 2 on two workers, whose 4 bytes of gradients come in two parts or, if smaller, in one."""
+    plan, links = Plan.parse("forward none; fused 0; backward none; round 1"), Links(1.0, 1.0)
+    found = {}
+    for piece in (2.0, 2.5):
+        rules = Rules(links=links, sums_per_s=1.0, updates=UpdateModel(1.0, piece_bytes=piece))
+        run = run_steps(plan, Costs(heavy(0, gradients=4).calls[:1]), 2, 2, rules)
+        found[piece] = [(e.worker, e.start_s, e.end_s) for e in run.events if e.kind == "download_gradients"]
+    # The backward ends at 3, and at 5 for the second microbatch.
+    assert found[2.5] == [(0, 3, 7), (1, 11, 15)]
+    assert found[2.0] == [(0, 3, 5), (0, 5, 7), (1, 7, 9), (1, 9, 11)]
 
 
 def test_one_worker_hides_all_updates_but_the_first_layers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -60,9 +61,18 @@ def _send(buffers: HostGradBuffers, device: Device, rounds: list[list[Tensor | N
     return taken
 
 
+@pytest.fixture(params=[None, 16, 512, 2**15], ids=lambda part: part and f"{part} bytes")
+def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
+    """The bytes of a part of what travels; None: all of it."""
+    if request.param is not None:
+        monkeypatch.setattr(grad_buffers, "STREAMED", request.param)
+        monkeypatch.setattr(grad_buffers, "PART", request.param)
+    return request.param  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("least", [1, 7, grad_buffers.LEAST])
 def test_each_round_is_rounded_and_the_sum_is_not(
-    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch, least: int
+    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch, least: int, part: int | None
 ) -> None:
     """Weights of several sizes, formats and strides, of which none lies where it will travel but the first."""
     monkeypatch.setattr(grad_buffers, "LEAST", least)
@@ -77,7 +87,9 @@ def test_each_round_is_rounded_and_the_sum_is_not(
         assert torch.equal(taken[id(master)], expected) and taken[id(master)].dtype is shape.dtype, index
 
 
-def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(device: Device, reduction: Reduction) -> None:
+def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(
+    device: Device, reduction: Reduction, part: int | None
+) -> None:
     layer = _layer(device, torch.zeros(4), torch.zeros(4), torch.zeros(4))
     one = torch.ones(4)
     buffers = HostGradBuffers(layer, device, reduction)
@@ -90,13 +102,18 @@ def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(device: Device, r
 WAITS = [
     ("runtime.memory.grad_buffers:_Added.after", "landed.wait()"),
     ("runtime.memory.grad_buffers:HostGradSums.wait", "arrived.wait()"),
-    ("runtime.memory.grad_buffers:HostGradSums.make_room", "self.wait()"),
+    ("runtime.memory.grad_buffers:HostGradSums.land", "events[part].wait()"),
 ]
 
 
+@pytest.mark.parametrize("part", [None, 2**15], indirect=True)
 @pytest.mark.parametrize("wait", [None, *WAITS], ids=lambda wait: str(wait and wait[1]))
 def test_each_wait_is_needed(
-    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch, wait: tuple[str, str] | None
+    device: Device,
+    reduction: Reduction,
+    monkeypatch: pytest.MonkeyPatch,
+    wait: tuple[str, str] | None,
+    part: int | None,
 ) -> None:
     """Downloads are slow here (`device`), and so is adding."""
     real = grad_buffers._Landing.add_to
@@ -112,6 +129,60 @@ def test_each_wait_is_needed(
     rounds: list[list[Tensor | None]] = [[torch.full((20_000,), float(value))] for value in (1, 2, 4)]
     [taken] = _send(HostGradBuffers(layer, device, reduction), device, rounds).values()
     assert (taken.unique().tolist() == [7.0]) == (wait is None)
+
+
+@pytest.mark.parametrize("part", [2**15], indirect=True)
+def test_a_part_is_used_and_lands_again_while_the_next_one_is_added(
+    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    """The second part of the first round is added when the second round's first part is on its way, and not before."""
+    real_add, real_copy = grad_buffers._Landing.add_to, type(device.gradients_down).copy
+    copied, again, added = [], threading.Event(), []
+
+    def copy(self: Any, *args: Any) -> None:
+        copied.append(args)
+        real_copy(self, *args)
+        if len(copied) == 3:
+            again.set()
+
+    def add_to(self: Any, sums: Tensor, part: int, *args: Any) -> None:
+        assert len(added) != 1 or again.wait(10)
+        added.append(part)
+        real_add(self, sums, part, *args)
+
+    monkeypatch.setattr(type(device.gradients_down), "copy", copy)
+    monkeypatch.setattr(grad_buffers._Landing, "add_to", add_to)
+    layer = _layer(device, torch.zeros(20_000))
+    [taken] = _send(
+        HostGradBuffers(layer, device, reduction), device, [[torch.ones(20_000)], [torch.ones(20_000)]]
+    ).values()
+    assert added == [0, 1, 0, 1] and taken.unique().tolist() == [2.0]
+
+
+@pytest.mark.parametrize("part", [2**15], indirect=True)
+def test_the_sum_of_a_part_may_be_taken_before_the_next_one_is_added(
+    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    layer = _layer(device, torch.zeros(20_000), torch.zeros(3))
+    host = HostGradBuffers(layer, device, reduction).begin()
+    first, real_add = threading.Event(), grad_buffers._Landing.add_to
+
+    def add_to(self: Any, sums: Tensor, part: int, *args: Any) -> None:
+        assert not part or first.wait(10)
+        real_add(self, sums, part, *args)
+
+    monkeypatch.setattr(grad_buffers._Landing, "add_to", add_to)
+    on_device = DeviceGradSums(host, torch.zeros(host.layout.nbytes, dtype=torch.uint8))
+    on_device.views[0].fill_(3.0)
+    on_device.present = [True, True]
+    on_device.narrow()
+    on_device.download(device.gradients_down, 0)
+    key, other = map(id, layer.masters)
+    count = part // 2  # in bf16
+    assert torch.equal(host.take_part(key, 0, count, 1.0), torch.full((count,), 3.0)) and not host.parts[1][1].done()
+    first.set()
+    assert torch.equal(host.take_part(key, count, 20_000, 2.0), torch.full((20_000 - count,), 6.0))
+    assert not host.take_part(other, 0, 3, 1.0).any()
 
 
 @pytest.mark.parametrize(("dtype", "narrowed"), [(torch.bfloat16, False), (torch.float32, True)])
@@ -132,16 +203,25 @@ def test_products_are_rounded_before_they_are_added_whatever_the_order_of_elemen
 
 
 def test_an_error_of_the_summing_thread_reaches_who_waits_for_the_sum() -> None:
-    """And so does its death, as nobody would wake them."""
+    """And so does its death, as nobody would wake them. An error in one part is one of those behind it, too."""
 
     class Fails:
         def wait(self) -> None:
             raise ValueError("lost on the way")
 
+    class Lands:
+        def wait(self) -> None:
+            pass
+
     thread = TaskThread("roundpipe-sums")
     added, never = grad_buffers._Added(thread), grad_buffers._Added(thread)
     failing: Any = Fails()
-    thread.submit(lambda: added.after(failing, failing, []))
+    landing: Any = Lands()
+    later = grad_buffers._Added(thread, added)
+    thread.submit(lambda: added.after(failing, lambda: None))
+    thread.submit(lambda: later.after(landing, lambda: None))
+    with pytest.raises(StreamError, match="lost on the way"):
+        later.wait()
     with pytest.raises(StreamError, match="lost on the way"):
         added.wait()
     assert added.done() and not never.done()

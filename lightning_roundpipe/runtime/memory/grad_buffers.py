@@ -16,7 +16,7 @@ by side, in any dtype.
     added to the call's host buffer, on the worker's summing thread ── arrived ── [6]
 
 A large layer's gradients travel in parts, so that `async_optimizer` can use the first ones while the rest are on their
-way.
+way. Those that land are added part by part, while the next part lands.
 
     download, part by part ── each part's own event ── [7]
 """
@@ -26,6 +26,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -181,6 +184,21 @@ class HostGradBuffers:
         return buffer
 
 
+def _spans(nbytes: int) -> list[tuple[int, int]]:
+    """Return the begins and ends of the parts in which ``nbytes`` travel [7]."""
+    length = PART if nbytes >= STREAMED else max(nbytes, 1)
+    return [(start, min(start + length, nbytes)) for start in range(0, nbytes, length)]
+
+
+class _Piece(NamedTuple):
+    """Elements of a gradient in a part of what lands: they, and the place of their sum in the host buffer."""
+
+    parameter: int
+    landed: Tensor
+    own: slice
+    dtype: torch.dtype
+
+
 class _Landing:
     """Host memory where the sums of a call's rounds land, one after another, before they are added up.
 
@@ -188,39 +206,58 @@ class _Landing:
         layout: layout of the call's gradients.
         device: allocates the memory.
         reduction: how gradients come to the host.
+
+    Attributes:
+        ends: for each part of what lands, the bytes of the sum up to its end.
     """
 
     def __init__(self, layout: GradientLayout, device: Device, reduction: Reduction) -> None:
         self.flat = device.host_buffer(layout.travel_nbytes)
         self.thread = reduction.thread
         self._adding = reduction.adding
-        self._views = [segment.view(self.flat) for segment in layout.travelling]
+        self._parts = [self._pieces(layout, *span) for span in _spans(layout.travel_nbytes)]
+        self.ends = list(accumulate((max((p.own.stop for p in part), default=0) for part in self._parts), max))
 
-    def add_to(self, sums: Sequence[Tensor], present: Sequence[bool], summed: Sequence[bool]) -> None:
-        """Add the gradients that are ``present`` to ``sums``. A sum that is not yet ``summed`` is overwritten."""
+    def _pieces(self, layout: GradientLayout, start: int, end: int) -> list[_Piece]:
+        """Return the pieces of gradients between two bytes of what lands."""
+        pieces = []
+        for index, (lands, own) in enumerate(zip(layout.travelling, layout.segments, strict=True)):
+            first, last = max(start, lands.offset), min(end, lands.offset + lands.nbytes)
+            if first < last:
+                place = slice(*(own.offset + (at - lands.offset) * own.nbytes // lands.nbytes for at in (first, last)))
+                pieces.append(_Piece(index, self.flat[first:last].view(lands.dtype), place, own.dtype))
+        return pieces
+
+    def add_to(self, sums: Tensor, part: int, present: Sequence[bool], summed: Sequence[bool]) -> None:
+        """Add the gradients of a part that are ``present`` to ``sums``. One that is not yet ``summed`` is copied."""
         with self._adding:
-            for total, landed, here, before in zip(sums, self._views, present, summed, strict=True):
-                if here and before:
-                    total.add_(landed)
-                elif here:
-                    total.copy_(landed)
+            for parameter, landed, own, dtype in self._parts[part]:
+                if present[parameter]:
+                    total = sums[own].view(dtype)
+                    if summed[parameter]:
+                        total.add_(landed)
+                    else:
+                        total.copy_(landed)
 
 
 class _Added(Event):
-    """Reached once a download has been added to the sum [6]."""
+    """Reached once a part of a download has been added to the sum, and the parts before it [6]."""
 
-    def __init__(self, thread: TaskThread) -> None:
-        self._thread = thread
+    def __init__(self, thread: TaskThread, before: _Added | None = None) -> None:
+        self._thread, self._before = thread, before
         self._over = threading.Event()
         self._error: BaseException | None = None
 
-    def after(self, landed: Event, landing: _Landing, sums: Sequence[Tensor], *present: Sequence[bool]) -> None:
+    def after(self, landed: Event, add: Callable[[], None]) -> None:
         """Wait for ``landed``, add to the sum and reach the event. Runs on the summing thread."""
+        before, self._before = self._before, None
         try:
             landed.wait()
-            landing.add_to(sums, *present)
+            add()
         except BaseException as error:
             self._error = error
+        if before is not None and before._error is not None:
+            self._error = before._error
         self._over.set()
 
     def wait(self) -> None:
@@ -340,28 +377,37 @@ class HostGradSums:
 
     @property
     def has_room(self) -> bool:
-        """Whether `make_room` does not wait."""
+        """Whether neither `make_room` nor a download waits."""
         before = self.before
         consumed = before is None or (before.consumed.woken and (before.arrived is None or before.arrived.done()))
         return consumed and (self.landing is None or self.arrived is None or self.arrived.done())
 
     def make_room(self, cancel_scope: CancelScope) -> None:
-        """Before a download: wait until the previous batch's sum is consumed [2] and what has landed is added [5]."""
+        """Before a download: wait until the previous batch's sum is consumed [2]."""
         before, self.before = self.before, None
         if before is not None:
             cancel_scope.wait(before.consumed)
             # If nothing took that sum, its download may still be on its way.
             before.wait()
-        if self.landing is not None:
-            self.wait()
 
-    def land(self, worker: int, landed: Event, present: Sequence[bool]) -> None:
-        """Have the summing thread add a worker's gradients that are ``present`` once their download has ``landed``."""
-        assert self.landing is not None
-        before, self.present = self.present, [a or b for a, b in zip(self.present, present, strict=True)]
-        landing, views, thread = self.landing, self.buffer.views, self.landing.thread(worker)
-        added = self.arrived = _Added(thread)
-        thread.submit(lambda: added.after(landed, landing, views, present, before))
+    def land(self, stream: Stream, source: Tensor, worker: int, present: Sequence[bool]) -> None:
+        """Enqueue the download of a worker's gradients that are ``present``, and have the summing thread add them.
+
+        Each part waits until what has landed there before is added [5].
+        """
+        landing = self.landing
+        assert landing is not None
+        summed, events, thread = self.present, [event for _, event in self.parts], landing.thread(worker)
+        self.present = [a or b for a, b in zip(summed, present, strict=True)]
+        added: list[_Added] = []
+        for part, (start, end) in enumerate(_spans(len(source))):
+            if events:
+                events[part].wait()
+            stream.copy(landing.flat[start:end], source[start:end])
+            added.append(_Added(thread, added[-1] if added else None))
+            add = partial(landing.add_to, self.flat, part, present, summed)
+            thread.submit(partial(added[-1].after, stream.record(), add))
+        self.parts, self.arrived = list(zip(landing.ends, added, strict=True)), added[-1]
 
     def wait(self) -> None:
         """Wait for the download. Any thread may. Once it has arrived, an abort of the device no longer matters."""
@@ -490,12 +536,10 @@ class DeviceGradSums:
         """
         landing, nbytes = self.host.landing, self.host.layout.travel_nbytes
         if landing is not None:
-            stream.copy(landing.flat, self.segment[:nbytes])
-            self.host.land(worker, stream.record(), self.present)
+            self.host.land(stream, self.segment[:nbytes], worker, self.present)
             return
         parts = []
-        for start in range(0, nbytes, PART if nbytes >= STREAMED else nbytes):
-            end = min(start + PART, nbytes) if nbytes >= STREAMED else nbytes
+        for start, end in _spans(nbytes):
             stream.copy(self.host.flat[start:end], self.segment[start:end])
             parts.append((end, stream.record()))
         self.host.parts, self.host.arrived = parts, parts[-1][1]
