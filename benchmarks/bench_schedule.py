@@ -8,8 +8,8 @@ one is the engine: interception, turns, hand-overs between threads, copies of (t
 Emulated devices work while a thread sleeps, so what the host does between two layers adds to their time. With
 ``--timed``, devices have clocks of their own (`timed_cuda`), and the host runs ahead of them, as it does on GPUs. With
 ``--link``, layers have as many weights as the model's, which links carry at so many bytes a second, and gradients:
-both in fp32, and both a two-hundredth, weights and rate. With ``--side-by-side``, each device computes whole
-microbatches.
+both in fp32. Weights, rate, and the parts in which gradients travel are a two-hundredth of what they are. With
+``--side-by-side``, each device computes whole microbatches.
 
 ``--unequal`` takes devices of different speeds instead of 8 equal ones, the plan that the engine itself makes from its
 first batch, and what all devices reach together if each of them trains alone.
@@ -18,6 +18,7 @@ first batch, and what all devices reach together if each of them trains alone.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,8 @@ from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.pipeline import Rules, run_steps
 from lightning_roundpipe.planning.search import search_partition
+from lightning_roundpipe.planning.updates import PIECE_BYTES, UpdateModel
+from lightning_roundpipe.runtime.memory import grad_buffers
 
 CASES = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"
 MODELS = ("qwen3-1.7b", "llama3.1-8b")
@@ -47,6 +50,8 @@ SCALE = 200
 """By which weights and links are smaller, as the CPU copies them."""
 WEIGHTS = {"qwen3-1.7b": (50.3e6, 311e6), "llama3.1-8b": (218e6, 525e6)}
 """Weights of a layer, and of the embedding and of the output layer."""
+PART = PIECE_BYTES // SCALE // 4 * 4
+"""Bytes of a part of a large layer's gradients."""
 STEPS = 6
 """Steps that are simulated. With links, those of later steps count, which find their weights on the way."""
 LEARNING = 0.1
@@ -70,7 +75,11 @@ def measure(
 def measure_timed(case: Case, costs: Costs, plan: str, steps: int, link: float | None) -> list[float]:
     """Seconds from one step's end to the next one's, on devices with clocks of their own."""
     bandwidth = BANDWIDTH if link is None else link / SCALE
-    with TimedCuda(bandwidth).played() as gpus, mock.patch("common.take", gpus.launch):
+    with (
+        TimedCuda(bandwidth).played() as gpus,
+        mock.patch("common.take", gpus.launch),
+        mock.patch.multiple(grad_buffers, PART=PART, STREAMED=2 * PART),
+    ):
         watch = Stopwatch(gaps=True)
         strategy = RoundPipeStrategy(num_microbatches=case.microbatches, plan=plan, layers=["Sleeper"])
         data = batches(torch.ones((steps + 2) * case.microbatches, 4), case.microbatches)
@@ -101,7 +110,8 @@ def equal_table(
     for heading in ("layers of", "stages", "simulated (s)", "measured, median (s)", "ratio", "bubble, simulated"):
         table.add_column(heading, justify="left" if heading == "layers of" else "right")
     links = None if link is None else Links(link / SCALE, link / SCALE)
-    rules = Rules(host=HostTime(shared=timed), links=links)
+    updates = None if link is None else UpdateModel(math.inf, piece_bytes=PART)
+    rules = Rules(host=HostTime(shared=timed), links=links, updates=updates)
     for model in MODELS:
         case = cases[model]
         costs = case.costs(scale) if link is None else with_weights(case.costs(scale), model)

@@ -102,7 +102,7 @@ def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(
 WAITS = [
     ("runtime.memory.grad_buffers:_Added.after", "landed.wait()"),
     ("runtime.memory.grad_buffers:HostGradSums.wait", "arrived.wait()"),
-    ("runtime.memory.grad_buffers:HostGradSums.land", "events[part].wait()"),
+    ("runtime.memory.grad_buffers:HostGradSums.land", "before[part].wait()"),
 ]
 
 
@@ -183,6 +183,32 @@ def test_the_sum_of_a_part_may_be_taken_before_the_next_one_is_added(
     first.set()
     assert torch.equal(host.take_part(key, count, 20_000, 2.0), torch.full((20_000 - count,), 6.0))
     assert not host.take_part(other, 0, 3, 1.0).any()
+
+
+@pytest.mark.parametrize("part", [2**14], indirect=True)
+def test_who_waits_for_a_part_that_will_not_come_is_told(
+    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    """Another worker follows as soon as the first part is on its way, and waits for the others one by one."""
+    host = HostGradBuffers(_layer(device, torch.zeros(20_000)), device, reduction).begin()
+    real, copied, begun = type(device.gradients_down).copy, [], []
+
+    def copy(self: Any, *args: Any) -> None:
+        copied.append(args)
+        if len(copied) == 2:
+            raise ValueError("lost on the way")
+        real(self, *args)
+
+    monkeypatch.setattr(type(device.gradients_down), "copy", copy)
+    on_device = DeviceGradSums(host, torch.zeros(host.layout.nbytes, dtype=torch.uint8))
+    on_device.present = [True]
+    on_device.narrow()
+    with pytest.raises(ValueError, match="lost on the way"):
+        on_device.download(device.gradients_down, 0, lambda: begun.append(len(copied)))
+    assert begun == [1] and len(host.parts) == 3
+    for _, event in host.parts[1:]:
+        with pytest.raises(StreamError, match="lost on the way"):
+            event.wait()
 
 
 @pytest.mark.parametrize(("dtype", "narrowed"), [(torch.bfloat16, False), (torch.float32, True)])

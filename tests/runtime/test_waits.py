@@ -257,7 +257,7 @@ ELSEWHERE = {
         "runtime.memory.grad_buffers:_Added.wait",
         "while not (self._over.is_set() or interpreter_lease.released(lambda: self._over.wait(LOOK))):",
     ),  # is what HostGradSums.wait waits with
-    ("runtime.memory.grad_buffers:HostGradSums.land", "events[part].wait()"),
+    ("runtime.memory.grad_buffers:HostGradSums.land", "before[part].wait()"),
     # test_parts.py: test_a_part_is_not_taken_before_it_is_there
     ("runtime.memory.grad_buffers:HostGradSums.wait_for_part", "arrived.wait()"),
     ("runtime.memory.grad_buffers:HostGradSums.wait_for_part", "self.wait()"),

@@ -116,7 +116,7 @@ class Slot:
         self.absent: Callable[[int], None] | None = None
         """Called with a microbatch that gets the turn but is not waiting for it."""
         self._sent: set[HostGradSums] = set()
-        """Those whose downloads the worker has enqueued."""
+        """Those to which the worker's downloads have begun."""
         self._to_send: dict[HostGradSums | None, Waiter] = {}
         """Woken when they are sent, or the slot is closed: the next slot waits to add to them. None: to all."""
         self._position = 0
@@ -256,7 +256,7 @@ class Slot:
             self.predecessor._wait_until_sent(None, cancel_scope)
 
     def sent(self, sums: HostGradSums) -> None:
-        """Note that the slot's download to ``sums`` is enqueued, behind those of all slots before it."""
+        """Note that the slot's download to ``sums`` has begun, and that the next slot's may follow it, part by part."""
         with self._lock:
             self._sent.add(sums)
             waiter = self._to_send.pop(sums, None)
@@ -281,7 +281,7 @@ class Slot:
             before = None if sums in before._sent else before.predecessor
 
     def _wait_until_sent(self, sums: HostGradSums | None, cancel_scope: CancelScope) -> None:
-        """Wait until the download to ``sums`` is enqueued, or never will be; None: until all are, and it is closed."""
+        """Wait until the download to ``sums`` has begun, or never will; None: until the slot is closed."""
         with self._lock:
             if self.closed or sums in self._sent:
                 return

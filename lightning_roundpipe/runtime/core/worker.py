@@ -376,10 +376,9 @@ class Worker:
         stream.wait(end)
         gradients.host.make_room(slot.cancel_scope)
         start = stream.record(timed=True)
-        gradients.download(stream, self.index)
+        gradients.download(stream, self.index, lambda: slot.sent(gradients.host))
         left = stream.record(timed=True)
         self._sent.add(call)
-        slot.sent(gradients.host)
         where = EventSource(slot.index, slot.phase, call, gradients.host.layer.name)
         nbytes = gradients.host.layout.travel_nbytes
         slot.recorder.add("download_gradients", self.index, start, left, -1, nbytes, where)

@@ -260,6 +260,14 @@ class _Added(Event):
             self._error = before._error
         self._over.set()
 
+    def fail(self, error: BaseException) -> None:
+        """End the wait for this part and those before it: they do not come."""
+        if self._before is not None:
+            self._before.fail(error)
+        if not self._over.is_set():
+            self._error = error
+            self._over.set()
+
     def wait(self) -> None:
         while not (self._over.is_set() or interpreter_lease.released(lambda: self._over.wait(LOOK))):
             if not self._thread.alive:
@@ -390,24 +398,40 @@ class HostGradSums:
             # If nothing took that sum, its download may still be on its way.
             before.wait()
 
-    def land(self, stream: Stream, source: Tensor, worker: int, present: Sequence[bool]) -> None:
+    def land(
+        self, stream: Stream, source: Tensor, worker: int, present: Sequence[bool], begun: Callable[[], object]
+    ) -> None:
         """Enqueue the download of a worker's gradients that are ``present``, and have the summing thread add them.
 
         Each part waits until what has landed there before is added [5].
+
+        Args:
+            stream: the stream of the worker's downloads.
+            source: the gradients on the worker.
+            worker: number of the worker.
+            present: per trainable parameter, whether it has a gradient.
+            begun: called once another worker's may follow, part by part.
         """
         landing = self.landing
         assert landing is not None
-        summed, events, thread = self.present, [event for _, event in self.parts], landing.thread(worker)
-        self.present = [a or b for a, b in zip(summed, present, strict=True)]
-        added: list[_Added] = []
-        for part, (start, end) in enumerate(_spans(len(source))):
-            if events:
-                events[part].wait()
-            stream.copy(landing.flat[start:end], source[start:end])
+        summed, before, thread = self.present, [event for _, event in self.parts], landing.thread(worker)
+        spans, added = _spans(len(source)), list[_Added]()
+        for _ in spans:
             added.append(_Added(thread, added[-1] if added else None))
-            add = partial(landing.add_to, self.flat, part, present, summed)
-            thread.submit(partial(added[-1].after, stream.record(), add))
+        self.present = [a or b for a, b in zip(summed, present, strict=True)]
         self.parts, self.arrived = list(zip(landing.ends, added, strict=True)), added[-1]
+        try:
+            for part, (start, end) in enumerate(spans):
+                if before:
+                    before[part].wait()
+                stream.copy(landing.flat[start:end], source[start:end])
+                add = partial(landing.add_to, self.flat, part, present, summed)
+                thread.submit(partial(added[part].after, stream.record(), add))
+                if not part:
+                    begun()
+        except BaseException as error:
+            added[-1].fail(error)
+            raise
 
     def wait(self) -> None:
         """Wait for the download. Any thread may. Once it has arrived, an abort of the device no longer matters."""
@@ -527,16 +551,17 @@ class DeviceGradSums:
             if present and travelling != own:
                 _narrow(self.segment, own, travelling)
 
-    def download(self, stream: Stream, worker: int) -> None:
+    def download(self, stream: Stream, worker: int, begun: Callable[[], object] = lambda: None) -> None:
         """Enqueue the download and publish which gradients are present. Call after `HostGradSums.make_room`.
 
         Args:
             stream: the stream of ``worker``'s downloads of gradients.
             worker: number of the worker.
+            begun: called once another worker's download to the same sums may follow.
         """
         landing, nbytes = self.host.landing, self.host.layout.travel_nbytes
         if landing is not None:
-            self.host.land(stream, self.segment[:nbytes], worker, self.present)
+            self.host.land(stream, self.segment[:nbytes], worker, self.present, begun)
             return
         parts = []
         for start, end in _spans(nbytes):
@@ -544,6 +569,7 @@ class DeviceGradSums:
             parts.append((end, stream.record()))
         self.host.parts, self.host.arrived = parts, parts[-1][1]
         self.host.present = self.present
+        begun()
 
 
 def _narrow(buffer: Tensor, own: ParamSlice, narrow: ParamSlice) -> None:
