@@ -244,6 +244,13 @@ class Late:
         ]
         targets = [None if w else _refs(value) for value, w in zip(made, written, strict=True)]
         queued = [self._captured(value) for value in args]
+        if all(written):  # few of these take a number in place of a tensor
+            queued = [
+                torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
+                if type(value) in (bool, int, float) and str(argument.type) == "Tensor"
+                else value
+                for argument, value in zip(schema.arguments, queued, strict=False)
+            ]
 
         def run() -> None:
             result = op(*map(_resolved, queued), **{key: _resolved(value) for key, value in given.items()})
