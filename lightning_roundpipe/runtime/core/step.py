@@ -256,7 +256,7 @@ class Step:
         kept = [run.kept for run in self.runs if run.kept is not None]
         if self.spec.module_state is not None and kept:
             learned = self.engine.learned
-            self.spec.module_state.end(kept, self.sizes, learned.kept_rows if learned.read_between_steps else ())
+            self.spec.module_state.end(kept, self.sizes, learned.kept_rows, read=bool(learned.read_between_steps))
 
     def _run_task(
         self, run: MicrobatchTask, function: Callable[..., Any], args: tuple[Any, ...], predecessor: Waiter | None

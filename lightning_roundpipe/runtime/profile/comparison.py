@@ -271,12 +271,12 @@ class Comparison:
         name = f"the length of {path[4:-1]!r}" if path.startswith("len(") else f"{what}{path!r}"
         self.see(name, whole, parts)
 
-    def leave_the_same(self, path: str, whole: Mapping[str, Any], parts: Mapping[str, Any]) -> bool:
-        """Return whether what two sides have left at ``path`` is the same, or the last part's rows of it."""
+    def leave_the_same(self, path: str, whole: Mapping[str, Any], parts: Mapping[str, Any], *, rows: bool) -> bool:
+        """Return whether what two sides have left at ``path`` is the same or, with ``rows``, the last part's of it."""
         a, b = whole.get(path, ABSENT), parts.get(path, ABSENT)
         if b is ABSENT or a is ABSENT:  # what is as it was before does not show
             return a is b
-        return self._near(a[-self._sizes[-1] :] if self._are_rows(a, b) else a, b)
+        return self._near(a[-self._sizes[-1] :] if rows and self._are_rows(a, b) else a, b)
 
     def _near(self, a: Any, b: Any, tolerance: float = 0.0) -> bool:
         tolerance = max(tolerance, self._tolerance)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -518,42 +519,34 @@ class PartsCheck:
             parts, sizes, draws: the parts, their numbers of samples, and what supplies the random numbers.
 
         Returns:
-            By the path of each, or that of the metric whose state it is, whether the part goes on from what it finds.
+            By the path of each, or that of the metric whose state it is, whether a part goes on from what it finds, as
+            sums and lists that grow do.
         """
-        paths = [path for path in whole.left if self._is_kept_in_layer(path)]
-        if not paths:
+        if not any(map(self._is_kept_in_layer, whole.left)):
             return {}
         comparison = Comparison(self.tolerance(), sizes, self._unsteady)
 
-        def differing(one: Shown, other: Shown, paths: Iterable[str]) -> list[str]:
-            return [path for path in paths if not comparison.leave_the_same(path, one.left, other.left)]
+        def differing(one: Shown, other: Shown, *, rows: bool) -> set[str]:
+            paths = filter(self._is_kept_in_layer, {**one.left, **other.left})
+            found = (path for path in paths if not comparison.leave_the_same(path, one.left, other.left, rows=rows))
+            return set(map(self._attribute_of, found))
 
-        def run() -> Shown:
-            return self._side(parts()[-1:], sizes[-1:], draws)
-
-        if not (found := differing(whole, alone := run(), paths)):
+        alone = self._side(parts()[-1:], sizes[-1:], draws)
+        if not (found := differing(whole, alone, rows=False)):
             return {}
-        unsteady = differing(whole, on_whole(), found)
-        found = [path for path in found if path not in unsteady]
-        for path in found:  # `_side` restores them
-            module, name = self._owner_of(path)
-            value: Any = vars(module).get(name)
-            if _is_number(value):
-                vars(module)[name] = value.detach() + 1 if isinstance(value, Tensor) else value + 1
         try:
-            going_on = differing(alone, run(), found)
+            going_on = differing(alone, self._side(parts(), sizes, draws, going_on=True), rows=False)
         except CannotRehearse:
             raise
         except Exception:
             if self._lost is not None:
                 raise
             going_on = found
-        lost: dict[str, bool] = {}
-        for path in found:
-            module, name = self._owner_of(path)
-            shown = path.removesuffix(f".{name}") if isinstance(module, Metric) else path
-            lost[shown] = lost.get(shown, False) or path in going_on
-        return lost
+        # A step joins the rows that its microbatches leave, also where a list grows by them, but no tensor that does.
+        lost = differing(whole, alone, rows=True) | {path for path in found & going_on if path in whole.left}
+        if lost:
+            lost -= differing(whole, on_whole(), rows=False)
+        return {path: path in going_on for path in sorted(lost)}
 
     def _in_calls(
         self, batch: Callable[[], list[Any]], sizes: list[int], models: Sequence[ModelInterceptor], draws: SameDraws,
@@ -585,7 +578,7 @@ class PartsCheck:
     def _side(
         self, batches: list[Any], sizes: list[int], draws: SameDraws, models: Sequence[ModelInterceptor] = (),
         cut: Callable[[int], list[int]] | None = None, *, whole: CustomBackwards | None = None, steady: bool = False,
-        operations: list[OperationRecorder] | None = None,
+        operations: list[OperationRecorder] | None = None, going_on: bool = False,
     ) -> Shown:  # fmt: skip
         """Run training_step on each of ``batches`` [1] [2] [3], and restore everything.
 
@@ -598,6 +591,7 @@ class PartsCheck:
             whole: what the user's own backward code gives for the whole samples, unless these are them.
             steady: whether to hold batch statistics and layer buffers fixed.
             operations: takes what each of the batches has called.
+            going_on: whether each finds in the layers' attributes what the one before has left.
         """
         if self._lost is not None:
             raise self._lost
@@ -657,7 +651,8 @@ class PartsCheck:
                     )
                     current.append(run)
                     draws.begin(rows)
-                    own.put_back()  # as in a step, where each microbatch finds a layer's attributes as the step began
+                    if not going_on:  # as in a step, where each microbatch finds a layer's attributes as it began
+                        own.put_back()
                     renew()
                     try:
                         output = run.run(self._step.function, (batch, *self._step.rest), {})
@@ -814,12 +809,11 @@ class PartsCheck:
             owner = owner.rpartition(".")[0]
         return self._modules.get(owner, self._root), path.removeprefix(owner).removeprefix(".")
 
-
-def _is_number(value: Any) -> bool:
-    """Return whether ``value`` is one, or a dense tensor of some."""
-    if isinstance(value, Tensor):
-        return value.layout is torch.strided and value.dtype is not torch.bool and not value.is_quantized
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    def _attribute_of(self, path: str) -> str:
+        """Return the path of the attribute inside a layer that ``path`` is in, or of the metric whose state that is."""
+        module, name = self._owner_of(path)
+        owner, first = path.removeprefix("len(").removesuffix(name), re.split(r"\W", name)[0]
+        return owner.removesuffix(".") if isinstance(module, Metric) else owner + first
 
 
 def _without_numbers(output: Any) -> Any:

@@ -294,12 +294,12 @@ class Scope:
                 )
             else:
                 self._keep_in_order(place, changed)
-        if verdict.lost_rows and learned.read_between_steps:
-            engine.hints.of_lost_rows(verdict.lost_rows[0])
-        if not learned.shares:  # else each part finds what those before have left
-            adding = [path for path, adds_up in verdict.of_last_part.items() if adds_up]
-            if adding or (verdict.of_last_part and learned.read_between_steps):
-                engine.hints.of_the_last_part(adding or [*verdict.of_last_part], adds_up=bool(adding))
+        if lost := [*filter(learned.may_be_read, verdict.lost_rows)]:
+            engine.hints.of_lost_rows(lost[0])
+        for adding in (True, False) if not learned.shares else ():  # else each part finds what those before have left
+            of_last = [path for path, adds_up in verdict.of_last_part.items() if adds_up is adding]
+            if of_last := [path for path in of_last if adding or learned.may_be_read(path.rpartition(".")[2])]:
+                engine.hints.of_the_last_part(of_last, adds_up=adding)
         if verdict.losses_inside and not self._cutter.weighs:
             engine.hints.of_a_loss_inside(verdict.losses_inside[0])
         if verdict.announced:
