@@ -37,6 +37,7 @@ class Shown:
 
     Attributes:
         output, loss: as training_step returned them; ``loss`` is None if no microbatch has one.
+        last_loss: that of the last microbatch.
         logged: names and merged values, in order.
         logs: the logged values of each part, and where their counts are found.
         calls: what user code has called for each.
@@ -56,6 +57,7 @@ class Shown:
 
     output: Any = None
     loss: Tensor | None = None
+    last_loss: Tensor | None = None
     logged: list[tuple[str, Any]] = field(default_factory=list)
     logs: Settled = field(default_factory=Settled)
     calls: dict[Key, Calls] = field(default_factory=dict)

@@ -60,7 +60,7 @@ from lightning_roundpipe.runtime.profile.rehearsal import (
     without_dropout,
 )
 from lightning_roundpipe.runtime.profile.unlike_samples import unlike_parts
-from lightning_roundpipe.runtime.profile.verdict import Difference, Verdict, either
+from lightning_roundpipe.runtime.profile.verdict import Difference, LeftByLastPart, Verdict, either
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, ModelInterceptor, intercepted
 from lightning_roundpipe.runtime.user_code.left_behind import (
     ABSENT,
@@ -336,6 +336,9 @@ class PartsCheck:
             with without_dropout(), seeding_noted(draws):
                 if self._asked:
                     verdict.parts, verdict.raised = self._in_calls(whole_batch, sizes, models, draws, steady=True)
+                    if verdict.parts is None:
+                        with self._unless_lost():  # training_step may take whole batches only
+                            verdict.of_last_part = self._of_last_part(on_whole(), on_whole, parts, sizes, draws)
                     return verdict
                 learned = self._engine.learned
                 whole, known = compared(on_whole()), learned.counted
@@ -511,16 +514,12 @@ class PartsCheck:
     def _of_last_part(
         self, whole: Shown, on_whole: Callable[[], Shown], parts: Callable[[], list[Any]], sizes: list[int],
         draws: SameDraws,
-    ) -> dict[str, bool]:  # fmt: skip
-        """Return the attributes inside layers that the last part leaves otherwise than the whole batch.
+    ) -> dict[str, LeftByLastPart]:  # fmt: skip
+        """Return the attributes inside layers that the last part leaves otherwise than the whole batch, by path.
 
         Args:
             whole, on_whole: what the whole samples leave, and runs on them once more: times differ then, too.
             parts, sizes, draws: the parts, their numbers of samples, and what supplies the random numbers.
-
-        Returns:
-            By the path of each, or that of the metric whose state it is, whether a part goes on from what it finds, as
-            sums and lists that grow do.
         """
         if not any(map(self._is_kept_in_layer, whole.left)):
             return {}
@@ -534,19 +533,32 @@ class PartsCheck:
         alone = self._side(parts()[-1:], sizes[-1:], draws)
         if not (found := differing(whole, alone, rows=False)):
             return {}
+        apart, going_on = self._side(parts(), sizes, draws), found
+        with self._unless_lost():
+            one_after_another = self._side(parts(), sizes, draws, going_on=True)
+            going_on = differing(alone, one_after_another, rows=False)
+            comparison.see(LOSS, apart.last_loss, one_after_another.last_loss)
+        computes = comparison.found is not None
+        beside_rows = differing(whole, alone, rows=True)
+        found -= differing(whole, on_whole(), rows=False)
+        return {
+            path: LeftByLastPart(
+                goes_on=computes or path in going_on,
+                joined=not (computes or path in beside_rows or (path in going_on and path in whole.left)),
+            )
+            for path in sorted(found)
+        }
+
+    @contextlib.contextmanager
+    def _unless_lost(self) -> Iterator[None]:
+        """Suppress an error of a rehearsal that may go on."""
         try:
-            going_on = differing(alone, self._side(parts(), sizes, draws, going_on=True), rows=False)
+            yield
         except CannotRehearse:
             raise
         except Exception:
             if self._lost is not None:
                 raise
-            going_on = found
-        # A step joins the rows that its microbatches leave, also where a list grows by them, but no tensor that does.
-        lost = differing(whole, alone, rows=True) | {path for path in found & going_on if path in whole.left}
-        if lost:
-            lost -= differing(whole, on_whole(), rows=False)
-        return {path: path in going_on for path in sorted(lost)}
 
     def _in_calls(
         self, batch: Callable[[], list[Any]], sizes: list[int], models: Sequence[ModelInterceptor], draws: SameDraws,
@@ -693,6 +705,7 @@ class PartsCheck:
             shown.logs, shown.weights = joined.logs, joined.weights
             shown.calls = self._calls(runs)
             shown.output, shown.loss = joined.output, joined.loss if joined.losses else None
+            shown.last_loss = losses[-1]
             shown.metrics = dict(self._values(before))
             changes = self._left.changes()
             shown.left = changes[MODULES] | self._written.changes()

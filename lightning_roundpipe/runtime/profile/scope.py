@@ -296,10 +296,6 @@ class Scope:
                 self._keep_in_order(place, changed)
         if lost := [*filter(learned.may_be_read, verdict.lost_rows)]:
             engine.hints.of_lost_rows(lost[0])
-        for adding in (True, False) if not learned.shares else ():  # else each part finds what those before have left
-            of_last = [path for path, adds_up in verdict.of_last_part.items() if adds_up is adding]
-            if of_last := [path for path in of_last if adding or learned.may_be_read(path.rpartition(".")[2])]:
-                engine.hints.of_the_last_part(of_last, adds_up=adding)
         if verdict.losses_inside and not self._cutter.weighs:
             engine.hints.of_a_loss_inside(verdict.losses_inside[0])
         if verdict.announced:
@@ -314,6 +310,19 @@ class Scope:
                 engine.hints.of_what_is_collected(str(verdict.collects))
             if verdict.coupling is not None and not engine.hints.couples:
                 self._part_if_coupled(verdict, verdict.coupling, auto=auto, occasion=occasion)
+        if not (
+            learned.shares or uneven in self._whole
+        ):  # else parts find what those before have left, or there are none
+            self._tell_of_the_last_part(verdict)
+
+    def _tell_of_the_last_part(self, verdict: Verdict) -> None:
+        """Warn of what layers leave that is only the last microbatch's, if that may be read."""
+        learned = self._engine.learned
+        lost = [(path, left) for path, left in verdict.of_last_part.items() if self.cuts_calls or not left.joined]
+        for adds_up in (True, False):
+            paths = [path for path, left in lost if left.goes_on is adds_up]
+            if paths := [path for path in paths if adds_up or learned.may_be_read(path.rpartition(".")[2])]:
+                self._engine.hints.of_the_last_part(paths, adds_up=adds_up)
 
     def _tell_of_logs(self, joined: Joined, sizes: list[int], known: Ways, counted: Callable[[], Said]) -> None:
         """Warn of logged values of the batch that are merged otherwise from now on, or of which nothing is known yet.
@@ -360,6 +369,7 @@ class Scope:
         self._alike.begin(step.batch, sum(sizes))
         with self._checking(step, sizes, asked=True) as check:
             verdict = check.find_out(self._models)
+        self._tell_of_the_last_part(verdict)
         if verdict.why_not:
             engine.hints.of_no_comparison(verdict.why_not, of_calls=True)
         elif verdict.parts is not None and not verdict.raised:

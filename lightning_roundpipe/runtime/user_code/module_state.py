@@ -156,7 +156,7 @@ class ModuleStateIsolation:
         self.inherited: dict[int, StatePlace] = {}
         """By the ids of tensors that the previous step has left; see `StatePlace.inherited`."""
         self._samples = -1
-        self._rows = Rows()
+        self._rows = RowsOfSteps()
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -386,7 +386,7 @@ class _Attributes:
         return any(not same(container, contents) for container, contents in self._filled)
 
 
-class Rows:
+class RowsOfSteps:
     """Joins what microbatches leave in attributes that keep a row for each sample.
 
     A list that grows over steps holds the last microbatch's rows of the steps before, too, as these are what user code
