@@ -590,11 +590,49 @@ def leaving(leave: Callable[[Any, Tensor], None], *, reads: bool) -> Module:
         (_sets_a_mean, True, "blocks.1.loads"),
     ],
 )
+@pytest.mark.parametrize("scope", ["auto", "model"])
 def test_it_is_said_that_a_layer_leaves_what_is_the_last_parts(
-    leave: Callable[[Any, Tensor], None], reads: bool, name: str
+    leave: Callable[[Any, Tensor], None], reads: bool, name: str, scope: str
 ) -> None:
+    strategy = ours(num_microbatches=2, microbatch_scope=scope)
     with pytest.warns(RoundPipeWarning, match=f"^roundpipe: [\"']{name}.*, inside a layer, is not what the whole"):
-        run(ours(num_microbatches=2), leaving(leave, reads=reads), batches(2), devices=2, watch=False)
+        run(strategy, leaving(leave, reads=reads), batches(2), devices=2, watch=False)
+
+
+def test_rows_are_the_last_parts_where_calls_of_the_model_are_cut() -> None:
+    strategy = ours(num_microbatches=2, microbatch_scope="model")
+    with pytest.warns(RoundPipeWarning, match=r"^roundpipe: 'blocks.1.loads', inside a layer, is not what the whole"):
+        run(strategy, leaving(_sets_rows, reads=True), batches(2), devices=2, watch=False)
+
+
+class GoesOn(Block):
+    """Computes with what it has kept of the batch before."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.kept = kind, [torch.zeros(1, 6, dtype=torch.float64)]
+        self.before: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.before if self.kind != "list" else self.kept[-1]
+        out = super().forward(x)
+        if self.kind == "mean":
+            self.before = x.detach().mean(0, keepdim=True)
+        elif self.kind == "list":
+            self.kept.append(x.detach())
+        else:
+            self.before = x.detach()
+        return out if before is None else out + 0.3 * before.mean(0)
+
+
+@pytest.mark.parametrize("kind", ["mean", "rows", "list"])
+def test_it_is_said_that_a_layer_computes_with_what_the_batch_before_has_left(kind: str) -> None:
+    """It finds the last microbatch's, and trained on other numbers without a word."""
+    module = Module("attribute")
+    module.blocks[1] = GoesOn(kind).to(torch.float64)
+    name = "kept" if kind == "list" else "before"
+    with pytest.warns(RoundPipeWarning, match=f"^roundpipe: 'blocks.1.{name}', inside a layer, .* has begun with"):
+        run(ours(num_microbatches=2), module, batches(2), devices=2, watch=False)
 
 
 @pytest.mark.parametrize(
