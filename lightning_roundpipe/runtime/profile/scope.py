@@ -402,8 +402,6 @@ class Scope:
     def _keep_in_order(self, place: str, what: str) -> None:
         """Run microbatches one after another, because the code of ``place`` changes ``what``, which they share."""
         self._engine.learned.shares = True
-        if self._engine.learned.plan is not None:
-            self._planner.forget()
         code = "code between layers" if place == BETWEEN else f"code inside layer {place!r} (a hook, perhaps)"
         self._planner.run_in_order(
             f"{code} changes {what!r}, which microbatches share and read later in the step",
