@@ -419,7 +419,8 @@ class RowsOfSteps:
             return self._joined_tensor(values)
         if isinstance(last, dict) and all(value.keys() == last.keys() for value in values):
             joined = copy.copy(last)
-            joined.update({key: self._joined([value[key] for value in values]) for key in last})
+            for key in last:
+                joined[key] = self._joined([value[key] for value in values])
             return joined
         if isinstance(last, (list, tuple, deque)) and all(len(value) == len(last) for value in values):
             parts = [self._joined(column) for column in zip(*values, strict=True)]
@@ -440,11 +441,9 @@ class RowsOfSteps:
 
 def _grows(now: Any, before: Any) -> bool:
     """Return whether a container, or one in it, has more items than before."""
-    if not isinstance(now, Container) or type(now) is not type(before):
-        return False
-    if isinstance(now, dict):
+    if isinstance(now, dict) and isinstance(before, dict):
         return len(now) > len(before) or any(_grows(value, before.get(key)) for key, value in now.items())
-    return len(now) > len(before)
+    return isinstance(now, Container) and isinstance(before, Container) and len(now) > len(before)
 
 
 def _unchanged(now: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
