@@ -35,6 +35,7 @@ from torch.optim import optimizer as torch_optimizer
 from typing_extensions import override
 
 from lightning_roundpipe.optim.independence import stepped_by_parameter
+from lightning_roundpipe.runtime.user_code.names_in_code import names_read
 
 LOOKS_AWAY = "roundpipe_looks_away"
 
@@ -156,17 +157,20 @@ def _has_hook(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def reads_attributes(trainer: Trainer, module: LightningModule) -> bool:
-    """Return whether user code runs between two calls of ``training_step``, and may read what these leave on modules.
+def read_between_steps(trainer: Trainer, module: LightningModule) -> frozenset[str]:
+    """Return the names that user code between two calls of ``training_step`` reads; empty if no such code runs.
 
     A declaration that it looks away is about weights, and counts for nothing here.
     """
-    mine = any(_owner(module, hook, LightningModule) is not None for hook in _NAMES - _BEFORE_TRAINING)
-    return mine or any(
-        type(callback).__module__.partition(".")[0] not in _LIBRARIES
-        and any(_owner(callback, hook, Callback) is not None for hook in _NAMES - _BEFORE_TRAINING)
-        for callback in _callbacks(trainer)
-    )
+    theirs = [c for c in _callbacks(trainer) if type(c).__module__.partition(".")[0] not in _LIBRARIES]
+    bases = [(module, LightningModule), *((callback, Callback) for callback in theirs)]
+    hooks = [
+        getattr(listener, hook)
+        for listener, base in bases
+        for hook in _NAMES - _BEFORE_TRAINING
+        if _owner(listener, hook, base) is not None
+    ]
+    return names_read(hooks, [module, *{type(m) for m in module.modules()}, *theirs]) if hooks else frozenset()
 
 
 def listening(

@@ -27,7 +27,7 @@ from lightning_roundpipe.hook_audit import (
     listening,
     looks_at_weights,
     needs_gradients,
-    reads_attributes,
+    read_between_steps,
     slowed_by,
 )
 from lightning_roundpipe.optim.clipping import Clip
@@ -145,7 +145,7 @@ class Stepping:
         now, before = self._now(), self._listening
         if now == before:
             return
-        self._engine.learned.read_between_steps = reads_attributes(self._trainer, self._module)
+        self._engine.learned.read_between_steps = read_between_steps(self._trainer, self._module)
         looks = looks_at_weights(self._trainer, self._module)
         reason = self._reason(looks)
         if before is not None:

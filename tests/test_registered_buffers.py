@@ -18,7 +18,9 @@ from harness import assert_same, halves, ours, per_call, run
 from torch import Tensor, nn
 from traps import Block, Net
 
+from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.reporting.hints import Hints
 
 SETUPS = [(1, None), (3, None), (3, halves(5))]
 """Microbatches and plans."""
@@ -255,3 +257,82 @@ def test_a_plan_that_tears_the_changes_of_a_buffer_is_refused() -> None:
         ValueError, match=r"buffer 'mean' of Averages .* plan must have these calls in one forward stage"
     ):
         run(strategy, module, batches, devices=2)
+
+
+class UsesAverages(pl.LightningModule):
+    """Reads or writes, between layers, a buffer that a layer changes."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor], *, since: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.averages, self.linears = Averages(), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.use, self.since = use, since
+        self.double()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        h = self.averages(batch)
+        for linear in self.linears:
+            h = linear(h)
+        if batch_idx >= self.since:
+            h = self.use(h, self.averages.mean)
+        return h.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@torch.no_grad()
+def writes(h: Tensor, mean: Tensor) -> Tensor:
+    mean.add_(h.mean(0))
+    return h
+
+
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "reads": lambda h, mean: h * mean,
+    "reads a view": lambda h, mean: h * mean[:1],
+    "asks for a number": lambda h, mean: h * float(mean.sum()),
+    "writes": writes,
+}
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Why microbatches run one after another."""
+    texts: list[str] = []
+    monkeypatch.setattr(Hints, "say", lambda self, key, text: texts.append(text) if key == "order" else None)
+    return texts
+
+
+@pytest.mark.filterwarnings("ignore::lightning_roundpipe.RoundPipeWarning")
+@pytest.mark.parametrize("use", USES)
+def test_buffers_that_code_between_layers_uses_are_those_of_gradient_accumulation(use: str, said: list[str]) -> None:
+    """A microbatch found what later ones had left there, though the warning spoke of gradient accumulation."""
+    batches = list(torch.randn(3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    parts = [part for batch in batches for part in batch.chunk(4)]
+    expected = run("auto", UsesAverages(USES[use]), parts, accumulate_grad_batches=4)
+    strategy = ours(num_microbatches=4, loss_weight=lambda part: 1.0)
+    trained = run(strategy, UsesAverages(USES[use]), batches, devices=2)
+    assert len(said) == 1 and "code between layers reads or writes it" in said[0]
+    for name, value in expected.state.items():
+        torch.testing.assert_close(trained.state[name], value)
+
+
+@pytest.mark.filterwarnings("ignore::lightning_roundpipe.RoundPipeWarning")
+def test_a_later_batch_that_uses_such_a_buffer_first_is_named(said: list[str]) -> None:
+    batches = list(torch.randn(4, 8, 8, dtype=torch.float64))
+    strategy = ours(num_microbatches=4, loss_weight=lambda part: 1.0)
+    run(strategy, UsesAverages(USES["reads"], since=2), batches, devices=2, steps=4)
+    assert len(said) == 1 and "which this batch is the first to do" in said[0]
+
+
+@pytest.mark.parametrize(("scope", "text"), [("model", "of a call of the model"), ("auto", "as under gradient acc")])
+def test_what_is_said_of_buffers_is_true_of_calls_that_are_cut(scope: str, text: str) -> None:
+    """All parts of a call come before those of the next call, as under no gradient accumulation."""
+
+    class Twice(UsesAverages):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return (self.averages(batch) + self.averages(batch.flip(1))).mean()  # type: ignore[no-any-return]
+
+    strategy = ours(num_microbatches=2, microbatch_scope=scope, loss_weight=None if scope == "model" else len)
+    with pytest.warns(RoundPipeWarning, match=f"changes in every forward pass, so it is computed over .*{text}"):
+        run(strategy, Twice(writes), list(torch.randn(2, 8, 8, dtype=torch.float64)), devices=2)

@@ -495,6 +495,10 @@ class LeavingBlock(Block):
         super().__init__()
         self.leave, self.total, self.seen, self.metric = leave, torch.zeros(()), 0, Adding()
         self.loads: dict[str, Tensor] = {}
+        self.grown: list[Any] = []
+        self.last: collections.deque[Any] = collections.deque(maxlen=2)
+        self.lists: dict[str, list[Any]] = collections.defaultdict(list)
+        self.set, self.all = set[float](), torch.zeros(0, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
@@ -515,6 +519,30 @@ def _updates(block: Any, x: Tensor) -> None:
     block.metric.update(x)
 
 
+def _appends(block: Any, x: Tensor) -> None:
+    block.grown.append(x.mean())
+
+
+def _appends_numbers(block: Any, x: Tensor) -> None:
+    block.last.append(float(x.mean()))
+
+
+def _appends_within(block: Any, x: Tensor) -> None:
+    block.loads.setdefault("means", []).append(x.mean())
+
+
+def _adds_to_a_set(block: Any, x: Tensor) -> None:
+    block.set.add(float(x.mean()))
+
+
+def _concatenates(block: Any, x: Tensor) -> None:
+    block.all = torch.cat([block.all, x[:, 0]])
+
+
+def _appends_the_width(block: Any, x: Tensor) -> None:
+    block.grown.append(x.shape[1])
+
+
 def _sets_a_mean(block: Any, x: Tensor) -> None:
     block.loads = {"mean": x.mean(0)}
 
@@ -531,8 +559,18 @@ def _sets_the_width(block: Any, x: Tensor) -> None:
     block.seen = x.shape[1]
 
 
+class ReadsAll(KeepsRows):
+    """Computes the names of the attributes that a hook reads."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: None, lambda m: torch.zeros(1, 6).double())
+
+    def on_train_epoch_end(self) -> None:
+        self.found = [vars(block)[name] for block in self.blocks for name in ("lo" + "ads",) if name in vars(block)]
+
+
 def leaving(leave: Callable[[Any, Tensor], None], *, reads: bool) -> Module:
-    made = Module("attribute") if not reads else KeepsRows(lambda *_: None, lambda m: torch.zeros(1, 6).double())
+    made = ReadsAll() if reads else Module("attribute")
     torch.manual_seed(4)
     made.blocks[1] = LeavingBlock(leave).to(torch.float64)
     return made
@@ -544,14 +582,57 @@ def leaving(leave: Callable[[Any, Tensor], None], *, reads: bool) -> Module:
         (_adds, False, "blocks.1.total"),
         (_counts, False, "blocks.1.seen"),
         (_updates, False, "blocks.1.metric"),
+        (_appends, False, "blocks.1.grown"),
+        (_appends_numbers, False, "blocks.1.last"),
+        (_appends_within, False, "blocks.1.loads"),
+        (_adds_to_a_set, False, "blocks.1.set"),
+        (_concatenates, True, "blocks.1.all"),
         (_sets_a_mean, True, "blocks.1.loads"),
     ],
 )
+@pytest.mark.parametrize("scope", ["auto", "model"])
 def test_it_is_said_that_a_layer_leaves_what_is_the_last_parts(
-    leave: Callable[[Any, Tensor], None], reads: bool, name: str
+    leave: Callable[[Any, Tensor], None], reads: bool, name: str, scope: str
 ) -> None:
+    strategy = ours(num_microbatches=2, microbatch_scope=scope)
     with pytest.warns(RoundPipeWarning, match=f"^roundpipe: [\"']{name}.*, inside a layer, is not what the whole"):
-        run(ours(num_microbatches=2), leaving(leave, reads=reads), batches(2), devices=2, watch=False)
+        run(strategy, leaving(leave, reads=reads), batches(2), devices=2, watch=False)
+
+
+def test_rows_are_the_last_parts_where_calls_of_the_model_are_cut() -> None:
+    strategy = ours(num_microbatches=2, microbatch_scope="model")
+    with pytest.warns(RoundPipeWarning, match=r"^roundpipe: 'blocks.1.loads', inside a layer, is not what the whole"):
+        run(strategy, leaving(_sets_rows, reads=True), batches(2), devices=2, watch=False)
+
+
+class GoesOn(Block):
+    """Computes with what it has kept of the batch before."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.kept = kind, [torch.zeros(1, 6, dtype=torch.float64)]
+        self.before: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.before if self.kind != "list" else self.kept[-1]
+        out = super().forward(x)
+        if self.kind == "mean":
+            self.before = x.detach().mean(0, keepdim=True)
+        elif self.kind == "list":
+            self.kept.append(x.detach())
+        else:
+            self.before = x.detach()
+        return out if before is None else out + 0.3 * before.mean(0)
+
+
+@pytest.mark.parametrize("kind", ["mean", "rows", "list"])
+def test_it_is_said_that_a_layer_computes_with_what_the_batch_before_has_left(kind: str) -> None:
+    """It finds the last microbatch's, and trained on other numbers without a word."""
+    module = Module("attribute")
+    module.blocks[1] = GoesOn(kind).to(torch.float64)
+    name = "kept" if kind == "list" else "before"
+    with pytest.warns(RoundPipeWarning, match=f"^roundpipe: 'blocks.1.{name}', inside a layer, .* has begun with"):
+        run(ours(num_microbatches=2), module, batches(2), devices=2, watch=False)
 
 
 @pytest.mark.parametrize(
@@ -562,6 +643,7 @@ def test_it_is_said_that_a_layer_leaves_what_is_the_last_parts(
         (_sets_rows, True, 2),
         (_sets_the_last, True, 2),
         (_sets_the_width, True, 2),
+        (_appends_the_width, True, 2),
     ],
 )
 def test_what_layers_leave_as_plainly_is_not_spoken_of(
@@ -571,6 +653,89 @@ def test_what_layers_leave_as_plainly_is_not_spoken_of(
         warnings.simplefilter("error", RoundPipeWarning)
         strategy = ours(num_microbatches=microbatches)
         run(strategy, leaving(leave, reads=reads), batches(2), devices=2, watch=False)
+
+
+GROWN_ROWS: dict[str, tuple[Callable[[Any, Tensor], None], Callable[[Any], list[Tensor]]]] = {
+    "list": (lambda block, x: block.grown.append(x), lambda block: block.grown),
+    "tuples": (lambda block, x: block.grown.append((x, 1)), lambda block: [x for x, _ in block.grown]),
+    "deque": (lambda block, x: block.last.append(x), lambda block: list(block.last)),
+    "dict of lists": (lambda block, x: block.lists["x"].append(x), lambda block: block.lists["x"]),
+    "dict": (lambda block, x: block.loads.update({f"{len(block.loads)}": x}), lambda block: [*block.loads.values()]),
+}
+
+
+@pytest.mark.parametrize("hook", [None, "on_train_epoch_end", "on_train_batch_end"])
+@pytest.mark.parametrize("kind", GROWN_ROWS)
+def test_lists_that_grow_in_layers_have_the_rows_of_all_batches(kind: str, hook: str | None) -> None:
+    """They had the last microbatches' of all batches but the last, without a word."""
+    leave, rows_of = GROWN_ROWS[kind]
+    ragged = [batch[: 8 - number % 3] for number, batch in enumerate(batches(4))]
+    read: list[list[Tensor]] = []
+
+    class Reads(pl.Callback):
+        pass
+
+    if hook is not None:
+        setattr(Reads, hook, lambda self, trainer, module, *_: read.append([*rows_of(module.blocks[1])]))
+
+    def rows(strategy: Any, devices: int) -> list[Tensor]:
+        read.clear()
+        module = leaving(leave, reads=False)
+        trainer_of(strategy, devices=devices, max_epochs=2, callbacks=[Reads()]).fit(module, loader(ragged))
+        return [x for found in [*read, rows_of(module.blocks[1])] for x in found]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        torch.testing.assert_close(rows(ours(num_microbatches=2), 2), rows("auto", 1))
+
+
+class Router(Block):
+    """Sets its loss as an attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = x.detach().square().mean()
+        return super().forward(x)
+
+    def penalty(self) -> Tensor:
+        return self.aux
+
+
+class Routed(Module):
+    """Reads what routers have set right after their calls."""
+
+    def __init__(self) -> None:
+        super().__init__("attribute")
+        torch.manual_seed(4)
+        self.blocks = nn.ModuleList(Router() for _ in range(4)).double()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("aux", sum((block(batch).mean() * 0 + block.penalty() for block in self.blocks), torch.zeros(())))
+        return super().training_step(batch, batch_idx)
+
+
+def collected(module: Any) -> list[Tensor]:
+    return [block.aux for block in module.blocks]
+
+
+READS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "nothing": (lambda self, trainer, module, outputs, *_: float(outputs["loss"]), False),
+    "weights": (lambda self, trainer, module, *_: [b.up.weight.norm() for b in module.blocks], False),
+    "resets": (lambda self, trainer, module, *_: [b.__setattr__("other", None) for b in module.blocks], False),
+    "itself": (lambda self, trainer, module, *_: [b.aux for b in module.blocks], True),
+    "by a method": (lambda self, trainer, module, *_: [b.penalty() for b in module.blocks], True),
+    "by a function": (lambda self, trainer, module, *_: collected(module), True),
+    "by its text": (lambda self, trainer, module, *_: [getattr(b, "a" + "ux") for b in module.blocks], True),
+}
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_what_no_hook_reads_is_not_spoken_of(kind: str, recwarn: pytest.WarningsRecorder) -> None:
+    """What only training_step reads is each microbatch's own; it was warned of wherever a callback had a hook."""
+    reads, expected = READS[kind]
+    callback = type("Reads", (pl.Callback,), {"on_train_batch_end": reads, "__module__": __name__})()
+    run(ours(num_microbatches=2), Routed(), batches(2), devices=2, watch=False, callbacks=[callback])
+    said = [str(one.message) for one in recwarn if issubclass(one.category, RoundPipeWarning)]
+    assert [text.startswith("roundpipe: 'blocks.0.aux', inside a layer") for text in said] == [True] * expected
 
 
 def _calls(block: Any, x: Tensor) -> None:

@@ -226,12 +226,19 @@ class Engine:
                 output = step.finish()
                 self._metrics.bring_to_host()
             microbatches, self.parts = len(step.sizes), len(cut.parts)
-            self.hints.after_step(self.model.layers, switched_off, microbatches)
+            self.hints.after_step(self.model.layers, switched_off, microbatches, cuts_calls=self.parts == 1)
             if self.parts > 1:
                 self.hints.of_a_called_logger()
             self._say_tiles()
             measured = self.tiles is None or not self.tiles.came  # else some calls were measured without tiles
-            if learned.plans and measured and step.has_loss and (microbatches > 1 or wants_plan):
+            if microbatches > 1 and not learned.in_order and (buffer := step.met_buffer):
+                late = "which this batch is the first to do, " if learned.plan is not None else ""
+                self._planner.run_in_order(
+                    f"{buffer} changes in calls of its layer, and code between layers reads or writes it, {late}and "
+                    "what is in it depends on their order",
+                    "leave plan out, or set num_microbatches=1.",
+                )
+            elif learned.plans and measured and step.has_loss and (microbatches > 1 or wants_plan):
                 self._plan_from(step, microbatches)
             elif microbatches == 1:
                 learned.recent = step.traces[0]
@@ -346,7 +353,7 @@ class Engine:
             self._metrics.bring_to_host()
         finally:
             self._drain()
-        self.hints.after_step(self.model.layers, switched_off, 1)
+        self.hints.after_step(self.model.layers, switched_off, 1, cuts_calls=False)
         self._say_tiles()
         return output
 

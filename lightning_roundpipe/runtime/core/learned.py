@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.batch.log_rules import Fitting, How, Way
@@ -14,6 +16,7 @@ from lightning_roundpipe.runtime.core.trace import Kind, Trace, TracedCall
 from lightning_roundpipe.runtime.memory.host_model import HostModel
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.user_code.module_state import ModuleStateIsolation
+from lightning_roundpipe.runtime.user_code.names_in_code import ANY
 from lightning_roundpipe.runtime.user_code.new_code import NewCode
 from lightning_roundpipe.runtime.user_code.rng import Randomness
 from lightning_roundpipe.runtime.user_code.target_counts import CountSites
@@ -57,7 +60,7 @@ class Learned:
         counted: where training_step divides its loss, and logged values, by counts of its own.
         kept_rows: paths of the attributes that keep something of each sample; a step leaves there what all microbatches
             have left, if user code runs before the next one.
-        read_between_steps: whether it does.
+        read_between_steps: the names that such code reads; empty if none runs.
         columns: how many columns outputs of the model have had in rehearsals.
         new_code: what user code has done in earlier batches, and what it has done for the first time.
         mixed: whether the loss adds a mean over samples to one over targets; None if comparisons have not shown. False
@@ -66,7 +69,8 @@ class Learned:
 
     def __init__(self, model: HostModel) -> None:
         self._model = model
-        self.plans = self.shares = self.logs_in_backward = self.read_between_steps = False
+        self.plans = self.shares = self.logs_in_backward = False
+        self.read_between_steps: frozenset[str] = frozenset()
         self.mixed: bool | None = None
         self.order = CallOrder()
         self.read_by_user_code: frozenset[ParamBucket] = frozenset()
@@ -98,6 +102,10 @@ class Learned:
         self.randomness = Randomness()
         self._probed: set[tuple[int, int]] = set()
         self._walked: set[tuple[int, int]] = set()
+
+    def may_be_read(self, path: str) -> bool:
+        """Return whether user code between steps may read what is at ``path``, as it reads a name in it."""
+        return not self.read_between_steps.isdisjoint([ANY, *re.split(r"\W", path)])
 
     def awaits_calls(self) -> bool:
         """Return whether to learn one more batch before a plan is made, as `unseen` calls may come again."""

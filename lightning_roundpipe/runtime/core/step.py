@@ -169,6 +169,11 @@ class Step:
         """The calls of each microbatch."""
         return [run.trace for run in self.runs]
 
+    @property
+    def met_buffer(self) -> str:
+        """A buffer that calls change and that user code of a microbatch reads or writes; empty if there is none."""
+        return next((m.mode.met_buffer for m in self.everybody if m.index >= 0 and m.mode.met_buffer), "")
+
     # -- running ------------------------------------------------------------------------------------------------------
 
     def run_planned(self, plan: Plan, trace: Trace, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
@@ -256,7 +261,7 @@ class Step:
         kept = [run.kept for run in self.runs if run.kept is not None]
         if self.spec.module_state is not None and kept:
             learned = self.engine.learned
-            self.spec.module_state.end(kept, self.sizes, learned.kept_rows if learned.read_between_steps else ())
+            self.spec.module_state.end(kept, self.sizes, learned.kept_rows, read=bool(learned.read_between_steps))
 
     def _run_task(
         self, run: MicrobatchTask, function: Callable[..., Any], args: tuple[Any, ...], predecessor: Waiter | None

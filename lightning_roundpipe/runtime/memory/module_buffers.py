@@ -131,10 +131,11 @@ class HostBuffers:
     def __bool__(self) -> bool:
         return bool(self._pending)
 
-    def awaits(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is a buffer with pending values, or a view of one."""
+    def awaits(self, tensor: Tensor) -> str:
+        """Return the name of the buffer with pending values that ``tensor`` is, or a view of; empty if it is none."""
         base = None if tensor.is_inference() else tensor._base
-        return any(found in (id(tensor), id(base)) for found in list(self._pending.values()))
+        found = (place for place, of in list(self._pending.items()) if of in (id(tensor), id(base)))
+        return next((f"buffer {name!r} of {type(self._made[module, name][0]).__name__}" for module, name in found), "")
 
     def settle(self) -> None:
         """Wait for all pending values and write them to their buffers [3]."""

@@ -37,6 +37,7 @@ class Shown:
 
     Attributes:
         output, loss: as training_step returned them; ``loss`` is None if no microbatch has one.
+        last_loss: that of the last microbatch.
         logged: names and merged values, in order.
         logs: the logged values of each part, and where their counts are found.
         calls: what user code has called for each.
@@ -56,6 +57,7 @@ class Shown:
 
     output: Any = None
     loss: Tensor | None = None
+    last_loss: Tensor | None = None
     logged: list[tuple[str, Any]] = field(default_factory=list)
     logs: Settled = field(default_factory=Settled)
     calls: dict[Key, Calls] = field(default_factory=dict)
@@ -271,12 +273,12 @@ class Comparison:
         name = f"the length of {path[4:-1]!r}" if path.startswith("len(") else f"{what}{path!r}"
         self.see(name, whole, parts)
 
-    def leave_the_same(self, path: str, whole: Mapping[str, Any], parts: Mapping[str, Any]) -> bool:
-        """Return whether what two sides have left at ``path`` is the same, or the last part's rows of it."""
+    def leave_the_same(self, path: str, whole: Mapping[str, Any], parts: Mapping[str, Any], *, rows: bool) -> bool:
+        """Return whether what two sides have left at ``path`` is the same or, with ``rows``, the last part's of it."""
         a, b = whole.get(path, ABSENT), parts.get(path, ABSENT)
         if b is ABSENT or a is ABSENT:  # what is as it was before does not show
             return a is b
-        return self._near(a[-self._sizes[-1] :] if self._are_rows(a, b) else a, b)
+        return self._near(a[-self._sizes[-1] :] if rows and self._are_rows(a, b) else a, b)
 
     def _near(self, a: Any, b: Any, tolerance: float = 0.0) -> bool:
         tolerance = max(tolerance, self._tolerance)

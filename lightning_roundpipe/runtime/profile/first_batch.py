@@ -234,6 +234,8 @@ class Planner:
         """
         if self._options.plan_text is not None:
             raise ValueError(f"{why}: {remedy}")
+        if self._learned.plan is not None:
+            self.forget()
         self._learned.in_order = True
         self._engine.hints.say("order", f"{why}, so microbatches run one after another, without a plan.")
 

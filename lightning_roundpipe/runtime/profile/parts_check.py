@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -59,7 +60,7 @@ from lightning_roundpipe.runtime.profile.rehearsal import (
     without_dropout,
 )
 from lightning_roundpipe.runtime.profile.unlike_samples import unlike_parts
-from lightning_roundpipe.runtime.profile.verdict import Difference, Verdict, either
+from lightning_roundpipe.runtime.profile.verdict import Difference, LeftByLastPart, Verdict, either
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, ModelInterceptor, intercepted
 from lightning_roundpipe.runtime.user_code.left_behind import (
     ABSENT,
@@ -335,6 +336,9 @@ class PartsCheck:
             with without_dropout(), seeding_noted(draws):
                 if self._asked:
                     verdict.parts, verdict.raised = self._in_calls(whole_batch, sizes, models, draws, steady=True)
+                    if verdict.parts is None:
+                        with self._unless_lost():  # training_step may take whole batches only
+                            verdict.of_last_part = self._of_last_part(on_whole(), on_whole, parts, sizes, draws)
                     return verdict
                 learned = self._engine.learned
                 whole, known = compared(on_whole()), learned.counted
@@ -510,50 +514,51 @@ class PartsCheck:
     def _of_last_part(
         self, whole: Shown, on_whole: Callable[[], Shown], parts: Callable[[], list[Any]], sizes: list[int],
         draws: SameDraws,
-    ) -> dict[str, bool]:  # fmt: skip
-        """Return the attributes inside layers that the last part leaves otherwise than the whole batch.
+    ) -> dict[str, LeftByLastPart]:  # fmt: skip
+        """Return the attributes inside layers that the last part leaves otherwise than the whole batch, by path.
 
         Args:
             whole, on_whole: what the whole samples leave, and runs on them once more: times differ then, too.
             parts, sizes, draws: the parts, their numbers of samples, and what supplies the random numbers.
-
-        Returns:
-            By the path of each, or that of the metric whose state it is, whether the part goes on from what it finds.
         """
-        paths = [path for path in whole.left if self._is_kept_in_layer(path)]
-        if not paths:
+        if not any(map(self._is_kept_in_layer, whole.left)):
             return {}
         comparison = Comparison(self.tolerance(), sizes, self._unsteady)
 
-        def differing(one: Shown, other: Shown, paths: Iterable[str]) -> list[str]:
-            return [path for path in paths if not comparison.leave_the_same(path, one.left, other.left)]
+        def differing(one: Shown, other: Shown, *, rows: bool) -> set[str]:
+            paths = filter(self._is_kept_in_layer, {**one.left, **other.left})
+            found = (path for path in paths if not comparison.leave_the_same(path, one.left, other.left, rows=rows))
+            return set(map(self._attribute_of, found))
 
-        def run() -> Shown:
-            return self._side(parts()[-1:], sizes[-1:], draws)
-
-        if not (found := differing(whole, alone := run(), paths)):
+        alone = self._side(parts()[-1:], sizes[-1:], draws)
+        if not (found := differing(whole, alone, rows=False)):
             return {}
-        unsteady = differing(whole, on_whole(), found)
-        found = [path for path in found if path not in unsteady]
-        for path in found:  # `_side` restores them
-            module, name = self._owner_of(path)
-            value: Any = vars(module).get(name)
-            if _is_number(value):
-                vars(module)[name] = value.detach() + 1 if isinstance(value, Tensor) else value + 1
+        apart, going_on = self._side(parts(), sizes, draws), found
+        with self._unless_lost():
+            one_after_another = self._side(parts(), sizes, draws, going_on=True)
+            going_on = differing(alone, one_after_another, rows=False)
+            comparison.see(LOSS, apart.last_loss, one_after_another.last_loss)
+        computes = comparison.found is not None
+        beside_rows = differing(whole, alone, rows=True)
+        found -= differing(whole, on_whole(), rows=False)
+        return {
+            path: LeftByLastPart(
+                goes_on=computes or path in going_on,
+                joined=not (computes or path in beside_rows or (path in going_on and path in whole.left)),
+            )
+            for path in sorted(found)
+        }
+
+    @contextlib.contextmanager
+    def _unless_lost(self) -> Iterator[None]:
+        """Suppress an error of a rehearsal that may go on."""
         try:
-            going_on = differing(alone, run(), found)
+            yield
         except CannotRehearse:
             raise
         except Exception:
             if self._lost is not None:
                 raise
-            going_on = found
-        lost: dict[str, bool] = {}
-        for path in found:
-            module, name = self._owner_of(path)
-            shown = path.removesuffix(f".{name}") if isinstance(module, Metric) else path
-            lost[shown] = lost.get(shown, False) or path in going_on
-        return lost
 
     def _in_calls(
         self, batch: Callable[[], list[Any]], sizes: list[int], models: Sequence[ModelInterceptor], draws: SameDraws,
@@ -585,7 +590,7 @@ class PartsCheck:
     def _side(
         self, batches: list[Any], sizes: list[int], draws: SameDraws, models: Sequence[ModelInterceptor] = (),
         cut: Callable[[int], list[int]] | None = None, *, whole: CustomBackwards | None = None, steady: bool = False,
-        operations: list[OperationRecorder] | None = None,
+        operations: list[OperationRecorder] | None = None, going_on: bool = False,
     ) -> Shown:  # fmt: skip
         """Run training_step on each of ``batches`` [1] [2] [3], and restore everything.
 
@@ -598,6 +603,7 @@ class PartsCheck:
             whole: what the user's own backward code gives for the whole samples, unless these are them.
             steady: whether to hold batch statistics and layer buffers fixed.
             operations: takes what each of the batches has called.
+            going_on: whether each finds in the layers' attributes what the one before has left.
         """
         if self._lost is not None:
             raise self._lost
@@ -657,7 +663,8 @@ class PartsCheck:
                     )
                     current.append(run)
                     draws.begin(rows)
-                    own.put_back()  # as in a step, where each microbatch finds a layer's attributes as the step began
+                    if not going_on:  # as in a step, where each microbatch finds a layer's attributes as it began
+                        own.put_back()
                     renew()
                     try:
                         output = run.run(self._step.function, (batch, *self._step.rest), {})
@@ -698,6 +705,7 @@ class PartsCheck:
             shown.logs, shown.weights = joined.logs, joined.weights
             shown.calls = self._calls(runs)
             shown.output, shown.loss = joined.output, joined.loss if joined.losses else None
+            shown.last_loss = losses[-1]
             shown.metrics = dict(self._values(before))
             changes = self._left.changes()
             shown.left = changes[MODULES] | self._written.changes()
@@ -814,12 +822,11 @@ class PartsCheck:
             owner = owner.rpartition(".")[0]
         return self._modules.get(owner, self._root), path.removeprefix(owner).removeprefix(".")
 
-
-def _is_number(value: Any) -> bool:
-    """Return whether ``value`` is one, or a dense tensor of some."""
-    if isinstance(value, Tensor):
-        return value.layout is torch.strided and value.dtype is not torch.bool and not value.is_quantized
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    def _attribute_of(self, path: str) -> str:
+        """Return the path of the attribute inside a layer that ``path`` is in, or of the metric whose state that is."""
+        module, name = self._owner_of(path)
+        owner, first = path.removeprefix("len(").removesuffix(name), re.split(r"\W", name)[0]
+        return owner.removesuffix(".") if isinstance(module, Metric) else owner + first
 
 
 def _without_numbers(output: Any) -> Any:

@@ -294,12 +294,8 @@ class Scope:
                 )
             else:
                 self._keep_in_order(place, changed)
-        if verdict.lost_rows and learned.read_between_steps:
-            engine.hints.of_lost_rows(verdict.lost_rows[0])
-        if not learned.shares:  # else each part finds what those before have left
-            adding = [path for path, adds_up in verdict.of_last_part.items() if adds_up]
-            if adding or (verdict.of_last_part and learned.read_between_steps):
-                engine.hints.of_the_last_part(adding or [*verdict.of_last_part], adds_up=bool(adding))
+        if lost := [*filter(learned.may_be_read, verdict.lost_rows)]:
+            engine.hints.of_lost_rows(lost[0])
         if verdict.losses_inside and not self._cutter.weighs:
             engine.hints.of_a_loss_inside(verdict.losses_inside[0])
         if verdict.announced:
@@ -314,6 +310,19 @@ class Scope:
                 engine.hints.of_what_is_collected(str(verdict.collects))
             if verdict.coupling is not None and not engine.hints.couples:
                 self._part_if_coupled(verdict, verdict.coupling, auto=auto, occasion=occasion)
+        if not (
+            learned.shares or uneven in self._whole
+        ):  # else parts find what those before have left, or there are none
+            self._tell_of_the_last_part(verdict)
+
+    def _tell_of_the_last_part(self, verdict: Verdict) -> None:
+        """Warn of what layers leave that is only the last microbatch's, if that may be read."""
+        learned = self._engine.learned
+        lost = [(path, left) for path, left in verdict.of_last_part.items() if self.cuts_calls or not left.joined]
+        for adds_up in (True, False):
+            paths = [path for path, left in lost if left.goes_on is adds_up]
+            if paths := [path for path in paths if adds_up or learned.may_be_read(path.rpartition(".")[2])]:
+                self._engine.hints.of_the_last_part(paths, adds_up=adds_up)
 
     def _tell_of_logs(self, joined: Joined, sizes: list[int], known: Ways, counted: Callable[[], Said]) -> None:
         """Warn of logged values of the batch that are merged otherwise from now on, or of which nothing is known yet.
@@ -360,6 +369,7 @@ class Scope:
         self._alike.begin(step.batch, sum(sizes))
         with self._checking(step, sizes, asked=True) as check:
             verdict = check.find_out(self._models)
+        self._tell_of_the_last_part(verdict)
         if verdict.why_not:
             engine.hints.of_no_comparison(verdict.why_not, of_calls=True)
         elif verdict.parts is not None and not verdict.raised:
@@ -392,8 +402,6 @@ class Scope:
     def _keep_in_order(self, place: str, what: str) -> None:
         """Run microbatches one after another, because the code of ``place`` changes ``what``, which they share."""
         self._engine.learned.shares = True
-        if self._engine.learned.plan is not None:
-            self._planner.forget()
         code = "code between layers" if place == BETWEEN else f"code inside layer {place!r} (a hook, perhaps)"
         self._planner.run_in_order(
             f"{code} changes {what!r}, which microbatches share and read later in the step",

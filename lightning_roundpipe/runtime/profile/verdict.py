@@ -38,6 +38,20 @@ class Difference:
         return f"{self.what} is {self.parts} instead of {self.whole}"
 
 
+@dataclass(frozen=True)
+class LeftByLastPart:
+    """What the last part of a batch leaves in an attribute inside a layer, which is not what the whole batch leaves.
+
+    Attributes:
+        goes_on: whether a part goes on from what it finds: it adds to it, as to sums and lists, or computes with it.
+        joined: whether it has a row for each sample, which a step joins, also where a list grows by them. A tensor that
+            grows is not joined, and neither is what the layer itself finds in the next step.
+    """
+
+    goes_on: bool
+    joined: bool
+
+
 @dataclass
 class Verdict:
     """The outcome of the rehearsals.
@@ -63,8 +77,8 @@ class Verdict:
         metric_rules: how what parts add to metrics is merged; see `MetricRules`.
         uneven_metrics: a state of each metric that parts leave otherwise, though its value may be equal, by its name.
         lost_rows: paths in globals, callbacks and the like where parts leave the last one's rows only.
-        of_last_part: paths of attributes inside layers that the last part leaves otherwise than the whole batch, each
-            with whether that goes on from what the part finds there, as sums do.
+        of_last_part: the attributes inside layers, or metrics, that the last part leaves otherwise than the whole
+            batch, by path.
         keeps: whether training_step changes something outside of layers and metrics.
         open_metrics: whether nothing shows if a metric counts updates.
         open: whether an attribute that it changes is equal as numbers may be by chance.
@@ -90,7 +104,7 @@ class Verdict:
     uneven_metrics: dict[str, str] = field(default_factory=dict)
     kept_rows: set[str] = field(default_factory=set)
     lost_rows: list[str] = field(default_factory=list)
-    of_last_part: dict[str, bool] = field(default_factory=dict)
+    of_last_part: dict[str, LeftByLastPart] = field(default_factory=dict)
     keeps: bool = False
     open: bool = False
     open_metrics: bool = False

@@ -20,6 +20,9 @@ _OVER_MICROBATCHES = (
     "over each microbatch and not over the whole batch, as under gradient accumulation. num_microbatches=1 keeps the "
     "batch whole."
 )
+_OVER_PARTS_OF_CALLS = (
+    "over each microbatch of a call of the model and not over the whole call. num_microbatches=1 keeps calls whole."
+)
 
 _MOST_REASONS = 6
 """How many modules a warning says the reasons of."""
@@ -62,14 +65,18 @@ class Hints:
         """Note that ``training_step`` calls a logger itself."""
         self._calls_logger = True
 
-    def after_step(self, layers: Sequence[HostLayer], switched_off: Sequence[str], microbatches: int) -> None:
+    def after_step(
+        self, layers: Sequence[HostLayer], switched_off: Sequence[str], microbatches: int, *, cuts_calls: bool
+    ) -> None:
         """Issue the hints that a finished step gives rise to.
 
         Args:
             layers: all layers.
             switched_off: settings that the strategy has switched off during the step.
             microbatches: number of microbatches of the step.
+            cuts_calls: whether the calls of the model were cut, if there are several.
         """
+        over = _OVER_PARTS_OF_CALLS if cuts_calls else _OVER_MICROBATCHES
         for name in switched_off:
             if name == PACKED_ROWS:
                 self.warn(name, _PACKED)
@@ -77,9 +84,9 @@ class Hints:
                 self.say(name, f"training runs with {name}=False, as the strategy recomputes layers itself.")
         if microbatches > 1 and "coupled" not in self._said:
             self._said.add("coupled")  # walk over all modules in the first such step only: it takes time
-            for key, text in self._coupled(layers).items():
+            for key, text in self._coupled(layers, over).items():
                 self.warn(key, text)
-        elif microbatches > 1 and "buffers" not in self._said and (text := _changing_buffer(layers)):
+        elif microbatches > 1 and "buffers" not in self._said and (text := _changing_buffer(layers, over)):
             self.warn("buffers", text)  # a later batch was the first to change it
 
     def of_a_called_logger(self) -> None:
@@ -473,18 +480,18 @@ class Hints:
             self._said.add(key)
             warn(PREFIX + text)
 
-    def _coupled(self, layers: Sequence[HostLayer]) -> dict[str, str]:
+    def _coupled(self, layers: Sequence[HostLayer], over: str) -> dict[str, str]:
         found = {}
         if any(isinstance(m, _BatchNorm) and m.training for m in self._module.modules()):
-            found["batch norm"] = f"batch norm computes its statistics {_OVER_MICROBATCHES}"
-        if text := _changing_buffer(layers):
+            found["batch norm"] = f"batch norm computes its statistics {over}"
+        if text := _changing_buffer(layers, over):
             found["buffers"] = text
         if self.couples:
-            found["router"] = f"the router's loss (output_router_logits=True) is computed {_OVER_MICROBATCHES}"
+            found["router"] = f"the router's loss (output_router_logits=True) is computed {over}"
         if self.coupled_by and not found:
             found["held"] = (
                 f"in parts of the batch, {self.coupled_by}, as a hook changes buffers of layers in every forward pass "
-                f"(spectral norm, most likely). They are computed {_OVER_MICROBATCHES}"
+                f"(spectral norm, most likely). They are computed {over}"
             )
         return found
 
@@ -494,11 +501,11 @@ class Hints:
                 yield config
 
 
-def _changing_buffer(layers: Sequence[HostLayer]) -> str:
+def _changing_buffer(layers: Sequence[HostLayer], over: str) -> str:
     """Return a warning of a buffer that layers change, other than the statistics of batch norm; empty if none."""
     for layer in layers:
         for module, name in layer.mutable_buffers.values():
             if not isinstance(module, _BatchNorm):
                 what = f"buffer {name!r} of {type(module).__name__} in layer {layer.name!r}"
-                return f"{what} changes in every forward pass, so it is computed {_OVER_MICROBATCHES}"
+                return f"{what} changes in every forward pass, so it is computed {over}"
     return ""

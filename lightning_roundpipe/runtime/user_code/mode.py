@@ -153,6 +153,8 @@ class UserCodeMode(TorchFunctionMode):
         returning: whether a backward runs; what it computes is not a loss.
         padded_calls: of each call of an encoder with a padding mask, what `PaddedCalls` compares.
         met_others: whether user code has computed with a trained ``nn.Parameter`` that is no master.
+        met_buffer: a buffer of a layer that user code has read or written after calls of the step had changed it; empty
+            if there is none.
     """
 
     def __init__(
@@ -184,6 +186,7 @@ class UserCodeMode(TorchFunctionMode):
         self._read = read
         self.sums = Sums()
         self.returning = self.met_others = False
+        self.met_buffer = ""
         self.padded_calls: list[bool | None] = []
         self._data: list[tuple[nn.Parameter, Tensor, int]] = []
         """Per ``.data`` of a master that was read: the master, the data's `witness`, and the version at that time."""
@@ -278,7 +281,9 @@ class UserCodeMode(TorchFunctionMode):
                     self._restore(leaf)
 
     def _settle_buffers(self, given: Any) -> None:
-        if any(isinstance(leaf, Tensor) and self._buffers.awaits(leaf) for leaf in tree_iter(given)):
+        found = (self._buffers.awaits(leaf) for leaf in tree_iter(given) if isinstance(leaf, Tensor))
+        if buffer := next(filter(None, found), ""):
+            self.met_buffer = buffer
             self._aside(self._buffers.settle)
 
     def _call(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,7 +18,9 @@ Metrics are left alone: they see one microbatch after another.
 
 from __future__ import annotations
 
+import copy
 import operator
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -53,6 +55,7 @@ class StatePlace:
         segment_keys: the sections of user code that change it.
         start: value at the beginning of the step.
         latest: value left by the last microbatch that has run the section, if only one section changes it.
+        grows: whether it is a container that a step has added to.
     """
 
     def __init__(self, owner: nn.Module | nn.Parameter, name: str) -> None:
@@ -62,6 +65,7 @@ class StatePlace:
         self._last: tuple[Any, Any] = (_ABSENT, None)
         """The last microbatch's value, in whose place hooks find the joined one."""
         self.segment_keys: set[SegmentKey] = set()
+        self.grows = False
         self.start: Any = _ABSENT
         self.latest: Any = _ABSENT
 
@@ -152,6 +156,7 @@ class ModuleStateIsolation:
         self.inherited: dict[int, StatePlace] = {}
         """By the ids of tensors that the previous step has left; see `StatePlace.inherited`."""
         self._samples = -1
+        self._rows = RowsOfSteps()
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -167,20 +172,27 @@ class ModuleStateIsolation:
         self._states = [layer.state.current() for layer in self._layers]
         self._trainable = [layer.trainable() for layer in self._layers]
 
-    def end(self, kept: Sequence[MicrobatchModuleState], sizes: Sequence[int], rows: Collection[str] = ()) -> None:
+    def end(
+        self, kept: Sequence[MicrobatchModuleState], sizes: Sequence[int], rows: Collection[str] = (), *,
+        read: bool = True,
+    ) -> None:  # fmt: skip
         """Leave on the modules what the last microbatch would have left.
 
         Args:
             kept: the values of each microbatch.
             sizes: their numbers of samples.
             rows: paths of attributes with rows of all microbatches.
+            read: whether user code may read them before the next step. Else only what grows gets the rows of all.
         """
         self._samples = sizes[-1]
+        self._rows.begin(sizes)
         for (owner, name), place in self.places.items():
             last = place.latest if len(place.segment_keys) == 1 else kept[-1].values.get(place, place.start)
             path = f"{self._names.get(owner, '')}{name}"
-            if len(kept) > 1 and any(row == path or row.startswith((f"{path}[", f"{path}.")) for row in rows):
-                place.show(_all_rows([state.values.get(place, place.start) for state in kept], sizes), last)
+            place.grows |= _grows(last[1], place.start[1])
+            has_rows = any(row == path or row.startswith((f"{path}[", f"{path}.")) for row in rows)
+            if has_rows and (read or place.grows):
+                place.show(self._rows.of_all([state.values.get(place, place.start) for state in kept]), last)
             else:
                 place.write(last)
 
@@ -374,27 +386,64 @@ class _Attributes:
         return any(not same(container, contents) for container, contents in self._filled)
 
 
-def _all_rows(values: Sequence[tuple[Any, Any]], sizes: Sequence[int]) -> tuple[Any, Any]:
-    """Join what each microbatch has left in an attribute, as `StatePlace.read` returns it."""
-    value, _ = values[-1]
-    filled = isinstance(value, Container)
-    joined = _joined([contents if filled else own for own, contents in values], sizes)
-    return (value if filled and all(own is value for own, _ in values) else joined), joined
+class RowsOfSteps:
+    """Joins what microbatches leave in attributes that keep a row for each sample.
 
+    A list that grows over steps holds the last microbatch's rows of the steps before, too, as these are what user code
+    may compute with. So it is remembered which rows of all samples they stand for.
+    """
 
-def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Concatenate tensors with a row for each sample, in containers too. Of other values, return the last one."""
-    last = values[-1]
-    if any(type(value) is not type(last) for value in values):
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+        """By the id of a microbatch's tensor: the tensor, and the rows of all microbatches of that step."""
+        self._before = self._known
+        self._sizes: Sequence[int] = ()
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Begin with a step whose microbatches have as many samples as ``sizes`` says."""
+        self._before, self._known, self._sizes = self._known, {}, sizes
+
+    def of_all(self, values: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+        """Join what each microbatch has left in an attribute, as `StatePlace.read` returns it."""
+        value, _ = values[-1]
+        filled = isinstance(value, Container)
+        joined = self._joined([contents if filled else own for own, contents in values])
+        return (value if filled and all(own is value for own, _ in values) else joined), joined
+
+    def _joined(self, values: Sequence[Any]) -> Any:
+        """Concatenate tensors with a row for each sample, in containers too. Of other values, return the last one."""
+        last = values[-1]
+        if any(type(value) is not type(last) for value in values):
+            return last
+        if isinstance(last, Tensor):
+            return self._joined_tensor(values)
+        if isinstance(last, dict) and all(value.keys() == last.keys() for value in values):
+            joined = copy.copy(last)
+            for key in last:
+                joined[key] = self._joined([value[key] for value in values])
+            return joined
+        if isinstance(last, (list, tuple, deque)) and all(len(value) == len(last) for value in values):
+            parts = [self._joined(column) for column in zip(*values, strict=True)]
+            if isinstance(last, deque):
+                return deque(parts, last.maxlen)
+            return type(last)(*parts) if hasattr(last, "_fields") else type(last)(parts)
         return last
-    if isinstance(last, Tensor):
-        return torch.cat([value.detach().cpu() for value in values]) if are_rows(values, sizes) else last
-    if type(last) is dict and all(value.keys() == last.keys() for value in values):
-        return {key: _joined([value[key] for value in values], sizes) for key in last}
-    if isinstance(last, (list, tuple)) and all(len(value) == len(last) for value in values):
-        parts = [_joined(column, sizes) for column in zip(*values, strict=True)]
-        return type(last)(*parts) if hasattr(last, "_fields") else type(last)(parts)
-    return last
+
+    def _joined_tensor(self, values: Sequence[Tensor]) -> Tensor:
+        last = values[-1]
+        if all(value is last for value in values):  # of a step before
+            rows = self._before.get(id(last), (last, last))[1]
+        else:
+            rows = torch.cat([v.detach().cpu() for v in values]) if are_rows(values, self._sizes) else last
+        self._known[id(last)] = last, rows
+        return rows
+
+
+def _grows(now: Any, before: Any) -> bool:
+    """Return whether a container, or one in it, has more items than before."""
+    if isinstance(now, dict) and isinstance(before, dict):
+        return len(now) > len(before) or any(_grows(value, before.get(key)) for key, value in now.items())
+    return isinstance(now, Container) and isinstance(before, Container) and len(now) > len(before)
 
 
 def _unchanged(now: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
