@@ -111,8 +111,8 @@ class ShuffledLoader(DataLoader[Batch]):
             warn(
                 f"{PREFIX}the checkpoint was written within an epoch over {plural(rows, 'sequence')} in the order of "
                 f"data.seed={seed}, and training goes on over {order.rows:,} in that of data.seed={order.seed}: "
-                "samples come twice or not at all in this epoch. Set data as it was, or resume from a checkpoint that was "
-                "written at the end of an epoch."
+                "samples come twice or not at all in this epoch. Set data as it was, or resume from a checkpoint that "
+                "was written at the end of an epoch."
             )
 
 
