@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from lightning_roundpipe.data import PackedText, RandomTokens, pydoc_topics
 from lightning_roundpipe.data.packed_text import pack
 from lightning_roundpipe.data.split import SHARED_PARAGRAPH, related, split_texts
+from lightning_roundpipe.messages import RoundPipeWarning
 
 LONG = "a paragraph that is long enough to be told from a phrase, " * 3
 
@@ -113,6 +115,37 @@ def test_a_loader_goes_on_where_its_state_was_taken() -> None:
         if done < len(epochs[0]):
             found += [batch["input_ids"] for batch in second]
         assert torch.equal(torch.cat(found), torch.cat(left))
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_a_loader_goes_on_after_the_samples_that_were_taken(size: int) -> None:
+    """With another batch size it went on after as many batches, so that samples came twice or not at all."""
+    first = RandomTokens(50, 8, batch_size=2, sequences=12).train_dataloader()
+    whole = torch.cat([batch["input_ids"] for batch in RandomTokens(50, 8, 2, sequences=12).train_dataloader()])
+    iterator = iter(first)
+    for _ in range(3):
+        next(iterator)
+    second = RandomTokens(50, 8, batch_size=size, sequences=12).train_dataloader()
+    second.load_state_dict(first.state_dict())
+    found = torch.cat([batch["input_ids"] for batch in second])
+    assert torch.equal(found, whole[6 : 6 + 6 // size * size])
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"sequences": 11}], ids=str)
+def test_it_is_said_that_an_epoch_goes_on_with_other_samples(other: dict[str, int]) -> None:
+    first = RandomTokens(50, 8, batch_size=2, sequences=12).train_dataloader()
+    start = first.state_dict()
+    list(first)
+    end = first.state_dict()
+    next(iter(first))
+    second = RandomTokens(50, 8, **({"batch_size": 2, "sequences": 12} | other)).train_dataloader()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        second.load_state_dict(start)
+        second.load_state_dict(end)
+        second.load_state_dict({"epoch": 0, "batches": 1})  # of an earlier version
+    with pytest.warns(RoundPipeWarning, match=r"within an epoch over 12 sequences in the order of data\.seed=0"):
+        second.load_state_dict(first.state_dict())
 
 
 def test_an_epoch_that_was_left_early_is_not_repeated() -> None:

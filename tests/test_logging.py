@@ -25,6 +25,7 @@ import zoo
 from harness import Result, assert_same, loader, ours, run, trainer_of
 from lightning.pytorch.loggers.logger import DummyExperiment
 from torch import Tensor, nn
+from torchmetrics.wrappers import Running
 
 from lightning_roundpipe.messages import RoundPipeWarning
 from lightning_roundpipe.runtime.batch import logs
@@ -219,6 +220,65 @@ def test_it_is_said_that_a_window_holds_parts(called: bool) -> None:
     module = Fed(copy.deepcopy(MLP.model), torchmetrics.RunningMean(3), lambda logits, y, loss: (loss,), called=called)
     with pytest.warns(RoundPipeWarning, match=r"'mean_value_0' of the metric 'metrics.inner'.* counts updates"):
         run(ours(num_microbatches=3), module, UNEVEN[:2], devices=2)
+
+
+class Window(zoo.PlainClassifier):
+    """Logs a window of batches within ``training_step``, and the last batch's value."""
+
+    def __init__(self, model: nn.Module, make: Any, *, reads: bool) -> None:
+        super().__init__(model)
+        self.window, self.reads = make(), reads
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, _ = self.loss_and_logits(batch)
+        value = self.window(loss.detach())
+        if self.reads:
+            self.log("last", value)
+            self.log("window", self.window.compute())
+        else:
+            self.log("window", self.window)
+        return loss
+
+
+class Doubled(torchmetrics.Metric):
+    """Keeps the last value, twice, with the help of a metric that adds up in place and that ``reset`` leaves out."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = torchmetrics.SumMetric()
+        self.add_state("last", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, value: Tensor) -> None:
+        self.helper.sum_value += value
+        self.last = 2 * self.helper.sum_value
+        self.helper.reset()
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.update(value)
+        return self.last
+
+    def compute(self) -> Tensor:
+        return self.last + self.helper.sum_value
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torchmetrics.RunningMean(2),
+        lambda: torchmetrics.RunningSum(3),
+        lambda: Running(torchmetrics.MeanMetric(nan_strategy="ignore"), 4),
+        Doubled,
+    ],
+)
+def test_metrics_whose_calls_keep_no_value(make: Any, reads: bool) -> None:
+    """The value of the whole batch was added to the metric inside, and was logged, which plain training does not do."""
+    module = Window(copy.deepcopy(MLP.model), make, reads=reads)
+    options: dict[str, Any] = {"num_microbatches": 3, "microbatch_scope": "model"}
+    plain = run("auto", module, UNEVEN)
+    assert_same(plain, run(ours(**options), module, UNEVEN, devices=2))
 
 
 class Late(Fed):

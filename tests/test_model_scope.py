@@ -5,6 +5,7 @@ The losses here need all samples at once, so that running training_step on each 
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 import warnings
@@ -15,6 +16,7 @@ from typing import Any
 import faulty
 import harness
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import stress
 import torch
@@ -469,6 +471,78 @@ def test_what_cannot_be_put_together_is_refused(what: str, message: str) -> None
     with pytest.raises(RoundPipeError, match=message) as caught:
         run(ours(microbatch_scope="model", num_microbatches=2, layers=LAYERS), OddModule(what), data)
     assert "whole batch" in notes(caught.value)
+
+
+class Generous(nn.Module):
+    """Returns rows, and what parts cannot give: a value for each pair of samples, columns, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block, self.head = nn.Linear(6, 16), Block(16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        rows = self.head(self.block(self.stem(x)))
+        return {"loss": rows.square().mean(), "pairs": rows @ rows.T, "more": [rows.T, rows.shape[1]], "rows": rows}
+
+
+class GenerousModule(pl.LightningModule):
+    """Its loss needs the rows of all samples. ``use`` does something with an output."""
+
+    def __init__(self, use: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.model, self.use = Generous(), use
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        output = self.model(batch)
+        assert output["loss"] is not None
+        rows = F.normalize(output["rows"], dim=1)
+        loss = F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+        returned = self.use(self, output) if self.use is not None else None
+        return loss if returned is None else {"loss": loss, "other": returned}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def keeps(module: Any, output: dict[str, Any]) -> None:
+    module.latest = output
+
+
+@pytest.mark.parametrize(("scope", "use"), [("model", None), ("model", keeps), ("auto", None)])
+def test_outputs_that_nobody_uses_need_not_be_put_together(scope: str, use: Any) -> None:
+    """They ended the training, although the loss is made of others."""
+    data = [torch.linspace(-1, 1, 30 + 6 * extra).view(5 + extra, 6) for extra in range(3)]
+    options: dict[str, Any] = {"microbatch_scope": scope, "num_microbatches": 2, "layers": LAYERS}
+    plain = run("auto", GenerousModule(use), data)
+    assert_same(plain, run(ours(**options), GenerousModule(use), data, devices=2), rtol=1e-4)
+
+
+USES = {
+    "computes": lambda module, output: (output["pairs"] + 1).mean(),
+    "computes another way": lambda module, output: torch.stack([output["loss"], output["loss"]]),
+    "asks for its shape": lambda module, output: output["pairs"].shape[0],
+    "reads": lambda module, output: float(output["loss"]),
+    "prints": lambda module, output: f"{output['loss']}",
+    "logs": lambda module, output: module.log("loss", output["loss"]),
+    "logs many": lambda module, output: module.log_dict({"loss": output["loss"]}),
+    "returns": lambda module, output: output["more"][0],
+    "returns all": lambda module, output: output,
+    "detaches": lambda module, output: output["pairs"].detach(),
+    "gives it to a layer": lambda module, output: module.model.stem(output["pairs"]),
+    "gives it to the model": lambda module, output: module.model(output["pairs"])["rows"],
+    "feeds a metric": lambda module, output: torchmetrics.MeanMetric()(output["loss"]),
+    "copies": lambda module, output: copy.deepcopy(output),
+    "takes numpy's": lambda module, output: np.asarray(output["more"][0].data),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_cannot_be_put_together_is_refused_where_it_is_used(use: str) -> None:
+    data = torch.linspace(-1, 1, 30).view(5, 6)
+    options: dict[str, Any] = {"microbatch_scope": "model", "num_microbatches": 2, "layers": LAYERS}
+    with pytest.raises(RoundPipeError, match=r"the call of 'model' returns (a number|tensors of the shapes)"):
+        run(ours(**options), GenerousModule(USES[use]), data, devices=2)
 
 
 class Scaled(nn.Module):

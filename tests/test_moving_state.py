@@ -112,6 +112,14 @@ class OwnerOfSchedule(Owner):
             block.__dict__["owner"] = self.schedule
 
 
+class OwnerInList(Owner):
+    """In a list, the LightningModule does not become a module of its layers."""
+
+    def on_fit_start(self) -> None:
+        for block in self.model.blocks:  # type: ignore[union-attr]
+            block.owner = {"here": [self]}  # type: ignore[union-attr, assignment]
+
+
 class Schedule:
     now = 1.0
 
@@ -136,6 +144,7 @@ CASES: dict[str, tuple[type[zoo.PlainClassifier], type[Block]]] = {
     "another buffer": (ReplacedBetween, Scaled),
     "global_step": (Owner, reading(lambda owner: 1 + 0.1 * owner.global_step)),
     "global_step of the trainer": (Owner, reading(lambda owner: 1 + 0.1 * owner.trainer.global_step)),
+    "global_step in a list": (OwnerInList, reading(lambda owner: 1 + 0.1 * owner["here"][0].global_step)),
     "an attribute": (Owner, reading(lambda owner: owner.temperature)),
     "an object": (OwnerOfSchedule, reading(lambda schedule: schedule.now)),
     "an array": (Owner, ReadsTable),
@@ -156,7 +165,10 @@ def check(name: str, microbatches: int, devices: int, plan: str | None) -> None:
     assert_same(plain, train(ours(num_microbatches=microbatches, plan=plan), *CASES[name], devices=devices))
 
 
-@pytest.mark.parametrize("name", ["a buffer between steps", "a buffer's data between steps", "global_step", "an array"])
+@pytest.mark.parametrize(
+    "name",
+    ["a buffer between steps", "a buffer's data between steps", "global_step", "global_step in a list", "an array"],
+)
 def test_recomputation_sees_it_as_the_forward_did(name: str) -> None:
     check(name, *OVERLAPPING[2])
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import override
 
+from lightning_roundpipe.messages import PREFIX, plural, warn
+
 Batch = dict[str, Tensor]
 
 
@@ -72,7 +74,7 @@ class ShuffledLoader(DataLoader[Batch]):
         if count < batch_size:
             raise ValueError(f"data.batch_size={batch_size} is more than there are sequences for training, {count}.")
         self._order = _Order(count, seed)
-        self._batches = 0
+        self._samples = 0
         self._resumed = False
         super().__init__(rows, batch_size, sampler=self._order, drop_last=True, num_workers=num_workers)
 
@@ -80,20 +82,38 @@ class ShuffledLoader(DataLoader[Batch]):
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         if not self._resumed:
             self._order.epoch += 1
-            self._batches = 0
+            self._samples = 0
         self._resumed = False
-        assert self.batch_size is not None
-        self._order.skip = self._batches * self.batch_size
+        self._order.skip = self._samples
         for batch in super().__iter__():
-            self._batches += 1
+            self._samples += self._size
             yield batch
 
+    @property
+    def _size(self) -> int:
+        assert self.batch_size is not None
+        return self.batch_size
+
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._order.epoch, "batches": self._batches}
+        order, batches = self._order, self._samples // self._size
+        return {
+            "epoch": order.epoch, "batches": batches, "samples": self._samples, "seed": order.seed, "rows": order.rows
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._order.epoch, self._batches = state["epoch"], state["batches"]
-        self._resumed = self._batches < len(self)  # otherwise the epoch was complete
+        """Go on after the samples that were taken, also with another batch size; warn if their order was another."""
+        order = self._order
+        order.epoch, self._samples = state["epoch"], state.get("samples", state["batches"] * self._size)
+        self._resumed = order.rows - self._samples >= self._size  # otherwise the epoch was complete
+        rows, seed = state.get("rows", order.rows), state.get("seed", order.seed)
+        is_within = state["batches"] and rows - self._samples >= self._samples // state["batches"]
+        if is_within and (rows, seed) != (order.rows, order.seed):
+            warn(
+                f"{PREFIX}the checkpoint was written within an epoch over {plural(rows, 'sequence')} in the order of "
+                f"data.seed={seed}, and training goes on over {order.rows:,} in that of data.seed={order.seed}: "
+                "samples come twice or not at all in this epoch. Set data as it was, or resume from a checkpoint that "
+                "was written at the end of an epoch."
+            )
 
 
 class _Order(Sampler[int]):

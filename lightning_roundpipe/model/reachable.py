@@ -50,7 +50,7 @@ def reachable_values(modules: Iterable[nn.Module]) -> dict[str, Any]:
     for module in modules:
         name = type(module).__name__
         forward = getattr(type(module), "forward", None)
-        objects = {k: v for k, v in own_attributes(module).items() if not isinstance(v, (*_PLAIN, Tensor, *Container))}
+        objects = dict(_objects_in(own_attributes(module), _DEPTH))
         looks = [_walk(name, objects, _DEPTH + 1, walked), _class_values(type(module))]
         if isinstance(forward, types.FunctionType) and id(forward.__code__) not in code:
             code.add(id(forward.__code__))
@@ -60,6 +60,17 @@ def reachable_values(modules: Iterable[nn.Module]) -> dict[str, Any]:
         except RuntimeError:  # another thread changed a container's size during the walk
             continue
     return found
+
+
+def _objects_in(values: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield the objects among ``values`` and in their containers, which a call does not record, by name."""
+    for name, value in list(values.items()):
+        if isinstance(value, Container):
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            inside = {f"{name}[{key!r}]": item for key, item in itertools.islice(items, _ITEMS)}
+            yield from _objects_in(inside, depth - 1) if depth else ()
+        elif not isinstance(value, (*_PLAIN, Tensor)):
+            yield name, value
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -496,6 +496,14 @@ MODULES = [
     ),
     Mistake(
         SECTION,
+        "a nested tensor that goes from one layer to the next",
+        "a nested tensor (torch.nested) goes into a layer or out of it",
+        "hand on a padded tensor and a mask (torch.nested.to_padded_tensor), or name the module that makes the nested "
+        "tensor and computes with it in RoundPipeStrategy(layers=[...])",
+        (lambda user: _nested(user),),
+    ),
+    Mistake(
+        SECTION,
         "parameters or buffers without values",
         "on the meta device, without values: '…'",
         "Give them values in configure_model(): load_state_dict(weights, assign=True), or to_empty(device='cpu') and "
@@ -600,10 +608,14 @@ MODULES = [
     ),
     Mistake(
         SECTION,
-        "a mean over a mask whose count is raised to more than 1, such as by `clamp(min=3)`, and a part with fewer",
+        "a mean over a mask whose count is raised to more than 1, such as by `clamp(min=3)`, and a part with fewer; a "
+        "sum over more than it counts (a focal loss), and a part that counts nothing",
         "a microbatch divides its loss by …, although the number that it counts is …",
         "set microbatch_scope='model' or num_microbatches=1",
-        (lambda user: user.fit(_Clamped(mlp()), zoo.make_batches("mlp", 2), num_microbatches=2),),
+        (
+            lambda user: user.fit(_Clamped(mlp()), zoo.make_batches("mlp", 2), num_microbatches=2),
+            lambda user: user.fit(_Focal(mlp()), zoo.make_batches("mlp", 2), num_microbatches=2),
+        ),
         finished=1,
     ),
     Mistake(
@@ -741,6 +753,26 @@ class _Clamped(zoo.PlainClassifier):
         return (losses * kept).sum() / kept.sum().clamp(min=3)
 
 
+class _Focal(zoo.PlainClassifier):
+    """The first part of the second batch has no positive sample."""
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        logits = self.model(batch["x"])
+        is_positive = (torch.arange(len(logits)) >= 3 * batch_idx).double()
+        losses = F.binary_cross_entropy_with_logits(logits[:, 0], is_positive, reduction="none")
+        return losses.sum() / is_positive.sum().clamp(min=1)
+
+
+def _nested(user: User) -> None:
+    batch = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
+    user.fit(_Nested(mlp()), [{"x": batch}] * 3)
+
+
+class _Nested(zoo.PlainClassifier):
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        return torch.stack([rows.square().mean() for rows in self.model(batch["x"]).unbind()]).mean()
+
+
 class _Sizeless(zoo.PlainClassifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.model(torch.ones(4, 8)).square().mean()
@@ -770,6 +802,16 @@ BATCHES = [
         "the size of the batch cannot be found",
         "Return tensors with a row for each sample from the dataloader, or set num_microbatches=1",
         tuple(_batches(batch) for batch in ({"scale": torch.tensor(0.5)}, "text", 3, {})),
+    ),
+    Mistake(
+        SECTION,
+        "several microbatches are asked for, and the batch holds a nested tensor",
+        "a batch with a nested tensor (torch.nested) cannot be cut into microbatches",
+        "Return tensors with a row for each sample from the dataloader, or set num_microbatches=1",
+        tuple(
+            _batches({"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)})
+            for layout in (torch.jagged, torch.strided)
+        ),
     ),
     Mistake(
         SECTION,

@@ -33,6 +33,7 @@ from lightning_roundpipe.runtime.batch.log_sizes import is_unsure, merged_size
 from lightning_roundpipe.runtime.batch.losses import Counts
 from lightning_roundpipe.runtime.batch.metric_updates import MetricUpdates
 from lightning_roundpipe.runtime.batch.microbatches import combined, dtype_of_numbers, is_number, weighted_mean
+from lightning_roundpipe.runtime.batch.unmerged import refuse_unmerged
 
 
 class LogRecorder:
@@ -92,6 +93,7 @@ class LogRecorder:
             return {key: self._kept(item) for key, item in value.items()}
         if not isinstance(value, Tensor):
             return value
+        refuse_unmerged([value])
         device = next((d for d in self._devices if d.torch_device == value.device), None)
         if device is None or value.device.type == "cpu":
             return value.detach().cpu().clone()
@@ -369,8 +371,9 @@ class BatchValue:
 
     def __exit__(self, error: object, *_: object) -> None:
         self._hook.remove()
-        if self._apart is None or error is not None:
-            return
+        called: Any = self._metric._forward_cache
+        if self._apart is None or error is not None or called is None:
+            return  # a window's call keeps no value, so that plain training logs none of a step
         with self._paused(), self._swapped():
             for part in self._parts:
                 part._to_sync = False  # of this machine's batch, as in plain training; epochs are over all machines
@@ -391,8 +394,10 @@ class BatchValue:
             if self._apart is not None:
                 self._load(self._apart)
             else:
-                for part in self._parts:  # ``reset`` would clear the original lists in place
+                # ``reset`` clears lists in place, and may leave out parts, whose updates then add to tensors in place.
+                for part in self._parts:
                     vars(part).update({k: [] for k, v in vars(part).items() if type(v) is list})
+                    vars(part).update({k: v.clone() for k, v in vars(part).items() if isinstance(v, Tensor)})
                 self._metric.reset()
             yield
         finally:

@@ -76,7 +76,8 @@ def memory_of(batch: Any) -> dict[int, tuple[Any, int]]:
     found: dict[int, tuple[Any, int]] = {}
     for leaf in tree_iter(batch):
         tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf" else leaf
-        if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu":
+        is_plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_nested
+        if is_plain and tensor.device.type == "cpu":
             values = tensor.detach().reshape(-1).resolve_neg().resolve_conj()[:_LOOKED_AT].contiguous()
             found[tensor.untyped_storage().data_ptr()] = leaf, zlib.crc32(values.view(torch.uint8).numpy().tobytes())
     return found

@@ -96,6 +96,8 @@ def _rows(value: Any, length: int | None = None) -> Iterator[tuple[int | None, i
     them.
     """
     if isinstance(value, Tensor):
+        if value.is_nested:
+            raise NoSamples(f"a batch with a nested tensor (torch.nested) cannot be cut into microbatches. {_REMEDY}")
         if value.dim() or length:
             yield (int(value.shape[0]) if value.dim() else None), length
     elif isinstance(value, (int, float)):

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event, TrackedTensors
 from lightning_roundpipe.devices.base import stage
 from lightning_roundpipe.planning.crossing import tensor_bytes
@@ -185,6 +186,12 @@ class ActivationStore:
         return known
 
     def _download(self, tensor: Tensor, device: Device | None) -> HostTensor:
+        if tensor.is_nested:
+            raise RoundPipeError(
+                "a nested tensor (torch.nested) goes into a layer or out of it, and cannot be copied between devices: "
+                "hand on a padded tensor and a mask (torch.nested.to_padded_tensor), or name the module that makes the "
+                "nested tensor and computes with it in RoundPipeStrategy(layers=[...]), so that it is one layer."
+            )
         if device is None:
             return HostTensor(tensor.clone() if self._staging is None else stage(tensor, self._staging), None)
         host = device.host_like(tensor)

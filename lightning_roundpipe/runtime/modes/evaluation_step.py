@@ -332,6 +332,9 @@ class EvaluatedCall(ModelCall[PartRun]):
             raise RoundPipeError(f"{self.what} returns losses of which some are sums and others are means.")
         return total
 
+    def _unmerged(self, error: RoundPipeError) -> Tensor:
+        raise error  # the call is then made whole
+
     def _merge_others(self, parts: list[Any]) -> Any:
         if self.cache is not None and all(map(operator.is_, parts, self.caches)):
             return self.cache

@@ -5,9 +5,9 @@
     gradient of an output ── its rows go to their microbatches ── [3]
     gradients of an argument ── rows are concatenated; what all microbatches were given gets their sum, in order ── [4]
 
-Outputs that cannot be merged exactly are refused: above all a scalar such as a loss, which has already reduced over the
-samples. No autograd node connects the parts with the whole, only `GraphCut`: a part's graph must not extend into the
-graph of another thread.
+Tensors that cannot be merged exactly are refused once user code looks at them: above all a scalar such as a loss, which
+has already reduced over the samples. No autograd node connects the parts with the whole, only `GraphCut`: a part's
+graph must not extend into the graph of another thread.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.samples import batch_size, listed_samples
+from lightning_roundpipe.runtime.batch.unmerged import Unmerged, refuse_unmerged
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten, is_cache, unflatten
 from lightning_roundpipe.runtime.user_code.graph_cuts import GraphCut, boundary
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
@@ -112,6 +113,7 @@ class ModelCall(CutArgument, Generic[P]):
             ValueError: if the number of samples cannot be told.
         """
         leaves = [leaf for leaf in flatten((args, kwargs))[0] if id(leaf) not in masters]
+        refuse_unmerged(leaves)
         if any(map(is_cache, leaves)):
             raise RoundPipeError(
                 f"{self.what} is given a key-value cache, which cannot be cut into microbatches. Call the model with "
@@ -154,8 +156,8 @@ class ModelCall(CutArgument, Generic[P]):
             of_pairs: called with a part's output that may hold a value for each pair of samples, and its place.
 
         Raises:
-            RoundPipeError: if the parts' outputs differ in structure, or one has no row per sample and is not the same
-                for all parts.
+            RoundPipeError: if the parts' outputs differ in structure, or in something that is no tensor. A tensor that
+                has no row per sample and is not the same for all parts raises it when it is used.
         """
         outputs = [run.outputs for run in self.runs]
         first, spec = outputs[0]
@@ -166,11 +168,15 @@ class ModelCall(CutArgument, Generic[P]):
         for column in zip(*(leaves for leaves, _ in outputs), strict=True):
             if isinstance(column[0], Tensor):
                 brought = [r.bring(t, r.device, home) for r, t in zip(self.runs, column, strict=True)]
-                whole = self._merge(brought, len(merged))
+                try:
+                    whole = self._merge(brought, len(merged))
+                except RoundPipeError as error:
+                    whole = self._unmerged(error)
                 if self.rows[-1] and len(self.runs) > 1 and whole.dim() > 1 and {column[0].shape[1]} == set(self.sizes):
                     of_pairs(column[0], len(merged))
-                tensors.append(whole)
-                self.flags.append(any(t.requires_grad for t in column))
+                is_there = not isinstance(whole, Unmerged)
+                tensors.append(whole if is_there else torch.empty(0))
+                self.flags.append(is_there and any(t.requires_grad for t in column))
                 merged.append(whole)
             else:
                 merged.append(self._merge_others(list(column)))
@@ -180,7 +186,12 @@ class ModelCall(CutArgument, Generic[P]):
         if self.thread_state.grad and any(self.flags):
             tensors = boundary(self, tensors, self.flags)
         rest = iter(tensors)
-        return unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in merged], spec)
+        leaves = [(leaf, next(rest) if isinstance(leaf, Tensor) else leaf) for leaf in merged]
+        return unflatten([leaf if isinstance(leaf, Unmerged) else whole for leaf, whole in leaves], spec)
+
+    def _unmerged(self, error: RoundPipeError) -> Tensor:
+        """Return what stands for a tensor that cannot be merged, for the reason ``error``."""
+        return Unmerged.of(error)
 
     def _merge_others(self, parts: list[Any]) -> Any:
         """Return what stands for leaves that are no tensors."""
