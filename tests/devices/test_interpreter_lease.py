@@ -203,9 +203,8 @@ def test_a_thread_that_waits_holds_no_lease(make_all: Any, monkeypatch: pytest.M
     waits.append(("a core", permits.acquire, permits.release))
     event = ThreadEvent("a stream", AbortSwitch("a device"), timed=False)
     waits.append(("an event", event.wait, lambda: event.settle(None)))
-    alive, landing = cast(Any, SimpleNamespace(alive=True)), cast(Any, SimpleNamespace(add_to=lambda *_: None))
-    added = _Added(alive)
-    waits.append(("a sum", added.wait, lambda: added.after(event, landing, [])))
+    added = _Added(cast(Any, SimpleNamespace(alive=True)))
+    waits.append(("a sum", added.wait, lambda: added.after(event, lambda: None)))
     for name, wait, wake in waits:
         order: queue.SimpleQueue[str] = queue.SimpleQueue()
         interpreter_lease.acquire()
