@@ -503,16 +503,55 @@ def test_means_by_counts_of_their_own(name: str, first: str, counts: tuple[int, 
     assert_same(run("auto", module_of(COUNTED[name]), batches), result)
 
 
+def of_positives(divisor: Callable[[Tensor], Any], *, more: bool = False) -> Step:
+    """A loss over all samples, as detection losses are over all anchors, that is divided by the number of positives."""
+
+    def step(module: Any, logits: Tensor, batch: Batch) -> Any:
+        weight, count = batch["weight"], divisor(batch["weight"].sum())
+        loss = F.binary_cross_entropy_with_logits(logits[:, 0], weight, reduction="none").sum() / count
+        module.log("class", loss)
+        if more:
+            box = (logits.square().sum(1) * weight).sum() / count
+            module.log("box", box)
+            module.log("right", ((logits[:, 0] > 0) == weight.bool()).float().mean())
+            return loss + 2 * box
+        module.log("twice", 2 * loss)
+        return {"loss": loss, "detached": loss.detach(), "mean": logits.mean().detach()}
+
+    return step
+
+
 @pytest.mark.usefixtures("compared_once")
-def test_a_count_that_was_raised_above_one_is_refused() -> None:
-    """The sum of the parts is then another one."""
-
-    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-        return (of_each(logits, batch) * batch["weight"]).sum() / batch["weight"].sum().clamp(min=3)
-
+@pytest.mark.parametrize("counts", [(2, 2), (4, 3)], ids=str)
+@pytest.mark.parametrize(
+    "step",
+    [
+        of_positives(lambda count: count.clamp(min=1)),
+        of_positives(lambda count: count.clamp(min=1), more=True),
+        of_positives(lambda count: count.clamp(min=3)),
+        of_positives(lambda count: max(int(count), 1)),
+    ],
+    ids=["clamped", "two terms", "clamped at 3", "max"],
+)
+def test_counts_that_are_raised_are_those_of_the_whole_batch(step: Step, counts: tuple[int, int]) -> None:
+    """A part has fewer than its divisor, one part or all have none. In the first batch all have enough."""
     batches = without_masks()
-    with pytest.raises(RoundPipeError, match="divides its loss by 3, although the number that it counts is 2"):
-        trained(module_of(step), batches, 2, 2)
+    batches.append({**batches[0], "weight": torch.zeros(SAMPLES)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        result = trained(module_of(step), batches, *counts)
+    assert cut_by(result) == "step"
+    assert_same(run("auto", module_of(step), batches), result)
+
+
+def test_two_terms_with_counts_that_are_raised_in_two_ways_need_the_whole_batch() -> None:
+    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        loss = of_each(logits, batch).sum() / batch["weight"].sum().clamp(min=1)
+        return loss + (logits[:, 0] * batch["weight"]).sum() / batch["weight"].sum().clamp(min=3)
+
+    result = trained(module_of(step), without_masks(), 2, 2)
+    assert cut_by(result) == "model"
+    assert_same(run("auto", module_of(step), without_masks()), result)
 
 
 @pytest.mark.parametrize("own", [False, True])

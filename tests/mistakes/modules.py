@@ -608,18 +608,6 @@ MODULES = [
     ),
     Mistake(
         SECTION,
-        "a mean over a mask whose count is raised to more than 1, such as by `clamp(min=3)`, and a part with fewer; a "
-        "sum over more than it counts (a focal loss), and a part that counts nothing",
-        "a microbatch divides its loss by …, although the number that it counts is …",
-        "set microbatch_scope='model' or num_microbatches=1",
-        (
-            lambda user: user.fit(_Clamped(mlp()), zoo.make_batches("mlp", 2), num_microbatches=2),
-            lambda user: user.fit(_Focal(mlp()), zoo.make_batches("mlp", 2), num_microbatches=2),
-        ),
-        finished=1,
-    ),
-    Mistake(
-        SECTION,
         "layers are called in another order than in earlier batches, while the calls of the model are cut",
         "microbatch … called layer '…' after layer '…' where layer '…' was expected",
         "Set num_microbatches=1",
@@ -742,25 +730,6 @@ class _Summed(zoo.PlainClassifier):
     def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
         logits = self.model(batch["x"])
         return F.cross_entropy(logits, batch["y"], reduction="sum") / 8, logits
-
-
-class _Clamped(zoo.PlainClassifier):
-    """The first part of the second batch has two targets."""
-
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
-        losses = F.cross_entropy(self.model(batch["x"]), batch["y"], reduction="none")
-        kept = (torch.arange(len(losses)) >= batch_idx).float()
-        return (losses * kept).sum() / kept.sum().clamp(min=3)
-
-
-class _Focal(zoo.PlainClassifier):
-    """The first part of the second batch has no positive sample."""
-
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
-        logits = self.model(batch["x"])
-        is_positive = (torch.arange(len(logits)) >= 3 * batch_idx).double()
-        losses = F.binary_cross_entropy_with_logits(logits[:, 0], is_positive, reduction="none")
-        return losses.sum() / is_positive.sum().clamp(min=1)
 
 
 def _nested(user: User) -> None:

@@ -20,6 +20,7 @@ from lightning_roundpipe.runtime.batch.contributions import (
     share,
 )
 from lightning_roundpipe.runtime.batch.loss_weights import Weighing, Weights
+from lightning_roundpipe.runtime.batch.microbatches import RaisedCount
 
 NAMES = ["machine 0 (a)", "machine 1 (b)", "machine 2 (c)"]
 
@@ -87,6 +88,7 @@ def microbatch(*counts: float, sums: bool = False, name: str = "", lacking: bool
         ([1.0, 2.0], [microbatch()] * 2, Contribution(GIVEN, 1.0, 6)),
         (None, [microbatch(sums=True), microbatch()], Contribution(UNKNOWN, 0, 6)),
         (None, [microbatch(name="mse_loss")] * 2, Contribution(UNKNOWN, 0, 6)),
+        (None, [microbatch(RaisedCount.of(1, 0)), microbatch(2)], Contribution(UNKNOWN, 0, 6)),
         (None, [microbatch()] * 2, Contribution(SAMPLES, 6, 6)),
         (None, [microbatch(3, 1), microbatch(lacking=True), microbatch(2, 4)], Contribution(TARGETS, 5, 6, (5, 5))),
         (None, [microbatch(3, mixed=True), microbatch(2)], Contribution(TARGETS, 5, 6, (5,), mixed=True)),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.batch.losses import check_counts
+from lightning_roundpipe.runtime.batch.microbatches import RaisedCount
 from lightning_roundpipe.runtime.user_code import host_to_device, known_values
 from lightning_roundpipe.runtime.user_code import mode as user_code_mode
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import functions_given_stand_ins
@@ -83,6 +84,19 @@ def test_counts_that_give_no_single_weight_are_refused() -> None:
         check_counts([counted(3, 5), counted(1, 2)], [1, 1])
     with pytest.raises(RoundPipeError, match="loss_weight"):
         check_counts([counted(3), counted()], [1, 1])
+
+
+def test_counts_that_are_raised_give_one_weight_if_all_divisors_of_a_microbatch_agree() -> None:
+    one = RaisedCount.of(1, 0)
+    check_counts([counted(one, one), counted(2, 2)], [1, 1])
+    check_counts([counted(one, 0), counted(2, 2)], [1, 1])  # the second mean is over nothing
+    for counts in ((RaisedCount.of(3, 2), 2.0), (one, RaisedCount.of(3, 0))):
+        with pytest.raises(RoundPipeError, match="no single weight per microbatch"):
+            check_counts([counted(*counts), counted(3, 3)], [1, 1])
+    both = [counted(one), counted(one)]
+    check_counts(both, [1, 1])
+    with pytest.raises(RoundPipeError, match="no single weight per microbatch"):
+        check_counts(both, [1, 1], mixed=True)
 
 
 class TestHostTensorsFollow:

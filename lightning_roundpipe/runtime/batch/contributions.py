@@ -23,7 +23,7 @@ KINDS = (
     "what loss_weight returns",
     "nothing, as they are sums",
     "nothing, as it gave no gradients",
-    "a sum-reduced cross entropy with further operations on it",
+    "a sum-reduced cross entropy with further operations on it, or a count that it has raised",
 )
 MOST = 8
 """Means whose targets are compared."""

@@ -14,7 +14,15 @@ from lightning_roundpipe.runtime.batch.logs import OPEN, USUAL, Key, LogRecorder
 from lightning_roundpipe.runtime.batch.loss_weights import Weighed, Weighing
 from lightning_roundpipe.runtime.batch.losses import check_counts
 from lightning_roundpipe.runtime.batch.metric_updates import MetricUpdates
-from lightning_roundpipe.runtime.batch.microbatches import combined, loss_of, merge
+from lightning_roundpipe.runtime.batch.microbatches import (
+    Addend,
+    RaisedCount,
+    combined,
+    counted,
+    loss_of,
+    merge,
+    total_of,
+)
 
 
 class MicrobatchResult(Weighed, Protocol):
@@ -33,7 +41,7 @@ class Joined:
         output: what training_step would have returned; None if it skips the batch.
         losses: losses of the microbatches that have one.
         weights: how much each microbatch counts.
-        added: the losses, if they are to be added; None if they are averaged by ``weights``.
+        added: the losses, if they are added; None if they are averaged by ``weights``.
         logs: what the microbatches logged, and how it is merged.
         recorders: of the microbatches.
         updates: those of metrics.
@@ -43,7 +51,7 @@ class Joined:
     output: Any = None
     losses: list[Tensor] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
-    added: list[Tensor] | None = None
+    added: list[Addend] | None = None
     logs: Settled = field(default_factory=Settled)
     recorders: list[LogRecorder] = field(default_factory=list)
     updates: MetricUpdates | None = None
@@ -74,7 +82,8 @@ def join(
         )
     if weighing.given is None and not missing:
         check_counts([run.mode for run in runs], sizes, mixed=mixed)
-    weights = [run.weight for run in runs]
+    divisors = [run.weight for run in runs]
+    weights = counted(divisors)
     if not any(weights):
         weights = [float(size) for size in sizes]
     elif not sum(weights):
@@ -84,7 +93,7 @@ def join(
             "the loss on the whole batch as it stands."
         )
     losses = [loss for output in outputs if (loss := loss_of(output)) is not None]
-    added = losses if len(losses) == len(outputs) and weighing.adds(runs[0]) else None
+    added = _added(losses, divisors, adds=weighing.adds(runs[0])) if len(losses) == len(outputs) else None
     recorders = [run.logs for run in runs]
     if updates is not None:
         updates.correct(recorders, weights, sizes)
@@ -92,7 +101,7 @@ def join(
     said, rules = logs.said, logs.rules
     all_losses = losses if len(losses) == len(outputs) else None
     issue(
-        module, said, sizes, weights, all_losses, rules, adds=added is not None, fixed_sizes=fixed_sizes,
+        module, said, sizes, weights, all_losses, rules, added=added, fixed_sizes=fixed_sizes,
         astray=logs.astray, size_rules=size_rules,
     )  # fmt: skip
     if missing:
@@ -103,6 +112,16 @@ def join(
         if rule not in (USUAL, OPEN) and len(said[name]) == len(runs) > 1:
             output[key] = _like(merged_by(rule, said[name], sizes, weights, added), outputs[0][key])
     return Joined(output, losses, weights, added, logs, recorders, updates, ran)
+
+
+def _added(losses: Sequence[Tensor], divisors: Sequence[float], *, adds: bool) -> list[Addend] | None:
+    """Return the losses as what the loss of the batch is the sum of; None if it is their mean by ``divisors``."""
+    if adds:
+        return [Addend(loss) for loss in losses]
+    if not any(isinstance(divisor, RaisedCount) for divisor in divisors):
+        return None
+    total = total_of(divisors)
+    return [Addend(loss, divisor / total) for loss, divisor in zip(losses, divisors, strict=True)]
 
 
 def _like(merged: Tensor, one: Any) -> Any:

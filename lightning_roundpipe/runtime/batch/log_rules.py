@@ -43,6 +43,7 @@ from lightning_roundpipe.runtime.batch.logs import (
     merged_by,
 )
 from lightning_roundpipe.runtime.batch.losses import ITSELF, Site
+from lightning_roundpipe.runtime.batch.microbatches import Addend
 
 _EXTREMES = {"largest": max, "smallest": min}
 FLOOR = 1e-2
@@ -253,7 +254,7 @@ def undecided(
 
 def merged_otherwise(
     before: Settled, after: Settled, sizes: Sequence[float], weights: Sequence[float], tolerance: float,
-    losses: Sequence[float | Tensor] = (), added: Sequence[Tensor] | None = None,
+    losses: Sequence[float | Tensor] = (), added: Sequence[Addend] | None = None,
 ) -> list[Key]:  # fmt: skip
     """Return the values that ``before`` and ``after`` merge into different ones.
 

@@ -32,7 +32,13 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.batch.log_sizes import is_unsure, merged_size
 from lightning_roundpipe.runtime.batch.losses import Counts
 from lightning_roundpipe.runtime.batch.metric_updates import MetricUpdates
-from lightning_roundpipe.runtime.batch.microbatches import combined, dtype_of_numbers, is_number, weighted_mean
+from lightning_roundpipe.runtime.batch.microbatches import (
+    Addend,
+    combined,
+    dtype_of_numbers,
+    is_number,
+    weighted_mean,
+)
 from lightning_roundpipe.runtime.batch.unmerged import refuse_unmerged
 
 
@@ -482,7 +488,7 @@ def lost(said: Said, weights: Sequence[float]) -> list[str]:
 
 def issue(
     module: Any, said: Said, sizes: list[int], weights: list[float], losses: Sequence[Tensor] | None = None,
-    rules: Mapping[Key, str] | None = None, *, adds: bool = False, fixed_sizes: Collection[Key] = (),
+    rules: Mapping[Key, str] | None = None, *, added: Sequence[Addend] | None = None, fixed_sizes: Collection[Key] = (),
     astray: Collection[Key] = (), size_rules: Mapping[Key, Collection[str]] | None = None,
 ) -> None:  # fmt: skip
     """Call ``module.log`` once per key, on the main thread.
@@ -494,7 +500,7 @@ def issue(
         weights: how much each microbatch counts.
         losses: those of the microbatches, if all have one.
         rules: how to merge values that are not merged as `USUAL`, by key; see `RULES`.
-        adds: whether the loss is the sum of those of the microbatches.
+        added: the losses, if the loss is their sum.
         fixed_sizes: values whose ``batch_size`` is that of the whole batch in each microbatch, such as a constant. That
             of others is counted by each microbatch.
         astray: values that user code has computed in another way than that of which a rule is known.
@@ -512,9 +518,9 @@ def issue(
             kwargs["batch_size"] = (
                 given[0] if is_fixed else merged_size(given, counts_of(parts, weights), samples, fitting)
             )
-        rule, theirs = (rules or {}).get((name, nth), USUAL), losses if adds else None
+        rule = (rules or {}).get((name, nth), USUAL)
         is_known = rule not in (USUAL, OPEN) and (name, nth) not in astray
-        merged = merged_as_known(rule, parts, sizes, weights, theirs, numbers, is_known=is_known)
+        merged = merged_as_known(rule, parts, sizes, weights, added, numbers, is_known=is_known)
         module.log(name, merged, **kwargs)
 
 
@@ -543,7 +549,7 @@ def are(parts: Sequence[Saying], losses: Sequence[float]) -> bool:
 
 def merged_as_known(
     rule: str, parts: Sequence[Saying], sizes: Sequence[float], weights: Sequence[float],
-    added: Sequence[Tensor] | None, losses: Sequence[float], *, is_known: bool,
+    added: Sequence[Addend] | None, losses: Sequence[float], *, is_known: bool,
 ) -> Any:  # fmt: skip
     """Return the batch's value by ``rule`` if it is known to be the value's, else as the loss if the value is the loss.
 
@@ -562,7 +568,7 @@ def merged_as_known(
 
 def merged_by(
     rule: str, parts: Sequence[Saying], sizes: Sequence[float], weights: Sequence[float],
-    losses: Sequence[Tensor] | None = None,
+    added: Sequence[Addend] | None = None,
 ) -> Any:  # fmt: skip
     """Return the batch's value by ``rule``.
 
@@ -570,7 +576,7 @@ def merged_by(
         rule: `USUAL`, `OPEN`, one of `RULES` or one that `of_mean` has given.
         parts: the value of each microbatch.
         sizes, weights: see `issue`.
-        losses: see `microbatches.combined`.
+        added: see `microbatches.combined`.
     """
     values = [p.value for p in parts]
     mine = counts_of(parts, weights)
@@ -578,7 +584,7 @@ def merged_by(
         mine = [float(sizes[p.part]) for p in parts]
     if rule not in (USUAL, OPEN) and len(values) > 1:
         return ruled(rule, values, mine, [sizes[p.part] for p in parts])
-    theirs = None if losses is None else [losses[p.part] for p in parts]
+    theirs = None if added is None else [added[p.part] for p in parts]
     return _merged(values, parts[-1].kwargs.get("reduce_fx", "mean"), mine, theirs)
 
 
@@ -660,16 +666,16 @@ def _tensor(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype_of_numbers())
 
 
-def _merged(values: list[Any], reduce_fx: Any, weights: list[float], losses: Sequence[Tensor] | None) -> Any:
+def _merged(values: list[Any], reduce_fx: Any, weights: list[float], added: Sequence[Addend] | None) -> Any:
     first = values[0]
     if isinstance(first, Metric):
         return first
     if isinstance(first, dict):
-        return {k: _merged([v[k] for v in values], reduce_fx, weights, losses) for k in first}
+        return {k: _merged([v[k] for v in values], reduce_fx, weights, added) for k in first}
     if len(values) == 1:
         return first
     tensors = [_tensor(value) for value in values]
     reduction = getattr(reduce_fx, "__name__", reduce_fx)
     if reduction in _REDUCTIONS:
         return _REDUCTIONS[reduction](torch.stack(tensors), 0)
-    return combined(tensors, weights, losses)
+    return combined(tensors, weights, added)

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 from lightning_roundpipe.runtime.batch.contributions import GIVEN, NOTHING, SAMPLES, SUM, TARGETS, UNKNOWN, Contribution
 from lightning_roundpipe.runtime.batch.losses import Counted
+from lightning_roundpipe.runtime.batch.microbatches import RaisedCount, total_of
 
 Weights = Sequence[float] | Literal["sum"] | None
 """How losses of microbatches combine according to the user: their weights, or ``"sum"``. None: not given."""
@@ -60,7 +61,8 @@ class Weighing:
         counts = run.mode.counts.of
         if run.mode.counts.lacking:
             return 0.0
-        return counts[0] if counts else float(self._sizes[run.index])
+        raised = [count for count in counts if isinstance(count, RaisedCount)]
+        return (raised or counts)[0] if counts else float(self._sizes[run.index])
 
     def share(self, run: Weighed) -> float:
         """Return the factor of a microbatch's loss: its weight over the guessed total, or 1 in a sum.
@@ -86,6 +88,8 @@ class Weighing:
             return Contribution(GIVEN, sum(run.weight for run in runs), samples)
         if any(mode.sums.whole or (mode.sums.name and not mode.counts.of) for mode in modes):
             return Contribution(UNKNOWN, 0.0, samples)
+        if any(isinstance(count, RaisedCount) for mode in modes for count in mode.counts.of):
+            return Contribution(UNKNOWN, 0.0, samples)
         counts = tuple(sum(column) for column in zip(*(mode.counts.of for mode in modes), strict=True))
         mixed = any(mode.counts.mixed for mode in modes)
         return Contribution(TARGETS if counts else SAMPLES, counts[0] if counts else samples, samples, counts, mixed)
@@ -94,5 +98,5 @@ class Weighing:
         """Return the factor that corrects the guess, once all weights are known."""
         if self._guess is None:
             return 1.0
-        total = sum(run.weight for run in runs)
+        total = total_of([run.weight for run in runs])
         return self._guess / total if total else 1.0

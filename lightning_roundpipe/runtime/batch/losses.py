@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.graph_nodes import nodes_of
+from lightning_roundpipe.runtime.batch.microbatches import RaisedCount, counted
 
 _ALTERNATIVES = "set microbatch_scope='model' or num_microbatches=1, which compute the loss on the whole batch"
 
@@ -141,7 +142,7 @@ class Counts:
         The count of one without a graph is read only if it is logged: it may be one that nobody looks at.
         """
         if isinstance(result, Tensor) and result.grad_fn is not None:
-            count = self._nodes[result.grad_fn] = self._read(count)
+            count = self._nodes[result.grad_fn] = self._number(count)
         self.latest = count
         if isinstance(result, Tensor):
             self._results.append((result.detach(), count))
@@ -150,8 +151,11 @@ class Counts:
         """Return the target count of ``value`` if it is such a mean itself, else None."""
         for result, count in self._results if isinstance(value, Tensor) else ():
             if value.data_ptr() == result.data_ptr() and value.shape == result.shape:
-                return self._read(count)
+                return self._number(count)
         return None
+
+    def _number(self, count: float | Tensor) -> float:
+        return self._read(count) if isinstance(count, Tensor) else count
 
     def at(self, site: Site) -> float | None:
         """Return the count that is found at ``site``: zero if code has run in its place; None if it is unknown."""
@@ -181,7 +185,7 @@ class Counted(Protocol):
 
 def are_spread(modes: Sequence[Counted], sizes: Sequence[int]) -> bool:
     """Return whether targets are distributed over the microbatches unlike samples (``sizes``)."""
-    counts = [m.counts.of[0] for m in modes if m.counts.of]
+    counts = counted(m.counts.of[0] for m in modes if m.counts.of)
     if len(counts) < len(sizes) or not sum(counts):
         return False
     return any(abs(c / sum(counts) - size / sum(sizes)) > 1e-6 for c, size in zip(counts, sizes, strict=True))
@@ -220,17 +224,19 @@ def check_counts(modes: Sequence[Counted], sizes: Sequence[int], *, mixed: bool 
             "others did not, so their weights in the loss are unknown: set RoundPipeStrategy(loss_weight=...) to a "
             f"function that returns the weight of a microbatch. Otherwise {_ALTERNATIVES}."
         )
-    totals = [sum(m.counts.of[k] for m in modes) for k in range(kinds.pop())]
+    totals = [sum(counted(m.counts.of[k] for m in modes)) for k in range(kinds.pop())]
+    raised = any(isinstance(count, RaisedCount) for m in modes for count in m.counts.of)
     for mode in modes:
-        shares = [c / t if t else 0.0 for c, t in zip(mode.counts.of, totals, strict=True)]
-        if shares and max(shares) - min(shares) > 1e-6:
+        shares = [c / t if t else 0.0 for c, t in zip(counted(mode.counts.of), totals, strict=True)]
+        divisors = {float(count) for count in mode.counts.of if count}
+        if shares and (max(shares) - min(shares) > 1e-6 or (raised and len(divisors) > 1)):
             raise RoundPipeError(
                 "training_step computes several means over targets whose numbers differ between microbatches "
                 f"in different ways ({[m.counts.of for m in modes]}), so no single weight per microbatch gives the "
                 f"loss of the whole batch: {_ALTERNATIVES}."
             )
     mixed = any(m.counts.mixed for m in modes) if mixed is None else mixed
-    if mixed and are_spread(modes, sizes):
+    if mixed and (raised or are_spread(modes, sizes)):
         raise RoundPipeError(
             "the loss is a cross entropy and something else that comes from the model, and this batch's targets are "
             f"spread over the microbatches ({[m.counts.of[0] for m in modes]}) unlike its samples ({list(sizes)}), so "

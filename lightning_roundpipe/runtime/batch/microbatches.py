@@ -12,8 +12,8 @@ import dataclasses
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -256,9 +256,7 @@ def _with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return mapping
 
 
-def merge(
-    outputs: Sequence[Any], sizes: list[int], weights: list[float], losses: Sequence[Tensor] | None = None
-) -> Any:
+def merge(outputs: Sequence[Any], sizes: list[int], weights: list[float], added: Sequence[Addend] | None = None) -> Any:
     """Return what ``training_step`` would have returned for the whole batch, as far as possible.
 
     Tensors with one row per sample are concatenated and scalars `combined`. Other values are kept if they are equal for
@@ -272,15 +270,15 @@ def merge(
         if first.dim() and all(t.shape == (n, *first.shape[1:]) for t, n in zip(tensors, sizes, strict=True)):
             return torch.cat(tensors)
         if all(t.shape == first.shape for t in tensors):
-            return combined(tensors, weights, losses)
+            return combined(tensors, weights, added)
         return tensors
     if isinstance(first, Mapping) and all(isinstance(o, Mapping) and o.keys() == first.keys() for o in outputs):
-        return _with_items(first, {k: merge([o[k] for o in outputs], sizes, weights, losses) for k in first})
+        return _with_items(first, {k: merge([o[k] for o in outputs], sizes, weights, added) for k in first})
     if isinstance(first, (list, tuple)) and all(type(o) is type(first) and len(o) == len(first) for o in outputs):
-        parts = [merge(list(column), sizes, weights, losses) for column in zip(*outputs, strict=True)]
+        parts = [merge(list(column), sizes, weights, added) for column in zip(*outputs, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if isinstance(first, float):
-        return float(combined([torch.tensor(float(o), dtype=torch.float64) for o in outputs], weights, losses))
+        return float(combined([torch.tensor(float(o), dtype=torch.float64) for o in outputs], weights, added))
     return first if all(same(o, first) for o in outputs[1:]) else list(outputs)
 
 
@@ -303,18 +301,51 @@ def _detached(value: Any) -> Any:
     return _rebuild(value, _detached)
 
 
-def combined(tensors: list[Tensor], weights: list[float], losses: Sequence[Tensor] | None = None) -> Tensor:
+class RaisedCount(float):
+    """The divisor of a mean that user code has raised above what it counts, as ``clamp(min=1)`` does.
+
+    Attributes:
+        count: what is counted.
+    """
+
+    count: float
+
+    @classmethod
+    def of(cls, divisor: float, count: float) -> RaisedCount:
+        made = cls(divisor)
+        made.count = count
+        return made
+
+
+def counted(weights: Iterable[float]) -> list[float]:
+    """Return ``weights`` with what is counted in place of divisors that were raised."""
+    return [weight.count if isinstance(weight, RaisedCount) else weight for weight in weights]
+
+
+def total_of(weights: Sequence[float]) -> float:
+    """Return the sum of ``weights``; of counts of which some were raised, the sum raised to the same number."""
+    return max([sum(counted(weights)), *(float(weight) for weight in weights if isinstance(weight, RaisedCount))])
+
+
+class Addend(NamedTuple):
+    """The loss of a microbatch, and what it is multiplied by in the sum that is the loss of the batch."""
+
+    loss: Tensor
+    factor: float = 1.0
+
+
+def combined(tensors: list[Tensor], weights: list[float], added: Sequence[Addend] | None = None) -> Tensor:
     """Combine tensors of the same shape into one: their mean by ``weights``, or their sum.
 
     Args:
         tensors: one per microbatch.
         weights: one per microbatch.
-        losses: one per microbatch if losses are added. Tensors that equal these losses are added too.
+        added: one per microbatch if losses are added. Tensors that equal these losses are added too.
     """
-    if losses is None or not all(is_number(t, float(loss)) for t, loss in zip(tensors, losses, strict=True)):
+    if added is None or not all(is_number(t, float(one.loss)) for t, one in zip(tensors, added, strict=True)):
         return weighted_mean(tensors, weights)
-    total = torch.stack([t.detach().cpu().double() for t in tensors]).sum(0)
-    return total.to(tensors[0].dtype)
+    terms = [t.detach().cpu().double() * one.factor for t, one in zip(tensors, added, strict=True) if one.factor]
+    return torch.stack(terms).sum(0).to(tensors[0].dtype)
 
 
 def is_number(value: Any, number: float) -> bool:
@@ -333,7 +364,7 @@ def dtype_of_numbers() -> torch.dtype:
 
 def weighted_mean(tensors: list[Tensor], weights: list[float]) -> Tensor:
     """Return the weighted mean of tensors of one shape. A weight of 0 leaves its tensor out, even if it holds NaN."""
-    total = sum(weights)
+    total = total_of(weights)
     dtype = tensors[0].dtype if tensors[0].is_floating_point() else dtype_of_numbers()
     result = torch.zeros(tensors[0].shape, dtype=torch.float64)
     for tensor, weight in zip(tensors, weights, strict=True):

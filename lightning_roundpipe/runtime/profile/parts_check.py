@@ -693,10 +693,13 @@ class PartsCheck:
             shown.added = updates.added([run.logs for run in runs])
             shown.beside = updates.attributes()
             joined = join(shown, runs, sizes, weighing, ways, mixed=False, updates=updates)
-            for run, loss, rows, weight in zip(runs, losses, microbatches.rows_of(sizes), joined.weights, strict=False):
+            shares = [weight / sum(joined.weights) for weight in joined.weights]
+            if joined.added is not None:
+                shares = [one.factor for one in joined.added]
+            for run, loss, rows, share in zip(runs, losses, microbatches.rows_of(sizes), shares, strict=False):
                 if loss is not None:
                     draws.begin(rows)
-                    run.look_back("the loss", [loss], 1.0 if joined.added else weight / sum(joined.weights))
+                    run.look_back("the loss", [loss], share)
             shown.spread = len(runs) > 1 and are_spread([run.mode for run in runs], sizes)
             shown.is_mixed = any(run.mode.counts.mixed for run in runs)
             for key, (name, _) in returned(joined.logs.said, joined.output).items():

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.batch.losses import Site
+from lightning_roundpipe.runtime.batch.microbatches import RaisedCount
 from lightning_roundpipe.runtime.user_code.new_code import Key, place_of
 
 How = Literal["divisor", "inverse", "elements", "at least", "read", "targets"]
@@ -86,7 +87,7 @@ class TargetCounts:
             targets: the targets that the last cross entropy has counted.
 
         Raises:
-            RoundPipeError: if a count has been raised to another one than that of the whole batch.
+            RoundPipeError: if a sum is divided by a count of 0.
         """
         place = place_of(frame)
         site = None if place is None else self._sites.get((place, name))
@@ -120,7 +121,7 @@ class TargetCounts:
         return self._counted(second, result)
 
     def _counted(self, divisor: Any, result: Tensor) -> float:
-        """Return the count behind a divisor, which may have been raised to one where there are no targets."""
+        """Return the count behind a divisor, which may have been raised where there are few targets, or none."""
         value = self._value(divisor)
         if isinstance(divisor, Tensor):
             before = next((before for raised, before in self._before if raised is divisor), None)
@@ -131,9 +132,7 @@ class TargetCounts:
             count = 0.0
         if count == value:
             return value
-        if count or self._value(result.any()):
-            raise _not_added(f"divides its loss by {value:g}, although the number that it counts is {count:g}")
-        return count
+        return RaisedCount.of(value, count) if count or self._value(result.any()) else count
 
     def _value(self, number: Any) -> float:
         return self._read(number) if isinstance(number, Tensor) else float(number)
