@@ -587,3 +587,50 @@ def test_branches_that_give_the_same_are_compared_once(verdicts: list[Verdict]) 
     _, said = said_by(each, data)
     assert said == ""
     assert len(verdicts) <= 3
+
+
+class Guard(nn.Module):
+    """Asks whether any sample is large, as a layer does that clamps what overflows."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.inner, self.factor = nn.Linear(6, 6), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if (x.abs() > 40).any():
+            y = y * self.factor
+        return torch.tanh(y)
+
+
+def guarded(factor: float) -> Module:
+    module = Module(entropy)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        module.model = nn.Sequential(Guard(factor), Guard(factor), nn.Linear(6, 5))
+    return module
+
+
+@pytest.mark.parametrize(
+    "plan", ["forward 0-1; fused 2; backward 1 0; round 2", "forward none; fused 0-2; backward none; round 1"]
+)
+@pytest.mark.parametrize("factor", [1.0, 0.1])
+def test_a_branch_that_a_layer_takes_by_a_value_of_all_samples(
+    plan: str, factor: float, verdicts: list[Verdict]
+) -> None:
+    """Of later batches, a part has a large sample and the others have none."""
+    data = data_of(7)
+    for batch in data[LATE:]:
+        batch["x"][0, 0] = 50.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RoundPipeWarning)
+        strategy = ours(num_microbatches=2, layers=["Guard", "Linear"], plan=plan)
+        result = run(strategy, guarded(factor), data, devices=2)
+    said = [str(w.message) for w in caught if issubclass(w.category, RoundPipeWarning)]
+    if factor == 1.0:
+        assert said == []
+        assert_same(run("auto", guarded(factor), data), result)
+    else:
+        [one] = said
+        assert "took a branch by a tensor that was True for the first time" in one and "So are later ones" in one
+    assert len(verdicts) <= 3, "before the first batch, after it, and where a part has the first large sample"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,6 +196,7 @@ class Forward:
         fingerprint: what the recomputation is compared with; None if it is not checked.
         choices: discrete choices, which the recomputation repeats.
         chosen: the packed choices on the worker, whose download may still run.
+        truths: the truth values of tensors that the layer has asked for.
         profile: how the next call must be made to be expected plain; None if this one was not.
     """
 
@@ -211,6 +212,7 @@ class Forward:
     fingerprint: CallFingerprint | None = None
     choices: Choices | None = None
     chosen: Tensor | None = None
+    truths: Sequence[bool] = ()
     profile: CallProfile | None = None
 
     def tensors(self) -> list[Tensor]:

@@ -195,9 +195,13 @@ class LayerExecutor:
         self._device.track_until_freed(own, OUTPUTS)
         result = Forward(ran.output, ran.side_outputs, ran.detached_inputs, mutated, overlapping=shared)
         if ran.recording is not None and ran.recording.made:
-            call.layer.seen_to_choose()
-            result.chosen, result.choices = ran.recording.saved(lambda packed: activations.save(packed, self._device))
-            self._device.track_until_freed(_tensors([result.chosen]), OUTPUTS)
+            result.truths = ran.recording.truths()
+            call.layer.asks |= bool(result.truths)
+            if call.recomputed:
+                call.layer.seen_to_choose()
+                saved = ran.recording.saved(lambda packed: activations.save(packed, self._device))
+                result.chosen, result.choices = saved
+                self._device.track_until_freed(_tensors([result.chosen]), OUTPUTS)
         return result
 
     def _plain_forward(self, slot: Slot, call: Call, replica: Replica, activations: ActivationStore) -> Forward:
@@ -445,8 +449,8 @@ class LayerExecutor:
         return layer.observers.watched(self._worker.replica(layer).modules, again=again)
 
     def _recording(self, call: Call, leaves: list[Any]) -> DiscreteOpRecorder | None:
-        """Return a recorder of discrete choices if the call is recomputed and the layer may make any."""
-        may = call.recomputed and call.layer.may_choose(call.state, relearn=call.measure)
+        """Return a recorder of discrete choices if the layer may make any that are repeated, or that are compared."""
+        may = call.layer.asks or (call.recomputed and call.layer.may_choose(call.state, relearn=call.measure))
         return DiscreteOpRecorder(self._device.torch_device, _tensors(leaves)) if may else None
 
     def _refuse_written(self, layer: HostLayer, positions: Collection[int]) -> None:

@@ -535,7 +535,10 @@ class MicrobatchTask:
         executor = self.engine.executors[slot.worker]
         with noted(lambda: FaultPlace(call.layer.title, "forward", self.index, slot, worker.device)):
             run = worker.run if call.profile is None else worker.run_here  # plain calls find all that they need here
-            return run(lambda: executor.forward(slot, call, self.activations), self._cancel_scope), slot
+            forward = run(lambda: executor.forward(slot, call, self.activations), self._cancel_scope)
+        if forward.truths:
+            self.engine.learned.new_code.note_truths(call.layer.name, forward.truths, self.index)
+        return forward, slot
 
     def _watch_inputs(self, call: Call, recorded: RecordedCall, traced: TracedCall, tensors: dict[int, Tensor]) -> None:
         """Protect a kept graph from user code that overwrites its inputs (``h += layer(h)``).

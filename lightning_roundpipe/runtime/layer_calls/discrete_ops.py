@@ -47,7 +47,8 @@ _DRAWN = {aten.multinomial.default}
 _COMPARISONS = {
     getattr(getattr(aten, name), kind) for name in ("gt", "ge", "lt", "le", "eq", "ne") for kind in ("Tensor", "Scalar")
 } | {aten._to_copy.default}
-_NUMBERS = {aten._local_scalar_dense.default, aten.equal.default}
+_ASKS = aten._local_scalar_dense.default
+_NUMBERS = {_ASKS, aten.equal.default}
 """Operations that return values to Python, whose control flow may depend on them."""
 _CHOOSING = _PAIRS | _INDICES | _DRAWN | _COMPARISONS | _NUMBERS
 
@@ -100,7 +101,10 @@ class _Mode(LayerMode):  # type: ignore[no-untyped-call]
     def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what must be equal for two choices to be the same; None if this is no choice, or too large for one."""
         tensors = [a for a in args if isinstance(a, Tensor)]
-        if not any(t.is_floating_point() for t in tensors) or not any(t.device == self._device for t in tensors):
+        asks = func is _ASKS and tensors[0].dtype is torch.bool
+        if not (asks or any(t.is_floating_point() for t in tensors)):
+            return None
+        if not any(t.device == self._device for t in tensors):
             return None
         if any(type(t) not in (Tensor, nn.Parameter) for t in tensors) or (func in _PAIRS and not tensors[0].dim()):
             return None
@@ -119,6 +123,10 @@ class DiscreteOpRecorder(_Mode):  # type: ignore[no-untyped-call]
     def __init__(self, device: torch.device, inputs: Iterable[Tensor]) -> None:
         super().__init__(device, inputs)
         self.made: list[_RecordedOp] = []
+
+    def truths(self) -> list[bool]:
+        """Return the truth values of tensors that the call has asked for, on which its control flow may depend."""
+        return [made.value for made in self.made if type(made.value) is bool]
 
     def choose(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = func(*args, **kwargs)

@@ -262,11 +262,11 @@ class _Added(Event):
 
     def fail(self, error: BaseException) -> None:
         """End the wait for this part and those before it: they do not come."""
-        if self._before is not None:
-            self._before.fail(error)
-        if not self._over.is_set():
-            self._error = error
-            self._over.set()
+        part: _Added | None = self
+        while part is not None and not part.done():
+            part._error = error
+            part._over.set()
+            part = part._before
 
     def wait(self) -> None:
         while not (self._over.is_set() or interpreter_lease.released(lambda: self._over.wait(LOOK))):

@@ -97,6 +97,8 @@ class HostLayer:
         self.chooses: bool | None = False
         """Whether the forward was seen to make discrete choices that its recomputation must repeat. None: the
         recomputation chooses by other operations, so choices cannot be replayed."""
+        self.asks = False
+        """Whether the forward was seen to ask for a tensor's truth value."""
         self.observers = Observers()
         """Forward hooks inside the layer that only look."""
         self.moving: list[str] = []

@@ -42,6 +42,7 @@ from lightning_roundpipe.runtime.core.trace import TracedCall
 from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.layer_calls.compiling import LayerCompiler
+from lightning_roundpipe.runtime.layer_calls.discrete_ops import DiscreteOpRecorder
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 from lightning_roundpipe.runtime.modes.model_calls import ModelCall
@@ -249,6 +250,7 @@ class _Runner(LayerExecutor):
             masters=engine.model.bucket_of,
         )
         self._draws, self._backwards, self._operations, self._inside = draws, backwards, operations, inside
+        self._new_code = engine.learned.new_code
         self.given: list[tuple[Any, Any]] = []
         """What user code has passed to the last call whose code was recorded, and what the code got."""
         self.returned: list[Any] = []
@@ -259,6 +261,8 @@ class _Runner(LayerExecutor):
         outside, self._draws.hooked = self._draws.hooked, False
         try:
             ran = super()._run(slot, call, *args, **kwargs)
+            if ran.recording is not None:
+                self._new_code.learn_truths(call.layer.name, ran.recording.truths())
             if call.layer.name in self._inside:
                 self.given = [(call.originals[i], inner) for i, inner in ran.given.items()]
                 self.returned = ran.output.leaves
@@ -268,6 +272,9 @@ class _Runner(LayerExecutor):
         finally:
             self._draws.hooked = outside
         return ran
+
+    def _recording(self, call: Call, leaves: list[Any]) -> DiscreteOpRecorder:
+        return DiscreteOpRecorder(self._device.torch_device, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
     def _look_back(self, call: Call, ran: LayerExecution, roots: list[Tensor], code: str) -> None:
         name, replica = call.layer.name, self._worker.replica(call.layer)

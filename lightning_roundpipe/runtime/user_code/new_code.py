@@ -5,7 +5,7 @@ later batches take, or other samples. `NewCode` finds these, so that they can be
 
     a rehearsal ── the places in user code that call a torch function, which one, and the names that it logs ── [1]
     a step ── it finds a place, a function there, a name or an attribute that is set which is not known, or a place
-              that only some microbatches reach ── [2]
+              that only some microbatches reach, or a layer asks a tensor for a truth value that is not known ── [2]
               what it has called where, by which `log_rules` tells how a logged value was computed ── [4]
     another rehearsal ── what was found is known once it has run ── [3]
 
@@ -36,6 +36,8 @@ _TASKS = os.path.join(str(Path(__file__).parents[2]), "tasks", "")
 """The package's own modules, which are user code."""
 
 _MOST_PLACES = 1 << 16
+_MOST_TRUTHS = 8
+"""Truth values of a layer's call: a loop may ask for any number of them."""
 _TRIES = 3
 Place = tuple[CodeType, tuple[int | None, ...] | int]
 Key = Place | str
@@ -85,6 +87,11 @@ class NewCode:
         """A rehearsal has logged values under ``names`` [1] [3]."""
         for name in names:
             self._learn(log_call(name))
+
+    def learn_truths(self, layer: str, truths: Iterable[bool]) -> None:
+        """In a rehearsal, ``layer`` has asked tensors for ``truths`` [1] [3]."""
+        for number, truth in enumerate(truths):
+            self._learn(_truth(layer, number, truth))
 
     def _learn(self, key: Key | tuple[Key, str]) -> None:
         self.watched = True
@@ -165,6 +172,13 @@ class NewCode:
         done = set[tuple[int, int, str]]().union(*self._done.values())
         return frozenset(self._passed[at][1] for at in done if at in self._passed)
 
+    def note_truths(self, layer: str, truths: Iterable[bool], microbatch: int) -> None:
+        """In ``microbatch``, ``layer`` has asked tensors for ``truths``, by which it takes its branches [2]."""
+        for number, truth in enumerate(itertools.islice(truths, _MOST_TRUTHS)) if self.watched else ():
+            if (key := _truth(layer, number, truth)) not in self._known:
+                said = f"layer {layer!r} took a branch by a tensor that was {truth} for the first time"
+                self._find(key, said, microbatch)
+
     def note_names(self, names: Iterable[str], microbatch: int) -> None:
         """``microbatch`` has logged values under ``names`` [2]."""
         if self.watched:
@@ -202,6 +216,10 @@ class NewCode:
         self._known.add(key)
         self._awaited.add(key)
         self.found.setdefault(what, microbatch)
+
+
+def _truth(layer: str, number: int, truth: bool) -> Key:
+    return f"truth {number} of {layer}: {truth}"
 
 
 def place_of(frame: FrameType | None) -> Key | None:
