@@ -131,6 +131,29 @@ def test_what_user_code_adds_to_is_taken_whole(stepped: list[int], monkeypatch: 
     assert_identical(tied(Tied(in_user_code=True)), parts)
 
 
+@pytest.mark.parametrize("options", [{}, {"plan": harness.single(3, 1)}, {"reduce_dtype": "bfloat16"}], ids=str)
+def test_steps_of_an_empty_parameter_are_counted(options: Any, stepped: list[int]) -> None:
+    """It has no part. Plain training counts its steps all the same, and checkpoints have the count."""
+
+    class Linear(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(9, 9)
+            self.none = nn.Parameter(torch.empty(0, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.none.sum()
+
+    class Empty(Tied):
+        def __init__(self) -> None:
+            super().__init__()
+            self.middle = Linear()
+
+    result = tied(Empty(), **options)
+    assert stepped and result.trainer is not None
+    states = result.trainer.optimizers[0].state_dict()["state"].values()
+    assert [int(state["step"]) for state in states] == [6] * 4
+
+
 @pytest.mark.parametrize("trainer", [{"gradient_clip_val": 0.01}, {"blocking": True}], ids=str)
 def test_what_needs_all_gradients_first_has_no_parts(trainer: Any, stepped: list[int]) -> None:
     tied(trainer=trainer)
@@ -208,7 +231,6 @@ class Submitted:
         total.buffer.views[0].fill_(1.0 if not parts else float("nan"))  # NaN has not arrived
         total.present = [True]
         total.parts = [((index + 1) * PART, event) for index, event in enumerate(parts)]
-        total.arrived = parts[-1] if parts else None
         self.gradient = total.buffer.views[0].view(-1)
         readiness = GradReadiness(self.buckets)
         batch = StepGradients([total], [], 1.0, readiness)
@@ -297,19 +319,10 @@ def test_spans() -> None:
         assert _left(35, 38, sent) == [] and _left(20, 25, sent) == [(20, 25)]
 
 
-@pytest.mark.parametrize("line", ["arrived.wait()", "self.wait()"])
-def test_a_part_is_not_taken_before_it_is_there(line: str, stepped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second line waits for what comes in one piece, as gradients do that are narrowed."""
+def test_a_part_is_not_taken_before_it_is_there(stepped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Submitted, "bring", lambda self, index: self.parts[index].came.set())
-    take_out(monkeypatch, "runtime.memory.grad_buffers:HostGradSums.wait_for_part", line)
+    take_out(monkeypatch, "runtime.memory.grad_buffers:HostGradSums._wait_for", "part.wait()")
     made = Submitted(cast=False)
-    if line == "self.wait()":
-        made.close()
-        total = made._buffers.begin()
-        total.present, total.arrived = [True], Later(made.device)
-        total.take_part(id(made.master), 0, 64, 1.0)  # would wait
-        assert not total.arrived.asked.is_set()  # type: ignore[attr-defined]
-        return
     made.updates.settle()  # though no part has come
     assert made.master.isnan().all()
     made.close()

@@ -65,6 +65,13 @@ def is_sticky(error: BaseException | None) -> bool:
     return False
 
 
+def without_frames(error: BaseException, stream: str) -> RuntimeError:
+    """Return what `raise_kept` raises for an ``error`` that another thread raises, without a reference to it."""
+    if isinstance(error, (StreamAborted, StreamError)):
+        return type(error)(*error.args)
+    return StreamError(f"{stream} failed: {error!r}")
+
+
 def raise_kept(error: BaseException, stream: str) -> NoReturn:
     """Raise the error that work on ``stream`` failed with, as a new exception for the calling thread."""
     if isinstance(error, StreamAborted):

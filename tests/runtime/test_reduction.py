@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,7 +104,7 @@ def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(
 
 WAITS = [
     ("runtime.memory.grad_buffers:_Added.after", "landed.wait()"),
-    ("runtime.memory.grad_buffers:HostGradSums.wait", "arrived.wait()"),
+    ("runtime.memory.grad_buffers:HostGradSums._wait_for", "part.wait()"),
     ("runtime.memory.grad_buffers:HostGradSums.land", "before[part].wait()"),
 ]
 
@@ -189,9 +192,11 @@ def test_the_sum_of_a_part_may_be_taken_before_the_next_one_is_added(
 def test_who_waits_for_a_part_that_will_not_come_is_told(
     device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch, part: int
 ) -> None:
-    """Another worker follows as soon as the first part is on its way, and waits for the others one by one."""
+    """Another worker follows as soon as the first part is on its way, and waits for the others one by one. The step
+    knows the error before: what that worker is told has another type."""
     host = HostGradBuffers(_layer(device, torch.zeros(20_000)), device, reduction).begin()
     real, copied, begun = type(device.gradients_down).copy, [], []
+    failed: list[tuple[BaseException, bool]] = []
 
     def copy(self: Any, *args: Any) -> None:
         copied.append(args)
@@ -204,11 +209,70 @@ def test_who_waits_for_a_part_that_will_not_come_is_told(
     on_device.present = [True]
     on_device.narrow()
     with pytest.raises(ValueError, match="lost on the way"):
-        on_device.download(device.gradients_down, 0, lambda: begun.append(len(copied)))
+        on_device.download(
+            device.gradients_down,
+            0,
+            lambda: begun.append(len(copied)),
+            lambda error: failed.append((error, host.parts[-1][1].done())),
+        )
     assert begun == [1] and len(host.parts) == 3
+    assert [(str(error), told) for error, told in failed] == [("lost on the way", False)]
     for _, event in host.parts[1:]:
         with pytest.raises(StreamError, match="lost on the way"):
             event.wait()
+
+
+def test_everybody_is_told_however_many_parts_do_not_come(
+    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of one wait ended that for the part before it. Python's stack was too small for many, and the summing
+    thread, which takes such links apart, may have come between."""
+    monkeypatch.setattr(grad_buffers, "STREAMED", 16)
+    monkeypatch.setattr(grad_buffers, "PART", 16)
+    host = HostGradBuffers(_layer(device, torch.zeros(20_000)), device, reduction).begin()
+
+    def copy(self: Any, *args: Any) -> None:
+        raise ValueError("lost on the way")
+
+    monkeypatch.setattr(type(device.gradients_down), "copy", copy)
+    on_device = DeviceGradSums(host, torch.zeros(host.layout.nbytes, dtype=torch.uint8))
+    on_device.present = [True]
+    on_device.narrow()
+    with pytest.raises(ValueError, match="lost on the way"):
+        on_device.download(device.gradients_down, 0)
+    assert len(host.parts) > 2 * sys.getrecursionlimit() and all(event.done() for _, event in host.parts)
+
+
+@pytest.mark.parametrize("part", [2**14], indirect=True)
+@pytest.mark.parametrize("where", ["copy", "add_to"])
+def test_an_error_does_not_keep_the_memory_of_gradients(
+    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch, part: int, where: str
+) -> None:
+    """Who waits for a part keeps its error, whose traceback refers to the sums, and these to the part."""
+
+    def fails(*args: Any) -> None:
+        raise ValueError("lost on the way")
+
+    monkeypatch.setattr(type(device.gradients_down) if where == "copy" else grad_buffers._Landing, where, fails)
+
+    def send() -> list[weakref.ref[Any]]:
+        host = HostGradBuffers(_layer(device, torch.zeros(20_000)), device, reduction).begin()
+        on_device = DeviceGradSums(host, torch.zeros(host.layout.nbytes, dtype=torch.uint8))
+        on_device.present = [True]
+        on_device.narrow()
+        with pytest.raises((ValueError, StreamError), match="lost on the way"):
+            on_device.download(device.gradients_down, 0)
+            host.wait()
+        return [weakref.ref(host), weakref.ref(host.landing)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        left = send()
+        reduction.thread(0).submit(lambda: None).waiter.wait()
+        assert [ref() for ref in left] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("dtype", "narrowed"), [(torch.bfloat16, False), (torch.float32, True)])

@@ -376,7 +376,7 @@ class Worker:
         stream.wait(end)
         gradients.host.make_room(slot.cancel_scope)
         start = stream.record(timed=True)
-        gradients.download(stream, self.index, lambda: slot.sent(gradients.host))
+        gradients.download(stream, self.index, lambda: slot.sent(gradients.host), slot.cancel_scope.fail)
         left = stream.record(timed=True)
         self._sent.add(call)
         where = EventSource(slot.index, slot.phase, call, gradients.host.layer.name)

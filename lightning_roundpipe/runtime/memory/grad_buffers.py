@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event, Stream, StreamAborted, interpreter_lease
-from lightning_roundpipe.devices.errors import raise_kept
+from lightning_roundpipe.devices.errors import raise_kept, without_frames
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.runtime.memory.flat_params import ParamSlice, holders, in_a_row
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
@@ -255,18 +255,16 @@ class _Added(Event):
             landed.wait()
             add()
         except BaseException as error:
-            self._error = error
+            self._error = error.with_traceback(None)  # whose frames refer to the sum, which refers to this
         if before is not None and before._error is not None:
             self._error = before._error
         self._over.set()
 
     def fail(self, error: BaseException) -> None:
-        """End the wait for this part and those before it: they do not come."""
-        part: _Added | None = self
-        while part is not None and not part.done():
-            part._error = error
-            part._over.set()
-            part = part._before
+        """End the wait: the part does not come."""
+        if not self._over.is_set():
+            self._error = error
+            self._over.set()
 
     def wait(self) -> None:
         while not (self._over.is_set() or interpreter_lease.released(lambda: self._over.wait(LOOK))):
@@ -359,8 +357,6 @@ class HostGradSums:
         self.flat = buffer.flat
         self.landing = landing
         self.present = [False] * len(layout.segments)
-        self.arrived: Event | None = None
-        """Download, or addition, that must have finished before the sum may be read or overwritten."""
         self.handed_out = False
         """Whether views of the buffer were handed to user code, which may keep them."""
         self.consumed = Waiter()
@@ -368,9 +364,14 @@ class HostGradSums:
         self.before = before
         """The sum whose values occupy the buffer until `make_room`."""
         self.parts: list[tuple[int, Event]] = []
-        """End offset in bytes and event of each part of a download in parts [7]."""
+        """Of each part of the last download, its end in bytes of the sum, and the event after which it is there [7]."""
         self._there: Event | None = None
         self._over = False
+
+    @property
+    def arrived(self) -> Event | None:
+        """The end of the last download, or its addition: the sum may be read or overwritten afterwards."""
+        return self.parts[-1][1] if self.parts else None
 
     @property
     def unused(self) -> bool:
@@ -399,7 +400,13 @@ class HostGradSums:
             before.wait()
 
     def land(
-        self, stream: Stream, source: Tensor, worker: int, present: Sequence[bool], begun: Callable[[], object]
+        self,
+        stream: Stream,
+        source: Tensor,
+        worker: int,
+        present: Sequence[bool],
+        begun: Callable[[], object],
+        failed: Callable[[BaseException], object],
     ) -> None:
         """Enqueue the download of a worker's gradients that are ``present``, and have the summing thread add them.
 
@@ -411,6 +418,7 @@ class HostGradSums:
             worker: number of the worker.
             present: per trainable parameter, whether it has a gradient.
             begun: called once another worker's may follow, part by part.
+            failed: called with an error before those who wait for a part are told of it.
         """
         landing = self.landing
         assert landing is not None
@@ -419,7 +427,7 @@ class HostGradSums:
         for _ in spans:
             added.append(_Added(thread, added[-1] if added else None))
         self.present = [a or b for a, b in zip(summed, present, strict=True)]
-        self.parts, self.arrived = list(zip(landing.ends, added, strict=True)), added[-1]
+        self.parts = list(zip(landing.ends, added, strict=True))
         try:
             for part, (start, end) in enumerate(spans):
                 if before:
@@ -430,37 +438,35 @@ class HostGradSums:
                 if not part:
                     begun()
         except BaseException as error:
-            added[-1].fail(error)
+            failed(error)
+            told = without_frames(error, stream.name)  # these refer to the sum, which refers to its parts
+            for event in added:
+                event.fail(told)
             raise
 
     def wait(self) -> None:
-        """Wait for the download. Any thread may. Once it has arrived, an abort of the device no longer matters."""
-        arrived = self.arrived
-        if arrived is not None and arrived is not self._there:
-            try:
-                arrived.wait()
-            except StreamAborted:
-                if arrived is not self._there:  # another thread may have waited for it before the device was aborted
-                    raise
+        """Wait for the download. Any thread may."""
+        if (arrived := self.arrived) is not None:
+            self._wait_for(arrived)
             self._there = arrived
 
-    def wait_for_part(self, nbytes: int) -> None:
-        """Wait for the first ``nbytes`` of the download, or for all of it."""
-        arrived = next((event for end, event in self.parts if end >= nbytes), None)
-        if arrived is None or self.arrived is self._there:
-            self.wait()
+    def _wait_for(self, part: Event) -> None:
+        """Wait for a part of the download. Once all of it has arrived, an abort of the device no longer matters."""
+        arrived = self.arrived
+        if arrived is self._there:
             return
         try:
-            arrived.wait()
+            part.wait()
         except StreamAborted:
-            if self.arrived is not self._there:  # see `wait`
+            if arrived is not self._there:  # another thread may have waited for it before the device was aborted
                 raise
 
     def take_part(self, key: int, start: int, end: int, factor: float) -> Tensor:
         """Like `take`, for elements ``start`` to ``end`` of the gradient of the master with id ``key``."""
         index = self.layout.keys.index(key)
         segment = self.layout.segments[index]
-        self.wait_for_part(segment.offset + end * segment.dtype.itemsize)
+        nbytes = segment.offset + end * segment.dtype.itemsize
+        self._wait_for(next((event for there, event in self.parts if there >= nbytes), self.parts[-1][1]))
         part = self.buffer.views[index].view(-1)[start:end]
         return part if factor == 1.0 else part.mul_(factor)
 
@@ -551,24 +557,30 @@ class DeviceGradSums:
             if present and travelling != own:
                 _narrow(self.segment, own, travelling)
 
-    def download(self, stream: Stream, worker: int, begun: Callable[[], object] = lambda: None) -> None:
+    def download(
+        self,
+        stream: Stream,
+        worker: int,
+        begun: Callable[[], object] = lambda: None,
+        failed: Callable[[BaseException], object] = lambda error: None,
+    ) -> None:
         """Enqueue the download and publish which gradients are present. Call after `HostGradSums.make_room`.
 
         Args:
             stream: the stream of ``worker``'s downloads of gradients.
             worker: number of the worker.
             begun: called once another worker's download to the same sums may follow.
+            failed: called with an error, which the caller gets as well, before other workers may meet it.
         """
         landing, nbytes = self.host.landing, self.host.layout.travel_nbytes
         if landing is not None:
-            self.host.land(stream, self.segment[:nbytes], worker, self.present, begun)
+            self.host.land(stream, self.segment[:nbytes], worker, self.present, begun, failed)
             return
         parts = []
         for start, end in _spans(nbytes):
             stream.copy(self.host.flat[start:end], self.segment[start:end])
             parts.append((end, stream.record()))
-        self.host.parts, self.host.arrived = parts, parts[-1][1]
-        self.host.present = self.present
+        self.host.parts, self.host.present = parts, self.present
         begun()
 
 

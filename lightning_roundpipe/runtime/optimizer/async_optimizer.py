@@ -642,7 +642,7 @@ class AsyncOptimizer:
         for key in keys:
             master = masters[key]
             length = grad_buffers.PART // master.itemsize
-            for start in range(0, master.numel(), length):
+            for start in range(0, max(master.numel(), 1), length):  # of an empty one, the kernel counts the step
                 end = min(start + length, master.numel())
                 last = batch.take_part(found[key], key, start, end) if key in found else None
                 gradient = accumulated.part_with_last(key, last, start, end)
