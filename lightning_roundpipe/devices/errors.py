@@ -66,8 +66,8 @@ def is_sticky(error: BaseException | None) -> bool:
 
 
 def without_frames(error: BaseException, stream: str) -> RuntimeError:
-    """Return what `raise_kept` raises for an ``error`` that another thread raises, without a reference to it."""
-    if isinstance(error, (StreamAborted, StreamError)):
+    """Return a new exception for an ``error`` of work on ``stream``, which holds no memory that its frames refer to."""
+    if isinstance(error, (StreamAborted, StreamError)):  # from another stream, which the message names
         return type(error)(*error.args)
     return StreamError(f"{stream} failed: {error!r}")
 
@@ -75,10 +75,8 @@ def without_frames(error: BaseException, stream: str) -> RuntimeError:
 def raise_kept(error: BaseException, stream: str) -> NoReturn:
     """Raise the error that work on ``stream`` failed with, as a new exception for the calling thread."""
     if isinstance(error, StreamAborted):
-        raise StreamAborted(*error.args)
-    if isinstance(error, StreamError):  # from another stream, which the message names
-        raise StreamError(*error.args) from error.__cause__
-    raise StreamError(f"{stream} failed: {error!r}") from error
+        raise without_frames(error, stream)
+    raise without_frames(error, stream) from (error.__cause__ if isinstance(error, StreamError) else error)
 
 
 def sizeof(nbytes: int) -> str:

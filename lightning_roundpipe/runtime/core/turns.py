@@ -251,7 +251,7 @@ class Slot:
             waiter.wake()
 
     def wait_for_predecessor(self, cancel_scope: CancelScope) -> None:
-        """Wait until the downloads of the predecessor's sums have been enqueued [3]."""
+        """Wait until the downloads of the predecessor's sums have been enqueued, as it is closed [3]."""
         if self.predecessor is not None:
             self.predecessor._wait_until_sent(None, cancel_scope)
 

@@ -310,9 +310,7 @@ class Scope:
                 engine.hints.of_what_is_collected(str(verdict.collects))
             if verdict.coupling is not None and not engine.hints.couples:
                 self._part_if_coupled(verdict, verdict.coupling, auto=auto, occasion=occasion)
-        if not (
-            learned.shares or uneven in self._whole
-        ):  # else parts find what those before have left, or there are none
+        if not (learned.shares or uneven in self._whole):  # parts find what others have left, or there are none
             self._tell_of_the_last_part(verdict)
 
     def _tell_of_the_last_part(self, verdict: Verdict) -> None:
