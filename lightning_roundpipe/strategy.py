@@ -34,6 +34,7 @@ from lightning_roundpipe.announcements import Announcements, changed_settings, n
 from lightning_roundpipe.checkpoint_io import WholeCheckpointIO
 from lightning_roundpipe.config import Emulation, Options, RoundPipeError, refuse_unscaled
 from lightning_roundpipe.devices import make_devices
+from lightning_roundpipe.lookahead import TakenBatch
 from lightning_roundpipe.machines.file_tensors import FileTensors
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.meta import make_room
@@ -447,6 +448,8 @@ class RoundPipeStrategy(SeveralMachines):
 
         On GPUs it is a copy, as in plain training there: what a step writes to its batch does not reach the data set.
         """
+        if isinstance(batch, TakenBatch):
+            return batch.batch
         moved = super().batch_to_device(batch, device=device or _CPU, dataloader_idx=dataloader_idx)
         on_gpus = self._engine is not None and self._engine.worker_pool.accelerator is not None
         return apply_to_collection(moved, _TransferableDataType, _apart) if on_gpus else moved
