@@ -204,6 +204,7 @@ class Options:
     shard_optimizer: bool = True
     network_dtype: Any = None
     token_tiles: int | Literal["auto"] | None = None
+    evaluation_batches: int = 2
     emulation: Emulation = field(default_factory=Emulation)
 
     def __post_init__(self) -> None:
@@ -215,6 +216,11 @@ class Options:
             raise ValueError(
                 f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} are both set, "
                 "and each decides the other: set only one of them."
+            )
+        if not (is_whole(self.evaluation_batches) and self.evaluation_batches >= 1):
+            raise ValueError(
+                f"evaluation_batches={self.evaluation_batches!r} must be a whole number of at least 1: the batches in "
+                "flight per device in validation, test and prediction."
             )
         self._check_layers()
         self._check_plan()

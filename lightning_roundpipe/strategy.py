@@ -34,7 +34,8 @@ from lightning_roundpipe.announcements import Announcements, changed_settings, n
 from lightning_roundpipe.checkpoint_io import WholeCheckpointIO
 from lightning_roundpipe.config import Emulation, Options, RoundPipeError, refuse_unscaled
 from lightning_roundpipe.devices import make_devices
-from lightning_roundpipe.lookahead import TakenBatch
+from lightning_roundpipe.evaluation_window import EvaluationWindow
+from lightning_roundpipe.lookahead import TakenBatch, TransferOnce
 from lightning_roundpipe.machines.file_tensors import FileTensors
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.meta import make_room
@@ -141,6 +142,7 @@ class RoundPipeStrategy(SeveralMachines):
         token_tiles: tokens that modules inside layers which act on each token alone (MLPs, norms, experts) take at a
             time, so that a layer holds the intermediates of so many tokens only, for long sequences. ``"auto"``: 1,024
             tokens, if the first batch shows that a worker's memory is too small otherwise. Default: all tokens.
+        evaluation_batches: batches of validation, test and prediction that are in flight per device.
         emulation: how emulated devices (``accelerator="cpu"``) behave; a mapping or an ``Emulation``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
 
@@ -171,6 +173,7 @@ class RoundPipeStrategy(SeveralMachines):
         shard_optimizer: bool = True,
         network_dtype: torch.dtype | str | None = None,
         token_tiles: int | Literal["auto"] | None = None,
+        evaluation_batches: int = 2,
         emulation: Emulation | Mapping[str, Any] | None = None,
         *,
         accelerator: Accelerator | None = None,
@@ -199,12 +202,14 @@ class RoundPipeStrategy(SeveralMachines):
             shard_optimizer=shard_optimizer,
             network_dtype=network_dtype,
             token_tiles=token_tiles,
+            evaluation_batches=evaluation_batches,
             emulation=Emulation.of(emulation),
         )
         if (text := self.options.plan_text) is not None:
             refuse_plan(text, round_microbatches, microbatch_scope)
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._engine: Engine | None = None
+        self._evaluation: EvaluationWindow | None = None
         self._last_report = Report()
         self._announcements: Announcements | None = None
         self._seed = 0
@@ -293,6 +298,8 @@ class RoundPipeStrategy(SeveralMachines):
         with interrupts_deferred(), remedied():
             self._start_engine(module, fitting=fitting)
         assert self._engine is not None
+        self._evaluation = EvaluationWindow(module, self._engine, self.options)
+        TransferOnce.install(module)
         self._quieten = tell_of_all_workers(
             trainer, str(self.precision_plugin.precision), self._engine.worker_pool.devices
         )
@@ -432,7 +439,12 @@ class RoundPipeStrategy(SeveralMachines):
         if stepping is not None:
             stepping.close()
         engine, self._engine = self._engine, None
+        window, self._evaluation = self._evaluation, None
+        if self.lightning_module is not None:
+            TransferOnce.remove(self.lightning_module)
         if engine is not None:
+            if window is not None:
+                window.end()
             self._quieten()
             try:
                 with contextlib.suppress(torch.AcceleratorError):  # a GPU that has failed; closing it raises the error
@@ -495,9 +507,8 @@ class RoundPipeStrategy(SeveralMachines):
         if self._engine is None:  # as in training_step
             return getattr(super(), step)(*args, **kwargs)
         self._attach()
-        module, engine = self._running()
-        with context():
-            return engine.evaluate(getattr(module, step), *args, **kwargs)
+        assert self._evaluation is not None and not kwargs, "Lightning passes the arguments of steps by position"
+        return self._evaluation.step(step, context, args)
 
     def _running(self) -> tuple[LightningModule, Engine]:
         assert self.lightning_module is not None and self._engine is not None, "a step before setup()"
@@ -552,6 +563,7 @@ class RoundPipeStrategy(SeveralMachines):
         """Drop what a run has started: threads, devices, and the objects that use them."""
         return vars(self) | {
             "_engine": None,
+            "_evaluation": None,
             "_stepping": None,
             "_announcements": None,
             "_quieten": _nothing,

@@ -90,7 +90,7 @@ class Rehearsal(Evaluation):
         inside: Container[str] = (),
     ) -> None:  # fmt: skip
         super().__init__(engine)
-        self.index, self.weight = index, 0.0
+        self.index, self.weight, self._within = index, 0.0, False
         self.output: Any = None
         me = weakref.ref(self)  # a method would be a reference cycle, which keeps device memory until a gc run
 
@@ -139,6 +139,18 @@ class Rehearsal(Evaluation):
             return output
         whole = super().call
         return self.call_model(layer.name, lambda *a, **k: whole(layer, a, k), args, kwargs)
+
+    @contextlib.contextmanager
+    def within_model(self) -> Iterator[None]:
+        """Run the models that a model calls in its forward as part of that forward."""
+        before, self._within = self._within, True
+        try:
+            yield
+        finally:
+            self._within = before
+
+    def locate(self, tensor: Tensor) -> Device | None:
+        return self._locate(tensor)
 
     def call_model(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._within or self._cut is None:
