@@ -70,6 +70,7 @@ class Evaluation:
 
     Attributes:
         called: the layers that it has called, in order.
+        setting: the numbers of calls in which layers have set attributes of theirs.
         alone: whether it has done what only a batch alone may do: written to weights, wanted gradients, or called a
             layer again with a key-value cache.
         in_place: whether a layer call has run in place.
@@ -84,6 +85,7 @@ class Evaluation:
     ) -> None:  # fmt: skip
         self._engine, self._forwards, self.index = engine, forwards, index
         self.called: list[HostLayer] = []
+        self.setting: set[int] = set()
         self.alone = self.in_place = self.follows_writes = False
         self.device: Device | None = None
         self._order, self._profiles = engine.learned.order, engine.learned.profiles
@@ -168,13 +170,13 @@ class Evaluation:
             engine = self._engine
             layer.assert_unmodified()
             self.surroundings.refuse(layer.name)
-            state = layer.state.current()
-            leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
-            if not self.alone and any(map(is_cache, leaves)) and layer in self.called:
+            if not self.alone and layer in self.called and any(map(is_cache, flatten((args, kwargs))[0])):
                 self._be_alone()
-            leaves = [self._mode.stand_in(leaf) for leaf in leaves]
             slot, number = self._slot_for(layer)
             worker = engine.worker_pool.workers[slot.worker]
+            state = layer.state.current()
+            leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
+            leaves = [self._mode.stand_in(leaf) for leaf in leaves]
             originals = list(leaves)
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor) and (home := self._locate(leaf)) is not worker.device:
@@ -255,6 +257,8 @@ class Evaluation:
             call.profile = profile
 
     def _hand_back(self, call: Call, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(kind == "attribute" for kind, *_ in forward.side_outputs):
+            self.setting.add(call.index)
         self._profiles[call.layer.index] = forward.profile
         return hand_back(call, None, TracedCall(call.layer, 0), forward, args, kwargs, self._watched)[0]
 
