@@ -154,6 +154,11 @@ class MicrobatchTask:
         self._accumulators = Accumulators()
         """Of the late parameters."""
 
+    @property
+    def ended_early(self) -> bool:
+        """Whether it has not made the last call of the trace that it was expected to make."""
+        return not self.learning and self.reached < len(self.trace.calls)
+
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def run(self, function: Callable[[], Any], predecessors: Sequence[MicrobatchTask]) -> None:
