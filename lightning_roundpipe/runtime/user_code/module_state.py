@@ -52,6 +52,10 @@ class _Held(NamedTuple):
     value: Any
     values: Tensor | None = None
 
+    def seen(self, name: str) -> Any:
+        """Return what code that reads the attribute gets: of one that the module lacks, its class's."""
+        return getattr(type(self.holder), name, _ABSENT) if self.value is _ABSENT else self.value
+
     def put(self, name: str) -> None:
         holder, value = self.holder, self.value
         if isinstance(holder, nn.Parameter):
@@ -180,7 +184,7 @@ class MicrobatchModuleState:
                 continue
             values = now.detach().clone() if in_place else None
             self.values[place] = held = _Held(holder, now, values)
-            self._found.setdefault(place, before)
+            self._found.setdefault(place, _Held(holder, before).seen(place[1]))
             state.start.setdefault(place, _Held(holder, before))
             state.places.add(place)
             if in_place:
@@ -193,7 +197,7 @@ class MicrobatchModuleState:
         self.leave()
         state = self.module_state
         for place, held in self.values.items():
-            if place not in state.carried and not _alike(held.value, self._found[place]):
+            if place not in state.carried and not _alike(held.seen(place[1]), self._found[place]):
                 state.carried.add(place)
                 state.latest[place] = held
 
