@@ -21,7 +21,6 @@ from lightning_roundpipe.messages import plural
 from lightning_roundpipe.model.quantized import weights_in
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.replay import replay_of
-from lightning_roundpipe.runtime.batch.microbatches import sizes_of
 from lightning_roundpipe.sweep import memory
 
 _GIB = 2**30
@@ -122,11 +121,7 @@ def _batch(trainer: Trainer, settings: Mapping[str, Any]) -> str:
     size, length = settings["data"].get("batch_size"), settings["data"].get("sequence_length")
     if size is None or length is None:
         return "as the data module makes it"
-    options, parts = getattr(trainer.strategy, "options", None), ""
-    if options is not None:
-        cut = sizes_of(size, options.num_microbatches, options.microbatch_size, trainer.num_devices)
-        parts = f", in {plural(len(cut), 'microbatch')}"
-    return f"{plural(size, 'sequence')} of {length:,} tokens{parts}"
+    return f"{plural(size, 'sequence')} of {length:,} tokens"
 
 
 def _steps(trainer: Trainer, settings: Mapping[str, Any]) -> str:
