@@ -16,7 +16,6 @@ from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.machines.peers import Peers
-from lightning_roundpipe.model.reachable import listed
 from lightning_roundpipe.model.structure import Structure
 from lightning_roundpipe.runtime.batch.cutting import Cut, Cutter
 from lightning_roundpipe.runtime.batch.logs import HostMetrics
@@ -89,7 +88,6 @@ class Engine:
         forwards = forwards_of(options)
         formats = formats or Formats()
         self.options, self.formats = options, formats
-        formats.default_matters = formats.sets_default and options.compile_layers is not None
         with interrupts_allowed():  # copies all weights, and no thread has been started yet
             found = layers_that_fit(module, options, devices, formats, fitting=fitting)
             model = HostModel(module, found.layers, devices[0], formats, apart=bool(options.staleness))
@@ -105,8 +103,8 @@ class Engine:
         self._switched_off: list[str] | None = None
         self._given: StepGradients | None = None
         """The gradients behind the loss that the last batch returned."""
-        self._moves = self._refills = False
-        """Whether layers read state that changes from step to step; whether the data loader reuses a batch's memory."""
+        self._refills = False
+        """Whether the data loader reuses a batch's memory."""
         self._looks, self._batch = 0, dict[int, tuple[Any, int]]()
         self._looked_at = False
         """Whether user code may have read or written weights since the last batch, or a step has failed."""
@@ -253,7 +251,7 @@ class Engine:
             if self.updates is not None and step.gradients is not None and not step.late:
                 self.updates.offer(step.gradients)
         finally:
-            if not (step.spec.overlaps and step.gradients is not None) or self._state_moves():
+            if not (step.spec.overlaps and step.gradients is not None):
                 self._drain()
         if step.late:
             self.enable_async_optimizer(None)  # until the engine is set up again, before the next batch
@@ -392,9 +390,8 @@ class Engine:
         * modules on which user code keeps values: the next ``training_step`` reads them;
         * random generators, if backward draws: the main thread uses them;
         * logging in backward: logs are issued when ``training_step`` returns;
-        * torch's default dtype, if a layer depends on it: it is set only within a step;
-        * the memory of the batch, if the next batch is fetched into it;
-        * state that layers read and user code changes between steps.
+        * torch's default dtype, with a precision that sets it within a step only;
+        * the memory of the batch, if the next batch is fetched into it.
         """
         return (
             self.updates is not None
@@ -402,18 +399,9 @@ class Engine:
             and not self.learned.module_state.places
             and not self.learned.randomness.draws_in_backward
             and not self.learned.logs_in_backward
-            and not self.formats.default_matters
+            and not self.formats.sets_default
             and not self._refills
-            and not self._moves
         )
-
-    def _state_moves(self) -> bool:
-        """Return whether a layer was seen to read state that changes from step to step, and tell the user once."""
-        moving = (layer for layer in self.model.layers if layer.moving)
-        if not self._moves and (layer := next(moving, None)) is not None:
-            self._moves = True
-            self.hints.of_moving_state(layer.name, listed(layer.moving))
-        return self._moves
 
     def _look_at(self, batch: Any) -> None:
         """Find out whether the data loader fills the memory of the batch before; compares the first batches only."""

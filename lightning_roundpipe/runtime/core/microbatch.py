@@ -44,7 +44,6 @@ from lightning_roundpipe.runtime.core.turns import Slot, Slots
 from lightning_roundpipe.runtime.core.user_memory import UserCodeMemory
 from lightning_roundpipe.runtime.faults.notes import FaultPlace, add_off_plan_note, noted
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten_call, is_cache, refuse_caches
-from lightning_roundpipe.runtime.layer_calls.recompute_check import is_checked
 from lightning_roundpipe.runtime.layer_calls.shared_memory import SharedOutputs
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
@@ -288,7 +287,7 @@ class MicrobatchTask:
                     made_bytes=self._user_memory.made_bytes,
                 )  # fmt: skip
                 if call.tentative and layer.reaches_out:
-                    traced.can_tape = traced.needs_grad_mode = True
+                    traced.can_tape = True
             traced.profile = forward.profile
             if recorded is not None:
                 recorded.is_plain = call.profile is not None and forward.profile is not None
@@ -394,7 +393,7 @@ class MicrobatchTask:
         call = Call(
             index, layer, self.index, spec, leaves, requires_grad, trainable, thread_state, state,
             self._seed_of(layer), contextvars.copy_context(), list(leaves),
-            learning=self.learning, may_mutate=None if self.learning else traced.mutates,
+            graph=True, learning=self.learning, may_mutate=None if self.learning else traced.mutates,
             bare=bare, tentative=tentative, lender=self,
         )  # fmt: skip
         return call, self._record_call(call, traced) if taped else None, traced
@@ -494,14 +493,6 @@ class MicrobatchTask:
         call.kept = recorded is not None and (fused or held)
         call.recomputed = recorded is not None and not fused
         call.measure = self.learning and self.engine.learned.plans
-        call.checked = call.recomputed and is_checked(self._step.spec.number)
-        if call.recomputed and self.learning and not (held or self.engine.learned.plans):
-            call.precedent = self._predictor.precedent(call)
-        alike = call.precedent.alike if call.precedent else False
-        call.graph = recorded is not None and (fused or traced.needs_grad_mode or (self.learning and not alike))
-        call.graph = call.graph or call.bare  # grad mode costs nothing where nothing requires grad
-        sure = recorded is not None and not call.tentative
-        call.probe = sure and (self.engine.learned.probes(traced) or alike is None)
         call.walk = (recorded is not None and self.learning and self.engine.learned.walks(traced)) or call.bare
         if traced.profile is not None and traced.profile.fits(call):
             call.profile = traced.profile
@@ -655,8 +646,6 @@ class MicrobatchTask:
             grads = run(backward, self._cancel_scope)
         self._prefetcher.done(recorded, sent)
         self._slot, self._last = slot, f"before layer {recorded.layer.name!r}"
-        if self.learning and recorded.found != traced.flags:
-            traced.precedent = None
         self._hand_on(recorded, grads, worker.device, measured)
         self._prefetcher.after(slot, recorded.call, self.tape)
 

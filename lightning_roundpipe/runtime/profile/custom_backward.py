@@ -31,7 +31,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules._functions import BackwardHookFunction
 
 from lightning_roundpipe.model.graph_nodes import nodes_of
-from lightning_roundpipe.runtime.layer_calls.recompute_check import sums_of
 
 _LINEAR = ("torch", "lightning_roundpipe", "bitsandbytes")
 """Packages whose autograd functions have backwards that are linear in the incoming gradient."""
@@ -293,3 +292,33 @@ def _own(node: Any) -> str:
         return "" if library else f"torch.autograd.Function {function.__qualname__!r}"
     name = str(node.name())
     return name if "CppNode" in name else ""
+
+
+def sums_of(tensor: Tensor) -> Tensor:
+    """Return two sums that depend on the places of values, and the norm, as float64. The sums are linear."""
+    zeros = torch.zeros(3, dtype=torch.float64, device=tensor.device)
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return zeros
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.is_floating_point():
+        if tensor.numel() > 1 << 22:
+            zeros[0] = torch.count_nonzero(tensor)
+            return zeros
+        tensor, exact = tensor.double(), True
+    else:
+        exact = False
+    if tensor.element_size() == 1:
+        tensor = tensor.float()
+    wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    shape = tensor.shape or (1,)
+    tensor = tensor.reshape(1) if not tensor.dim() else tensor
+    rows = tensor.sum(-1, dtype=wide).reshape(-1).double()
+    columns = tensor.sum(tuple(range(len(shape) - 1)), dtype=wide).double() if len(shape) > 1 else tensor.double()
+    norm = zeros[2] if exact else torch.linalg.vector_norm(tensor, dtype=wide).double()
+    return torch.stack([(rows * _weights(rows)).sum(), (columns * _weights(columns)).sum(), norm])
+
+
+def _weights(like: Tensor) -> Tensor:
+    """Return a weight per place; neighbours differ."""
+    return torch.arange(1, like.numel() + 1, dtype=torch.float64, device=like.device).cos()

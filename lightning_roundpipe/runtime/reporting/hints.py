@@ -146,14 +146,6 @@ class Hints:
             "batch are there when training_step has ended for all microbatches. num_microbatches=1 has them at once.",
         )
 
-    def of_moving_state(self, layer: str, said: str) -> None:
-        """Hint: steps do not overlap, as a layer reads state that changes from step to step."""
-        self.say(
-            "moving",
-            f"a step's backward ends before the next batch begins, as layer {layer!r} may read what changes between "
-            f"them: {said}.",
-        )
-
     def of_refilled_batches(self) -> None:
         """Hint: steps do not overlap, as the data set reuses the memory of a batch for the next one."""
         self.say(
