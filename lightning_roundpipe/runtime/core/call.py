@@ -83,6 +83,7 @@ class Call:
         bare: whether grad mode is on but neither inputs nor parameters require grad. Outputs can require grad only if
             the layer reaches a trained tensor by another way.
         tentative: whether a bare call is put on the tape to find that out.
+        repeated: whether it is a call in a backward of user code; see `repeated_calls`.
         profile: the profile that the call fits; None if it is not expected to be plain.
         lender: the microbatch, which lends stand-ins for parameters of other modules.
     """
@@ -109,6 +110,7 @@ class Call:
     may_mutate: frozenset[int] | None = None
     bare: bool = False
     tentative: bool = False
+    repeated: bool = False
     profile: CallProfile | None = None
     lender: Lender | None = None
 

@@ -140,7 +140,7 @@ class LayerExecutor:
         inputs = _tensors(leaves)
         with device.track(inputs, INPUTS):
             meter = PeakMemoryMeter(device, inputs) if call.measure else None
-            ran = self._run(slot, call, leaves, "forward")
+            ran = self._run(slot, call, leaves, "recompute" if call.repeated else "forward")
             refuse_hidden(ran.output.leaves, call.layer.name)
             device.track_until_freed(ran.tensors(), OUTPUTS)  # user code holds them longer than this block
             activation = meter.read() if meter is not None else 0
@@ -151,7 +151,10 @@ class LayerExecutor:
             found = reaches_out(ran.tensors(), ran.detached_inputs, replica.parameters, call.layer.name, new=new)
             call.layer.reaches_out = call.layer.reaches_out or found
         mutated = self._mutated(call, ran.given)
-        buffers.write_back(snapshot, thorough)
+        if call.repeated:
+            buffers.discard()
+        else:
+            buffers.write_back(snapshot, thorough)
         result = self._finished(call, leaves, ran, mutated, activations)
         result.buffers, result.activation_bytes = snapshot, activation
         if not (call.learning or self._forwards.compiled or self._watched() or self._tiles):
@@ -566,6 +569,21 @@ class LayerExecutor:
             sums.detach(parameters, factor)
         worker.keep_until_computed(parts, grads, detached_inputs.grads, end=end)
         return detached_inputs.grads
+
+    def repeated_backward(
+        self, slot: Slot, recorded: RecordedCall, activations: ActivationStore, lender: Lender
+    ) -> tuple[list[Tensor | None], dict[int, Tensor]]:
+        """Recompute a repeated call and run its backward. Arguments as for `backward`.
+
+        Returns:
+            The gradient of each tensor argument, and those of the layer's parameters by position, on this worker.
+        """
+        grads = self.backward(slot, recorded, activations, 1.0, lender)
+        parameters = self._worker.replica(recorded.layer).parameters
+        found = {i: p.grad for i, p in enumerate(parameters) if p.grad is not None}
+        for parameter in parameters:
+            parameter.grad = None
+        return grads, found
 
     def _bring_grads(self, slot: Slot, recorded: RecordedCall, activations: ActivationStore) -> list[list[Tensor]]:
         """Return the parts of each output gradient, on this worker."""

@@ -38,6 +38,7 @@ from lightning_roundpipe.runtime.core.off_plan import OffPlan, give_up_graph, wh
 from lightning_roundpipe.runtime.core.outputs import check_inputs, hand_back, learn, refuse_hooked_module
 from lightning_roundpipe.runtime.core.prediction import NextCallPredictor
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
+from lightning_roundpipe.runtime.core.repeated_calls import MadeCall, RepeatedCalls
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
 from lightning_roundpipe.runtime.core.trace import Kind, Trace, TracedCall
 from lightning_roundpipe.runtime.core.turns import Slot, Slots
@@ -135,6 +136,7 @@ class MicrobatchTask:
         self._prefetcher = ActivationPrefetcher(
             index, engine.worker_pool.workers, slots, self.activations, offloads=engine.learned.offloads
         )
+        self.repeated = RepeatedCalls(engine, step.spec, index, self, self.segments, self.activations)
         self.tape: list[RecordedCall] = []
         self.reached = 0
         self._off_trace = self.trace.has_skipped_calls
@@ -267,6 +269,8 @@ class MicrobatchTask:
             The layer's output as user code sees it.
         """
         with torch._C.DisableTorchFunction():
+            if self._phase == "backward":
+                return self._repeat(layer, args, kwargs)
             self._refuse(layer)
             self._user_memory.end(self.trace.calls)
             call, recorded, traced = self._prepare(layer, args, kwargs)
@@ -292,24 +296,36 @@ class MicrobatchTask:
             if recorded is not None:
                 recorded.is_plain = call.profile is not None and forward.profile is not None
             owner = self.activations.number if self.learning or self._prefetcher.offloads else 0
-            if self.kept is not None and forward.side_outputs and not self.learning:
-                attributes = [(number, name) for kind, number, name in forward.side_outputs if kind == "attribute"]
-                self.kept.module_state.isolate(layer, attributes, self._segment_key)
+            self._isolate(layer, forward)
             output, taped = hand_back(call, recorded, traced, forward, args, kwargs, self._watched, owner)
             self._measure_user_code()
             if recorded is not None and taped:
                 self.tape.append(recorded)
             if self.kept is not None and forward.side_outputs:
                 self.kept.module_state.wrote(layer)
+            assert call.seed is not None
+            self.repeated.made.append(MadeCall(layer, call.seed, self._device))
             return output
+
+    def _isolate(self, layer: HostLayer, forward: Forward) -> None:
+        if self.kept is not None and forward.side_outputs and not self.learning:
+            attributes = [(number, name) for kind, number, name in forward.side_outputs if kind == "attribute"]
+            self.kept.module_state.isolate(layer, attributes, self._segment_key)
+
+    def _repeat(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer call in a backward of user code; see `repeated_calls`."""
+        self._check_weights(layer)
+        output, forward = self.repeated.call(layer, args, kwargs, self._slot, self._watched)
+        if self.kept is not None and forward.side_outputs:
+            self.kept.module_state.wrote(layer)
+        return output
+
+    def add_gradient(self, master: nn.Parameter, grad: Tensor) -> None:
+        """Add a gradient, on the host, of a parameter that a repeated call has computed with."""
+        self.mode.proxies.passed(master, grad)
 
     def _refuse(self, layer: HostLayer) -> None:
         """Raise for calls whose results or gradients would be wrong."""
-        if self._phase == "backward":
-            raise RoundPipeError(
-                f"layer {layer.name!r} was called during backward, as torch.utils.checkpoint around layers does. The "
-                "strategy recomputes layers itself: call them without a checkpoint around them."
-            )
         assert self._surroundings is not None
         self._surroundings.refuse(layer.name)
         self._check_weights(layer)

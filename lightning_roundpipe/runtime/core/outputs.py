@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -112,9 +112,31 @@ def hand_back(
     for alias in aliases if owner else ():
         mark_output(alias, owner)
     taped = recorded is not None and bool(recorded.grads)
+    return deliver(call, forward, aliases, through, args, kwargs, watched), taped
+
+
+def deliver(
+    call: Call,
+    forward: Forward,
+    aliases: list[Tensor],
+    through: Collection[Key],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    watched: SharedOutputs,
+) -> Any:
+    """Return the layer's output as user code sees it, and apply what else the layer has done.
+
+    Args:
+        call: the call as it ran.
+        forward: its results.
+        aliases: the tensors of the results, connected to the graph: those of ``forward.tensors()``, then those of the
+            side outputs in ``through``.
+        through: side outputs that gradients pass through.
+        args, kwargs, watched: see `hand_back`.
+    """
     outputs_shared, inputs_shared = forward.overlapping
     if not (forward.mutated or forward.side_outputs or outputs_shared or inputs_shared):
-        return hand_over(forward.output.value(aliases, call.originals)), taped
+        return hand_over(forward.output.value(aliases, call.originals))
     rest = iter(aliases)
     returned = [next(rest) for _ in forward.output.tensors()]
     if forward.mutated:
@@ -132,7 +154,7 @@ def hand_back(
         tensors = [next(rest) for _ in flat.tensors()] if key in through else [t.data for t in flat.tensors()]
         side_outputs[key] = flat.value(tensors, call.originals)
     put(call.layer.state.modules, (args, kwargs), side_outputs)
-    return hand_over(forward.output.value(returned, call.originals)), taped
+    return hand_over(forward.output.value(returned, call.originals))
 
 
 def check_inputs(recorded: RecordedCall, traced: TracedCall, *, learning: bool) -> None:
