@@ -117,7 +117,6 @@ class Engine:
         forwards = forwards_of(options)
         formats = formats or Formats()
         self.options, self.formats = options, formats
-        formats.default_matters = formats.sets_default and options.compile_layers is not None
         with interrupts_allowed():  # copies all weights, and no thread has been started yet
             found = layers_that_fit(module, options, devices, formats, fitting=fitting)
             model = HostModel(module, found.layers, devices[0], formats, apart=bool(options.staleness))
@@ -384,7 +383,7 @@ class Engine:
         * attributes that each microbatch has its own value of: code in its backward may read them;
         * random generators, if backward draws: the main thread uses them;
         * logging in backward: logs are issued when ``training_step`` returns;
-        * torch's default dtype, if a layer depends on it: it is set only within a step.
+        * torch's default dtype, with a precision that sets it within a step only.
         """
         return (
             self.updates is not None
@@ -392,7 +391,7 @@ class Engine:
             and not self.learned.module_state.private
             and not self.learned.randomness.draws_in_backward
             and not self.learned.logs_in_backward
-            and not self.formats.default_matters
+            and not self.formats.sets_default
         )
 
     @contextlib.contextmanager
