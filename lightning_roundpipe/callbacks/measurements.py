@@ -74,7 +74,8 @@ class Measurements(Callback):
         self.step_seconds.append(self._seconds)
         self.step_tokens.append(self._tokens)
         if self._losses:
-            self.train_losses.append(statistics.fmean(self._losses))
+            # Lightning has divided each of them by the batches of a step.
+            self.train_losses.append(trainer.accumulate_grad_batches * statistics.fmean(self._losses))
             pl_module.log("step_loss", self.train_losses[-1], prog_bar=True)
         if self._tokens:
             pl_module.log("tokens", float(self._tokens))
