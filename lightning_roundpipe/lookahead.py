@@ -58,7 +58,7 @@ class LookAhead(_PrefetchDataFetcher):
     _exhausted: bool
 
     @property
-    def done(self) -> bool:  # type: ignore[override]
+    def done(self) -> bool:
         """Whether the loop has received the last batch."""
         return self._exhausted and not self.taken
 

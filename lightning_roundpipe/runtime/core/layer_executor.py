@@ -164,7 +164,7 @@ class LayerExecutor:
         differs = self._differs_without_grad(slot, call, leaves, ran, operations)
         if call.probe and self._formats.sets_default and not self._formats.default_matters:
             self._formats.default_matters = self._differs_outside(slot, call, leaves, ran)
-        buffers.write_back(snapshot, thorough)
+        buffers.write_back(snapshot, thorough, call.microbatch)
         result = self._finished(call, leaves, ran, mutated, activations)
         result.buffers, result.activation_bytes, result.differs_without_grad = snapshot, activation, differs
         result.foretold = foretold is not None
@@ -214,7 +214,7 @@ class LayerExecutor:
             if ran.surprises:
                 profile = None
                 self._refuse_surprises(call.layer, leaves, ran)
-                self._worker.buffers(call.layer).write_back(absent, thorough=False)
+                self._worker.buffers(call.layer).write_back(absent, thorough=False, microbatch=call.microbatch)
             outputs = ran.tensors()
             device.track_until_freed(outputs, OUTPUTS)
         if profile is not None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -46,17 +46,12 @@ from lightning_roundpipe.runtime.layer_calls.shared_memory import SharedOutputs
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.evaluation_user_code import EvaluationUserCode
-from lightning_roundpipe.runtime.modes.parted_caches import make_ordinary
 from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 
 OFTEN = 64
 """Layer calls between two searches for dead host copies: generating a long text makes thousands of calls in a step."""
-
-
-CallInParts = Callable[["Evaluation", str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Makes a call of a model, whole or in parts, and returns its output; see `Parting.call`."""
 
 
 class Evaluation:
@@ -67,16 +62,11 @@ class Evaluation:
 
     Args:
         engine: the context that outlives the batch.
-        call_in_parts: makes the calls of models; None runs them whole.
         forwards: the layers' own forwards, by index; None if no call is to run in place.
-        foresees: whether to begin with a prefetch: not if the first call of a model probably runs in parts.
     """
 
-    def __init__(
-        self, engine: EngineContext, call_in_parts: CallInParts | None = None,
-        forwards: Mapping[int, Callable[..., Any]] | None = None, *, foresees: bool = True,
-    ) -> None:  # fmt: skip
-        self._call_in_parts, self._forwards, self._foresees = call_in_parts, forwards, foresees
+    def __init__(self, engine: EngineContext, forwards: Mapping[int, Callable[..., Any]] | None = None) -> None:
+        self._forwards = forwards
         self.in_place = False
         """Whether a layer call has run in place."""
         self._engine = engine
@@ -97,15 +87,9 @@ class Evaluation:
         """The number of layer calls so far."""
         self._slot: Slot | None = None
         self.surroundings = Surroundings()
-        watching = EvaluationUserCode(engine, self._stay_behind)
-        self._mode: UserCodeMode = watching
-        self.losses = watching.losses
-        """The losses that user code has computed, where it ran on the whole batch."""
+        self._mode: UserCodeMode = EvaluationUserCode(engine, self._stay_behind)
         self._executors = engine.executors
-        self._within = False
         self._watched = SharedOutputs()
-        self.looked_at: list[tuple[HostLayer, Forward]] | None = None
-        """Records the layer calls while `Parting` examines a call of a model; None otherwise."""
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``function(*args, **kwargs)``, with its layer calls on the workers."""
@@ -115,8 +99,7 @@ class Evaluation:
             with calling(self), self._mode, self._user_code, noted(self._place), interrupts_allowed():
                 self._user_code.enter_context(self._engine.worker_pool.devices[0].activate())
                 self.surroundings = Surroundings()
-                if self._foresees:
-                    self._foresee()
+                self._foresee()
                 output = function(*args, **kwargs)
                 self._watched.assert_unmodified()
             self.drop_foreseen()
@@ -139,21 +122,6 @@ class Evaluation:
 
     def locate(self, tensor: Tensor) -> Device | None:
         return self._engine.worker_pool.locate(tensor, self.device)
-
-    def call_model(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an intercepted model, whose own forward is ``function``."""
-        if self._within or self._call_in_parts is None:
-            return function(*args, **kwargs)
-        return self._call_in_parts(self, name, function, args, kwargs)
-
-    @contextlib.contextmanager
-    def within_model(self) -> Iterator[None]:
-        """Run the models that a model calls in its forward as part of that forward."""
-        before, self._within = self._within, True
-        try:
-            yield
-        finally:
-            self._within = before
 
     def go_on(self, device: Device | None) -> None:
         """Run the following user code in the compute stream of ``device``, which made the newest tensors."""
@@ -187,8 +155,6 @@ class Evaluation:
             state = layer.state.current()
             leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
             leaves = [self._mode.stand_in(leaf) for leaf in leaves]
-            for leaf in leaves:
-                make_ordinary(leaf)
             originals = list(leaves)
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor) and engine.worker_pool.locate(leaf, self.device) is not worker.device:
@@ -210,8 +176,6 @@ class Evaluation:
                 forward = worker.run(lambda: self._run_forward(slot, call, worker), self._cancel_scope)  # [3]
             self.go_on(worker.device)
             self._slot = slot
-            if self.looked_at is not None:
-                self.looked_at.append((layer, forward))
             self._activations.settle()
             if self.calls % OFTEN == 0:
                 self._activations.forget_dead()
@@ -235,8 +199,6 @@ class Evaluation:
             any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves) or any(layer.trainable())
         ):
             return None
-        for leaf in leaves:
-            make_ordinary(leaf)
         if not self.in_place:
             self.in_place = True
             self._stay_behind()
