@@ -51,7 +51,7 @@ def observed_writes() -> Iterator[None]:
         return write
 
     before = nn.Module.__setattr__, nn.Module.__delattr__
-    nn.Module.__setattr__, nn.Module.__delattr__ = map(telling, before)  # type: ignore[method-assign]
+    nn.Module.__setattr__, nn.Module.__delattr__ = telling(before[0]), telling(before[1])  # type: ignore[method-assign]
     try:
         yield
     finally:
