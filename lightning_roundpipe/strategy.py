@@ -303,6 +303,8 @@ class RoundPipeStrategy(SeveralMachines):
         with interrupts_deferred(), remedied():
             self._start_engine(module, fitting=fitting)
         assert self._engine is not None
+        self._evaluation = EvaluationWindow(module, self._engine, self.options)
+        TransferOnce.install(module)
         self._quieten = tell_of_all_workers(
             trainer, str(self.precision_plugin.precision), self._engine.worker_pool.devices
         )
@@ -319,8 +321,6 @@ class RoundPipeStrategy(SeveralMachines):
             if not again:
                 self._announcements.log_settings()
         self._window = None
-        self._evaluation = EvaluationWindow(module, self._engine, self.options)
-        TransferOnce.install(module)
         self.setup_precision_plugin()
 
     def _shared_settings(self) -> dict[str, Any]:
@@ -444,14 +444,14 @@ class RoundPipeStrategy(SeveralMachines):
         if stepping is not None:
             stepping.close()
         engine, self._engine = self._engine, None
-        evaluation, self._evaluation = self._evaluation, None
+        window, self._evaluation = self._evaluation, None
+        if self.lightning_module is not None:
+            TransferOnce.remove(self.lightning_module)
         if engine is not None:
-            if evaluation is not None:
-                evaluation.end()
+            if window is not None:
+                window.end()
             self._quieten()
             self._window = None
-            if self.lightning_module is not None:
-                TransferOnce.remove(self.lightning_module)
             try:
                 with contextlib.suppress(torch.AcceleratorError):  # a GPU that has failed; closing it raises the error
                     self._last_report = _report_of(engine, announcements) or self._last_report

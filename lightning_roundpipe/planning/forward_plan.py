@@ -62,7 +62,9 @@ def plan_forward(
     total_s, calls = sum(seconds), len(seconds)
     counts = {*range(min(workers, calls), calls, 1 + calls // CUTS), calls}
     plans = (_stages(seconds, layers, nbytes, total_s / count, stage_bytes) for count in sorted(counts))
-    return min(plans, key=lambda plan: len(plan.forward) * max(sum(seconds[c] for c in s.calls()) for s in plan.forward))
+    return min(
+        plans, key=lambda plan: len(plan.forward) * max(sum(seconds[c] for c in s.calls()) for s in plan.forward)
+    )
 
 
 def _stages(

@@ -121,7 +121,11 @@ def _batch(trainer: Trainer, settings: Mapping[str, Any]) -> str:
     size, length = settings["data"].get("batch_size"), settings["data"].get("sequence_length")
     if size is None or length is None:
         return "as the data module makes it"
-    return f"{plural(size, 'sequence')} of {length:,} tokens"
+    options, parts = getattr(trainer.strategy, "options", None), ""
+    if options is not None:
+        cut = options.num_microbatches or -(-size // (options.microbatch_size or size))
+        parts = f", cut into {plural(min(cut, size), 'microbatch')}" if cut > 1 else ""
+    return f"{plural(size, 'sequence')} of {length:,} tokens{parts}"
 
 
 def _steps(trainer: Trainer, settings: Mapping[str, Any]) -> str:
@@ -130,7 +134,7 @@ def _steps(trainer: Trainer, settings: Mapping[str, Any]) -> str:
     each = trainer.accumulate_grad_batches
     size, length = settings["data"].get("batch_size"), settings["data"].get("sequence_length")
     tokens = f" of {size * length * each:,} tokens" if size is not None and length is not None else ""
-    return f"{steps}{tokens}" + (f", {each} batches each" if each > 1 else "")
+    return f"{steps}{tokens}" + (f", {plural(each, 'batch')} each" if each > 1 else "")
 
 
 def _devices(trainer: Trainer) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.core.call import CallProfile
@@ -22,6 +24,7 @@ class Learned:
     module that sets it.
 
     Args:
+        module: the user's module.
         in_order: whether microbatches run one after another in every step.
 
     Attributes:
@@ -42,8 +45,8 @@ class Learned:
         logs_in_backward: whether user code logs in backward.
     """
 
-    def __init__(self, *, in_order: bool) -> None:
-        self._in_order = in_order
+    def __init__(self, module: nn.Module, *, in_order: bool) -> None:
+        self._module, self._in_order = module, in_order
         self.plans = self.logs_in_backward = False
         self.order = CallOrder()
         self.read_by_user_code: frozenset[ParamBucket] = frozenset()
@@ -61,9 +64,8 @@ class Learned:
         self.offloads = False
         self.in_order = self._in_order
         self.profiles: dict[int, CallProfile | None] = {}
-        self.module_state = ModuleStateIsolation()
+        self.module_state = ModuleStateIsolation(self._module)
         self.randomness = Randomness()
-        self._probed: set[tuple[int, int]] = set()
         self._walked: set[tuple[int, int]] = set()
 
     def awaits_calls(self) -> bool:
@@ -79,17 +81,6 @@ class Learned:
     def learns_again(self) -> bool:
         """Whether calls that the plan does not have are learned: they may change for ever."""
         return self._learned_again < MOST_LEARNED_AGAIN
-
-    def probes(self, call: TracedCall) -> bool:
-        """Return whether to run ``call`` without grad as well, and remember it.
-
-        That is so once for each layer and use, in a step from which a plan is made.
-        """
-        key = (call.layer.index, call.use)
-        if not self.plans or key in self._probed:
-            return False
-        self._probed.add(key)
-        return True
 
     def walks(self, call: TracedCall) -> bool:
         """Return whether to search the graph of ``call`` for paths that lead out of the layer, and remember it.

@@ -70,7 +70,6 @@ class Evaluation:
 
     Attributes:
         called: the layers that it has called, in order.
-        setting: the numbers of calls in which layers have set attributes of theirs.
         alone: whether it has done what only a batch alone may do: written to weights, wanted gradients, or called a
             layer again with a key-value cache.
         in_place: whether a layer call has run in place.
@@ -85,7 +84,6 @@ class Evaluation:
     ) -> None:  # fmt: skip
         self._engine, self._forwards, self.index = engine, forwards, index
         self.called: list[HostLayer] = []
-        self.setting: set[int] = set()
         self.alone = self.in_place = self.follows_writes = False
         self.device: Device | None = None
         self._order, self._profiles = engine.learned.order, engine.learned.profiles
@@ -141,8 +139,6 @@ class Evaluation:
     def _aside(self, wait: Callable[[], Any]) -> Any:
         """Call ``wait``, which waits for a device."""
         return wait()
-
-    # -- calls of layers ----------------------------------------------------------------------------------------------
 
     def go_on(self, device: Device | None) -> None:
         """Run the following user code in the compute stream of ``device``, which made the newest tensors."""
@@ -257,8 +253,7 @@ class Evaluation:
             call.profile = profile
 
     def _hand_back(self, call: Call, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if any(kind == "attribute" for kind, *_ in forward.side_outputs):
-            self.setting.add(call.index)
+        call.layer.sets_attributes |= any(kind == "attribute" for kind, *_ in forward.side_outputs)
         self._profiles[call.layer.index] = forward.profile
         return hand_back(call, None, TracedCall(call.layer, 0), forward, args, kwargs, self._watched)[0]
 

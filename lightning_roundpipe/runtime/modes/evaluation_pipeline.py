@@ -64,13 +64,11 @@ class KnownStep(NamedTuple):
     Attributes:
         layers: the layers that they call, in order.
         seconds: the shortest time of each call.
-        setting: the calls in which layers set attributes, which the next batch finds.
         module_state: the attributes of modules that they set.
     """
 
     layers: list[HostLayer]
     seconds: list[float]
-    setting: set[int]
     module_state: ModuleStateIsolation
 
     def see(self, recorder: Recorder) -> None:
@@ -241,7 +239,7 @@ class PipelinedBatch(Evaluation):
             number = next((n for n in range(self._section, len(known)) if known[n] is layer), None)
             slot = None if number is None else self._turns.upcoming(self.index, number, backward=False)
             if slot is not None and number is not None:
-                if number in self._step.setting:
+                if layer.sets_attributes:  # the call finds what that of the batch before has set
                     self._aside(functools.partial(self._wait_for_others, number + 1))
                 return slot, number
             self._be_alone()
@@ -268,9 +266,7 @@ class PipelinedBatch(Evaluation):
         if self._left:
             return super()._run_forward(slot, call, worker)
         run = worker.run if call.profile is None else worker.run_here  # plain calls find all that they need here
-        return run(
-            lambda: self._executors[worker.index].forward(slot, call, self._activations), self._cancel_scope
-        )
+        return run(lambda: self._executors[worker.index].forward(slot, call, self._activations), self._cancel_scope)
 
     def _leave(self, slot: Slot, call: Call) -> None:
         if self._left:
@@ -308,7 +304,7 @@ class EvaluationPipeline:
         self._around = contextlib.ExitStack()
         self._has_lock = False
         self._starting = threading.Lock()
-        self.cancel_scope, self._hooks = CancelScope(), HooksModuleState(ModuleStateIsolation())
+        self.cancel_scope, self._hooks = CancelScope(), HooksModuleState(engine.learned.module_state)
         self._hook_streams = contextlib.ExitStack()
         self._rounds: list[_Round] = []
         self._tasks: list[Task[None]] = []
@@ -326,7 +322,7 @@ class EvaluationPipeline:
     def alone(self, evaluation: Evaluation, kind: Hashable) -> Iterator[None]:
         """Context of a batch that runs alone. It shows what there is to know of ``kind``, unless that is empty."""
         self._known.pop(kind, None)
-        random_state, module_state = GlobalRandomState(self.engine.worker_pool.devices), ModuleStateIsolation()
+        random_state, module_state = GlobalRandomState(self.engine.worker_pool.devices), ModuleStateIsolation(self.engine.model.module)
         kept = MicrobatchModuleState(module_state)
         with self._intercepted(), module_state.observed():
             kept.enter()
@@ -334,9 +330,9 @@ class EvaluationPipeline:
                 yield
             finally:
                 kept.end()
-        if kind and evaluation.called and not evaluation.alone and not random_state.has_moved():
+        if kind != () and evaluation.called and not evaluation.alone and not random_state.has_moved():
             seconds = [math.inf] * len(evaluation.called)
-            known = KnownStep(evaluation.called, seconds, evaluation.setting, module_state)
+            known = KnownStep(evaluation.called, seconds, module_state)
             known.see(evaluation.recorder)
             self._known[kind] = known
 
@@ -391,11 +387,21 @@ class EvaluationPipeline:
             index, layers = pool.next_slot(), [known.layers[call] for call in span.calls()]
             slots.append(
                 Slot(
-                    index, index % count, 0, "forward", span.calls(), list(dict.fromkeys(layers)), {}, batches,
-                    recorder=recorder, cancel_scope=self.cancel_scope,
+                    index,
+                    index % count,
+                    0,
+                    "forward",
+                    span.calls(),
+                    list(dict.fromkeys(layers)),
+                    {},
+                    batches,
+                    recorder=recorder,
+                    cancel_scope=self.cancel_scope,
                 )  # fmt: skip
             )
-        self._rounds.append(_Round(batches, slots, PlannedSlots([slots], plan, self.cancel_scope, self._close), recorder))
+        self._rounds.append(
+            _Round(batches, slots, PlannedSlots([slots], plan, self.cancel_scope, self._close), recorder)
+        )
         for worker, queue in enumerate(pool.queues):
             queue.append((slot for slot in slots if slot.worker == worker), self._close)
 

@@ -14,8 +14,8 @@ batch has left; after the last one, modules have the last values. Hooks of an ev
 flight, with a view of their own (`HooksModuleState`).
 
 `nn.Module.__setattr__` and ``__delattr__`` tell of writes while a step of several microbatches runs; nothing is
-searched or compared. A tensor that is set again (``self.total += x``) was written in place: it is shared, and its value
-is kept for hooks. Lists, dicts and other containers that are changed in place are shared, too.
+searched or compared. A tensor that is set again (``self.total += x``) was written in place, and so is a buffer by a
+method such as ``add_``: it is shared, and its value is kept for hooks. Containers that are changed in place are shared.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ class _Held(NamedTuple):
     holder: Holder
     value: Any
     values: Tensor | None = None
+
+    def seen(self, name: str) -> Any:
+        """Return what code that reads the attribute gets: of one that the module lacks, its class's."""
+        return getattr(type(self.holder), name, _ABSENT) if self.value is _ABSENT else self.value
 
     def put(self, name: str) -> None:
         holder, value = self.holder, self.value
@@ -91,15 +95,27 @@ def about_to_write(holder: Holder, name: str) -> None:
         observer.about_to_write(holder, name)
 
 
+def about_to_write_in_place(tensor: Tensor) -> None:
+    """Note that user code of a microbatch, if it runs on this thread, is about to write to a tensor."""
+    observer: MicrobatchModuleState | None = getattr(_thread, "observer", None)
+    if observer is not None and (place := observer.module_state.buffers.get(id(tensor))) is not None:
+        observer.about_to_write(*place, in_place=True)
+
+
 class ModuleStateIsolation:
     """The attributes of a model that microbatches set.
 
+    Args:
+        root: the model. The layers' own buffers are not written by user code.
+
     Attributes:
+        buffers: modules and names of the model's buffers, by their ids, at the beginning of the step.
         places: all that were seen; a later step begins with what earlier ones have shown.
         carried: those that a microbatch has left changed [2].
     """
 
-    def __init__(self) -> None:
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
         self.places: set[Place] = set()
         self.carried: set[Place] = set()
         self.begin()
@@ -114,6 +130,7 @@ class ModuleStateIsolation:
         self.start: dict[Place, _Held] = {}
         self.latest: dict[Place, _Held] = {}
         self.present: MicrobatchModuleState | None = None
+        self.buffers = {id(b): (m, name) for m in self._root.modules() for name, b in m._buffers.items()}
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
@@ -156,8 +173,8 @@ class MicrobatchModuleState:
         self.values: dict[Place, _Held] = {}
         self._found: dict[Place, Any] = {}
         """What places held before it wrote to them for the first time."""
-        self._section: dict[Place, tuple[Holder, Any]] = {}
-        """What the running section has written to, with the values before."""
+        self._section: dict[Place, _Held] = {}
+        """What the running section has written to, as it was before."""
         self._uncarried: set[Place] = set()
         """What it has left when nothing had shown that it is carried on."""
 
@@ -166,41 +183,43 @@ class MicrobatchModuleState:
         self.module_state.show(self)
         _thread.observer = self
 
-    def about_to_write(self, holder: Holder, name: str) -> None:
-        """Note that the running section writes to an attribute."""
+    def about_to_write(self, holder: Holder, name: str, *, in_place: bool = False) -> None:
+        """Note that the running section writes to an attribute, or in place to the tensor that it holds."""
         place = id(holder), name
         if place not in self._section:
-            self._section[place] = holder, _read(holder, name)
+            value = _read(holder, name)
+            values = value.detach().clone() if in_place else None
+            self._section[place] = _Held(holder, value, values)
 
     def leave(self) -> None:
-        """Leave the section. Attributes that it has put back itself are nobody else's business."""
+        """Leave the section. What it has written to is its own from here on."""
         _thread.observer = None
         state, section, self._section = self.module_state, self._section, {}
-        for place, (holder, before) in section.items():
-            now = _read(holder, place[1])
-            in_place = isinstance(now, Tensor) and now is before
+        for place, before in section.items():
+            holder, now = before.holder, _read(before.holder, place[1])
+            in_place = isinstance(now, Tensor) and now is before.value
             values = now.detach().clone() if in_place else None
             self.values[place] = held = _Held(holder, now, values)  # its own, also where it was the same before
-            self._found.setdefault(place, before)
-            state.start.setdefault(place, _Held(holder, before))
+            self._found.setdefault(place, before.seen(place[1]))
+            state.start.setdefault(place, before)
             if in_place:
                 state.carried.add(place)
             if place in state.carried:
                 state.latest[place] = held
-            elif not _alike(now, before):
-                self._uncarried.add(place)
-            if in_place or not _alike(now, before):
+            if in_place or not _alike(now, before.value):
                 state.places.add(place)
+                self._uncarried |= {place} - state.carried
 
     def end(self) -> None:
         """After ``training_step``: find out which attributes are left changed."""
         self.leave()
-        for place in self._uncarried:  # others are the latest of later microbatches by now
+        state = self.module_state
+        for place in self._uncarried:  # of others, later microbatches have left the latest by now
             held = self.values[place]
-            if not _alike(held.value, self._found[place]):
-                self.module_state.carried.add(place)
-            if place in self.module_state.carried:
-                self.module_state.latest[place] = held
+            if not _alike(held.seen(place[1]), self._found[place]):
+                state.carried.add(place)
+            if place in state.carried:
+                state.latest[place] = held
 
 
 class HooksModuleState(MicrobatchModuleState):
@@ -211,39 +230,45 @@ class HooksModuleState(MicrobatchModuleState):
 
     def come_to(self, microbatch: MicrobatchModuleState | None = None) -> None:
         """Show what hooks saw last, and what ``microbatch`` has left."""
-        start, left = self.module_state.start, {} if microbatch is None else microbatch.values
-        self.values = {**start, **self.values, **left}
+        left = {} if microbatch is None else microbatch.values
+        self.values = {**self.module_state.start, **self.values, **left}
         self.module_state.present = None
         self.enter()
 
     def leave(self) -> None:
         _thread.observer = None
         section, self._section = self._section, {}
-        for place, (holder, before) in section.items():
-            self.module_state.start.setdefault(place, _Held(holder, before))
-            self.values[place] = _Held(holder, _read(holder, place[1]))
+        for place, before in section.items():
+            self.module_state.start.setdefault(place, before)
+            self.values[place] = _Held(before.holder, _read(before.holder, place[1]))
 
 
 class ShownState:
     """Lets hooks find what the microbatches of a batch have left, batch by batch.
 
     Args:
-        start: attributes as they were before the step.
+        state: the state at the end of the step.
         microbatches: what each microbatch has set.
         buffers: the layers' buffers as each microbatch has left them.
         batches: the microbatches of each batch.
+        in_order: whether microbatches have ended one after another. One that calls fewer layers may end before the one
+            in front of it; then the last one to have set an attribute leaves there what all of them have.
     """
 
     def __init__(
         self,
-        start: dict[Place, _Held],
+        state: ModuleStateIsolation,
         microbatches: Sequence[MicrobatchModuleState],
         buffers: BufferHistory,
         batches: Sequence[Sequence[int]],
+        in_order: bool,
     ) -> None:
         self._values, self._buffers, self._batches = [dict(one.values) for one in microbatches], buffers, batches
+        last = {} if in_order else {place: values for values in self._values for place in values}
+        for place, values in last.items():
+            values[place] = state.latest.get(place, values[place]) if place in state.carried else values[place]
         buffers.show(-1)
-        for place, held in start.items():
+        for place, held in state.start.items():
             held.put(place[1])
 
     def show(self, batch: int) -> None:
