@@ -3,7 +3,7 @@
 A batch that runs alone shows which layers a step calls, how long they take, and which attributes of modules it puts
 back. Batches that are begun ahead then follow one another through stages of these calls:
 
-    begin ── start, start, ..., close_round ── each batch: user code ── layer call: its turn in a slot ── user code ── [1]
+    begin ── start, start, ..., close_round ── each batch: user code ── layer call: its turn in a slot ── ... ── [1]
     user code runs one batch at a time, and section by section in the order of batches; the last section, behind the
     last call, begins when the batch before has ended: metrics see batches in order ── [2]
     a call that the stages do not have ── the batch gives up its turns; when the batches before it have ended and the
@@ -44,8 +44,8 @@ from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.threads.sync import Cancelled, CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import Task
-from lightning_roundpipe.runtime.user_code.attribute_views import AttributeViews, Place, PutBack, View, observed_writes
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, calling, intercepted
+from lightning_roundpipe.runtime.user_code.module_state import AttributeView, SharedAttributes, observed_writes
 from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState
 
 _FIRST = (-1,)
@@ -60,12 +60,12 @@ class KnownStep(NamedTuple):
     Attributes:
         layers: the layers that they call, in order.
         seconds: the shortest time of each call.
-        put_back: the attributes that a step changes and puts back.
+        attributes: the attributes of modules that a step sets.
     """
 
     layers: list[HostLayer]
     seconds: list[float]
-    put_back: set[Place]
+    attributes: SharedAttributes
 
     def see(self, recorder: Recorder) -> None:
         """Take over the times of calls, which have ended."""
@@ -107,7 +107,7 @@ class PipelinedBatch(Evaluation):
         self.ended = Waiter()
         self.output: Any = None
         self.error: BaseException | None = None
-        self.attributes = View(pipeline.views)
+        self.attributes = AttributeView(pipeline.attributes)
         self._pipeline, self._step, self._turns, self._before = pipeline, step, round_.turns, before
         self._thread_state = self._engine.thread_state()
         self._left = self._has_lock = False
@@ -131,6 +131,7 @@ class PipelinedBatch(Evaluation):
                 self.output = function()
                 self._watched.assert_unmodified()
                 finish()
+                self.attributes.end()
                 self._finish_uploads()
                 self._follow_writes()
                 self._used = {device: device.compute.record() for device in self._used}
@@ -169,11 +170,11 @@ class PipelinedBatch(Evaluation):
             self._before._wait_until_over(self._section, self._cancel_scope)
         self._engine.user_lock.acquire((self.index,), self._cancel_scope)
         self._has_lock = True
-        self._pipeline.views.show(self.attributes)
+        self.attributes.enter()
 
     def _leave_user_code(self) -> None:
         if self._has_lock:
-            self._pipeline.views.hide()
+            self.attributes.leave()
             self._has_lock = False
             self._engine.user_lock.release()
 
@@ -275,7 +276,7 @@ class EvaluationPipeline:
 
     Attributes:
         active: whether batches are in flight, or have not been shown.
-        views: what the batches in flight have set on modules.
+        attributes: what the batches in flight have set on modules.
         cancel_scope: their cancel scope.
     """
 
@@ -291,7 +292,7 @@ class EvaluationPipeline:
         self._around = contextlib.ExitStack()
         self._has_lock = False
         self._starting = threading.Lock()
-        self.views, self.cancel_scope = AttributeViews(), CancelScope()
+        self.attributes, self.cancel_scope = SharedAttributes(engine.model.module), CancelScope()
         self._rounds: list[_Round] = []
         self._tasks: list[Task[None]] = []
         self._last: PipelinedBatch | None = None
@@ -308,11 +309,17 @@ class EvaluationPipeline:
     def alone(self, evaluation: Evaluation, kind: Hashable) -> Iterator[None]:
         """Context of a batch that runs alone. It shows what there is to know of ``kind``, unless that is empty."""
         self._known.pop(kind, None)
-        random_state, put_back = GlobalRandomState(self.engine.worker_pool.devices), PutBack()
-        with self._intercepted(), put_back.observing():
-            yield
+        random_state = GlobalRandomState(self.engine.worker_pool.devices)
+        attributes = SharedAttributes(self.engine.model.module)
+        view = AttributeView(attributes)
+        with self._intercepted(), observed_writes():
+            view.enter()
+            try:
+                yield
+            finally:
+                view.end()
         if kind != () and evaluation.called and not evaluation.alone and not random_state.has_moved():
-            known = KnownStep(evaluation.called, [math.inf] * len(evaluation.called), put_back.places())
+            known = KnownStep(evaluation.called, [math.inf] * len(evaluation.called), attributes)
             known.see(evaluation.recorder)
             self._known[kind] = known
 
@@ -328,7 +335,8 @@ class EvaluationPipeline:
         """Begin to run batches of ``kind``, at most ``in_flight`` at a time."""
         pool = self.engine.worker_pool
         self._kind, self._in_flight, self._count, self._shown = kind, in_flight, 0, 0
-        self.views, self.cancel_scope = AttributeViews(self._known[kind].put_back), CancelScope(pool.abort)
+        self.attributes, self.cancel_scope = self._known[kind].attributes, CancelScope(pool.abort)
+        self.attributes.begin()
         self._rounds, self._tasks, self._last = [], [], None
         self._around.enter_context(self._intercepted())
         self._around.enter_context(observed_writes())
@@ -375,7 +383,7 @@ class EvaluationPipeline:
                     batches,
                     recorder=recorder,
                     cancel_scope=self.cancel_scope,
-                )  # fmt: skip
+                )
             )
         self._rounds.append(
             _Round(batches, slots, PlannedSlots([slots], plan, self.cancel_scope, self._close), recorder)
@@ -447,13 +455,13 @@ class EvaluationPipeline:
         """Let hooks find what ``batch`` has left, and no batch run user code until the next `wait_for` [4]."""
         with self._failing():
             self._take_lock()
-        self.views.come_to(batch.attributes)
+        self.attributes.come_to(batch.attributes)
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
         """Context of hooks that run while batches do."""
         self._take_lock()
-        self.views.come_to()
+        self.attributes.come_to()
         try:
             yield
         finally:
@@ -466,7 +474,7 @@ class EvaluationPipeline:
 
     def pause_hooks(self) -> None:
         """Let batches run user code."""
-        self.views.hide()
+        self.attributes.hooks.leave()
         if self._has_lock:
             self._has_lock = False
             self.engine.user_lock.release()
@@ -504,8 +512,8 @@ class EvaluationPipeline:
                 queue.clear()
             self.engine.gradients.drop()  # downloads into them may have been aborted
         self._forget(math.inf)
-        self.views.come_to()
-        self.views.hide()
+        self.attributes.come_to()
+        self.attributes.hooks.leave()
         self._last, self._tasks = None, []
         self._around.close()
         self.engine.model.buffers.settle()
