@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -207,6 +208,8 @@ class UserCodeMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.backward:
+            return self._backward(*args, **kwargs)
         if func is F.l1_loss:
             kwargs = completed(kwargs, sys._getframe(1))
         name = getattr(func, "__name__", "")
@@ -255,6 +258,21 @@ class UserCodeMode(TorchFunctionMode):
                     self.counts.note(result, count)
             return result
         return self._call(func, name, args, kwargs)
+
+    def _backward(
+        self, tensors: Sequence[Any], grad_tensors: Any, retain_graph: bool | None, create_graph: bool, inputs: Any
+    ) -> None:
+        """Run ``torch.autograd.backward``, and user code in it under this mode.
+
+        Torch leaves the mode around its own function.
+        """
+        given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors or [None] * len(tensors)
+        grads = torch.autograd._make_grads(tensors, given, is_grads_batched=False)
+        retain = create_graph if retain_graph is None else retain_graph
+        with self:
+            _engine_run_backward(
+                tensors, grads, retain, create_graph, inputs or (), allow_unreachable=True, accumulate_grad=True
+            )
 
     def saw(self, frame: FrameType | None, called: str) -> None:
         """Let ``observe`` know that ``frame`` has called something that is no torch function."""
