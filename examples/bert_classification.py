@@ -1,7 +1,7 @@
 """Classification with BERT: padded sentences, a schedule, clipping, checkpoints, and plain Lightning at the end.
 
 A small BERT learns whether a sentence of random words, 4 to 16 of them, holds one that is rude. What a real fine-tuning
-script has is all there and unchanged: padding with an attention mask, gradients accumulated over two batches and
+script has is all there and unchanged: padding with an attention mask, gradients accumulated over eight batches and
 clipped, a learning rate that is warmed up, the best checkpoint by validation accuracy. The checkpoint is an ordinary
 one: at the end plain Lightning loads it and predicts.
 
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import BinaryAccuracy
 from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
-EPOCHS, SENTENCES, PAD, WORDS, RUDE = 5, 512, 0, 32, 3
+EPOCHS, SENTENCES, WINDOW, PAD, WORDS, RUDE = 5, 512, 8, 0, 32, 3
 CONFIG = BertConfig(
     vocab_size=WORDS,
     hidden_size=64,
@@ -84,7 +84,7 @@ def collate(sentences: list[tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor
 
 def loader(number: int, seed: int, **options) -> DataLoader:
     generator = torch.Generator().manual_seed(seed)
-    return DataLoader([sentence(generator) for _ in range(number)], batch_size=32, collate_fn=collate, **options)
+    return DataLoader([sentence(generator) for _ in range(number)], batch_size=8, collate_fn=collate, **options)
 
 
 def main() -> None:
@@ -97,13 +97,13 @@ def main() -> None:
             strategy="roundpipe",
             devices=4,
             max_epochs=EPOCHS,
-            accumulate_grad_batches=2,
+            accumulate_grad_batches=WINDOW,
             gradient_clip_val=1.0,
             num_sanity_val_steps=0,
             callbacks=[best, Epochs()],
             **quiet,
         )
-        trainer.fit(Classifier(steps=EPOCHS * len(training) // 2), training, held_out)
+        trainer.fit(Classifier(steps=EPOCHS * len(training) // WINDOW), training, held_out)
 
         plain = pl.Trainer(devices=1, **quiet)
         right = torch.cat(plain.predict(Classifier.load_from_checkpoint(best.best_model_path), held_out))

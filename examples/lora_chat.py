@@ -3,7 +3,8 @@
 A small Llama with random weights, which stay as they are, learns by heart to answer questions. ``TextFiles`` reads
 the conversations, writes them out by the tokenizer's chat template, packs them into rows in which they do not see each
 other, and lets the model learn the answers only. It is an ordinary data module, and so is everything else ordinary:
-PEFT's adapters, Hugging Face's ``generate``. Only the strategy is new.
+PEFT's adapters, Hugging Face's ``generate``. Only the strategy is new. Rows differ in how many tokens are learnt, and
+``loss_weight="targets"`` makes the loss of a step the mean over all of them.
 
     python examples/lora_chat.py          (under a minute, no GPU)
 
@@ -21,6 +22,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.data import TextFiles
 
 STEPS = 44
@@ -113,8 +115,9 @@ def main() -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=4,
-        strategy="roundpipe",
+        strategy=RoundPipeStrategy(loss_weight="targets"),
         max_steps=STEPS,
+        accumulate_grad_batches=8,
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
@@ -129,7 +132,7 @@ def main() -> None:
             tokenizer,
             len(tokenizer),
             sequence_length=96,
-            batch_size=8,
+            batch_size=1,
             validation_path=chats,  # learnt by heart: nothing is held out
             cache_folder=folder,
         )

@@ -2,7 +2,8 @@
 
 A small BERT learns whether a sentence of random words holds the word 7. It is trained twice from the same start: by
 plain Lightning, and with ``strategy="roundpipe"`` on four emulated devices, which hold the model's weights only while
-they need them. Nothing else differs, RoundPipe is not even imported, and the losses are the same.
+they need them. The eight batches of an optimizer step are the microbatches that go through the devices. Nothing else
+differs, RoundPipe is not even imported, and the losses are the same.
 
     python examples/plain_lightning.py          (about 15 seconds, no GPU)
 """
@@ -14,7 +15,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAccuracy
 from transformers import BertConfig, BertForSequenceClassification
 
-STEPS = 24
+STEPS, WINDOW = 24, 8  # optimizer steps, and the batches of each
 CONFIG = BertConfig(
     vocab_size=16,
     hidden_size=64,
@@ -56,7 +57,7 @@ class SentenceClassifier(pl.LightningModule):
 
 
 class Losses(pl.Callback):
-    """Keeps what each training step returned."""
+    """Keeps the loss of each batch, which Lightning has divided by the batches of a step."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -71,11 +72,12 @@ def sentences(number: int, seed: int) -> TensorDataset:
 
 
 def train(**options) -> tuple[pl.Trainer, list[float], dict[str, float]]:
-    """Trains from the same start with a Trainer of these options: the trainer, its losses, and the validation."""
+    """Trains from the same start, with these options: the trainer, the loss of each step, and the validation."""
     pl.seed_everything(1, verbose=False)
     module, losses = SentenceClassifier(), Losses()
     trainer = pl.Trainer(
         max_steps=STEPS,
+        accumulate_grad_batches=WINDOW,
         callbacks=losses,
         num_sanity_val_steps=0,
         logger=False,
@@ -86,10 +88,11 @@ def train(**options) -> tuple[pl.Trainer, list[float], dict[str, float]]:
     )
     trainer.fit(
         module,
-        DataLoader(sentences(STEPS * 32, seed=1), batch_size=32),
+        DataLoader(sentences(STEPS * WINDOW * 4, seed=1), batch_size=4),
         DataLoader(sentences(256, seed=2), batch_size=64),
     )
-    return trainer, losses.values, {key: float(trainer.callback_metrics[key]) for key in ("val_loss", "val_accuracy")}
+    steps = torch.tensor(losses.values).view(STEPS, WINDOW).sum(dim=1).tolist()
+    return trainer, steps, {key: float(trainer.callback_metrics[key]) for key in ("val_loss", "val_accuracy")}
 
 
 def main() -> None:

@@ -78,6 +78,7 @@ def main() -> None:
         devices=4,
         strategy="roundpipe",
         max_steps=STEPS,
+        accumulate_grad_batches=8,
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
@@ -90,7 +91,7 @@ def main() -> None:
         reference = module.log_probability(first)
 
     [before] = trainer.validate(module, held_out, verbose=False)
-    trainer.fit(module, DataLoader(pairs(STEPS * 16, seed=1), batch_size=16))
+    trainer.fit(module, DataLoader(pairs(STEPS * 16, seed=1), batch_size=2))
     [after] = trainer.validate(module, held_out, verbose=False)
     for when, found in (("before", before), ("after", after)):
         print(

@@ -70,8 +70,9 @@ def main() -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=4,
-        strategy=RoundPipeStrategy(microbatch_size=4, emulation={"memory": DEVICE_MEMORY}),
+        strategy=RoundPipeStrategy(emulation={"memory": DEVICE_MEMORY}),
         max_steps=STEPS,
+        accumulate_grad_batches=8,
         num_sanity_val_steps=0,
         limit_val_batches=8,
         logger=False,
@@ -81,7 +82,7 @@ def main() -> None:
     )
     held_out = DataLoader(patterns(128, seed=2), batch_size=16)
     [before] = trainer.validate(module, held_out, verbose=False)
-    trainer.fit(module, DataLoader(patterns(STEPS * 32, seed=1), batch_size=32))
+    trainer.fit(module, DataLoader(patterns(STEPS * 32, seed=1), batch_size=4))
     report = trainer.strategy.report()
     [after] = trainer.validate(module, held_out, verbose=False)
     print(f"accuracy before {before['accuracy']:.3f}, after {after['accuracy']:.3f}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_roundpipe.registration import autoload
 
 if TYPE_CHECKING:
+    from lightning_roundpipe.batches.cutting import Microbatches
     from lightning_roundpipe.messages import RoundPipeWarning
     from lightning_roundpipe.precision import RoundPipePrecision
     from lightning_roundpipe.step_monitor import RoundPipeMonitor
@@ -20,9 +21,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["RoundPipeMonitor", "RoundPipePrecision", "RoundPipeStrategy", "RoundPipeWarning", "__version__"]
+__all__ = [
+    "Microbatches",
+    "RoundPipeMonitor",
+    "RoundPipePrecision",
+    "RoundPipeStrategy",
+    "RoundPipeWarning",
+    "__version__",
+]
 
 _HOMES = {
+    "Microbatches": "lightning_roundpipe.batches.cutting",
     "RoundPipeMonitor": "lightning_roundpipe.step_monitor",
     "RoundPipePrecision": "lightning_roundpipe.precision",
     "RoundPipeStrategy": "lightning_roundpipe.strategy",

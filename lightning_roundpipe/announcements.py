@@ -65,16 +65,15 @@ class Announcements:
         self.planned_host_bytes: int | None = None
         """Host memory that stays in use between steps; None before the first batch."""
 
-    def before(self, batch: Any) -> None:
-        """Announce the first batch [2]; do nothing for later ones."""
+    def before(self, samples: list[int] | None) -> None:
+        """Announce the first window [2]; do nothing for later ones.
+
+        Args:
+            samples: samples of each of its microbatches; None under manual optimization.
+        """
         if self._begun:
             return
-        self._begun = True
-        if self._module.automatic_optimization:
-            try:
-                self._sizes = self._engine.cutter.sizes_for(batch)
-            except ValueError:  # the engine will say what is wrong with the batch
-                return
+        self._begun, self._sizes = True, samples
         self._say(self._beginning())
         for text in clamped(self._engine.options, self._sizes or []):
             warn(PREFIX + text)
@@ -128,7 +127,7 @@ class Announcements:
         share = "all trained" if trained == total else f"{count(trained)} trained"
         facts = [
             name_devices(engine),
-            how_cut(self._sizes) if self._module.automatic_optimization else "manual optimization on whole batches",
+            how_cut(self._sizes) if self._sizes else "manual optimization on whole batches",
             self._precision,
             plural(len(engine.model.layers), "layer"),
             f"{count(total)} {'parameter' if total == 1 else 'parameters'} ({share})",
@@ -224,10 +223,8 @@ def name_devices(engine: Engine) -> str:
     return plural(len(pool.workers), "emulated device" if pool.accelerator is None else "GPU")
 
 
-def how_cut(sizes: Sequence[int] | None) -> str:
+def how_cut(sizes: Sequence[int]) -> str:
     """Return the microbatches in words: ``"4 microbatches of 1 to 2 samples"``."""
-    if not sizes:
-        return "microbatches of the model's calls"
     least, most = min(sizes), max(sizes)
     samples = plural(most, "sample") if least == most else f"{least} to {plural(most, 'sample')}"
     return f"{plural(len(sizes), 'microbatch')} of {samples}"

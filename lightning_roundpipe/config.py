@@ -190,13 +190,14 @@ class Options:
     round_microbatches: int | None = None
     layers: Sequence[str | type] | None = None
     plan: str | None = "measured"
-    loss_weight: LossWeight | Literal["sum"] | None = None
+    loss_weight: LossWeight | Literal["targets", "sum"] | None = None
+    overlap: bool = True
     staleness: int = 0
     memory_budget: int | float | str | None = None
     pin_memory: Literal["auto", "on", "off"] | bool = "auto"
     prefetch: int = 1
     watchdog_timeout: float = 600.0
-    microbatch_scope: str = "auto"
+    evaluation_batches: int = 2
     stage_seconds: float | None = None
     compile_layers: bool | Mapping[str, Any] | None = False
     reduce_dtype: Any = None
@@ -211,17 +212,27 @@ class Options:
             value = getattr(self, name)
             if value is not None and not (is_whole(value) and value >= 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+        if not isinstance(self.overlap, bool):
+            raise ValueError(
+                f"overlap={self.overlap!r} must be True or False (one microbatch after another, each as a whole)."
+            )
         if self.num_microbatches is not None and self.microbatch_size is not None:
             raise ValueError(
                 f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} are both set, "
                 "and each decides the other: set only one of them."
             )
+        if not (is_whole(self.evaluation_batches) and self.evaluation_batches >= 1):
+            raise ValueError(
+                f"evaluation_batches={self.evaluation_batches!r} must be a whole number of at least 1: the batches in "
+                "flight per device in validation, test and prediction."
+            )
         self._check_layers()
         self._check_plan()
-        if self.loss_weight not in (None, "sum") and not callable(self.loss_weight):
+        if self.loss_weight not in (None, "targets", "sum") and not callable(self.loss_weight):
             raise ValueError(
-                f"loss_weight={self.loss_weight!r} must be a function of a microbatch, 'sum' if the losses of "
-                "microbatches add up to that of the batch, or None."
+                f"loss_weight={self.loss_weight!r} must be 'targets' (microbatches count by the targets of their mean "
+                "cross entropy), 'sum' (the losses of a batch's parts add up), a function of a microbatch, or None "
+                "(parts count by their samples)."
             )
         self._check_budget()
         self._check_tiles()
@@ -340,14 +351,4 @@ class Options:
         if not is_whole(self.staleness) or self.staleness not in (0, 1):
             raise ValueError(
                 f"staleness={self.staleness!r} must be 0 (exact training) or 1 (gradients one optimizer step late)."
-            )
-        if self.microbatch_scope not in ("auto", "step", "model"):
-            raise ValueError(
-                f"microbatch_scope={self.microbatch_scope!r} must be 'auto', 'step' (each microbatch runs "
-                "training_step) or 'model' (training_step runs once, and each call of the model in microbatches)."
-            )
-        if self.microbatch_scope == "model" and self.loss_weight is not None:
-            raise ValueError(
-                "loss_weight says how the losses of microbatches make up that of the batch, and "
-                "microbatch_scope='model' has one loss of the whole batch: leave loss_weight out."
             )

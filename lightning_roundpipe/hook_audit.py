@@ -35,7 +35,6 @@ from torch.optim import optimizer as torch_optimizer
 from typing_extensions import override
 
 from lightning_roundpipe.optim.independence import stepped_by_parameter
-from lightning_roundpipe.runtime.user_code.names_in_code import names_read
 
 LOOKS_AWAY = "roundpipe_looks_away"
 
@@ -100,11 +99,6 @@ _READ[_LRCallback] = "on_train_batch_start on_train_batch_end"  # the learning-r
 _NAMES = frozenset({*_WITHIN_THE_STEP, *_PARTS_OF_THE_STEP, *_OF_CALLBACKS, *_WAITS_AT, _SCHEDULER, "optimizer_step"})
 """The names of all functions that the audit considers."""
 
-_BEFORE_TRAINING = frozenset(
-    {"on_fit_start", "on_train_start", "on_sanity_check_start", "on_sanity_check_end", "teardown"}
-)
-_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_roundpipe")
-
 _METHODS = (FunctionType, classmethod, staticmethod, property)
 _HARMLESS = frozenset(getattr(kind, hook, None) for kind, hooks in _READ.items() for hook in hooks.split())
 
@@ -155,22 +149,6 @@ def hooked_parameter(module: nn.Module) -> str | None:
 
 def _has_hook(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
-def read_between_steps(trainer: Trainer, module: LightningModule) -> frozenset[str]:
-    """Return the names that user code between two calls of ``training_step`` reads; empty if no such code runs.
-
-    A declaration that it looks away is about weights, and counts for nothing here.
-    """
-    theirs = [c for c in _callbacks(trainer) if type(c).__module__.partition(".")[0] not in _LIBRARIES]
-    bases = [(module, LightningModule), *((callback, Callback) for callback in theirs)]
-    hooks = [
-        getattr(listener, hook)
-        for listener, base in bases
-        for hook in _NAMES - _BEFORE_TRAINING
-        if _owner(listener, hook, base) is not None
-    ]
-    return names_read(hooks, [module, *{type(m) for m in module.modules()}, *theirs]) if hooks else frozenset()
 
 
 def listening(

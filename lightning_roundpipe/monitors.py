@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PyTorchProfiler
-from torch.utils.data import Dataset
 
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.runtime.user_code.left_behind import Namespace
 
 _COMPUTED_IN = {
     "bf16-mixed": torch.bfloat16,
@@ -109,87 +105,10 @@ def profile_all_threads(module: LightningModule) -> None:
             profiler._profiler_kwargs.setdefault("experimental_config", everywhere)
 
 
-class _SilentLogger(DummyLogger):
-    """Does nothing but to say, by calling ``told``, that user code logs with the logger itself."""
-
-    def __init__(self, told: Callable[[], None]) -> None:
-        super().__init__()
-        self._told = told
-
-    @property
-    def experiment(self) -> Any:
-        self._told()
-        return super().experiment
-
-    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
-        self._told()
-
-    def __getattr__(self, name: str) -> Any:
-        return self.log_metrics if name.startswith("log_") and name != "log_dir" else super().__getattr__(name)
-
-
-@contextlib.contextmanager
-def rehearsing(trainer: Trainer, told: Callable[[], None]) -> Iterator[list[tuple[str, Any]]]:
-    """Silence the trainer's loggers while ``training_step`` is rehearsed; ``told`` is called if it calls one itself.
-
-    Yields:
-        What else the rehearsal might change, by name: schedulers, the settings of optimizers, users' callbacks, the
-        data module, data sets, and the trainer's own attributes.
-    """
-    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    others: list[tuple[str, Any]] = [(type(scheduler).__name__, scheduler) for scheduler in schedulers]
-    for number, optimizer in enumerate(trainer.optimizers):
-        others += [(f"optimizer {number}", group) for group in optimizer.param_groups]
-    around = {f"trainer.callbacks[{i}]": callback for i, callback in enumerate(vars(trainer)["callbacks"])}
-    around["trainer.datamodule"] = vars(trainer).get("datamodule")
-    around |= {f"data set {i}": data_set for i, data_set in enumerate(_data_sets(trainer))}
-    others += [(name, value) for name, value in around.items() if value is not None and not _has_thread(value)]
-    others.append(("trainer.", Namespace(vars(trainer), without=("callbacks", "datamodule"))))
-    groups = [(optimizer.param_groups, list(optimizer.param_groups)) for optimizer in trainer.optimizers]
-    loggers = trainer.loggers
-    trainer.loggers = [_SilentLogger(told) for _ in loggers]
-    try:
-        yield others
-    finally:
-        trainer.loggers = loggers
-        parameters = set(map(id, trainer.lightning_module.parameters()))
-        for now, before in groups:  # what training_step registers is gone again, and the step registers another one
-            now[:] = [x for x in now if any(x is y for y in before) or parameters.issuperset(map(id, x["params"]))]
-
-
-def _data_sets(trainer: Trainer) -> Iterator[Any]:
-    """Yield the users' data sets that are trained on; torch's own, such as a ``Subset``, are looked through."""
-    combined = trainer.fit_loop._combined_loader
-    for source in [] if combined is None else combined.flattened:
-        found: Any = getattr(source, "dataset", None)
-        while type(found).__module__.startswith("torch.") and hasattr(found, "dataset"):
-            found = found.dataset
-        if isinstance(found, Dataset) and not type(found).__module__.startswith("torch."):
-            yield found
-
-
-def _has_thread(value: Any) -> bool:
-    """Return whether ``value`` may change on a thread of its own, which no rehearsal is the cause of."""
-    return any(isinstance(held, threading.Thread) for held in getattr(value, "__dict__", {}).values())
-
-
-def settings_of(trainer: Trainer) -> dict[str, Any]:
-    """Return the numbers among the settings of optimizers and schedulers, by name."""
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    held = [(f"group {number} of the optimizers", group) for number, group in enumerate(groups)]
-    held += [(type(config.scheduler).__name__, vars(config.scheduler)) for config in trainer.lr_scheduler_configs]
-    return {
-        f"{name}[{key!r}]": value
-        for name, settings in held
-        for key, value in settings.items()
-        if isinstance(value, (int, float, tuple))
-    }
-
-
-def batches_left(trainer: Trainer) -> float:
-    """Return on how many batches the trainer will still train; infinite if no setting says so. Its loops are set up."""
+def windows_left(trainer: Trainer) -> float:
+    """Return how many windows the trainer will still train on; infinite if no setting says so. Its loops are set up."""
     steps, of_all = trainer.max_steps, trainer.num_training_batches
-    by_steps = math.inf if steps == -1 else (steps - trainer.global_step) * trainer.accumulate_grad_batches
+    by_steps = math.inf if steps == -1 else steps - trainer.global_step
     epochs = trainer.max_epochs
     by_epochs = math.inf if epochs in (None, -1) else (epochs - trainer.current_epoch) * of_all
-    return max(0.0, min(by_steps, by_epochs))
+    return max(0.0, min(by_steps, by_epochs / trainer.accumulate_grad_batches))

@@ -140,8 +140,6 @@ def _refuse_parts(options: Options) -> None:
     """Raise for options that cut the batch: a manual-optimization step differentiates and steps by itself."""
     given = {"microbatch_size": options.microbatch_size, "plan": options.plan_text}
     asked = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-    if options.microbatch_scope == "model":
-        asked.append(f"microbatch_scope={options.microbatch_scope!r}")
     if options.num_microbatches not in (None, 1):
         asked.insert(0, f"num_microbatches={options.num_microbatches}")
     if asked:
@@ -175,15 +173,10 @@ def _refuse_shared_memory(module: LightningModule) -> None:
             )
 
 
-def refuse_plan(text: str, round_microbatches: int | None, microbatch_scope: str = "step") -> None:
+def refuse_plan(text: str, round_microbatches: int | None) -> None:
     """Raise for a plan that is wrong for any model, before there is a trace."""
     plan = Plan.parse(text)
     plan.validate()
-    if plan.recompute_ahead and microbatch_scope == "model":
-        raise ValueError(
-            "plan: it says 'recompute ahead', and with microbatch_scope='model' gradients come when all microbatches "
-            "have been through the model: leave it out."
-        )
     size = plan.round_microbatches
     if round_microbatches is not None and round_microbatches != size:
         raise ValueError(
@@ -197,8 +190,7 @@ def refuse_layer_sync(layer_sync: object) -> None:
     if layer_sync is not None:
         raise MisconfigurationException(
             "sync_batchnorm=True joins the statistics of several processes, and the roundpipe strategy has one: batch "
-            "norm sees a microbatch at a time. Set sync_batchnorm=False, and num_microbatches=1 if the statistics "
-            "must be those of the whole batch."
+            "norm sees a microbatch at a time, as under gradient accumulation. Set sync_batchnorm=False."
         )
 
 

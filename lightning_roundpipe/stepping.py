@@ -19,7 +19,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_roundpipe.accumulation_checkpoint import ACCUMULATED, restore, save
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.hook_audit import (
     FlushOptimizer,
@@ -27,7 +26,6 @@ from lightning_roundpipe.hook_audit import (
     listening,
     looks_at_weights,
     needs_gradients,
-    read_between_steps,
     slowed_by,
 )
 from lightning_roundpipe.optim.clipping import Clip
@@ -63,10 +61,8 @@ class Stepping:
         """Whether the optimizer's state may lie in the file of a checkpoint."""
         self._listening: list[object] | None = None
         """The state of `listening` for which the way of stepping was chosen."""
-        self._running: int | None = None
-        """Number of the batch that began last."""
-        self._grads_before: list[tuple[int, int]] | None = None
-        """Ids and versions of what was in ``.grad`` when it began; None if it starts a window or steps apart."""
+        self._window = range(0)
+        """The batches of the window that began last, by the number of batches processed before each."""
         self._settle = FlushOptimizer(self._finish)
         self._hooks = contextlib.ExitStack()
         self._watch()
@@ -83,28 +79,27 @@ class Stepping:
     def _finish(self) -> None:
         """Finish pending updates, and put gradients where plain training leaves them."""
         self._engine.settle()
-        if self._engine.updates is not None and not self.is_within_batch():
+        if self._engine.updates is not None and not self.is_within_window():
             # Lightning drops the last step's gradients before it validates, and keeps those of an open window.
             self._engine.updates.show(after_step=not self._trainer.validating)
 
     def keep_gradients(self) -> dict[str, Tensor]:
         """Finish pending updates; return the gradients of an open accumulation window, for another ``begin``."""
         self._engine.settle()
-        kept: dict[str, Any] = {"optimizer_states": (), ACCUMULATED: {}}
-        save(kept, self._module, self._engine.updates, self._engine.formats.scales.last)
-        if self._engine.updates is not None:
-            self._engine.updates.show(after_step=True)  # the next thread takes over what no checkpoint has
-            for name, parameter in self._module.named_parameters():
-                if name in kept[ACCUMULATED]:
-                    parameter.grad = None
-        gradients: dict[str, Tensor] = dict(kept[ACCUMULATED])
-        for name, parameter in self._module.named_parameters():
-            if name in gradients and gradients[name].shape != parameter.shape:
+        updates, named = self._engine.updates, dict(self._module.named_parameters())
+        if self.starts_accumulation():
+            return {}
+        held = updates.accumulated() if updates is not None else {id(p): p.grad for p in named.values()}
+        found = {name: held.get(id(parameter)) for name, parameter in named.items()}
+        gradients = {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
+        for name, gradient in gradients.items():
+            if gradient.shape != named[name].shape:
                 raise MisconfigurationException(
                     f"roundpipe: parameter {name!r} was given another shape by its .data while gradients accumulate, "
                     "of which some have the former shape. Give it that between windows of accumulate_grad_batches, for "
                     "example in on_train_epoch_start."
                 )
+            named[name].grad = None
         return gradients
 
     @property
@@ -145,7 +140,6 @@ class Stepping:
         now, before = self._now(), self._listening
         if now == before:
             return
-        self._engine.learned.read_between_steps = read_between_steps(self._trainer, self._module)
         looks = looks_at_weights(self._trainer, self._module)
         reason = self._reason(looks)
         if before is not None:
@@ -239,38 +233,35 @@ class Stepping:
             updates.submit(clips[-1] if clips else None)  # [3]
         return result
 
-    def begin(self, accumulated: dict[str, Tensor]) -> bool:
-        """Prepare a batch.
+    def begin(self, span: int, accumulated: dict[str, Tensor]) -> bool:
+        """Prepare a window.
 
         Args:
-            accumulated: gradients from a checkpoint, by parameter name. Is emptied.
+            span: the number of its batches.
+            accumulated: gradients that `keep_gradients` returned, by parameter name. Is emptied.
 
         Returns:
-            Whether gradients of earlier batches are dropped.
+            Whether gradients of earlier windows are dropped.
         """
         self.choose()
         zero_grad = self.starts_accumulation()
-        if accumulated and not zero_grad:
-            restore(accumulated, self._module, self._engine.updates, self._engine.formats.scales.last)
+        if not zero_grad:
+            self._restore(accumulated)
         accumulated.clear()
-        self._running = self._processed()
-        self._grads_before = None if zero_grad or self.apart else self._grads()
+        self._window = range(self._processed(), self._processed() + span)
         return zero_grad
 
-    def is_within_batch(self) -> bool:
-        """Return whether a batch has begun whose backward and optimizer step Lightning has not finished."""
-        return self._running == self._processed()
+    def _restore(self, gradients: Mapping[str, Tensor]) -> None:
+        named = {name: p for name, p in self._module.named_parameters() if name in gradients}
+        if self._engine.updates is not None:
+            self._engine.updates.go_on({id(p): gradients[name] for name, p in named.items()})
+            return
+        for name, parameter in named.items():
+            parameter.grad = gradients[name].to(parameter)
 
-    def has_added_to_window(self) -> bool:
-        """Return whether the batch in progress has added its gradients to those in ``.grad`` of earlier batches.
-
-        Gradients apart from ``.grad`` stay apart until the batch ends.
-        """
-        return self.is_within_batch() and self._grads_before is not None and self._grads_before != self._grads()
-
-    def _grads(self) -> list[tuple[int, int]]:
-        grads = (parameter.grad for parameter in self._module.parameters())
-        return [(id(grad), 0 if grad is None else grad._version) for grad in grads]
+    def is_within_window(self) -> bool:
+        """Return whether a window has begun of which Lightning has not finished all batches."""
+        return self._processed() in self._window
 
     def _processed(self) -> int:
         total: Any = self._trainer.fit_loop.epoch_loop.batch_progress.total

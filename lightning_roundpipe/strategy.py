@@ -29,22 +29,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_roundpipe.accumulation_checkpoint import ACCUMULATED, WINDOW, save
 from lightning_roundpipe.announcements import Announcements, changed_settings, name_devices
 from lightning_roundpipe.checkpoint_io import WholeCheckpointIO
 from lightning_roundpipe.config import Emulation, Options, RoundPipeError, refuse_unscaled
 from lightning_roundpipe.devices import make_devices
+from lightning_roundpipe.evaluation_window import EvaluationWindow
+from lightning_roundpipe.lookahead import TakenBatch, TransferOnce
 from lightning_roundpipe.machines.file_tensors import FileTensors
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.meta import make_room
 from lightning_roundpipe.model.quantized import load_states, prepare
-from lightning_roundpipe.monitors import (
-    batches_left,
-    profile_all_threads,
-    rehearsing,
-    settings_of,
-    tell_of_all_workers,
-)
+from lightning_roundpipe.monitors import profile_all_threads, tell_of_all_workers, windows_left
 from lightning_roundpipe.page import write_page
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.refusals import (
@@ -61,7 +56,7 @@ from lightning_roundpipe.refusals import (
     unfitting_weights,
     unreadable_checkpoint,
 )
-from lightning_roundpipe.resuming import holds_place, resume_accumulation, warn_of_lost_place
+from lightning_roundpipe.resuming import holds_place, warn_of_lost_place
 from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.runtime.faults.notes import remedied
@@ -70,6 +65,7 @@ from lightning_roundpipe.runtime.report import Report
 from lightning_roundpipe.several_machines import SeveralMachines, folder_of_checkpoints
 from lightning_roundpipe.step_monitor import RoundPipeMonitor
 from lightning_roundpipe.stepping import Stepping
+from lightning_roundpipe.windows import Window
 
 _CPU = torch.device("cpu")
 
@@ -101,8 +97,12 @@ def _report_of(engine: Engine | None, announcements: Announcements | None) -> Re
 class RoundPipeStrategy(SeveralMachines):
     """Trains models that do not fit a GPU by sending their stages to the machine's GPUs in turn.
 
+    The microbatches of a step are the batches of Lightning's accumulation window: ``accumulate_grad_batches=8`` gives
+    eight.
+
     Args:
-        num_microbatches: number of parts that a batch is cut into. Default: 2 per device, at most one per sample.
+        num_microbatches: number of parts that each batch is cut into, along the first dimension of its tensors, as if
+            the data loader gave the parts. Default: batches are not cut. A loader may also return `Microbatches`.
         microbatch_size: samples per part, instead of the number of parts.
         round_microbatches: parts that pass all stages one after another before the next ones start. Default: all, or as
             many as fit into device memory.
@@ -112,19 +112,16 @@ class RoundPipeStrategy(SeveralMachines):
             that batch, so that every run of the same model has the same plan. Or the stages by hand, as
             ``report()["plan"]`` prints them, such as ``"forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4"``. A
             single microbatch has a plan only by hand.
-        loss_weight: function of a microbatch that returns its weight in the batch's mean loss; or ``"sum"``, if the
-            losses of microbatches add up to that of the batch. Default: a method ``loss_weight`` of the
-            LightningModule; else what the loss shows: the number of targets, or that it is a sum; else samples.
+        loss_weight: how much microbatches count. Default: a method ``loss_weight`` of the LightningModule; else the
+            parts of a batch by their samples, and the batches of a window alike. A function of a microbatch, or
+            ``"targets"``, the number of targets of its mean cross entropy, weighs all microbatches of a window.
+            ``"sum"``: the losses of the parts add up to that of the batch.
         staleness: 0: exact training. 1: each step computes with the weights from before the last update, which runs
             meanwhile.
         memory_budget: device memory that a worker may use: bytes, ``"20GiB"``, or a fraction such as 0.9.
         pin_memory: ``"auto"``, ``"on"`` or ``"off"``: pinned host memory for fast copies.
         prefetch: number of stages that are uploaded ahead, 0 or 1.
         watchdog_timeout: seconds without any progress after which a step fails with the stacks of all threads.
-        microbatch_scope: ``"step"``: every part runs the whole ``training_step``. ``"model"``: it runs once, on the
-            whole batch, and each call of the model in it is cut: for losses that need all samples at once. ``"auto"``:
-            ``"step"`` if a few samples of the first batch show that it gives the result of the whole batch, else
-            ``"model"`` if that does.
         stage_seconds: the longest that a stage may take for one microbatch, by the times of the first batch. Default:
             what makes the step fastest.
         compile_layers: whether to compile layers with ``torch.compile``; or its arguments, such as
@@ -140,6 +137,9 @@ class RoundPipeStrategy(SeveralMachines):
         token_tiles: tokens that modules inside layers which act on each token alone (MLPs, norms, experts) take at a
             time, so that a layer holds the intermediates of so many tokens only, for long sequences. ``"auto"``: 1,024
             tokens, if the first batch shows that a worker's memory is too small otherwise. Default: all tokens.
+        overlap: whether microbatches overlap. False runs one after another, each as a whole: for code that shares state
+            outside of modules' attributes between microbatches.
+        evaluation_batches: batches per device that validation, test and prediction have in flight.
         emulation: how emulated devices (``accelerator="cpu"``) behave; a mapping or an ``Emulation``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
 
@@ -156,13 +156,12 @@ class RoundPipeStrategy(SeveralMachines):
         round_microbatches: int | None = None,
         layers: Sequence[str | type] | None = None,
         plan: str | None = "measured",
-        loss_weight: Callable[[Any], Any] | Literal["sum"] | None = None,
+        loss_weight: Callable[[Any], Any] | Literal["targets", "sum"] | None = None,
         staleness: int = 0,
         memory_budget: int | float | str | None = None,
         pin_memory: Literal["auto", "on", "off"] | bool = "auto",
         prefetch: int = 1,
         watchdog_timeout: float = 600,
-        microbatch_scope: str = "auto",
         stage_seconds: float | None = None,
         compile_layers: bool | Mapping[str, Any] = False,
         reduce_dtype: torch.dtype | str | None = None,
@@ -171,13 +170,22 @@ class RoundPipeStrategy(SeveralMachines):
         network_dtype: torch.dtype | str | None = None,
         token_tiles: int | Literal["auto"] | None = None,
         emulation: Emulation | Mapping[str, Any] | None = None,
+        overlap: bool = True,
+        evaluation_batches: int = 2,
         *,
+        microbatch_scope: None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        if microbatch_scope is not None:
+            raise ValueError(
+                f"microbatch_scope={microbatch_scope!r} is no option any more: microbatches are the batches of "
+                "accumulate_grad_batches, and training_step runs whole for each. Leave it out. For losses that need "
+                "all samples of a batch at once, leave num_microbatches and microbatch_size out, too."
+            )
         self.options = Options(
             num_microbatches=num_microbatches,
             microbatch_size=microbatch_size,
@@ -190,7 +198,6 @@ class RoundPipeStrategy(SeveralMachines):
             pin_memory=pin_memory,
             prefetch=prefetch,
             watchdog_timeout=watchdog_timeout,
-            microbatch_scope=microbatch_scope,
             stage_seconds=stage_seconds,
             compile_layers=compile_layers,
             reduce_dtype=reduce_dtype,
@@ -199,21 +206,25 @@ class RoundPipeStrategy(SeveralMachines):
             network_dtype=network_dtype,
             token_tiles=token_tiles,
             emulation=Emulation.of(emulation),
+            overlap=overlap,
+            evaluation_batches=evaluation_batches,
         )
         if (text := self.options.plan_text) is not None:
-            refuse_plan(text, round_microbatches, microbatch_scope)
+            refuse_plan(text, round_microbatches)
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._engine: Engine | None = None
+        self._evaluation: EvaluationWindow | None = None
         self._last_report = Report()
         self._announcements: Announcements | None = None
         self._seed = 0
         self._stepping: Stepping | None = None
         self._quieten: Callable[[], object] = _nothing
         self._accumulated: dict[str, Tensor] = {}
+        """Gradients of an open window, by parameter, while the engine is set up again."""
         self._former: dict[int, weakref.ref[Tensor]] = {}
         """Parameters of the models of earlier engines, by id. Optimizers may still hold them; they get no gradients."""
         self._holds_place = False
-        self._window: int | None = None
+        self._window: Window | None = None
 
     # -- devices and processes ----------------------------------------------------------------------------------------
 
@@ -292,6 +303,8 @@ class RoundPipeStrategy(SeveralMachines):
         with interrupts_deferred(), remedied():
             self._start_engine(module, fitting=fitting)
         assert self._engine is not None
+        self._evaluation = EvaluationWindow(module, self._engine, self.options)
+        TransferOnce.install(module)
         self._quieten = tell_of_all_workers(
             trainer, str(self.precision_plugin.precision), self._engine.worker_pool.devices
         )
@@ -301,14 +314,13 @@ class RoundPipeStrategy(SeveralMachines):
                 self.setup_optimizers(trainer)
                 refuse_foreign_parameters(self.optimizers, {id(p) for p in module.parameters()})
             self._stepping = Stepping(trainer, module, self.optimizers, self._engine, rank_zero_info)
-            self._engine.rehearsing = functools.partial(rehearsing, trainer, self._engine.hints.logger_is_called)
-            self._engine.settings = functools.partial(settings_of, trainer)
-            self._engine.batches_left = functools.partial(batches_left, trainer)
-            self._engine.within_batch = self._stepping.is_within_batch
+            self._engine.windows_left = functools.partial(windows_left, trainer)
+            self._engine.within_window = self._stepping.is_within_window
             precision = str(self.precision_plugin.precision)
             self._announcements = Announcements(trainer, module, self._engine, precision, rank_zero_info)
             if not again:
                 self._announcements.log_settings()
+        self._window = None
         self.setup_precision_plugin()
 
     def _shared_settings(self) -> dict[str, Any]:
@@ -318,7 +330,6 @@ class RoundPipeStrategy(SeveralMachines):
         return {
             "precision": str(self.precision_plugin.precision),
             "staleness": options.staleness,
-            "microbatch_scope": options.microbatch_scope,
             "reduce_dtype": options.reduce_dtype,
             "shard_optimizer": options.shard_optimizer,
             "network_dtype": options.network_dtype,
@@ -349,8 +360,6 @@ class RoundPipeStrategy(SeveralMachines):
             if module.automatic_optimization:
                 engine.reserve_gradients()
             warn_of_lost_place(module.trainer, self._holds_place)
-            resume_accumulation(module.trainer, self._window)
-            self._window = None
 
     def _attach(self) -> None:
         """Set up again, before a step, if user code has replaced modules or parameters of the model.
@@ -385,6 +394,10 @@ class RoundPipeStrategy(SeveralMachines):
 
     @override
     def on_train_end(self) -> None:
+        window, self._window = self._window, None
+        trainer = self._running()[0].trainer if self._engine is not None else None
+        if window is not None and not window.ended and trainer is not None and not trainer.should_stop:
+            raise RoundPipeError(window.skipped())
         if self._stepping is not None:
             self._stepping.ended()
 
@@ -431,8 +444,14 @@ class RoundPipeStrategy(SeveralMachines):
         if stepping is not None:
             stepping.close()
         engine, self._engine = self._engine, None
+        window, self._evaluation = self._evaluation, None
+        if self.lightning_module is not None:
+            TransferOnce.remove(self.lightning_module)
         if engine is not None:
+            if window is not None:
+                window.end()
             self._quieten()
+            self._window = None
             try:
                 with contextlib.suppress(torch.AcceleratorError):  # a GPU that has failed; closing it raises the error
                     self._last_report = _report_of(engine, announcements) or self._last_report
@@ -443,36 +462,56 @@ class RoundPipeStrategy(SeveralMachines):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Keep the batch on the host. Each microbatch goes to the first worker that it meets.
+        """Keep a copy of the batch on the host. Each microbatch goes to the first worker that it meets.
 
-        On GPUs it is a copy, as in plain training there: what a step writes to its batch does not reach the data set.
+        What a step writes to its batch does not reach the data set, as in plain training on a GPU, and a data set may
+        fill the same memory again for the next batch, which is taken ahead.
         """
+        if isinstance(batch, TakenBatch):
+            return batch.batch
         moved = super().batch_to_device(batch, device=device or _CPU, dataloader_idx=dataloader_idx)
-        on_gpus = self._engine is not None and self._engine.worker_pool.accelerator is not None
-        return apply_to_collection(moved, _TransferableDataType, _apart) if on_gpus else moved
+        return apply_to_collection(moved, _TransferableDataType, _apart) if self._engine is not None else moved
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._engine is None:  # outside of a run the module is a plain one, on the host
             return super().training_step(*args, **kwargs)
-        self._attach()
-        module, engine = self._running()
+        module = self._running()[0]
         assert self._stepping is not None and self._announcements is not None
-        zero_grad = self._stepping.begin(self._accumulated)
-        seed = (self._seed, self._stepping.batch_number())
-        batch, *rest = (*args, *kwargs.values())
-        self._announcements.before(batch)
-        stopping = module.trainer.should_stop
-        with self.precision_plugin.train_step_context():
-            if module.automatic_optimization:
-                output = engine.train_batch(module.training_step, batch, tuple(rest), seed, zero_grad=zero_grad)
-            else:
-                output = engine.train_manually(functools.partial(module.training_step, *args, **kwargs), seed)
-        if module.trainer.should_stop and not stopping and engine.parts > 1:
-            engine.hints.of_stopping()
+        if module.automatic_optimization:
+            if self._window is None or self._window.ended:
+                self._window = self._begin_window((*args, *kwargs.values()))
+            output = self._window.next()
+            self._announcements.after()
+        else:
+            output = self._train_manually(args, kwargs)
         self._stepping.refuse_late_hooks()
         if not self._stepping.apart:  # the batch may have switched to that
             self._precision.clipping = None
+        return output
+
+    def _begin_window(self, args: tuple[Any, ...]) -> Window:
+        """Run the microbatches of the window of which Lightning's loop has come to the first batch."""
+        self._attach()
+        module, engine = self._running()
+        assert self._stepping is not None and self._announcements is not None
+        window = Window(module, self.options, args)
+        zero_grad = self._stepping.begin(window.span, self._accumulated)
+        seed = (self._seed, self._stepping.batch_number())
+        self._announcements.before(window.samples)
+        with self.precision_plugin.train_step_context():
+            window.run(engine, seed, zero_grad=zero_grad)
+        return window
+
+    def _train_manually(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._attach()
+        module, engine = self._running()
+        assert self._stepping is not None and self._announcements is not None
+        self._stepping.begin(1, self._accumulated)
+        self._announcements.before(None)
+        seed = (self._seed, self._stepping.batch_number())
+        with self.precision_plugin.train_step_context():
+            output = engine.train_manually(functools.partial(module.training_step, *args, **kwargs), seed)
         self._announcements.after()
         return output
 
@@ -492,9 +531,8 @@ class RoundPipeStrategy(SeveralMachines):
         if self._engine is None:  # as in training_step
             return getattr(super(), step)(*args, **kwargs)
         self._attach()
-        module, engine = self._running()
-        with context():
-            return engine.evaluate(getattr(module, step), *args, **kwargs)
+        assert self._evaluation is not None and not kwargs, "Lightning passes the arguments of steps by position"
+        return self._evaluation.step(step, context, args)
 
     def _running(self) -> tuple[LightningModule, Engine]:
         assert self.lightning_module is not None and self._engine is not None, "a step before setup()"
@@ -549,8 +587,10 @@ class RoundPipeStrategy(SeveralMachines):
         """Drop what a run has started: threads, devices, and the objects that use them."""
         return vars(self) | {
             "_engine": None,
+            "_evaluation": None,
             "_stepping": None,
             "_announcements": None,
+            "_window": None,
             "_quieten": _nothing,
             "_former": {},
             "_peers": None,
@@ -613,10 +653,7 @@ class RoundPipeStrategy(SeveralMachines):
             reason = unreadable_checkpoint(checkpoint_path, error)
             raise reason from (None if reason is error else error)
         refuse_strange_checkpoint(checkpoint_path, checkpoint)
-        self._accumulated = dict(checkpoint.get(ACCUMULATED, {}))
-        if self.global_rank:  # it holds the sum of all machines, which must count once
-            self._accumulated = {name: torch.zeros_like(gradient) for name, gradient in self._accumulated.items()}
-        self._holds_place, self._window = holds_place(checkpoint), checkpoint.get(WINDOW)
+        self._holds_place = holds_place(checkpoint)
         return checkpoint
 
     @override
@@ -632,18 +669,6 @@ class RoundPipeStrategy(SeveralMachines):
                 f"{filepath} is not written: the last optimizer step has not stepped all layers. Go on from an earlier "
                 "checkpoint."
             )
-        if self._stepping is not None and self._stepping.has_added_to_window():
-            if "optimizer_states" in checkpoint:
-                warn(
-                    f"{PREFIX}{filepath} is written within a batch, whose gradients are added to those of the earlier "
-                    "batches of accumulate_grad_batches already. It holds neither: a run that goes on from it makes "
-                    "its next step from the remaining batches alone. Go on from a checkpoint of between two batches, "
-                    "which ModelCheckpoint(every_n_train_steps=...) writes."
-                )
-        elif self._engine is not None and self._stepping is not None:
-            module, engine = self._running()
-            room, exchange = FileTensors(folder_of_checkpoints(module.trainer)), engine.context.exchange
-            save(checkpoint, module, engine.updates, engine.formats.scales.last, room, exchange)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override

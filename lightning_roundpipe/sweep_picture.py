@@ -31,7 +31,7 @@ _PANELS = (
     ("peak_host_gib", "host memory, peak"),
 )
 _MICROBATCHES = "microbatches"
-_CUTS = {"strategy.num_microbatches", "strategy.microbatch_size"}
+_CUTS = {"data.batch_size", "strategy.num_microbatches", "strategy.microbatch_size"}
 """Settings that determine the number of microbatches."""
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
@@ -123,6 +123,8 @@ def _along(finished: Sequence[Row], varied: Sequence[str]) -> str:
     """Return what the horizontal axis shows."""
     counts = {row[_MICROBATCHES] for row in finished}
     others = [key for key in varied if key not in _CUTS]
+    if None in counts:  # plain Lightning has no microbatches
+        others += varied
     return others[0] if others and (len(counts) == 1 or None in counts) else _MICROBATCHES
 
 

@@ -4,7 +4,7 @@ The configuration is in ``conf/``, which is installed as ``lightning_roundpipe.c
 
     roundpipe-train experiment=smollm2_lora                 the main job
     roundpipe-train experiment=smollm2_lora strategy=auto   the same job, plain Lightning on one device
-    roundpipe-train -m experiment=tiny strategy.microbatch_size=2,4,8      a sweep, and a table of its runs
+    roundpipe-train -m experiment=tiny data.batch_size=2,4,8      a sweep of microbatches, and a table of its runs
     roundpipe-train --help                                  all groups and choices
 
 The last line on standard output is only the absolute path of the folder that the run wrote, for scripts:
@@ -37,7 +37,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_roundpipe.commands.console import console_command
-from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.config import RoundPipeError, is_whole
 from lightning_roundpipe.messages import RoundPipeWarning, plural
 from lightning_roundpipe.overrides import USAGE, command, explained, help_text, options_first, wrong_option
 from lightning_roundpipe.sweep import finished_sweep, forget_sweep, make_plans_static
@@ -169,9 +169,29 @@ def tenth_of(steps: Any) -> int:
     return max(0, steps // 10) if isinstance(steps, int) else 0
 
 
+def by_rows(even: Any, uneven: Any, *, _root_: DictConfig) -> Any:
+    """Return the value for data whose rows have equally many targets, or the one for packed and padded rows."""
+    return uneven if _root_.data.get("rows") in ("packed", "padded") else even
+
+
+def batches_of_step(*, _root_: DictConfig) -> int:
+    """Return the batches in ``step_samples`` samples; 1 for what is no number, which another check refuses."""
+    samples, size = _root_.step_samples, _root_.data.get("batch_size")
+    whole = is_whole(samples) and is_whole(size) and size > 0
+    return max(1, samples // size) if whole else 1
+
+
+def product(one: Any, other: Any) -> int:
+    """Return the product of two whole numbers; 1 if they are none, which another check refuses."""
+    return one * other if is_whole(one) and is_whole(other) else 1
+
+
 OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replace=True)
 OmegaConf.register_new_resolver("by_adapters", by_adapters, replace=True)
 OmegaConf.register_new_resolver("tenth_of", tenth_of, replace=True)
+OmegaConf.register_new_resolver("by_rows", by_rows, replace=True)
+OmegaConf.register_new_resolver("batches_of_step", batches_of_step, replace=True)
+OmegaConf.register_new_resolver("product", product, replace=True)
 
 
 @hydra.main(version_base="1.3", config_path=_CONFIG_PATH, config_name="train")

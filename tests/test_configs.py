@@ -140,14 +140,14 @@ def test_every_option_of_the_strategy_is_configured() -> None:
 
     settings = set(composed().strategy) - {"_target_"}
     options = [p.name for p in inspect.signature(RoundPipeStrategy).parameters.values() if p.kind != p.KEYWORD_ONLY]
-    assert settings == set(options) - {"loss_weight"}  # a function, which a configuration cannot write
+    assert settings == set(options)
 
 
 def test_the_main_job_is_what_it_claims_to_be() -> None:
     cfg = composed("experiment=smollm2_lora")
     assert cfg.trainer.max_steps >= 8
     assert cfg.data.sequence_length >= 256
-    assert cfg.data.batch_size == 8
+    assert (cfg.data.batch_size, cfg.trainer.accumulate_grad_batches) == (1, 8)
     assert cfg.data.max_validation_sequences * (cfg.data.sequence_length - 1) >= 4000
     assert (cfg.trainer.accelerator, cfg.trainer.devices) == ("cpu", 4)
     assert cfg.lora.target_modules == "all-linear"
@@ -191,8 +191,9 @@ def test_a_run_leaves_everything(
         assert re.search(rf"bubble.* {summary[kind]:.1f} %, {means}", out), kind
     assert (folder / "adapters" / "adapter_model.safetensors").is_file()
     rows = list(csv.DictReader((folder / "csv" / "metrics.csv").open()))
-    assert [row["tokens"] for row in rows if row["tokens"]] == ["128.0", "128.0"]
-    assert len([row for row in rows if row["train_loss"] and row["tokens_per_s"]]) == 2
+    steps = [row for row in rows if row["tokens_per_s"]]
+    assert [row["tokens"] for row in steps] == ["128.0", "128.0"]
+    assert all(row["train_loss"] and float(row["step_loss"]) > 0 for row in steps)
     assert [float(row["val_loss"]) for row in rows if row["val_loss"]] == pytest.approx(
         [summary["val_loss_before"], summary["val_loss_after"]]
     )
@@ -276,15 +277,15 @@ def test_adapters_are_read_and_merged_by_plain_peft(
 def test_weights_from_files(
     choice: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A base model that stays in its files, under adapters, in low precision: one microbatch trains as plainly."""
+    """A base model that stays in its files, under adapters, in low precision, trains as plainly."""
     base = OmegaConf.to_container(composed().model)
     assert isinstance(base, dict)
     made = from_config(**{key: value for key, value in base.items() if key != "_target_"})
     made.model.bfloat16().save_pretrained("base")
     options = ["model.dtype=auto", "trainer.precision=bf16-mixed", "lora=all_linear", "trainer.max_steps=3"]
     after = []
-    for strategy in (["strategy.num_microbatches=1"], ["strategy=auto"]):
-        run(monkeypatch, *choice, *options, *strategy, "optimizer.lr=0.03", "prompt=null")
+    for strategy in ("roundpipe", "auto"):
+        run(monkeypatch, *choice, *options, f"strategy={strategy}", "optimizer.lr=0.03", "prompt=null")
         folder = Path(last_line(capfd.readouterr().out))
         summary = json.loads((folder / "summary.json").read_text())
         assert summary["val_loss_after"] != pytest.approx(summary["val_loss_before"], rel=1e-4)
@@ -313,7 +314,7 @@ def test_plain_lightning_is_a_choice(monkeypatch: pytest.MonkeyPatch, capfd: pyt
 def test_own_files_are_trained_on(
     working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Padded or packed, the losses are those of plain Lightning; a bad record is refused before anything is trained."""
+    """Padded or packed, a step's loss is that of plain Lightning on one batch; a bad record is refused at the start."""
     tiny_tokenizer().save_pretrained("tokenizer")
     chats = Path("chats.jsonl")
     questions = [{"prompt": f"{n} + {n} = ", "completion": str(2 * n)} for n in range(60)]
@@ -322,8 +323,8 @@ def test_own_files_are_trained_on(
     options += ["model.vocab_size=300", "data.sequence_length=48", "trainer.max_steps=2", "prompt=null"]
     for ways in ("data.rows=packed", "data.rows=padded"):
         losses = []
-        for strategy in ("roundpipe", "auto"):
-            run(monkeypatch, *options, ways, f"strategy={strategy}")
+        for strategy in (["strategy=roundpipe"], ["strategy=auto", "data.batch_size=4"]):
+            run(monkeypatch, *options, ways, *strategy)
             summary = json.loads((Path(last_line(capfd.readouterr().out)) / "summary.json").read_text())
             losses.append([summary["val_loss_before"], summary["val_loss_after"]])
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -346,12 +347,12 @@ TINY_SWEEP = ("experiment=random_tokens", "prompt=null")
 def test_a_sweep_leaves_a_table(
     working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run(monkeypatch, "-m", *TINY_SWEEP, "strategy.microbatch_size=1,4", "trainer.max_steps=2")
+    run(monkeypatch, "-m", *TINY_SWEEP, "data.batch_size=1,4", "trainer.max_steps=2")
     out, _ = capfd.readouterr()
     folder = Path(last_line(out))
     assert folder.parent == working_folder / "runs"
     rows = list(csv.DictReader((folder / "sweep.csv").open()))
-    assert [row["strategy.microbatch_size"] for row in rows] == ["1", "4"]
+    assert [row["data.batch_size"] for row in rows] == ["1", "4"]
     for row in rows:
         for key in ("step_time_s", "bubble_pct", "peak_device_gib", "peak_host_gib", "train_loss", "val_loss_after"):
             assert float(row[key]) > 0, key
@@ -360,7 +361,7 @@ def test_a_sweep_leaves_a_table(
     microbatches = [json.loads((folder / name / "summary.json").read_text())["microbatches"] for name in "01"]
     assert microbatches == [4, 1]
     table = out[out.index("Sweep: 2 runs") : out.index("The picture of it: ")]
-    for heading in ("microbatch", "step time", "bubble", "device", "host", "train loss", "val loss"):
+    for heading in ("batch", "step time", "bubble", "device", "host", "train loss", "val loss"):
         assert all(word in table for word in heading.split()), heading
     assert "…" not in table
     assert max(len(line) for line in table.splitlines()) <= 80
@@ -400,6 +401,7 @@ def test_a_run_that_fails_has_its_row(monkeypatch: pytest.MonkeyPatch, capfd: py
 @pytest.mark.parametrize(
     ("settings", "refused", "message"),
     [
+        (["data.batch_size=2,3"], 1, "step_samples=4 is not a multiple of data.batch_size=3"),
         (["strategy.num_microbatches=2,0"], 1, "num_microbatches=0 must be a whole number of at least 1"),
         (["strategy.staleness=0,1,2", "lora.r=4,8", "lora=all_linear"], 4, "staleness=2 must be 0"),
         (["strategy.emulation.memory=1GB,lots"], 1, "emulation.memory='lots' is not a size"),
@@ -433,7 +435,7 @@ def test_a_sweep_with_an_impossible_run_does_not_begin(
 @pytest.mark.timeout(900)
 def test_a_sweep_over_several_settings(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Microbatches, rounds, staleness and ranks, two runs of which fail; the others are there all the same."""
-    ways = ["strategy.num_microbatches=2,4", "strategy.staleness=0,1", "lora.r=2,0", "partition.round_microbatches=2"]
+    ways = ["data.batch_size=2,1", "strategy.staleness=0,1", "lora.r=2,0", "partition.round_microbatches=2"]
     with pytest.raises(SystemExit):
         run(monkeypatch, "-m", *TINY_SWEEP, *ways, "lora=all_linear", "trainer.max_steps=2")
     out, _ = capfd.readouterr()
@@ -441,9 +443,8 @@ def test_a_sweep_over_several_settings(monkeypatch: pytest.MonkeyPatch, capfd: p
     assert len(rows) == 8
     for row in rows:
         assert bool(row["error"]) == (row["lora.r"] == "0"), row
-        assert row["error"] or (
-            row["microbatches"] == row["strategy.num_microbatches"] and float(row["step_time_s"]) > 0
-        )
+        microbatches = str(4 // int(row["data.batch_size"]))
+        assert row["error"] or (row["microbatches"] == microbatches and float(row["step_time_s"]) > 0)
 
 
 @pytest.mark.slow
@@ -499,7 +500,7 @@ def losses_agree(printed: str, lines: int) -> None:
 def test_the_example_trains_as_plain_lightning_does(capsys: pytest.CaptureFixture[str]) -> None:
     """`examples/plain_lightning.py` with fewer steps, in this process."""
     code = EXAMPLE.read_text()
-    shorter = code.replace("STEPS = 24", "STEPS = 5")
+    shorter = code.replace("STEPS, WINDOW = 24", "STEPS, WINDOW = 5")
     assert shorter != code
     exec(compile(shorter, EXAMPLE, "exec"), {"__name__": "__main__"})
     losses_agree(capsys.readouterr().out, 4)
@@ -521,7 +522,7 @@ def test_the_pretrained_experiments_run(
     pytest.importorskip("gguf")
     pytest.importorskip("bitsandbytes")
     # Weights in four bits are unpacked for each microbatch, which takes long without a GPU.
-    less = ["data.batch_size=4", "strategy.num_microbatches=4", "+trainer.limit_val_batches=4", "prompt=null"]
+    less = ["step_samples=4", "+trainer.limit_val_batches=4", "prompt=null"]
     few = less if experiment == "smollm2_qlora" else []
     run(monkeypatch, f"experiment={experiment}", "trainer.max_steps=2", *few)
     folder = Path(last_line(capfd.readouterr().out))
@@ -532,6 +533,39 @@ def test_the_pretrained_experiments_run(
     assert (folder / "adapters").is_dir() == (experiment != "smollm2_full")
     # It was cut; into how many stages depends on times that were measured while other things ran.
     assert summary["forward_stages"] >= 1 and summary["backward_stages"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "batches", "weight"),
+    [
+        ([], 4, None),
+        (["data.batch_size=2"], 2, None),
+        (["step_samples=24", "data.batch_size=4"], 6, None),
+        (["trainer.accumulate_grad_batches=3", "step_samples=8"], 3, None),
+        (["data=texts", "data.path=/texts"], 4, None),
+        (["data=texts", "data.path=/texts", "data.rows=padded"], 4, "targets"),
+        (["data=completions", "data.path=/chats"], 4, "targets"),
+        (["data=completions", "data.path=/chats", "strategy.loss_weight=sum"], 4, "sum"),
+    ],
+)
+def test_a_step_has_as_many_samples_whatever_the_microbatch(settings: list[str], batches: int, weight: Any) -> None:
+    cfg = composed(*settings)
+    assert cfg.trainer.accumulate_grad_batches == batches
+    assert cfg.trainer.val_check_interval == batches * cfg.trainer.max_steps
+    assert cfg.strategy.loss_weight == weight
+    if cfg.data.get("sequences"):
+        assert cfg.data.sequences == 4 * cfg.step_samples
+        assert cfg.data.validation_sequences == cfg.step_samples
+
+
+@pytest.mark.parametrize("setting", ["step_samples=0", "step_samples=many", "step_samples=null", "data.batch_size=3"])
+def test_a_step_that_cannot_be_is_refused(
+    setting: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run(monkeypatch, setting)
+    assert exit_.value.code == 2
+    assert "step_samples=" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name.startswith("paper_")])

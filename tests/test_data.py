@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 from lightning_roundpipe.data import PackedText, RandomTokens, pydoc_topics
 from lightning_roundpipe.data.packed_text import pack
@@ -129,6 +130,19 @@ def test_a_loader_goes_on_after_the_samples_that_were_taken(size: int) -> None:
     second.load_state_dict(first.state_dict())
     found = torch.cat([batch["input_ids"] for batch in second])
     assert torch.equal(found, whole[6 : 6 + 6 // size * size])
+
+
+def test_an_epoch_has_whole_steps_only() -> None:
+    """The rows are those of one batch a step; what a step does not fill is dropped, unless it is all there is."""
+    whole = [batch["input_ids"] for batch in RandomTokens(50, 8, batch_size=4, sequences=14).train_dataloader()]
+    for steps, sequences in ((3, 14), (0, 2)):
+        data = RandomTokens(50, 8, batch_size=1, sequences=sequences)
+        data.trainer = Trainer(accumulate_grad_batches=4, logger=False, enable_checkpointing=False, barebones=True)
+        loader = data.train_dataloader()
+        batches = [batch["input_ids"] for batch in loader]
+        assert len(loader) == len(batches) == (4 * steps or sequences)
+        if steps:
+            assert torch.equal(torch.cat(batches), torch.cat(whole))
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"sequences": 11}], ids=str)

@@ -50,10 +50,10 @@ SUBSTITUTIONS = {
     r"hardware=auto( hardware_file=\S+)?": "hardware=auto hardware_file=$(mktemp -u -p . XXXXXX.yaml)",  # a new one
     # Shapes that no test machine trains: their twins, whose weights are in models/.
     r"(experiment=paper_(\w+) .*data=texts.*)": rf"\1 model=tiny_\2 model.vocab_size=512 trainer=cpu {FEW} "
-    "data.sequence_length=32 data.batch_size=8",
+    "data.sequence_length=32 step_samples=8",
     r"(experiment=paper_(\w+)(?!.*model=tiny).*)": rf"\1 model=tiny_\2 trainer=cpu {FEW} data.sequence_length=32 "
-    "data.batch_size=8 data.sequences=8",
-    r"(experiment=paper_\w+ model=tiny\S+ (?!.*data=).*data\.batch_size=64)": rf"\1 {FEW}",
+    "step_samples=8 data.sequences=8",
+    r"(experiment=paper_\w+ model=tiny\S+ .*trainer\.devices=8 .*sequence_length=32)": rf"\1 {FEW}",
     r"roundpipe-train model=qwen3_1_7b": f"roundpipe-train model=tiny_qwen3_1_7b model.vocab_size=512 {FEW} "
     "data.sequence_length=64",
     r"model=qwen3_32b (.*model\.weights=)Qwen/Qwen3-32B": r"model=tiny_qwen3_32b model.vocab_size=512 "

@@ -27,7 +27,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.tasks import CausalLM
 
-QUICK = ["experiment=random_tokens", "prompt=null", "strategy.num_microbatches=2"]
+QUICK = ["experiment=random_tokens", "prompt=null", "data.batch_size=2"]  # steps of two microbatches
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def command_in(said: str) -> list[str]:
 
 WAYS = {
     signal.SIGINT: ["lora=all_linear", "lora.lora_dropout=0.2"],  # adapters and dropout; in a folder with spaces
-    signal.SIGTERM: ["trainer.accumulate_grad_batches=2", "scheduler=cosine"],
+    signal.SIGTERM: ["step_samples=8", "scheduler=cosine"],
 }
 
 
@@ -85,7 +85,7 @@ def test_what_a_signal_ends_goes_on(number: signal.Signals, working_folder: Path
     place.mkdir()
     steps = 15
     program = [sys.executable, "-m", "lightning_roundpipe.train"]
-    arguments = [*QUICK, *WAYS[number], f"trainer.max_steps={steps}", "data.sequences=44"]  # 11 batches an epoch
+    arguments = [*QUICK, *WAYS[number], f"trainer.max_steps={steps}", "data.sequences=44"]  # 11 steps of 4 an epoch
     subprocess.run([*program, *arguments, "hydra.run.dir=whole"], cwd=place, check=True, timeout=6 * PATIENCE_S)
 
     with subprocess.Popen(
@@ -153,12 +153,12 @@ def test_a_second_signal_does_not_wait(
 
 
 def failing_at(number: int, times: int = 1) -> Callable[..., Tensor]:
-    """A training step that fails, in its last microbatch, in the batch of that number."""
+    """A training step that fails in the second microbatch of the optimizer step of that number."""
     step, left = CausalLM.training_step, [times]
 
     def failing(self: Any, batch: Any, batch_idx: int) -> Tensor:
         loss = step(self, batch, batch_idx)
-        if self.trainer.fit_loop.epoch_loop.total_batch_idx == number and left[0]:
+        if self.trainer.global_step == number and batch_idx % 2 and left[0]:
             left[0] -= 1
             raise RuntimeError("the weather")
         return loss
@@ -169,14 +169,14 @@ def failing_at(number: int, times: int = 1) -> Callable[..., Tensor]:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(["trainer.accumulate_grad_batches=2", "lora=all_linear"], marks=pytest.mark.slow),
+        pytest.param(["step_samples=8", "lora=all_linear"], marks=pytest.mark.slow),
         pytest.param([], marks=pytest.mark.slow),
     ],
 )
 def test_what_an_error_ends_goes_on(
     options: list[str], working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Batch 5 of 4 an epoch fails; with accumulation it is the second of its step."""
+    """Step 5 of 4 an epoch fails."""
     options = [*QUICK, *options, "trainer.max_steps=6"]
     run(monkeypatch, *options, "hydra.run.dir=whole")
     with monkeypatch.context() as patch:
@@ -187,8 +187,7 @@ def test_what_an_error_ends_goes_on(
     err = capfd.readouterr().err
     assert "RuntimeError: the weather" in err
     [failed] = (working_folder / "runs").iterdir()
-    written = 2 if len(options) > 4 else 5
-    assert [file.name for file in (failed / "checkpoints").iterdir()] == [f"step-{written}.ckpt"]
+    assert [file.name for file in (failed / "checkpoints").iterdir()] == ["step-5.ckpt"]
     program, *arguments = command_in(err)
     assert program == "roundpipe-train"
     run(monkeypatch, *arguments, "hydra.run.dir=resumed")

@@ -18,8 +18,8 @@ from lightning_roundpipe.step_monitor import count_tokens, loss_of
 class Measurements(Callback):
     """Measures optimizer steps end to end, from the end of one to the end of the next, without validation in between.
 
-    Logs ``tokens_per_s`` of each step, also for the progress bar. Put it before callbacks that show or save logged
-    values.
+    Logs ``step_loss`` (the mean loss of the step's batches), ``tokens`` and ``tokens_per_s`` of each step, for the
+    progress bar, too. Put it before callbacks that show or save logged values.
     """
 
     roundpipe_looks_away = True
@@ -28,12 +28,14 @@ class Measurements(Callback):
         self.step_seconds: list[float] = []
         self.step_tokens: list[int] = []
         self.train_losses: list[float] = []
+        """Mean loss of the batches of each step."""
         self.val_losses: dict[int, float] = {}
         """Validation loss by the number of optimizer steps before it."""
         self.peak_host_bytes = 0
         self._mark: float | None = None
         self._seconds = 0.0
         self._tokens = 0
+        self._losses: list[float] = []
         self._steps = 0
         forget_peak()
 
@@ -65,16 +67,20 @@ class Measurements(Callback):
         self._seconds += now - (now if self._mark is None else self._mark)
         self._mark = now
         self._tokens += count_tokens(batch)
+        self._losses += [] if (loss := loss_of(outputs)) is None else [loss]
         if trainer.global_step == self._steps:
             return  # gradients accumulate: the step continues
         self._steps = trainer.global_step
         self.step_seconds.append(self._seconds)
         self.step_tokens.append(self._tokens)
-        if (loss := loss_of(outputs)) is not None:
-            self.train_losses.append(loss)
+        if self._losses:
+            # Lightning has divided each of them by the batches of a step.
+            self.train_losses.append(trainer.accumulate_grad_batches * statistics.fmean(self._losses))
+            pl_module.log("step_loss", self.train_losses[-1], prog_bar=True)
         if self._tokens:
+            pl_module.log("tokens", float(self._tokens))
             pl_module.log("tokens_per_s", self._tokens / max(self._seconds, 1e-9), prog_bar=True)
-        self._seconds, self._tokens = 0.0, 0
+        self._seconds, self._tokens, self._losses = 0.0, 0, []
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

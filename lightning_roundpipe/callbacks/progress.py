@@ -34,8 +34,8 @@ def shown_metrics(trainer: Trainer) -> dict[str, str]:
     """Return loss and speed under short names, so that a bar with them fits into 80 columns."""
     logged = trainer.progress_bar_metrics
     shown = {}
-    if "train_loss" in logged:
-        shown["loss"] = f"{float(logged['train_loss']):.3f}"
+    if (loss := logged.get("step_loss", logged.get("train_loss"))) is not None:
+        shown["loss"] = f"{float(loss):.3f}"
     if "tokens_per_s" in logged:
         shown["tokens/s"] = f"{float(logged['tokens_per_s']):,.0f}"
     return shown

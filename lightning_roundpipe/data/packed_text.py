@@ -19,7 +19,7 @@ class PackedText(InMemory):
         texts: the texts by name.
         tokenizer: the model's. Its end-of-text token separates texts.
         sequence_length: tokens of each sequence. Remaining tokens at the end are dropped.
-        batch_size: sequences of a batch.
+        batch_size: sequences of a microbatch.
         validation_fraction: the held-out fraction of all characters; see ``split_texts``.
         max_validation_sequences: validate on at most this many, spread evenly over the held-out text. ``None``: on all.
         seed: seed of the split and of the order of training sequences.

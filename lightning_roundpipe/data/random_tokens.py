@@ -13,9 +13,10 @@ class RandomTokens(InMemory):
     Args:
         vocab_size: tokens are drawn from 0 to this, excluded.
         sequence_length: tokens of each sequence.
-        batch_size: sequences of a batch.
-        sequences: number of sequences. ``None``: four batches. Validation uses the first ``batch_size`` of them, which
-            are not held out.
+        batch_size: sequences of a microbatch.
+        sequences: number of sequences. ``None``: four batches.
+        validation_sequences: validation uses so many of them, the first ones, which are not held out. ``None``:
+            ``batch_size``.
         seed: seed of the tokens and of their order.
         num_workers: processes that load data. The sequences are in memory, so 0 is best.
     """
@@ -26,12 +27,14 @@ class RandomTokens(InMemory):
         sequence_length: int,
         batch_size: int,
         sequences: int | None = None,
+        validation_sequences: int | None = None,
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
         super().__init__(batch_size, seed, num_workers)
-        check_sizes(sequence_length, batch_size, num_workers, vocab_size=vocab_size, sequences=sequences)
+        counts = {"vocab_size": vocab_size, "sequences": sequences, "validation_sequences": validation_sequences}
+        check_sizes(sequence_length, batch_size, num_workers, **counts)
         generator = torch.Generator().manual_seed(seed)
         number = 4 * batch_size if sequences is None else sequences
         self.training = torch.randint(vocab_size, (number, sequence_length), generator=generator)
-        self.validation = self.training[:batch_size]
+        self.validation = self.training[: validation_sequences or batch_size]

@@ -29,6 +29,11 @@ def check_sizes(sequence_length: int, batch_size: int, num_workers: int = 0, **o
         raise ValueError(f"data.num_workers={num_workers} must be at least 0, which loads in this process.")
 
 
+def batches_of_step(data: LightningDataModule) -> int:
+    """Return the trainer's ``accumulate_grad_batches``; 1 without a trainer."""
+    return 1 if data.trainer is None else data.trainer.accumulate_grad_batches
+
+
 class Sequences(Dataset[Batch]):
     """The rows of ``tokens``, shape (rows, length), as ``input_ids`` and ``labels`` (the model shifts the labels)."""
 
@@ -55,7 +60,8 @@ class InMemory(LightningDataModule):
 
     @override
     def train_dataloader(self) -> ShuffledLoader:
-        return ShuffledLoader(Sequences(self.training), self.batch_size, self.seed, self.num_workers)
+        rows = Sequences(self.training)
+        return ShuffledLoader(rows, self.batch_size, self.seed, self.num_workers, batches_of_step(self))
 
     @override
     def val_dataloader(self) -> DataLoader[Batch]:
@@ -63,17 +69,22 @@ class InMemory(LightningDataModule):
 
 
 class ShuffledLoader(DataLoader[Batch]):
-    """Batches in an order that depends only on ``seed`` and the number of the epoch. A smaller last batch is dropped.
+    """Batches in an order that depends only on ``seed`` and the number of the epoch. An epoch has whole steps only.
+
+    A step has ``accumulate`` batches. Rows that do not fill a step are dropped, unless there are only these.
 
     Lightning saves ``state_dict`` in its checkpoints, so a run resumed within an epoch takes the remaining batches. An
     ordinary shuffled loader would start the epoch again, in another order.
     """
 
-    def __init__(self, rows: Dataset[Batch], batch_size: int, seed: int, num_workers: int = 0) -> None:
+    def __init__(
+        self, rows: Dataset[Batch], batch_size: int, seed: int, num_workers: int = 0, accumulate: int = 1
+    ) -> None:
         count = len(cast(Sized, rows))
         if count < batch_size:
             raise ValueError(f"data.batch_size={batch_size} is more than there are sequences for training, {count}.")
-        self._order = _Order(count, seed)
+        step = batch_size * accumulate
+        self._order = _Order(count, seed, dropped=count % (step if count >= step else batch_size))
         self._samples = 0
         self._resumed = False
         super().__init__(rows, batch_size, sampler=self._order, drop_last=True, num_workers=num_workers)
@@ -104,7 +115,7 @@ class ShuffledLoader(DataLoader[Batch]):
         """Go on after the samples that were taken, also with another batch size; warn if their order was another."""
         order = self._order
         order.epoch, self._samples = state["epoch"], state.get("samples", state["batches"] * self._size)
-        self._resumed = order.rows - self._samples >= self._size  # otherwise the epoch was complete
+        self._resumed = len(order) - self._samples >= self._size  # otherwise the epoch was complete
         rows, seed = state.get("rows", order.rows), state.get("seed", order.seed)
         is_within = state["batches"] and rows - self._samples >= self._samples // state["batches"]
         if is_within and (rows, seed) != (order.rows, order.seed):
@@ -117,20 +128,21 @@ class ShuffledLoader(DataLoader[Batch]):
 
 
 class _Order(Sampler[int]):
-    def __init__(self, rows: int, seed: int) -> None:
+    def __init__(self, rows: int, seed: int, dropped: int) -> None:
         self.rows = rows
+        self.dropped = dropped
         self.seed = seed
         self.epoch = -1
         self.skip = 0
 
     def __len__(self) -> int:
-        return self.rows
+        return self.rows - self.dropped
 
     @override
     def __iter__(self) -> Iterator[int]:
         # A generator of its own: the order does not depend on other random draws.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         # Convert in pieces: a list of all numbers takes four times their memory.
-        order = torch.randperm(self.rows, generator=generator).numpy()
-        for start in range(self.skip, self.rows, 65536):
+        order = torch.randperm(self.rows, generator=generator).numpy()[: len(self)]
+        for start in range(self.skip, len(order), 65536):
             yield from order[start : start + 65536].tolist()

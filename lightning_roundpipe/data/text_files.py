@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_roundpipe.data.encoding import PLAIN, Encoder, learnt
 from lightning_roundpipe.data.records import Fields
 from lightning_roundpipe.data.rows import JoinedRows, PackedRows, PaddedRows, Rows
-from lightning_roundpipe.data.sequences import Batch, ShuffledLoader, check_sizes
+from lightning_roundpipe.data.sequences import Batch, ShuffledLoader, batches_of_step, check_sizes
 from lightning_roundpipe.data.token_store import TokenStore, Whole, open_store
 from lightning_roundpipe.messages import PREFIX, plural
 
@@ -49,7 +49,7 @@ class TextFiles(LightningDataModule):
         tokenizer: the model's tokenizer, or its folder.
         vocab_size: size of the model's vocabulary.
         sequence_length: tokens of a row.
-        batch_size: rows of a batch.
+        batch_size: rows of a microbatch.
         rows: "joined": records one after another, cut without padding. "packed": whole records, as many per row as fit,
             which do not attend to each other. "padded": one record per row.
         loss_on: "completions": learn completions of prompts, and the assistant's messages of conversations.
@@ -139,7 +139,7 @@ class TextFiles(LightningDataModule):
 
     @override
     def train_dataloader(self) -> ShuffledLoader:
-        return ShuffledLoader(self._rows()[0], self.batch_size, self.seed, self.num_workers)
+        return ShuffledLoader(self._rows()[0], self.batch_size, self.seed, self.num_workers, batches_of_step(self))
 
     @override
     def val_dataloader(self) -> DataLoader[Batch]:

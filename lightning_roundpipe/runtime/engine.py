@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_roundpipe.batches.logs import LogRecorder
+from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.machines.peers import Peers
 from lightning_roundpipe.model.structure import Structure
-from lightning_roundpipe.runtime.batch.cutting import Cut, Cutter
-from lightning_roundpipe.runtime.batch.logs import HostMetrics
-from lightning_roundpipe.runtime.batch.microbatches import memory_of
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.layer_executor import LayerExecutor
 from lightning_roundpipe.runtime.core.learned import Learned
@@ -36,32 +36,63 @@ from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.grad_buffers import GradientMemory, Reduction
 from lightning_roundpipe.runtime.memory.host_model import HostModel
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation
-from lightning_roundpipe.runtime.modes.evaluation_parts import Parting
+from lightning_roundpipe.runtime.modes.evaluation_pipeline import EvaluationPipeline
 from lightning_roundpipe.runtime.modes.manual import ManualStep
-from lightning_roundpipe.runtime.modes.model_step import ModelStep
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExchange
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 from lightning_roundpipe.runtime.profile.autocast_weights import is_surprised, is_watched
 from lightning_roundpipe.runtime.profile.first_batch import Planner, counter_of
-from lightning_roundpipe.runtime.profile.scope import Scope
 from lightning_roundpipe.runtime.report import Report, report_of
 from lightning_roundpipe.runtime.reporting.alloc_retries import Retries
+from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.reporting.hints import Hints
 from lightning_roundpipe.runtime.threads.sync import UserLock
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
-from lightning_roundpipe.runtime.user_code.interception import (
-    Interceptor,
-    current,
-    intercepted,
-    models_in,
-    without_caches,
-)
+from lightning_roundpipe.runtime.user_code.host_metrics import HostMetrics
+from lightning_roundpipe.runtime.user_code.interception import Interceptor, current, intercepted, without_caches
+from lightning_roundpipe.runtime.user_code.module_state import MicrobatchModuleState, ShownState
 from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState
 from lightning_roundpipe.runtime.user_code.thread_state import thread_locals_of
 
-_LOOKS = 4
-"""Number of batches, from the first on, whose memory is compared with that of the batch before."""
+
+@dataclass
+class MicrobatchResult:
+    """What one microbatch of a window has given.
+
+    Attributes:
+        output: what ``training_step`` returned, detached.
+        loss: the value of its loss; None if it returned none.
+        weight: how much the loss counts.
+        differentiable: whether the loss requires grad.
+        logs: what it has logged.
+        state: what it has set on modules; None if it was the only microbatch.
+    """
+
+    output: Any
+    loss: torch.Tensor | None
+    weight: float
+    differentiable: bool
+    logs: LogRecorder
+    state: MicrobatchModuleState | None
+
+
+@dataclass
+class WindowResult:
+    """What the microbatches of a window have given.
+
+    Attributes:
+        microbatches: those that have a result: all, or those before the one that failed.
+        gradients: the gradients behind their losses; None if there are none.
+        error: what ``training_step`` of the microbatch behind them has raised.
+        show: given the microbatches of each batch, returns what lets hooks find the state of a batch; None if there is
+            one microbatch only.
+    """
+
+    microbatches: list[MicrobatchResult] = field(default_factory=list)
+    gradients: StepGradients | None = None
+    error: Exception | None = None
+    show: Callable[[Sequence[Sequence[int]]], ShownState] | None = None
 
 
 class Engine:
@@ -91,7 +122,7 @@ class Engine:
         with interrupts_allowed():  # copies all weights, and no thread has been started yet
             found = layers_that_fit(module, options, devices, formats, fitting=fitting)
             model = HostModel(module, found.layers, devices[0], formats, apart=bool(options.staleness))
-        self.model, self.learned = model, (learned := Learned(model))
+        self.model, self.learned = model, (learned := Learned(in_order=not options.overlap))
         self._accumulators = Accumulators()
         self.updates: AsyncOptimizer | None = None
         """The optimizer's thread. None while gradients go to ``.grad`` and the caller runs the optimizer."""
@@ -103,29 +134,16 @@ class Engine:
         self._switched_off: list[str] | None = None
         self._given: StepGradients | None = None
         """The gradients behind the loss that the last batch returned."""
-        self._refills = False
-        """Whether the data loader reuses a batch's memory."""
-        self._looks, self._batch = 0, dict[int, tuple[Any, int]]()
         self._looked_at = False
         """Whether user code may have read or written weights since the last batch, or a step has failed."""
-        self.rehearsing: Callable[[], contextlib.AbstractContextManager[Iterable[tuple[str, Any]]]] = lambda: (
-            contextlib.nullcontext(())
-        )
-        """Context manager around a rehearsal. It yields (name, object) pairs of what user code may change outside the
-        module, such as learning rate schedulers."""
-        self.settings: Callable[[], dict[str, Any]] = dict
-        """Function that returns the numbers among the settings of optimizers and schedulers, by name."""
-        self.parts = 1
-        """In how many parts of the last batch ``training_step`` ran."""
-        self.batches_left: Callable[[], float] = lambda: 0.0
-        """Function that returns how many batches will be trained on, as far as it is known: a search has to pay."""
-        self.within_batch: Callable[[], bool] = lambda: False
-        """Function that returns whether a batch has begun that has neither made its optimizer step nor ended."""
+        self.windows_left: Callable[[], float] = lambda: 0.0
+        """Function that returns how many windows will be trained on, as far as it is known: a search has to pay."""
+        self.within_window: Callable[[], bool] = lambda: False
+        """Function that returns whether a window has begun of which Lightning has not finished all batches."""
         self._trainable = model.trainable()
         self._named = list(module.named_parameters())
         self.structure = Structure(module, [x.module for x in model.layers])
-        self.hints = Hints(module, inform)
-        self.cutter = Cutter(options, module, len(devices), self.hints, alone=peers is None)
+        self.hints = Hints(inform)
         self._retries = Retries(devices, self.hints)
         self._report: Callable[[], Report] | None = None
         self.hints.of_cuts(found)
@@ -156,14 +174,11 @@ class Engine:
             exchange=_exchange_of(peers, model, options) if peers is not None else None,
         )
         self._gradients = self.context.gradients
-        layers, models = [Interceptor(x) for x in model.layers], models_in(module, [x.module for x in model.layers])
-        self._parting = Parting(self.context)
-        self._forwards = {layer.index: stand_in.run for layer, stand_in in zip(model.layers, layers, strict=True)}
-        self._evaluating = [*layers, *(models if self._parting.possible else ())]
-        self._planner = Planner(self.context, lambda: self.batches_left())
-        self._scope = Scope(
-            self.context, self.cutter, self._planner, layers, models, self._rehearsal, lambda: self.settings()
+        self._interceptors = layers = [Interceptor(x) for x in model.layers]
+        self.evaluations = EvaluationPipeline(
+            self.context, layers, lambda: self._metrics.bring_to_host(), self._count_uploads
         )
+        self._planner = Planner(self.context, lambda: self.windows_left())
         self._metrics = HostMetrics(module if self.worker_pool.accelerator is not None else nn.Module())
         try:
             self._planner.reserve_for_layers()
@@ -175,87 +190,99 @@ class Engine:
 
     @interrupts_deferred()
     @remedied()
-    def train_batch(
+    def train_window(
         self,
-        function: Callable[..., Any],
-        batch: Any,
-        rest: tuple[Any, ...],
+        functions: Sequence[Callable[[], Any]],
+        weights: LossWeights,
         seed: tuple[int, ...],
         *,
         zero_grad: bool = True,
-    ) -> Any:
-        """Run ``function`` (``training_step``) on the microbatches of ``batch``, and their backward.
+    ) -> WindowResult:
+        """Run ``training_step`` on the microbatches of a window, and their backward.
 
         Args:
-            function: called with a microbatch, followed by ``rest``.
-            batch: the batch that the data loader returned.
-            rest: the other arguments of ``training_step``, passed to every microbatch.
-            seed: numbers that identify the batch. Every random state of the step is derived from them.
-            zero_grad: whether to drop gradients that earlier batches accumulated and no optimizer step has used.
+            functions: ``training_step`` with the arguments of each microbatch.
+            weights: how much the microbatches count.
+            seed: numbers that identify the window. Every random state of the step is derived from them.
+            zero_grad: whether to drop gradients that earlier windows accumulated and no optimizer step has used.
 
         Returns:
-            The merged output of ``training_step``. The backward of its loss puts gradients into ``.grad``, or sets the
-            factor with which `AsyncOptimizer` takes them.
+            The results of the microbatches. The backward of their losses, which the result's ``gradients`` make, puts
+            gradients into ``.grad``, or sets the factor with which `AsyncOptimizer` takes them.
         """
         self._prepare(zero_grad=zero_grad)
-        self._look_at(batch)
-        learned, wants_plan = self.learned, self.options.plan_text is not None
-        cut = self._scope.cut(function, batch, rest, seed)
-        learned.plans = learned.plan is None and not learned.in_order and (cut.several or wants_plan)
+        learned, several, wants_plan = self.learned, len(functions) > 1, self.options.plan_text is not None
+        learned.plans = learned.plan is None and not learned.in_order and (several or wants_plan)
         overlaps = self._may_overlap
         if not overlaps or (self._step_in_flight is not None and self._step_in_flight.cancel_scope.failed):
             self._drain()
-        step = self._step_of(cut, seed, overlaps=overlaps)
-        args = [(part, *rest) for part in cut.parts]
+        step = Step(self.context, seed, weights, self.updates, self._step_in_flight, overlaps=overlaps)
         random_state = GlobalRandomState(self.worker_pool.devices)
         switched_off = self._set_up_step()
+        runs: list[MicrobatchTask] = []
         try:
             with self._failing(step):
-                with intercepted(self._scope.interceptors, step.cancel_scope.fail):
+                with intercepted(self._interceptors, step.cancel_scope.fail):
                     random_state.park()
+                    learned.module_state.begin()
                     try:
-                        self._run(step, function, args)
+                        self._run(step, functions)
                     finally:
                         random_state.restore()
+                        runs = step.runs
                 before, self._step_in_flight = self._step_in_flight, step
                 if before is not None:
                     self._end(before)
                 self.model.buffers.settle()
-                output = step.finish()
+                result = self._result_of(runs, step, None)
                 self._metrics.bring_to_host()
-            microbatches, self.parts = len(step.sizes), len(cut.parts)
-            self.hints.after_step(self.model.layers, switched_off, microbatches, cuts_calls=self.parts == 1)
-            if self.parts > 1:
-                self.hints.of_a_called_logger()
+            self.hints.after_step(switched_off)
+            if not several and learned.plan is None and len(self.worker_pool.workers) > 1:
+                self.hints.of_one_microbatch(len(self.worker_pool.workers))
             self._say_tiles()
             measured = self.tiles is None or not self.tiles.came  # else some calls were measured without tiles
-            if microbatches > 1 and not learned.in_order and (buffer := step.met_buffer):
-                late = "which this batch is the first to do, " if learned.plan is not None else ""
-                self._planner.run_in_order(
-                    f"{buffer} changes in calls of its layer, and code between layers reads or writes it, {late}and "
-                    "what is in it depends on their order",
-                    "leave plan out, or set num_microbatches=1.",
-                )
-            elif learned.plans and measured and step.has_loss and (microbatches > 1 or wants_plan):
-                self._plan_from(step, microbatches)
-            elif microbatches == 1:
+            if learned.plans and measured and step.has_loss:
+                self._plan_from(step, len(functions))
+            elif not several:
                 learned.recent = step.traces[0]
-            self._scope.refuse()
             if step.late:
                 self._refuse_late(step)
             if step.off_plan is not None and step.off_plan.left:
                 self._learn_from(step.off_plan)
-            if step.in_parts:
-                self._scope.look_again(function, batch, rest, seed, step.sizes, step.joined)
             self._given = step.gradients
             if self.updates is not None and step.gradients is not None and not step.late:
                 self.updates.offer(step.gradients)
+        except Exception as error:
+            failed = next((run.index for run in runs if run.error is error), 0)
+            if not failed:
+                raise
+            return self._result_of(runs[:failed], step, runs[failed].error)
         finally:
             if not (step.spec.overlaps and step.gradients is not None):
                 self._drain()
         if step.late:
             self.enable_async_optimizer(None)  # until the engine is set up again, before the next batch
-        return output
+        return result
+
+    def _result_of(self, runs: Sequence[MicrobatchTask], step: Step, error: Exception | None) -> WindowResult:
+        """Return what the microbatches of a finished forward have given, with modules as the last one has left them.
+
+        Args:
+            runs: the microbatches; after an ``error``, those before the one that has raised it.
+            step: their step.
+            error: see `WindowResult`.
+        """
+        state = self.learned.module_state
+        state.show(None)
+        kept = [run.kept for run in runs if run.kept is not None]
+        buffers = self.model.buffers.take_history()
+        in_order = not any(run.ended_early for run in runs)
+
+        def show(batches: Sequence[Sequence[int]]) -> ShownState:
+            return ShownState(state, kept, buffers, batches, in_order)
+
+        results = [MicrobatchResult(r.output, r.loss, r.weight, r.differentiable, r.logs, r.kept) for r in runs]
+        return WindowResult(results, step.finish() if error is None else None, error, show if kept else None)
 
     def _refuse_late(self, step: Step) -> None:
         """Raise if the step's late parameters cannot be trained from here on.
@@ -274,18 +301,18 @@ class Engine:
         assert step.gradients is not None
         now = set(map(id, self.model.module.parameters()))
         gone = [p for p in step.gradients.masters if id(p) not in now]
-        if step.in_parts and gone:
+        if step.spec.several and gone:
             name = next((name for name, p in self._named if p is gone[0]), "")
             raise RoundPipeError(
                 f"{registered} and replaced {name!r}, with which other microbatches of the batch have computed. "
-                "Replace it between steps, for example in on_train_batch_start, or set num_microbatches=1."
+                "Replace it between steps, for example in on_train_batch_start, or set overlap=False."
             )
 
     def _plan_from(self, step: Step, microbatches: int) -> None:
         """Make a plan; or turn tiles on, with which the next batch is learned, if no plan fits without them."""
-        tiles, fuses = self.tiles, not self._scope.cuts_calls
+        tiles = self.tiles
         try:
-            self._planner.plan_from(step.spec.recorder, step.traces, microbatches, fuses=fuses)
+            self._planner.plan_from(step.spec.recorder, step.traces, microbatches)
         except DoesNotFit:
             if tiles is None or tiles.on:
                 raise
@@ -297,37 +324,6 @@ class Engine:
         self.hints.of_other_calls(off_plan.what, again=again)
         if again:
             self.learned.unseen += off_plan.left.values()
-
-    def _step_of(self, cut: Cut, seed: tuple[int, ...], *, overlaps: bool) -> Step:
-        context, updates, before = self.context, self.updates, self._step_in_flight
-        if cut.sizes is None:
-            return ModelStep(context, seed, self.cutter.sizes_of, updates, before, overlaps=overlaps)
-        return Step(context, seed, cut.sizes, cut.weights, updates, before, overlaps=overlaps)
-
-    @contextlib.contextmanager
-    def _rehearsal(self) -> Iterator[Iterable[tuple[str, Any]]]:
-        """Context manager in which layers may be called forward only, before a batch is trained; see `rehearsing`."""
-        self._drain()
-        if self.updates is not None:  # an error would stop the devices, and gradients in flight would be lost
-            self.updates.settle()
-        self._set_up_step()
-        newest = 0 if self.updates is None else self.updates.submitted
-        self.model.lags = not all(bucket.has(newest) for bucket in self.model.buckets)
-        versions = [master._version for master in self.model.masters]
-        try:
-            with self.rehearsing() as others:
-                yield others
-        except BaseException:
-            self._looked_at = True
-            self._drain()
-            raise
-        finally:
-            self.model.lags = False
-        # Else the next step computes with the version of the weights that it would have without a rehearsal.
-        self._looked_at |= versions != [master._version for master in self.model.masters]
-        self._sync_weights(newest=False)
-        for device in self.worker_pool.devices:
-            device.reset_peak()
 
     @interrupts_deferred()
     @remedied()
@@ -344,14 +340,15 @@ class Engine:
         self._prepare(zero_grad=False)
         step, switched_off = ManualStep(self.context, seed, self.updates), self._set_up_step()
         try:
-            with self._failing(step), intercepted(self._scope.interceptors, step.cancel_scope.fail):
+            with self._failing(step), intercepted(self._interceptors, step.cancel_scope.fail):
                 output = step.run(function)
                 self.model.buffers.settle()
+                self.model.buffers.take_history()
             self._end(step)
             self._metrics.bring_to_host()
         finally:
             self._drain()
-        self.hints.after_step(self.model.layers, switched_off, 1, cuts_calls=False)
+        self.hints.after_step(switched_off)
         self._say_tiles()
         return output
 
@@ -366,10 +363,10 @@ class Engine:
     def _prepare(self, *, zero_grad: bool) -> None:
         """Settle the last batch's gradients, then prepare the weights for a new batch.
 
-        By now it is known whether the last loss was differentiated, and whether an optimizer step followed.
+        By now it is known whether the last losses were differentiated, and whether an optimizer step followed.
         """
         given, self._given = self._given, None
-        unused = given is not None and given.scale is None  # the loss was never differentiated
+        unused = given is not None and not given.handed_out
         if self.updates is not None:
             if unused:
                 self._drain()
@@ -387,31 +384,19 @@ class Engine:
         Updates must go through the optimizer's thread, and there must be a plan. Each other condition rules out
         something that the main thread changes in the meantime:
 
-        * modules on which user code keeps values: the next ``training_step`` reads them;
+        * attributes that each microbatch has its own value of: code in its backward may read them;
         * random generators, if backward draws: the main thread uses them;
         * logging in backward: logs are issued when ``training_step`` returns;
-        * torch's default dtype, with a precision that sets it within a step only;
-        * the memory of the batch, if the next batch is fetched into it.
+        * torch's default dtype, with a precision that sets it within a step only.
         """
         return (
             self.updates is not None
             and self.learned.plan is not None
-            and not self.learned.module_state.places
+            and not self.learned.module_state.private
             and not self.learned.randomness.draws_in_backward
             and not self.learned.logs_in_backward
             and not self.formats.sets_default
-            and not self._refills
         )
-
-    def _look_at(self, batch: Any) -> None:
-        """Find out whether the data loader fills the memory of the batch before; compares the first batches only."""
-        if self._looks == _LOOKS:
-            return
-        self._looks += 1
-        held, self._batch = self._batch, memory_of(batch) if self._looks < _LOOKS else {}
-        if not self._refills and any(held[key][1] != self._batch[key][1] for key in held.keys() & self._batch.keys()):
-            self._refills = True
-            self.hints.of_refilled_batches()
 
     @contextlib.contextmanager
     def _failing(self, step: Step) -> Iterator[None]:
@@ -459,10 +444,13 @@ class Engine:
             self.updates.leave(step.cancel_scope)
         if not failed:
             self._gradients.give_back()
-            self.weights_uploaded += sum(step.spec.recorder.nbytes(("upload_weights",), len(self.worker_pool.workers)))
+            self._count_uploads(step.spec.recorder)
             self._retries.after_step(step.plan, step.retries)
             self._report = report_of(step, self._retries.last, self.weights_uploaded)
         step.release()
+
+    def _count_uploads(self, recorder: Recorder) -> None:
+        self.weights_uploaded += sum(recorder.nbytes(("upload_weights",), len(self.worker_pool.workers)))
 
     def _follow_caller(self) -> None:
         for device in self.worker_pool.devices:
@@ -535,46 +523,63 @@ class Engine:
             return
         self._drain()
         if self.updates is not None:
-            self.updates.settle(within_batch=self.within_batch())
+            self.updates.settle(within_batch=self.within_window())
 
     @interrupts_deferred()
     @remedied()
-    def evaluate(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``function(*args, **kwargs)``, a validation, test or predict step: forward only.
+    def evaluate(self, function: Callable[..., Any], *args: Any, kind: Hashable = ()) -> Any:
+        """Run ``function(*args)``, a validation, test or predict step of one batch, alone and forward only.
+
+        Args:
+            function: the step.
+            args: its arguments.
+            kind: under which `evaluations` will know the step's calls; empty if it need not.
 
         Returns:
             What ``function`` returned.
         """
-        self.worker_pool.refuse_broken()
-        self._drain()
-        if self.updates is not None:
-            self.updates.settle()
-        self._sync_weights(newest=True)
-        self._follow_caller()
-        parting = self._parting
-        evaluation = Evaluation(self.context, parting.call, self._forwards, foresees=not parting.expected)
+        self._prepare_evaluation()
+        evaluation = Evaluation(self.context, self.evaluations.forwards)
         try:
-            with intercepted(self._evaluating), self.worker_pool.devices[0].step_settings():
-                output = evaluation.run(function, args, kwargs)
+            with self.evaluations.alone(evaluation, kind):
+                output = evaluation.run(function, args, {})
             self.model.buffers.settle()
+            self.model.buffers.take_history()
             self._metrics.bring_to_host()
             return output
         except BaseException:
             self._gradients.drop()  # downloads into them may have been aborted
             raise
         finally:
-            self.weights_uploaded += sum(evaluation.recorder.nbytes(("upload_weights",), len(self.worker_pool.workers)))
+            self._count_uploads(evaluation.recorder)
 
-    def _run(self, step: Step, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
+    @interrupts_deferred()
+    @remedied()
+    def begin_evaluations(self, kind: Hashable, in_flight: int) -> None:
+        """Let `evaluations` run several batches of ``kind`` at a time."""
+        self._prepare_evaluation()
+        self.evaluations.begin(kind, in_flight)
+
+    def _prepare_evaluation(self) -> None:
+        self.evaluations.end()
+        self.worker_pool.refuse_broken()
+        self._drain()
+        if self.updates is not None:
+            self.updates.settle(within_batch=self.within_window())
+        self._sync_weights(newest=True)
+        self._follow_caller()
+
+    def _run(self, step: Step, functions: Sequence[Callable[[], Any]]) -> None:
         learned, randomness = self.learned, self.learned.randomness
         if learned.plan is not None and learned.trace is not None:
             randomness.learning = False
-            step.run_planned(learned.plan, learned.trace, function, args)
+            step.run_planned(learned.plan, learned.trace, functions)
         else:
             randomness.learning, randomness.comparing = True, learned.plans
-            step.run_one_by_one(function, args)
+            step.run_one_by_one(functions)
 
     def _begin(self) -> None:
+        self.evaluations.end()
         self.worker_pool.refuse_broken()
         tiles_came = self.tiles is not None and self.tiles.came
         if (now := self.model.trainable()) != self._trainable or is_surprised(self.model.layers) or tiles_came:
@@ -642,6 +647,7 @@ class Engine:
             if self.updates is not None:
                 rest.callback(self.updates.close)
             rest.callback(self._drain)
+            rest.callback(self.evaluations.end)
 
 
 def _exchange_of(peers: Peers, model: HostModel, options: Options) -> GradientExchange:

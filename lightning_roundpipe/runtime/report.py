@@ -71,7 +71,7 @@ def report_of(step: Step, retries: list[int], uploaded: int) -> Callable[[], Rep
         }
         for s in step.slots
     ]
-    microbatches = len(step.sizes)
+    microbatches = step.weights.count
     updates, update = step.spec.updates, step.spec.version + options.staleness + 1
     text = str(plan) if plan is not None else str(Plan.per_call(len(step.traces[0].calls) or 1))
 

@@ -113,7 +113,6 @@ class CausalLM(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self.loss_of(batch)
         self.log("train_loss", loss, prog_bar=True)
-        self.log("tokens", float(batch["input_ids"].numel()), reduce_fx="sum")
         return loss
 
     @override

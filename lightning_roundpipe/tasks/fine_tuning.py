@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lightning_roundpipe.callbacks import Measurements, RunFolder
+from lightning_roundpipe.config import is_whole
 from lightning_roundpipe.data import TextFiles
 from lightning_roundpipe.refusals import unreadable_checkpoint
 from lightning_roundpipe.tasks.causal_lm import CausalLM
@@ -64,6 +65,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     _refuse_unset(cfg)
     _refuse_missing_checkpoint(cfg.ckpt_path)
     _check_types(cfg)
+    _check_step(cfg)
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
     seed_everything(cfg.seed, workers=True, verbose=False)
     pretrained = _make(cfg.model)
@@ -118,6 +120,7 @@ def check(cfg: DictConfig) -> None:
     _refuse_unset(cfg)
     _refuse_missing_checkpoint(cfg.ckpt_path)
     _check_types(cfg)
+    _check_step(cfg)
     for node in (cfg.lora, cfg.optimizer, cfg.scheduler):
         if node:
             _make(node)
@@ -201,6 +204,23 @@ def _check_types(node: Any) -> None:
             meant = " or ".join(name for kind, name in _NUMBERS.items() if kind in named)
             null = ", or null" if type(None) in kinds else ""
             raise ValueError(f"{node._get_full_key(key)}={value!r} must be {meant}{null}.")
+
+
+def _check_step(cfg: DictConfig) -> None:
+    """Raise ``ValueError`` if ``step_samples`` decides the window and is not a whole number of batches."""
+    samples, size = cfg.step_samples, cfg.data.get("batch_size")
+    if not is_whole(samples) or samples < 1:
+        raise ValueError(f"step_samples={samples!r} must be a whole number of at least 1.")
+    if (
+        is_whole(size)
+        and size > 0
+        and samples % size
+        and OmegaConf.is_interpolation(cfg.trainer, "accumulate_grad_batches")
+    ):
+        raise ValueError(
+            f"step_samples={samples} is not a multiple of data.batch_size={size}, so no number of batches makes a "
+            "step. Change one of them, or set trainer.accumulate_grad_batches instead of step_samples."
+        )
 
 
 def _annotations(target: str) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from lightning_roundpipe.messages import plural
 from lightning_roundpipe.model.quantized import weights_in
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.replay import replay_of
-from lightning_roundpipe.runtime.batch.microbatches import sizes_of
 from lightning_roundpipe.sweep import memory
 
 _GIB = 2**30
@@ -124,8 +123,8 @@ def _batch(trainer: Trainer, settings: Mapping[str, Any]) -> str:
         return "as the data module makes it"
     options, parts = getattr(trainer.strategy, "options", None), ""
     if options is not None:
-        cut = sizes_of(size, options.num_microbatches, options.microbatch_size, trainer.num_devices)
-        parts = f", in {plural(len(cut), 'microbatch')}"
+        cut = options.num_microbatches or -(-size // (options.microbatch_size or size))
+        parts = f", cut into {plural(min(cut, size), 'microbatch')}" if cut > 1 else ""
     return f"{plural(size, 'sequence')} of {length:,} tokens{parts}"
 
 
@@ -135,7 +134,7 @@ def _steps(trainer: Trainer, settings: Mapping[str, Any]) -> str:
     each = trainer.accumulate_grad_batches
     size, length = settings["data"].get("batch_size"), settings["data"].get("sequence_length")
     tokens = f" of {size * length * each:,} tokens" if size is not None and length is not None else ""
-    return f"{steps}{tokens}" + (f", {each} batches each" if each > 1 else "")
+    return f"{steps}{tokens}" + (f", {plural(each, 'batch')} each" if each > 1 else "")
 
 
 def _devices(trainer: Trainer) -> str:

@@ -15,6 +15,7 @@ import zoo
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_roundpipe import Microbatches
 from mistakes.user import Mistake, User
 
 
@@ -51,23 +52,6 @@ class Wandering(zoo.PlainClassifier):
         for i in order:
             h = self.model.blocks[i](h)
         logits = self.model.head(h)
-        return F.cross_entropy(logits, batch["y"]), logits
-
-
-class _Ordered(zoo.MLP):
-    """The same as a model."""
-
-    def forward(self, x: Tensor, order: Tensor) -> Tensor:  # type: ignore[override]
-        h = self.stem(x)
-        for i in (0, 2, 1, 3) if order[0] else (0, 1, 2, 3):
-            h = self.blocks[i](h)
-        out: Tensor = self.head(h)
-        return out
-
-
-class _Reordered(zoo.PlainClassifier):
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
-        logits = self.model(batch["x"], batch["order"])
         return F.cross_entropy(logits, batch["y"]), logits
 
 
@@ -178,39 +162,6 @@ class _Elsewhere(zoo.PlainClassifier):
         return F.cross_entropy(logits, batch["y"]), logits
 
 
-def samples_of(batch: zoo.Batch) -> int:
-    """What a part weighs, which says that parts are what is wanted."""
-    return len(batch["y"])
-
-
-class _Remembers(zoo.PlainClassifier):
-    """Adds what the batch before has left behind."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.memory: Tensor | None = None
-
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
-        logits = self.model(batch["x"])
-        if self.memory is not None:
-            logits = logits + self.memory
-        self.memory = logits.detach()
-        return F.cross_entropy(logits, batch["y"]), logits
-
-
-class _Shares(zoo.PlainClassifier):
-    """Computes with what a hook on a layer has kept, where each microbatch keeps its own."""
-
-    def on_fit_start(self) -> None:
-        kept: list[Tensor] = []
-        self.model.blocks[0].register_forward_hook(lambda block, args, out: kept.__setitem__(slice(None), [out]))
-        self.take = lambda: kept[0].square().mean()
-
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
-        logits = self.model(batch["x"])
-        return F.cross_entropy(logits, batch["y"]) + self.take(), logits
-
-
 @torch.jit.script
 def _added(x: Tensor, bias: Tensor) -> Tensor:
     return x + bias
@@ -270,13 +221,6 @@ def _unfreezing(*, frozen: bool, batches: int, **options: Any) -> Any:
     return way
 
 
-class _Grows(zoo.PlainClassifier):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.model.head.weight.data = torch.zeros(7, self.model.head.weight.shape[1])
-            self.model.head.bias.data = torch.zeros(7)
-
-
 class _RegistersLate(zoo.PlainClassifier):
     """Its training_step registers a parameter in a later batch, or replaces one that it has computed with."""
 
@@ -309,14 +253,6 @@ class _UnfreezesItself(zoo.MLP):
 def _unfrozen(block: Any, h: Tensor) -> Tensor:
     block.requires_grad_(True)
     return type(block).forward(block, h)
-
-
-def _draws_by_itself(user: User) -> None:
-    module, draws = zoo.make_module("mlp"), torch.Generator()
-    block = next(m for m in module.modules() if type(m).__name__ == "ResidualBlock")
-    inner = next(block.children())
-    inner.register_forward_hook(lambda layer, args, output: output * torch.rand((), generator=draws))
-    user.fit(module)
 
 
 def _quantised(change: Any) -> Any:
@@ -370,14 +306,6 @@ MODULES = [
     ),
     Mistake(
         SECTION,
-        "a layer that computes something else when its forward runs again: it draws from a generator of its own, "
-        "counts its calls, or reads a global or an object that changes meanwhile",
-        "layer '…' computes something else when it is recomputed for its backward",
-        "give it what else it needs as an argument of its forward",
-        (_draws_by_itself,),
-    ),
-    Mistake(
-        SECTION,
         "a hook on a parameter or on the optimizer's step that `training_step` registers",
         "register_hook was called on a parameter within training_step",
         "Do it between batches, for example in on_fit_start or on_train_batch_start",
@@ -391,7 +319,6 @@ MODULES = [
         (
             _unfreezing(frozen=True, batches=1),
             _unfreezing(frozen=True, batches=1, num_microbatches=2),
-            _unfreezing(frozen=True, batches=1, num_microbatches=2, microbatch_scope="model"),
         ),
     ),
     Mistake(
@@ -416,20 +343,9 @@ MODULES = [
         SECTION,
         "a parameter outside the layers that `training_step` replaces, when other microbatches have computed with it",
         "training_step registered parameter '…' and replaced '…'",
-        "Replace it between steps, for example in on_train_batch_start, or set num_microbatches=1",
+        "Replace it between steps, for example in on_train_batch_start, or set overlap=False",
         (lambda user: user.fit(_RegistersLate(replaces=True), num_microbatches=2),),
         finished=2,
-    ),
-    Mistake(
-        SECTION,
-        "a parameter that gets another shape by its `.data` within a window of accumulated batches",
-        "roundpipe: parameter '…' was given another shape by its .data while gradients accumulate",
-        "Give it that between windows of accumulate_grad_batches, for example in on_train_epoch_start",
-        (
-            lambda user: user.fit(_Grows(mlp()), trainer={"accumulate_grad_batches": 2}),
-            lambda user: user.fit(_Grows(mlp()), num_microbatches=2, trainer={"accumulate_grad_batches": 2}),
-        ),
-        finished=1,
     ),
     Mistake(
         SECTION,
@@ -478,14 +394,7 @@ MODULES = [
         "`self.log` in a layer",
         "self.log was called in layer '…', which runs once for each microbatch and again for its backward",
         "Let the layer return what is to be logged, and call self.log in training_step itself",
-        (_logging(bound=False),),
-    ),
-    Mistake(
-        SECTION,
-        "`self.log` through a reference that was taken before",
-        "self.log was called through a reference that was taken before training_step",
-        "Call self.log of the LightningModule in training_step itself",
-        (_logging(bound=True),),
+        (_logging(bound=False), _logging(bound=True)),
     ),
     Mistake(
         SECTION,
@@ -533,7 +442,7 @@ MODULES = [
         "`training_step` computes with modules that are not registered",
         "training_step called none of the layers that were found",
         "name the modules it calls with layers=[...]",
-        (lambda user: user.fit(_Elsewhere(mlp())),),
+        (lambda user: user.fit(_Elsewhere(mlp()), num_microbatches=2),),
     ),
     Mistake(
         SECTION,
@@ -594,142 +503,44 @@ MODULES = [
     ),
     Mistake(
         SECTION,
-        "no loss for a part of a batch",
-        "training_step returned None for microbatch … but not for all of this batch",
-        "skip whole batches, or set num_microbatches=1",
-        (returning(lambda loss, batch: None if len(batch["y"]) == 1 else loss, microbatch_scope="step"),),
+        "`loss_weight='targets'`, and a loss that is made without a mean cross entropy",
+        "loss_weight='targets' counts the targets of the mean cross entropy … made with none",
+        "Leave loss_weight out, or set it to a function of a microbatch that returns what it counts",
+        (lambda user: user.fit(_Squared(mlp()), loss_weight="targets"),),
     ),
     Mistake(
         SECTION,
-        "a cross entropy that is summed, and divided or multiplied",
-        "the loss is computed from cross_entropy with reduction='sum', and not by adding up alone",
-        "set RoundPipeStrategy(loss_weight='sum')",
-        (lambda user: user.fit(_Summed(mlp()), microbatch_scope="step"),),
+        "`loss_weight='targets'`, and a loss that is made with several means over different numbers of targets",
+        "loss_weight='targets' counts the targets of the mean cross entropy … made with several",
+        "Leave loss_weight out, or set it to a function of a microbatch that returns what it counts",
+        (lambda user: user.fit(_TwoMeans(mlp()), loss_weight="targets"),),
     ),
     Mistake(
         SECTION,
-        "layers are called in another order than in earlier batches, while the calls of the model are cut",
-        "microbatch … called layer '…' after layer '…' where layer '…' was expected",
-        "Set num_microbatches=1",
-        (
-            lambda user: user.fit(
-                _Reordered(_Ordered()), ordered(*[[0] * 6] * 2, [1] * 6), num_microbatches=3, microbatch_scope="model"
-            ),
-        ),
+        "`on_train_batch_start` that returns -1 within a window",
+        "on_train_batch_start returned -1 within a window of accumulate_grad_batches=…",
+        "return -1 for the first batch of a window, or set accumulate_grad_batches=1",
+        (lambda user: user.fit(_Skips(mlp()), trainer={"accumulate_grad_batches": 4}),),
         finished=2,
-    ),
-    Mistake(
-        SECTION,
-        "parts of the batch do not give what the whole batch gives, and cutting the model's calls does not help",
-        "training_step gives something else in parts of the batch than on the whole batch",
-        "num_microbatches=1 keeps the batch whole",
-        (
-            lambda user: user.fit(_Rooted(zoo.make_module("bert").model), zoo.make_batches("bert"), num_microbatches=2),
-            lambda user: user.fit(
-                _Rooted(zoo.make_module("bert").model),
-                zoo.make_batches("bert"),
-                num_microbatches=2,
-                microbatch_scope="step",
-            ),
-        ),
-    ),
-    Mistake(
-        SECTION,
-        "`microbatch_scope='model'`, and samples are not independent of each other in the model",
-        "training_step gives something else where microbatch_scope='model' cuts its calls of the model",
-        "num_microbatches=1 keeps its calls whole",
-        (lambda user: user.fit(_centred(), num_microbatches=2, microbatch_scope="model"),),
-    ),
-    Mistake(
-        SECTION,
-        "a loss that a later batch computes for the first time, and that is not a number on a part of it, such as a "
-        "masked mean without targets",
-        "the loss of a microbatch is infinite or not a number, so the batch is not trained on",
-        "microbatch_scope='model' or num_microbatches=1 compute the loss on the whole batch",
-        (lambda user: user.fit(_MaskedLater(mlp()), _masked_later(), num_microbatches=2),),
-        finished=1,
-    ),
-    Mistake(
-        SECTION,
-        "a cross entropy and another loss, and a batch whose targets are spread unlike its samples",
-        "the loss is a cross entropy and something else that comes from the model",
-        "set microbatch_scope='model' or num_microbatches=1",
-        (lambda user: user.fit(_Both(mlp()), _spread_later(), num_microbatches=2),),
-        finished=1,
-    ),
-    Mistake(
-        SECTION,
-        "a `plan`, and user code that changes globals, helper objects or the like while microbatches are on their way",
-        "code between layers changes '…', which microbatches share",
-        "leave plan out, or set num_microbatches=1",
-        (
-            lambda user: user.fit(
-                _Shares(mlp()), num_microbatches=2, plan="forward none; fused 0-5; backward none; round 2"
-            ),
-        ),
-    ),
-    Mistake(
-        SECTION,
-        "state that goes from batch to batch, with several microbatches",
-        "attribute '…' of … goes from batch to batch",
-        "set num_microbatches=1, or keep it out of the step",
-        (lambda user: user.fit(_Remembers(mlp()), num_microbatches=2, loss_weight=samples_of),),
-        finished=1,
     ),
 ]
 
 
-class _Rooted(zoo.Classifier):
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
-        loss, logits = super().loss_and_logits(batch)
-        return loss.sqrt(), logits
-
-
-class _Both(zoo.PlainClassifier):
+class _Squared(zoo.PlainClassifier):
     def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
         logits = self.model(batch["x"])
-        return F.cross_entropy(logits, batch["y"], ignore_index=99) + 0.1 * logits.square().mean(), logits
+        return logits.square().mean(), logits
 
 
-class _MaskedLater(zoo.PlainClassifier):
+class _TwoMeans(zoo.PlainClassifier):
     def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
         logits = self.model(batch["x"])
-        if self.global_step:
-            mask = batch["y"] > 0
-            return (logits.mean(1) * mask).sum() / mask.sum(), logits
-        return F.cross_entropy(logits, batch["y"]), logits
+        return F.cross_entropy(logits, batch["y"]) + F.cross_entropy(logits[:2], batch["y"][:2]), logits
 
 
-def _masked_later() -> list[zoo.Batch]:
-    """In the second batch, the first half has no targets."""
-    batches = zoo.make_batches("mlp", 2)
-    batches[1]["y"] = (torch.arange(len(batches[1]["y"])) >= len(batches[1]["y"]) // 2).long()
-    return batches
-
-
-def _spread_later() -> list[zoo.Batch]:
-    """In the second batch, targets of the first samples are missing."""
-    batches = zoo.make_batches("mlp", 2)
-    batches[1]["y"][:2] = 99
-    return batches
-
-
-def _centred() -> pl.LightningModule:
-    class Centred(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x - x.mean(0))  # type: ignore[no-any-return]
-
-    return zoo.PlainClassifier(Centred())
-
-
-class _Summed(zoo.PlainClassifier):
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
-        logits = self.model(batch["x"])
-        return F.cross_entropy(logits, batch["y"], reduction="sum") / 8, logits
+class _Skips(zoo.PlainClassifier):
+    def on_train_batch_start(self, batch: zoo.Batch, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
 
 
 def _nested(user: User) -> None:
@@ -767,26 +578,37 @@ SECTION = "The batch"
 BATCHES = [
     Mistake(
         SECTION,
-        "several microbatches are asked for, and nothing in the batch says how many samples it has",
-        "the size of the batch cannot be found",
-        "Return tensors with a row for each sample from the dataloader, or set num_microbatches=1",
-        tuple(_batches(batch) for batch in ({"scale": torch.tensor(0.5)}, "text", 3, {})),
+        "a batch without tensors is to be cut",
+        "num_microbatches=… cuts a batch, and this one (…) has no tensors",
+        "or have the collate_fn return roundpipe's Microbatches([...])",
+        (_batches({}), _batches([])),
     ),
     Mistake(
         SECTION,
-        "several microbatches are asked for, and the batch holds a nested tensor",
-        "a batch with a nested tensor (torch.nested) cannot be cut into microbatches",
-        "Return tensors with a row for each sample from the dataloader, or set num_microbatches=1",
-        tuple(
-            _batches({"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)})
-            for layout in (torch.jagged, torch.strided)
-        ),
+        "a batch that holds other things than tensors is to be cut",
+        "num_microbatches=… cuts the tensors of a batch, and … is a …",
+        "or have the collate_fn return roundpipe's Microbatches([...])",
+        (_batches({"x": torch.ones(4, 2), "names": ["a", "b", "c", "d"]}), _batches("text"), _batches(3)),
     ),
     Mistake(
         SECTION,
-        "several microbatches are asked for, and the batch can be taken for one of several sizes",
-        "the size of the batch cannot be told: …",
-        "Return tensors with a row for each sample from the dataloader, or set num_microbatches=1",
+        "a batch that holds a tensor of one number is to be cut",
+        "num_microbatches=… cuts the tensors of a batch, and … has no dimension",
+        "or have the collate_fn return roundpipe's Microbatches([...])",
+        (_batches({"x": torch.ones(4, 2), "scale": torch.tensor(0.5)}),),
+    ),
+    Mistake(
+        SECTION,
+        "a batch whose tensors have different numbers of rows is to be cut",
+        "num_microbatches=… cuts a batch along the first dimension of its tensors, and they disagree: … has … rows",
+        "or have the collate_fn return roundpipe's Microbatches([...])",
         (_constant_first, _batches([torch.ones(4), torch.ones(5)])),
+    ),
+    Mistake(
+        SECTION,
+        "a loader that returns `Microbatches` of nothing",
+        "the data loader returned Microbatches([])",
+        "a batch needs at least one microbatch",
+        (_batches(Microbatches([])),),
     ),
 ]

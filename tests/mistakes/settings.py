@@ -57,10 +57,10 @@ MICROBATCHES = [
     ),
     Mistake(
         SECTION,
-        "`loss_weight` is neither a function nor 'sum'",
-        "loss_weight=… must be",
-        "a function of a microbatch, 'sum' if the losses of microbatches add up to that of the batch, or None",
-        (options(loss_weight=3), options(loss_weight="targets")),
+        "`loss_weight` is none of its values",
+        "loss_weight=… must be 'targets'",
+        "'sum' (the losses of a batch's parts add up), a function of a microbatch, or None",
+        (options(loss_weight=3), options(loss_weight="tokens")),
     ),
     Mistake(
         SECTION,
@@ -272,7 +272,7 @@ PLANS = [
         "`stage_seconds` is less than a layer takes",
         "stage_seconds=… is shorter than one layer takes for a microbatch: '…' … s",
         "Raise stage_seconds above that, lower microbatch_size, or name smaller modules in layers=",
-        (options(stage_seconds=1e-9),),
+        (options(stage_seconds=1e-9, num_microbatches=2),),
     ),
     Mistake(
         SECTION,
@@ -382,7 +382,11 @@ MEMORY = [
         "`memory_budget` holds the largest layer, but not what its call computes",
         "memory_budget: workers may use … bytes, and a cut at every layer needs …",
         "Raise memory_budget, lower microbatch_size or round_microbatches, or name smaller modules in layers=",
-        (lambda user: user.fit(batches=zoo.make_batches("mlp", 2, samples=600), memory_budget="80KB"),),
+        (
+            lambda user: user.fit(
+                batches=zoo.make_batches("mlp", 2, samples=600), num_microbatches=4, memory_budget="80KB"
+            ),
+        ),
     ),
     Mistake(
         SECTION,
@@ -411,24 +415,24 @@ OTHERS = [
     ),
     Mistake(
         SECTION,
-        "`microbatch_scope` is none of its values",
-        "microbatch_scope=… must be",
-        "'auto', 'step' (each microbatch runs training_step) or 'model'",
-        (options(microbatch_scope="epoch"), options(microbatch_scope=None)),
+        "`microbatch_scope`, which was an option",
+        "microbatch_scope=… is no option any more",
+        "leave num_microbatches and microbatch_size out, too",
+        (options(microbatch_scope="model"), options(microbatch_scope="auto")),
     ),
     Mistake(
         SECTION,
-        "`microbatch_scope='model'` with `loss_weight`",
-        "loss_weight says how the losses of microbatches make up that of the batch, and microbatch_scope='model' has",
-        "leave loss_weight out",
-        tuple(options(microbatch_scope="model", loss_weight=weight) for weight in (len, "sum")),
+        "`overlap` is neither true nor false",
+        "overlap=… must be",
+        "True or False",
+        (options(overlap="no"), options(overlap=0)),
     ),
     Mistake(
         SECTION,
-        "`microbatch_scope='model'`, and the model returns a loss",
-        "the call of '…' returns a number for each part of the batch",
-        "compute the loss in training_step",
-        (lambda user: user.fit(zoo.make_module("bert"), zoo.make_batches("bert", 1), microbatch_scope="model"),),
+        "`evaluation_batches` is no number, 0 or negative",
+        "evaluation_batches=… must be",
+        "a whole number of at least 1",
+        tuple(options(evaluation_batches=n) for n in (0, -1, "all", None)),
     ),
     Mistake(
         SECTION,

@@ -65,13 +65,12 @@ class StepSpec:
         seed: numbers from which the random states of its batch are derived. The last one is the number of microbatches
             of all machines, if each has as many as this one: machines that have other numbers draw from other streams.
         version: version of the weights that it computes with.
-        cut: whether the batch, or the model's calls in it, are cut into microbatches.
+        several: whether it has several microbatches.
         overlaps: whether its backward may continue after its outputs were returned.
         undisturbed: whether no update was writing to masters when it began.
         updates: the optimizer's thread; None if gradients go to ``.grad``.
         thread_state: torch modes of the thread that began it.
-        module_state: keeps apart what microbatches set on modules; None if there is one microbatch only, or if they
-            run in order and see what the one before has set.
+        module_state: keeps apart what microbatches set on modules.
         recorder: records calls and copies.
         cancel_scope: carries the step's first error to all its threads.
         first: number of its first microbatch among those of all machines; random states derive from it.
@@ -80,12 +79,12 @@ class StepSpec:
     number: int
     seed: tuple[int, ...]
     version: int
-    cut: bool
+    several: bool
     overlaps: bool
     undisturbed: bool
     updates: AsyncOptimizer | None
     thread_state: TorchThreadState
-    module_state: ModuleStateIsolation | None
+    module_state: ModuleStateIsolation
     recorder: Recorder
     cancel_scope: CancelScope
     first: int = 0

@@ -154,7 +154,7 @@ class LayerExecutor:
         if call.repeated:
             buffers.discard()
         else:
-            buffers.write_back(snapshot, thorough)
+            buffers.write_back(snapshot, thorough, call.microbatch)
         result = self._finished(call, leaves, ran, mutated, activations)
         result.buffers, result.activation_bytes = snapshot, activation
         if not (call.learning or self._forwards.compiled or self._watched() or self._tiles):
@@ -201,7 +201,7 @@ class LayerExecutor:
             if ran.surprises:
                 profile = None
                 self._refuse_surprises(call.layer, leaves, ran)
-                self._worker.buffers(call.layer).write_back(absent, thorough=False)
+                self._worker.buffers(call.layer).write_back(absent, thorough=False, microbatch=call.microbatch)
             outputs = ran.tensors()
             device.track_until_freed(outputs, OUTPUTS)
         if profile is not None:

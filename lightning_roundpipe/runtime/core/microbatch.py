@@ -16,20 +16,19 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.batches.logs import LogRecorder
+from lightning_roundpipe.batches.outputs import detached, loss_of
+from lightning_roundpipe.batches.weights import LossWeights, TargetCounts
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.waiter import Waiter
-from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.crossing import storage_bytes
-from lightning_roundpipe.runtime.batch.logs import LogRecorder, log_returned
-from lightning_roundpipe.runtime.batch.loss_weights import Weighing
-from lightning_roundpipe.runtime.batch.microbatches import detached, filled_like, loss_of, seed_of, uncut_tensors
 from lightning_roundpipe.runtime.core.activation_prefetch import ActivationPrefetcher
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call, Forward
@@ -40,6 +39,7 @@ from lightning_roundpipe.runtime.core.prediction import NextCallPredictor
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.repeated_calls import MadeCall, RepeatedCalls
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
+from lightning_roundpipe.runtime.core.seeds import filled_like, seed_of
 from lightning_roundpipe.runtime.core.trace import Kind, Trace, TracedCall
 from lightning_roundpipe.runtime.core.turns import Slot, Slots
 from lightning_roundpipe.runtime.core.user_memory import UserCodeMemory
@@ -55,7 +55,6 @@ from lightning_roundpipe.runtime.user_code.graph_cuts import GraphCut, driven_ba
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 from lightning_roundpipe.runtime.user_code.module_state import SegmentKey
-from lightning_roundpipe.runtime.user_code.padded_encoders import PaddedCalls
 from lightning_roundpipe.runtime.user_code.rng import Seed
 
 
@@ -63,17 +62,11 @@ class TaskStep(Protocol):
     """The interface of a step that its microbatches use.
 
     Attributes:
-        sizes: number of samples of each microbatch.
-        weighing: how much each microbatch counts in the loss of the batch.
-        in_parts: whether ``training_step`` runs once for each of several microbatches.
-        padded_calls: compares what microbatches do with padding.
+        weights: how much each microbatch counts.
         off_plan: the microbatches that have left the plan; None if none may.
     """
 
-    sizes: list[int]
-    weighing: Weighing
-    in_parts: bool
-    padded_calls: PaddedCalls
+    weights: LossWeights
     off_plan: OffPlan | None
 
     @property
@@ -118,17 +111,20 @@ class MicrobatchTask:
         self.activations = ActivationStore(index, step.spec.recorder, engine.worker_pool.staging)
         self.mode = UserCodeMode(
             engine.model.bucket_of, self.segments.read_master, engine.model.formats, train=True,
-            accelerator=engine.worker_pool.accelerator, kept=self.kept, devices=engine.worker_pool.devices,
+            accelerator=engine.worker_pool.accelerator, devices=engine.worker_pool.devices,
             aside=self.segments.paused, buffers=engine.model.buffers, offloaded=self.activations.offloaded,
-            restore=self.activations.restore, observe=engine.learned.new_code.note(index) if step.in_parts else None,
-            counted=engine.learned.counted if step.in_parts else None,
+            restore=self.activations.restore, targets=TargetCounts() if step.weights.counts_targets else None,
         )  # fmt: skip
-        self.logs = LogRecorder(engine.worker_pool.devices, self.mode.counts, self.mode.saw)
+        self.logs = LogRecorder(engine.worker_pool.devices)
         self.started = Waiter()
         self.passed = Waiter()
         """Woken when ``output`` is set and only the tape is left; the output is computed once ``computed`` is done."""
         self.computed: Event | None = None
         self.output: Any = None
+        self.loss: Tensor | None = None
+        """The value of its loss, detached."""
+        self.error: Exception | None = None
+        """What ``training_step`` has raised, unless this is the first microbatch."""
         self.weight, self.differentiable = 0.0, False
         self.trace = trace or Trace()
         self._predictor = NextCallPredictor(slots, step.sums_of, recent)
@@ -159,24 +155,29 @@ class MicrobatchTask:
         self._accumulators = Accumulators()
         """Of the late parameters."""
 
+    @property
+    def ended_early(self) -> bool:
+        """Whether it has not made the last call of the trace that it was expected to make."""
+        return not self.learning and self.reached < len(self.trace.calls)
+
     # -- the thread ---------------------------------------------------------------------------------------------------
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], predecessor: Waiter | None) -> None:
-        """Run ``function`` (the user's ``training_step``) and the backward of its loss.
+    def run(self, function: Callable[[], Any], predecessors: Sequence[MicrobatchTask]) -> None:
+        """Run ``function``, the user's ``training_step`` with its arguments, and the backward of its loss.
 
-        Errors do not propagate to the caller: they fail the step, which raises them in the main thread.
+        Errors do not propagate to the caller: they fail the step, which raises them in the main thread. The
+        microbatches before this one return their losses first, as Lightning comes to them before.
 
         Args:
             function: the user's ``training_step``.
-            args: its arguments.
-            predecessor: woken when the microbatch before has reached its first layer; None for the first one.
+            predecessors: the microbatches before.
         """
         try:
-            if predecessor is not None:
-                self._cancel_scope.wait(predecessor)  # [1]
+            if predecessors:
+                self._cancel_scope.wait(predecessors[-1].started)  # [1]
             with calling(self):
                 try:
-                    self._train(function, args)
+                    self._train(function)
                 finally:
                     self.segments.close()
                     self.activations.move_to(None)
@@ -186,44 +187,53 @@ class MicrobatchTask:
         except BaseException as error:
             if self._left_plan_at:
                 add_off_plan_note(error, self._left_plan_at)
+            if isinstance(error, Exception) and predecessors and self._phase == "forward":
+                self._let_pass(error, predecessors)
             self._cancel_scope.fail(error)  # the main thread raises it
         finally:
             self._announce()
             self.passed.wake()
 
-    def _train(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _let_pass(self, error: Exception, predecessors: Sequence[MicrobatchTask]) -> None:
+        """After an ``error`` of user code, give up the turns, and wait for the losses of the microbatches before."""
+        self._announce()
+        try:
+            self._slots.finish(self.index)
+            for run in predecessors:
+                self._cancel_scope.wait(run.passed)
+        except BaseException:
+            return  # another one has failed
+        if all(run.error is None for run in predecessors):
+            self.error = error
+
+    def _train(self, function: Callable[[], Any]) -> None:
         with self._step.spec.thread_state.entered(), self.mode:
             self._enter_user_code()
             self._surroundings = Surroundings()
             if not self.index:  # the others begin while the first one is in a layer
                 self._measure_user_code()
-            with noted(lambda: self._place(args)):
-                output = function(*args)
+            with self._noted():
+                output = function()
                 self._watched.assert_unmodified()
-                self._step.padded_calls.compare(None, self.mode.padded_calls)
                 with torch._C.DisableTorchFunction():
                     self._check_after()
                 loss = loss_of(output)
-                log_returned(self.logs, output)
+                if loss is not None:
+                    self.weight = self._step.weights.of(self, loss, self.mode.targets)
             for recorded in self.tape:
                 recorded.held = []  # no further call can leave the plan
-            self.mode.judge(loss, self._step.sizes[self.index])
             self._announce()
             self._watch_late()
             if loss is not None:
-                self.weight = self._step.weighing.of(self)
                 self._backward_of_loss(loss)
                 self._user_memory.end(self.trace.calls)
+                self.loss = loss.detach()
             self.output = detached(output)
             del output, loss
             with torch._C.DisableTorchFunction():
                 self.activations.restore_all()  # what user code has kept for later, where nothing restores it
             if self.kept is not None:
-                changed = self.kept.module_state.finished()
-                if not self.learning or self._left_plan_at:
-                    self.engine.learned.new_code.note_attributes(changed, self.index)
-            if self._step.in_parts:
-                self.engine.learned.new_code.note_names((name for name, *_ in self.logs.calls), self.index)
+                self.kept.end()
             self.computed = self._device.compute.record() if self._device is not None else None
             self._leave_user_code()
         self.passed.wake()
@@ -234,12 +244,8 @@ class MicrobatchTask:
     def _noted(self) -> contextlib.AbstractContextManager[None]:
         return noted(self._place)
 
-    def _place(self, args: tuple[Any, ...] = ()) -> FaultPlace:
-        sizes = self._step.sizes
-        in_part = self._step.in_parts and self._phase == "forward"
-        samples = f"{sizes[self.index]} of {plural(sum(sizes), 'sample')}" if in_part else ""
-        uncut = uncut_tensors(args[0], sizes[self.index]) if in_part and args else ""
-        return FaultPlace(f"the code {self._last}", self._phase, self.index, self._slot, self._device, samples, uncut)
+    def _place(self) -> FaultPlace:
+        return FaultPlace(f"the code {self._last}", self._phase, self.index, self._slot, self._device)
 
     def _measure_user_code(self) -> None:
         if self.learning and self.engine.learned.plans:
@@ -296,28 +302,18 @@ class MicrobatchTask:
             if recorded is not None:
                 recorded.is_plain = call.profile is not None and forward.profile is not None
             owner = self.activations.number if self.learning or self._prefetcher.offloads else 0
-            self._isolate(layer, forward)
             output, taped = hand_back(call, recorded, traced, forward, args, kwargs, self._watched, owner)
             self._measure_user_code()
             if recorded is not None and taped:
                 self.tape.append(recorded)
-            if self.kept is not None and forward.side_outputs:
-                self.kept.module_state.wrote(layer)
             assert call.seed is not None
             self.repeated.made.append(MadeCall(layer, call.seed, self._device))
             return output
 
-    def _isolate(self, layer: HostLayer, forward: Forward) -> None:
-        if self.kept is not None and forward.side_outputs and not self.learning:
-            attributes = [(number, name) for kind, number, name in forward.side_outputs if kind == "attribute"]
-            self.kept.module_state.isolate(layer, attributes, self._segment_key)
-
     def _repeat(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer call in a backward of user code; see `repeated_calls`."""
         self._check_weights(layer)
-        output, forward = self.repeated.call(layer, args, kwargs, self._slot, self._watched)
-        if self.kept is not None and forward.side_outputs:
-            self.kept.module_state.wrote(layer)
+        output, _ = self.repeated.call(layer, args, kwargs, self._slot, self._watched)
         return output
 
     def add_gradient(self, master: nn.Parameter, grad: Tensor) -> None:
@@ -338,7 +334,7 @@ class MicrobatchTask:
         do: the new values are uploaded. A write that every microbatch would repeat, or that a recomputation would see,
         is an error.
         """
-        if self._step.spec.cut or not self.learning:
+        if self._step.spec.several or not self.learning:
             self._refuse_own_writes()
             layer.assert_unmodified()
             return
@@ -378,7 +374,7 @@ class MicrobatchTask:
 
     def _check_after(self) -> None:
         """Check for writes to weights after ``training_step`` has returned."""
-        if self._step.spec.cut or not self.learning:
+        if self._step.spec.several or not self.learning:
             self._refuse_own_writes()
             return
         self._written += self.mode.written_by_data()
@@ -391,12 +387,10 @@ class MicrobatchTask:
     ) -> tuple[Call, RecordedCall | None, TracedCall]:
         state = layer.state.current()
         leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
-        leaves = self.mode.stand_ins(leaves, (args, kwargs))
+        leaves = self.mode.stand_ins(leaves)
         requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         thread_state = self.engine.thread_state()
         trainable = layer.trainable()
-        if self.kept is not None and (not self.learning or self._left_plan_at):
-            self.kept.module_state.refuse_new(layer, state, trainable)
         can_tape = thread_state.grad and (any(requires_grad) or any(trainable) or bool(layer.reaches_out))
         index, traced = self._next(layer, can_tape=can_tape)
         bare = thread_state.grad and not can_tape
@@ -490,7 +484,7 @@ class MicrobatchTask:
             self.trace.refuse(layer, self.reached, self.index, more)
         raise RoundPipeError(
             f"layer {layer.name!r} is called {'with' if can_tape else 'without'} gradients, unlike in the first "
-            f"batches: with several microbatches a step must be of one kind.{more} Set num_microbatches=1."
+            f"batches: with several microbatches a step must be of one kind.{more} Set overlap=False."
         )
 
     def _record_call(self, call: Call, traced: TracedCall) -> RecordedCall:
@@ -543,8 +537,6 @@ class MicrobatchTask:
         with noted(lambda: FaultPlace(call.layer.title, "forward", self.index, slot, worker.device)):
             run = worker.run if call.profile is None else worker.run_here  # plain calls find all that they need here
             forward = run(lambda: executor.forward(slot, call, self.activations), self._cancel_scope)
-        if forward.truths:
-            self.engine.learned.new_code.note_truths(call.layer.name, forward.truths, self.index)
         return forward, slot
 
     def _watch_inputs(self, call: Call, recorded: RecordedCall, traced: TracedCall, tensors: dict[int, Tensor]) -> None:
@@ -578,7 +570,7 @@ class MicrobatchTask:
         self.differentiable = loss.requires_grad
         step, scales = self._step, self.engine.model.formats.scales
         self.segments.wait_for(scales, step.spec.version)
-        scale = step.weighing.share(self) * scales.of(step.spec.version)
+        scale = step.weights.share(self) * scales.of(step.spec.version)
         if not loss.requires_grad or not scale:
             return
         seed, self.mode.proxies.factor = seed_of(scale, self.engine.model.formats.low or loss.dtype)

@@ -130,7 +130,7 @@ class RepeatedCalls:
         made = self.made[position] if position is not None else self._last_of(layer)
         state = layer.state.current()
         leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
-        leaves = self._microbatch.mode.stand_ins(leaves, (args, kwargs))
+        leaves = self._microbatch.mode.stand_ins(leaves)
         call = Call(
             _NOT_TRACED, layer, self._index, spec, [], [isinstance(x, Tensor) and x.requires_grad for x in leaves],
             layer.trainable(), self._engine.thread_state(), state, made.seed, contextvars.copy_context(), leaves,

@@ -39,12 +39,12 @@ class UserCodeSections:
         kind: prefix of the sections' keys, where user code other than that of microbatches runs too.
 
     Attributes:
-        kept: attributes that the microbatch keeps on modules; None if they need not be kept apart.
+        kept: what the microbatch sets on modules; None if there is only one.
         read: buckets whose masters user code has read.
     """
 
     def __init__(self, engine: EngineContext, step: StepSpec, index: int, *, learning: bool, kind: str = "") -> None:
-        self.kept = MicrobatchModuleState(step.module_state) if step.module_state is not None and not kind else None
+        self.kept = MicrobatchModuleState(step.module_state) if step.several and not kind else None
         self._kind = kind
         self.read: set[ParamBucket] = set()
         self._engine, self._step = engine, step
@@ -75,8 +75,8 @@ class UserCodeSections:
             bucket.wait(step.version, step.cancel_scope)  # [1]
         self._slot, self._segment_key, self._returning = slot, segment_key, segment_key is None
         self._take_lock()  # [2]
-        if self.kept is not None:
-            self.kept.enter(segment_key, learning=self._learning)
+        if self.kept is not None and (segment_key is not None or not step.overlaps):
+            self.kept.enter()
         device = self._activate(device)
         seed = self.seed_of(self._count)
         # If microbatches skip layers, a backward section may have the same number as another one's forward section.
@@ -110,12 +110,12 @@ class UserCodeSections:
         Args:
             segment_key: the call that the section followed; None in backward.
         """
-        if self.kept is not None and segment_key is not None:
-            self.kept.leave(segment_key, learning=self._learning)
         self.close()
 
     def close(self) -> None:
-        """Leave the section, if one is entered, without looking at module attributes."""
+        """Leave the section, if one is entered."""
+        if self.kept is not None:
+            self.kept.leave()
         segment, activated = self._segment, self._activated
         self._segment = self._activated = None
         try:
@@ -246,7 +246,7 @@ class UserCodeSections:
         if self._segment_key is None or self._learning or self._draws or not self._locked:
             return wait()
         if self.kept is not None:
-            self.kept.leave(self._segment_key, learning=False)
+            self.kept.leave()
         lock, self._locked = self._engine.user_lock, False
         lock.pause(self._piece)
         try:
@@ -255,7 +255,7 @@ class UserCodeSections:
             lock.resume(self._priority, self._step.cancel_scope, self._piece)
             self._locked = True
         if self.kept is not None:
-            self.kept.enter(self._segment_key, learning=False)
+            self.kept.enter()
         return result
 
     @property

@@ -1,8 +1,8 @@
-"""One training batch: its microbatches, their slots, and the merged result.
+"""The microbatches of one accumulation window: their slots, and what they give.
 
-    batch ── split ──► microbatch threads (`microbatch`) ──► `turns` ──► workers (`worker`)
-                                                                              │
-    merged loss and outputs ◄── weights of the microbatches ◄── sums on the host ◄┘
+    window ──► microbatch threads (`microbatch`) ──► `turns` ──► workers (`worker`)
+                                                                       │
+    losses and outputs ◄── weights of the microbatches ◄── sums on the host ◄┘
 
 If possible (`Engine._may_overlap`), a step ``overlaps`` the next one: its outputs are returned as soon as all losses
 are known, while its backward continues on other threads. At most two steps are in flight.
@@ -18,20 +18,17 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
+from lightning_roundpipe.batches.logs import recorded_logs
+from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.schedule import Plan, Stage
-from lightning_roundpipe.runtime.batch.joining import Joined, join
-from lightning_roundpipe.runtime.batch.log_rules import undecided
-from lightning_roundpipe.runtime.batch.logs import LogRecorder, lost, shadowed_log, unsure_sizes
-from lightning_roundpipe.runtime.batch.loss_weights import Weighing, Weights
-from lightning_roundpipe.runtime.batch.metric_updates import MetricUpdates
 from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.off_plan import OFF_PLAN, OffPlan
@@ -50,26 +47,22 @@ from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.threads.sync import CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import Task
 from lightning_roundpipe.runtime.user_code.interception import Inside, current
-from lightning_roundpipe.runtime.user_code.padded_encoders import PaddedCalls
 from lightning_roundpipe.runtime.user_code.thread_state import apply_context
 
 
 class Step:
-    """A training step: makes slots, runs microbatches, waits for them, and merges what they return.
+    """A training step: makes slots, runs microbatches, and waits for them.
 
-    The class is large because it ties the subjects of one batch together (slots, microbatches, sums of gradients,
-    failure, loss), and its subclasses for manual optimization and for cut calls of the model replace single parts.
+    The class is large because it ties the subjects of one step together (slots, microbatches, sums of gradients,
+    failure), and its subclass for manual optimization replaces single parts.
 
     Args:
         engine: the parts of the engine that outlive the step.
-        seed: numbers that identify the batch.
-        sizes: number of samples of each microbatch.
-        weights: the user's weights for the losses of microbatches; None if they have to be found out.
+        seed: numbers that identify the step.
+        weights: how much the microbatches count; also says how many there are.
         updates: the optimizer's thread; None if gradients go to ``.grad``.
         before: the step before, if it is still in flight.
         overlaps: whether the backward may continue after the outputs were returned.
-        cut: whether the batch, or calls in it, are cut into microbatches; by default, whether ``sizes`` has several.
-        isolated: whether each microbatch keeps its own attributes on modules.
         recorder: records calls and copies; by default a new one.
         cancel_scope: the step's cancel scope; by default a new one, which fails with that of the step before.
 
@@ -86,14 +79,11 @@ class Step:
         self,
         engine: EngineContext,
         seed: tuple[int, ...],
-        sizes: list[int],
-        weights: Weights,
+        weights: LossWeights,
         updates: AsyncOptimizer | None = None,
         before: Step | None = None,
         *,
         overlaps: bool = False,
-        cut: bool | None = None,
-        isolated: bool = True,
         recorder: Recorder | None = None,
         cancel_scope: CancelScope | None = None,
     ) -> None:
@@ -101,22 +91,20 @@ class Step:
         self.before = before
         self.seconds = 0.0
         self.readiness = GradReadiness(engine.model.buckets)
-        self.sizes, self.in_parts = sizes, len(sizes) > 1
-        cut = self.in_parts if cut is None else cut
-        isolated = isolated and cut and not engine.learned.in_order
-        peers, count = engine.exchange.peers if engine.exchange is not None else None, self._count_of(sizes)
+        self.weights = weights
+        peers, count = engine.exchange.peers if engine.exchange is not None else None, weights.count
         if cancel_scope is None:
             cancel_scope = CancelScope(self._failed, before.cancel_scope if before is not None else None)
         self.spec = StepSpec(
             number=engine.next_step(),
             seed=(*seed, count * (peers.size if peers is not None else 1)),
             version=updates.wanted if updates is not None else 0,
-            cut=cut,
+            several=count > 1,
             overlaps=overlaps,
             undisturbed=engine.model.undisturbed,
             updates=updates,
             thread_state=engine.thread_state(),
-            module_state=engine.learned.module_state if isolated else None,
+            module_state=engine.learned.module_state,
             recorder=recorder or Recorder(),
             cancel_scope=cancel_scope,
             first=count * (peers.rank if peers is not None else 0),
@@ -125,8 +113,6 @@ class Step:
         self._sums: dict[tuple[int, int], HostGradSums] = {}
         self._adding: dict[int, Slot] = {}
         """Without a plan, the last slot that adds to each sum, by the sum's id."""
-        self.weighing = Weighing(sizes, weights)
-        self._metric_updates = MetricUpdates(engine.learned.metric_rules)
         self.plan: Plan | None = None
         self._unclosed = self._running = 0
         self._counting = threading.Lock()
@@ -138,22 +124,14 @@ class Step:
         self.retries = so_far(engine.worker_pool.devices)
         """Number of allocation retries of each device before the step."""
         self.runs: list[MicrobatchTask] = []
-        self.joined = Joined()
-        """What the microbatches have given, once they have ended, until the step is released."""
-        self.padded_calls = PaddedCalls()
         self.off_plan: OffPlan | None = None
         self._when_closed: Callable[[], None] | None = None
         self.gradients: StepGradients | None = None
-        """The gradients behind the merged loss; None until that exists."""
+        """The gradients behind the losses; None until these exist."""
         self.late: list[nn.Parameter] = []
         """Trained parameters that training_step has registered outside the layers in this step, and computed with."""
         self.has_loss = False
         """Whether every microbatch returned a loss; ``training_step`` may also skip a batch."""
-
-    @staticmethod
-    def _count_of(sizes: Sequence[int]) -> int:
-        """Return how many numbers the microbatches of one machine take."""
-        return len(sizes)
 
     @property
     def cancel_scope(self) -> CancelScope:
@@ -176,32 +154,31 @@ class Step:
 
     # -- running ------------------------------------------------------------------------------------------------------
 
-    def run_planned(self, plan: Plan, trace: Trace, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
+    def run_planned(self, plan: Plan, trace: Trace, functions: Sequence[Callable[[], Any]]) -> None:
         """Run all microbatches concurrently under ``plan``.
 
         Args:
             plan: the stages.
             trace: the calls that the stages consist of.
-            function: the user's ``training_step``.
-            args: its arguments for each microbatch.
+            functions: the user's ``training_step`` with the arguments of each microbatch.
         """
         self.plan = plan
         workers = len(self.engine.worker_pool.workers)
-        self._side_by_side = plan.side_by_side(workers, len(args)) and trace.torn_buffer() is None
+        self._side_by_side = plan.side_by_side(workers, len(functions)) and trace.torn_buffer() is None
         costs = self.engine.learned.costs
         unequal = costs is not None and costs.unequal
         self.engine.worker_pool.align_slots(workers if unequal else math.gcd(len(plan.stages()), workers))
-        rounds = self._make_rounds(plan.stages(), trace, len(args), plan.round_microbatches)
+        rounds = self._make_rounds(plan.stages(), trace, len(functions), plan.round_microbatches)
         self.slots = [slot for slots in rounds for slot in slots]
-        order = MicrobatchOrder(range(len(args))) if self._side_by_side else None
+        order = MicrobatchOrder(range(len(functions))) if self._side_by_side else None
         slots = PlannedSlots(rounds, plan, self.cancel_scope, self._close, self._ahead().look, order)
-        self._unclosed, self._running = len(self.slots), len(args)
-        self._allow_other_calls(len(args))
+        self._unclosed, self._running = len(self.slots), len(functions)
+        self._allow_other_calls(len(functions))
         self.readiness.expect(self.slots, uploads=bool(self.engine.options.staleness))
-        self.runs = [MicrobatchTask(self.engine, self, m, trace, slots) for m in range(len(args))]
+        self.runs = [MicrobatchTask(self.engine, self, m, trace, slots) for m in range(len(functions))]
         for index, queue in enumerate(self.engine.worker_pool.queues):
             queue.append((slot for slot in self.slots if slot.worker == index), self._close)
-        self._join(function, args, together=True)
+        self._join(functions, together=True)
 
     def _allow_other_calls(self, microbatches: int) -> None:
         """Let microbatches leave the plan; not on several machines, which share plans and the order of gradients."""
@@ -215,32 +192,28 @@ class Step:
         if self.before is not None and before:
             self.before.when_closed(self.off_plan.closed)
 
-    def run_one_by_one(self, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
+    def run_one_by_one(self, functions: Sequence[Callable[[], Any]]) -> None:
         """Run one microbatch after another, with a slot for each call; records a trace.
 
         Args:
-            function: the user's ``training_step``.
-            args: its arguments for each microbatch.
+            functions: the user's ``training_step`` with the arguments of each microbatch.
         """
         slots = SlotsOnArrival(self._make_slot, self._prepare, self._cancel, self._open, self._close)
-        recent = self.engine.learned.recent if len(args) == 1 else None
-        self._running = len(args)
-        self.runs = [MicrobatchTask(self.engine, self, m, None, slots, recent) for m in range(len(args))]
-        self._join(function, args, together=False)
+        recent = self.engine.learned.recent if len(functions) == 1 else None
+        self._running = len(functions)
+        self.runs = [MicrobatchTask(self.engine, self, m, None, slots, recent) for m in range(len(functions))]
+        self._join(functions, together=False)
 
-    def _join(self, function: Callable[..., Any], args: list[tuple[Any, ...]], *, together: bool) -> None:
+    def _join(self, functions: Sequence[Callable[[], Any]], *, together: bool) -> None:
         worker_pool, given_up = self.engine.worker_pool, False
-        contexts = [contextvars.copy_context() for _ in args]
-        module, cut = self.engine.model.module, self.spec.cut
-        updates = self._metric_updates if self.in_parts else None
-        with shadowed_log(module, self._current_log, several=cut, to_read=self._logs_to_read, updates=updates):
-            if self.spec.module_state is not None:
-                self.spec.module_state.begin()
+        contexts = [contextvars.copy_context() for _ in functions]
+        trainer = getattr(self.engine.model.module, "_trainer", None)
+        with recorded_logs(trainer, self._current_log), self.spec.module_state.observed():
             try:
-                for index, (run, given, context) in enumerate(zip(self.runs, args, contexts, strict=True)):
-                    before = self.runs[index - 1].started if index else None
+                for index, (run, function, context) in enumerate(zip(self.runs, functions, contexts, strict=True)):
+                    before = self.runs[:index]
                     thread = worker_pool.thread(index if together else 0)
-                    work = functools.partial(context.run, self._run_task, run, function, given, before)
+                    work = functools.partial(context.run, self._run_task, run, function, before)
                     self._tasks.append(thread.submit(work))
                     if not together:
                         worker_pool.wait(self._tasks[-1].waiter, self.cancel_scope)
@@ -258,16 +231,12 @@ class Step:
                 return  # `drain` waits for the rest
             self._rest(given_up)
         self.cancel_scope.raise_error()
-        kept = [run.kept for run in self.runs if run.kept is not None]
-        if self.spec.module_state is not None and kept:
-            learned = self.engine.learned
-            self.spec.module_state.end(kept, self.sizes, learned.kept_rows, read=bool(learned.read_between_steps))
 
     def _run_task(
-        self, run: MicrobatchTask, function: Callable[..., Any], args: tuple[Any, ...], predecessor: Waiter | None
+        self, run: MicrobatchTask, function: Callable[[], Any], predecessors: Sequence[MicrobatchTask]
     ) -> None:
         try:
-            run.run(function, args, predecessor)
+            run.run(function, predecessors)
         finally:
             if (off_plan := self.off_plan) is not None:
                 off_plan.ended(run.index)
@@ -384,16 +353,6 @@ class Step:
             )
         context.engine.learned.logs_in_backward |= context.walking
         return context.logs
-
-    def _logs_to_read(self) -> tuple[LogRecorder, int] | None:
-        """Take what user code has logged and is about to read back, if no other microbatch has a part of it."""
-        context = current()
-        if not isinstance(context, MicrobatchTask) or not context.logs.calls:
-            return None
-        if len(self.runs) == 1 and context is self.runs[0]:
-            return context.logs.take(), sum(self.sizes)
-        self.engine.hints.of_logs_read()
-        return None
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -529,53 +488,20 @@ class Step:
 
     # -- the outcome ---------------------------------------------------------------------------------------------------
 
-    def finish(self) -> Any:
-        """Merge the microbatches' outputs and issue what they logged.
-
-        Returns:
-            The merged output of ``training_step``. If every microbatch returned a loss, the loss is a node whose
-            backward delivers the step's gradients.
-        """
-        module, learned = self.engine.model.module, self.engine.learned
-        sizes = (
-            self.sizes if len(self.sizes) == len(self.runs) else [sum(self.sizes)]
-        )  # only calls of the model are cut
-        ways, ran = learned.log_ways, learned.new_code.ran()
-        joined = self.joined = join(
-            module, self.runs, sizes, self.weighing, ways, ran, mixed=learned.mixed, fixed_sizes=learned.fixed_sizes,
-            updates=self._metric_updates, size_rules=learned.size_rules,
-        )  # fmt: skip
-        if joined.losses and len(self.runs) > 1:
-            tolerance = learned.log_tolerance
-            unknown = undecided(joined.logs, ways, sizes, joined.weights, tolerance, joined.losses)
-            not_compared = learned.new_code.note_values(unknown)
-            self.engine.hints.of_batch_sizes(unsure_sizes(joined.logs.said, sizes, joined.weights, learned.size_rules))
-            self.engine.hints.of_logs(not_compared, lost(joined.logs.said, joined.weights))
-        if len(joined.losses) < len(self.runs):
-            return joined.output
-        self._hint_at_sums()
-        if self.engine.exchange is None and not any(run.weight for run in self.runs):
-            self.engine.hints.of_no_targets()
-        self.has_loss = True
-        differentiable = any(run.differentiable for run in self.runs)
-        gradients = self._gradients()
-        loss = gradients.loss(joined.loss, differentiable=differentiable)
-        self.gradients = gradients
-        if isinstance(joined.output, Mapping):
-            return {**joined.output, "loss": loss}
-        return loss
-
-    def _hint_at_sums(self) -> None:
-        modes = [run.mode for run in self.runs]
-        if self.weighing.given is None and len(modes) > 1 and all(m.sums.plain and not m.counts.of for m in modes):
-            self.engine.hints.of_a_sum()
+    def finish(self) -> StepGradients | None:
+        """Return the gradients behind the losses, once all are known; None if no microbatch returned a loss."""
+        if not any(run.loss is not None for run in self.runs):
+            return None
+        self.has_loss = all(run.loss is not None for run in self.runs)
+        self.gradients = self._gradients()
+        return self.gradients
 
     def release(self) -> None:
         """Break the reference cycle with the microbatches, which would keep their tensors until a garbage collection.
 
         If there was no loss, also release the sums: no optimizer step will use them.
         """
-        self.runs, self.before, self.off_plan, self._when_closed, self.joined = [], None, None, None, Joined()
+        self.runs, self.before, self.off_plan, self._when_closed = [], None, None, None
         self.cancel_scope.end()
         for sums in self._sums.values():
             sums.end()
@@ -583,7 +509,7 @@ class Step:
                 sums.consumed.wake()
 
     def _gradients(self) -> StepGradients:
-        factor = self.weighing.factor(self.runs)
+        factor = self.weights.factor(self.runs)
         sums = [self._sums[key] for key in sorted(self._sums)]  # an order that does not depend on the plan
         proxies = [run.mode.proxies for run in self.everybody]
         read = set().union(*(run.segments.read for run in self.everybody))
@@ -596,5 +522,5 @@ class Step:
         scale = self.engine.model.formats.scales.outside(self.spec.version)
         if (exchange := self.engine.exchange) is None:
             return StepGradients(sums, proxies, factor / scale, readiness)
-        contribution = self.weighing.contribution(self.runs, sum(self.sizes))
+        contribution = self.weights.contribution(self.runs)
         return StepGradients(sums, proxies, factor / scale, readiness, contribution, exchange.share)

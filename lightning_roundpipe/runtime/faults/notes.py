@@ -9,7 +9,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import NEW_PROCESS, DeviceOutOfMemory, DoesNotFit, is_sticky, sizeof
 from lightning_roundpipe.planning.costs import Phase
@@ -19,8 +18,6 @@ _MARK = "roundpipe: "
 _SMALLER = (
     "Set a smaller microbatch_size (or more num_microbatches), or a smaller memory_budget, so that stages get smaller"
 )
-_OF_SHAPES = (RuntimeError, ValueError, IndexError)
-"""Exceptions of code that gets fewer samples than it expects."""
 _FLEX = "flex_attention.py"
 """Torch's file of an attention that is made for GPUs: on a CPU it has no backward, and compiles only some lengths."""
 _ELSEWHERE = "tensors to be on the same device"
@@ -43,8 +40,6 @@ class FaultPlace(NamedTuple):
         phase: "forward", "backward" or "evaluation".
         microbatch: number of the microbatch; -1 is the whole batch.
         slot, device: where it runs; None if they are not known.
-        samples: of training_step's code that runs on a part of the batch, such as "4 of 8 samples".
-        uncut: the tensors of the batch that each part has all rows of, such as "pixel_values (80 rows)".
     """
 
     what: str
@@ -52,8 +47,6 @@ class FaultPlace(NamedTuple):
     microbatch: int
     slot: NumberedSlot | None
     device: Device | None
-    samples: str = ""
-    uncut: str = ""
 
     def __str__(self) -> str:
         phase = f"{self.phase} pass" if self.phase in ("forward", "backward") else self.phase
@@ -63,7 +56,7 @@ class FaultPlace(NamedTuple):
 
 
 class noted:
-    """Context manager that adds a note to an exception, unless an inner one has, and what is known of a part's samples.
+    """Context manager that adds a note to an exception, unless an inner one has.
 
     Args:
         place: returns the place to name; called only if there is an exception.
@@ -83,27 +76,11 @@ class noted:
 
 
 def add_note(error: BaseException, place: FaultPlace) -> None:
-    # The place of the innermost context counts. The layer that fails does not know of samples: `training_step` does.
+    # The place of the innermost context counts.
     placed = any(note.startswith(_MARK) for note in getattr(error, "__notes__", ()))
-    if not placed:
-        error.add_note(f"{_MARK}{place}")
-    if (
-        place.samples
-        and isinstance(error, _OF_SHAPES)
-        and not isinstance(error, (RoundPipeError, torch.OutOfMemoryError))
-    ):
-        uncut = f", and on all of {place.uncut}" if place.uncut else ""
-        listed = (
-            " What has rows of its own is cut if it is a list with an item for each sample, which training_step joins."
-            if uncut
-            else ""
-        )
-        error.add_note(
-            f"{_MARK}training_step runs on a part of the batch here, {place.samples}{uncut}. If it needs all of them, "
-            f"set microbatch_scope='model', which runs it once, or num_microbatches=1.{listed}"
-        )
     if placed:
         return
+    error.add_note(f"{_MARK}{place}")
     if place.device:
         add_memory_note(error, place.device)
     on_gpu = place.device is not None and place.device.torch_device.type != "cpu"

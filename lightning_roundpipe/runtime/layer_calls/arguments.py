@@ -17,7 +17,6 @@ from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tr
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import Container, tensors_in
 from lightning_roundpipe.model.lean_loss import LeanHead, Logits
-from lightning_roundpipe.runtime.batch.unmerged import refuse_unmerged
 
 _PLAIN = (str, int, float, complex, type(None), nn.Module, type, types.FunctionType, types.ModuleType)
 
@@ -312,7 +311,6 @@ class CallSpec:
 def flatten_call(args: Any, kwargs: Any, carried: dict[Any, Any]) -> tuple[list[Any], CallSpec]:
     """Flatten a call's arguments and its carried attributes, of which there are usually none."""
     leaves, spec, objects = _flatten((args, kwargs))
-    refuse_unmerged(leaves)
     if not carried:
         return leaves, CallSpec(spec, len(leaves), None, objects)
     more, carried_spec = flatten(carried)

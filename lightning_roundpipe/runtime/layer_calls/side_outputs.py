@@ -76,12 +76,11 @@ def put(modules: list[nn.Module], arguments: Any, values: dict[Key, Any]) -> Non
         if kind == "argument":
             refill(parts[number], value)
             continue
-        state = modules[number].__dict__
-        known = state.get(name)
+        known = modules[number].__dict__.get(name)
         if isinstance(known, Container) and type(known) is type(value):
             refill(known, value)
         else:
-            state[name] = value
+            nn.Module.__setattr__(modules[number], name, value)  # as user code would: see `module_state`
 
 
 def named(key: Key) -> str:

@@ -28,7 +28,6 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import STRUCTURE, differing, frozen
 from lightning_roundpipe.model.below_modes import call_below
 from lightning_roundpipe.model.graph_nodes import nodes_of
-from lightning_roundpipe.runtime.batch.microbatches import rows_or_zeros
 from lightning_roundpipe.runtime.layer_calls.tiled_call import CannotTile, Layout, TokenSpan, part_of
 
 TOKENS = 512
@@ -148,7 +147,7 @@ class _Look:
             if not present:
                 joined.append(None)
             elif i < inputs:
-                joined.append(rows_or_zeros(column, [span.flat.stop - span.flat.start for span in self._parts]))
+                joined.append(_rows_or_zeros(column, [span.flat.stop - span.flat.start for span in self._parts]))
             else:
                 total = present[0].to(torch.promote_types(present[0].dtype, torch.float32), copy=True)
                 for g in present[1:]:
@@ -354,3 +353,10 @@ def _leads_out(roots: Sequence[Tensor], ends: Sequence[Tensor]) -> bool:
         if getattr(node, "graph_cut", None) is not None or getattr(node, "detached_inputs", None) is not None:
             return True
     return False
+
+
+def _rows_or_zeros(parts: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor:
+    """Concatenate parts of these sizes, with zeros in place of those that are None. At least one is not."""
+    like = next(part for part in parts if part is not None)
+    pairs = zip(parts, sizes, strict=True)
+    return torch.cat([like.new_zeros((size, *like.shape[1:])) if part is None else part for part, size in pairs])

@@ -78,6 +78,8 @@ class HostBuffers:
         """Ids of the buffer tensors that are to be settled, by place."""
         self._compared: set[Place] = set()
         """Buffers whose values were compared since the last step: to do so in each call costs more than the call."""
+        self._history: dict[int, dict[Place, tuple[nn.Module, BufferValue]]] = {}
+        """What the calls of each microbatch have left in this step; before the first, under -1."""
         self._lock = threading.RLock()
         self.replaced = False
         """Whether pending values need another tensor than the module holds, so that no use of that tensor shows who
@@ -117,14 +119,20 @@ class HostBuffers:
             known = set(places)
             places += [place for place in dict.fromkeys(found) if place not in known]
 
-    def put(self, module: nn.Module, name: str, before: BufferValue, host: BufferOrAbsent, ready: Event) -> BufferValue:
-        """Store what a call has made of the values ``before`` [2]."""
+    def put(
+        self, module: nn.Module, name: str, before: BufferValue, host: BufferOrAbsent, ready: Event, microbatch: int
+    ) -> BufferValue:
+        """Store what a call of ``microbatch`` has made of the values ``before`` [2]."""
         with self._lock:
+            place = id(module), name
+            if place not in (first := self._history.setdefault(-1, {})):
+                held = before.host.clone() if isinstance(before.host, Tensor) else before.host
+                first[place] = module, BufferValue(held, None, before.of)
             base = before.base if before.pending else before.host
             made = BufferValue(host, ready, before.of, base)
-            self._made[id(module), name] = module, made
+            self._made[place] = self._history.setdefault(microbatch, {})[place] = module, made
             before.pending, before.base = False, None
-            self._pending[id(module), name] = id(before.of[0])
+            self._pending[place] = id(before.of[0])
             self.replaced = self.replaced or not _fits(before.of[0], host)
             return made
 
@@ -158,13 +166,32 @@ class HostBuffers:
         self._pending.pop(place, None)
         made.of, made.pending, made.base = made_of, False, None
 
+    def take_history(self) -> BufferHistory:
+        """Return what each microbatch has left since the last call. Call `settle` first."""
+        with self._lock:
+            history, self._history = self._history, {}
+        return BufferHistory(history)
+
     def drop(self) -> None:
         """Forget all values after a failed step: pending ones may never arrive."""
         with self._lock:
             self._made.clear()
+            self._history.clear()
             self._pending.clear()
             self._compared.clear()
             self.replaced = False
+
+
+class BufferHistory:
+    """The buffers as each microbatch of a step has left them, for hooks that run between its batches."""
+
+    def __init__(self, history: dict[int, dict[Place, tuple[nn.Module, BufferValue]]]) -> None:
+        self._history = history
+
+    def show(self, microbatch: int) -> None:
+        """Let modules hold what ``microbatch`` has left; -1: what was there before the step."""
+        for (_, name), (module, value) in self._history.get(microbatch, {}).items():
+            _assign(module, name, value.host)
 
 
 class _Loaded(NamedTuple):
@@ -296,8 +323,8 @@ class ReplicaBuffers:
                     "it in the layer's forward, or between steps in a hook of the LightningModule."
                 )
 
-    def write_back(self, saved: dict[int, BufferValue] | None, thorough: bool) -> None:
-        """Store what a forward changed [2]. ``saved`` is its snapshot, None if the call is not recomputed."""
+    def write_back(self, saved: dict[int, BufferValue] | None, thorough: bool, microbatch: int) -> None:
+        """Store what a forward of ``microbatch`` changed [2]. ``saved``: its snapshot, None if it is not recomputed."""
         found: list[tuple[int, BufferOrAbsent, BufferOrAbsent]] = []
         for index in self.changed(thorough):
             original, copy, name = self._place(index)
@@ -319,7 +346,7 @@ class ReplicaBuffers:
             original, _, name = self._place(index)
             loaded = self._loaded.get(index)
             before = loaded.made if loaded is not None else self._host.now(original, name, self._device)
-            made = self._host.put(original, name, before, host, ready)
+            made = self._host.put(original, name, before, host, ready, microbatch)
             self._loaded[index] = _Loaded(made, here, _version(here))
 
     def _place(self, position: int) -> tuple[nn.Module, nn.Module, str]:

@@ -26,15 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.runtime.batch.microbatches import filled_like, seed_of
 from lightning_roundpipe.runtime.core.call import Call
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.prediction import LayerCallPredictor
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
+from lightning_roundpipe.runtime.core.seeds import filled_like, seed_of
 from lightning_roundpipe.runtime.core.slots_on_arrival import SlotsOnArrival
 from lightning_roundpipe.runtime.core.step import Step
 from lightning_roundpipe.runtime.core.trace import TracedCall
@@ -64,7 +65,7 @@ class ManualStep(Step):
 
     def __init__(self, engine: EngineContext, seed: tuple[int, ...], updates: AsyncOptimizer | None) -> None:
         self._watched = WatchedCancelScope(engine.worker_pool)
-        super().__init__(engine, seed, [1], None, updates, cancel_scope=self._watched)
+        super().__init__(engine, seed, LossWeights(None, [1], [0]), updates, cancel_scope=self._watched)
         self._trainable: dict[int, tuple[bool, ...]] = {}
         self._copied = {layer: layer.written() for layer in engine.model.layers}
         """Versions and addresses of each layer's masters when its working copies were last made."""
@@ -74,11 +75,8 @@ class ManualStep(Step):
     def run(self, function: Callable[[], Any]) -> Any:
         """Return ``function()``, the user's training_step."""
         engine = self.engine
-        engine.learned.plans, engine.learned.randomness.learning, engine.learned.randomness.comparing = (
-            False,
-            True,
-            False,
-        )
+        engine.learned.plans = False
+        engine.learned.randomness.learning, engine.learned.randomness.comparing = True, False
         slots = SlotsOnArrival(self._make_slot, self._prepare, self._cancel, self._open, self._close)
         run = ManualRun(self, slots)
         self.runs = [run]

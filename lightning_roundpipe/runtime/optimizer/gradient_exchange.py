@@ -29,15 +29,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_roundpipe.batches.weights import Contribution
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.machines.peers import GRADIENTS, WEIGHTS, Peers
-from lightning_roundpipe.runtime.batch.contributions import LENGTH, Contribution, share
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 
 MESSAGE = 2**25
 """Bytes of a message at most. At 10 Gbit/s it takes 30 milliseconds, and its latency does not count."""
 FLYING = 4
 """Messages on their way at most."""
+KINDS = ("samples", "targets", "sum", "a function")
+"""What microbatches are weighed by, on all machines alike."""
 
 
 @dataclass
@@ -146,18 +148,29 @@ class GradientExchange:
             )
 
     def share(self, contribution: Contribution | None) -> float:
-        """Return the factor of this machine's gradients in those of all machines' batches."""
-        way = [float(self._apart and bool(self.owner))]
-        mine = torch.tensor([*(contribution or Contribution()).encoded(), *way], dtype=torch.float64)
-        everyones = [row.tolist() for row in self.peers.gather(mine, "the weights of the batches", GRADIENTS)]
-        if len({row[LENGTH] for row in everyones}) > 1:
-            names = [self.peers.liveness.name_of(rank) for rank, row in enumerate(everyones) if not row[LENGTH]]
+        """Return the factor of this machine's gradients in those of all machines' windows.
+
+        Machines weigh their windows as one machine weighs microbatches: by samples, targets or what the user's function
+        returns; sums add up. A machine without gradients counts for nothing.
+        """
+        kind = -1 if contribution is None else KINDS.index(contribution.kind)
+        total = 0.0 if contribution is None else contribution.total
+        row = [float(kind), total, float(self._apart and bool(self.owner))]
+        mine = torch.tensor(row, dtype=torch.float64)
+        everyones = [row.tolist() for row in self.peers.gather(mine, "the weights of the windows", GRADIENTS)]
+        if len({apart for *_, apart in everyones}) > 1:
+            names = [self.peers.liveness.name_of(rank) for rank, (*_, apart) in enumerate(everyones) if not apart]
             raise RoundPipeError(
                 f"on {', '.join(names)} a hook, callback or optimizer needs gradients or weights after each batch, and "
                 "on other machines it does not: use the same callbacks on each machine, or set shard_optimizer=False."
             )
-        names = [self.peers.liveness.name_of(rank) for rank in range(self.peers.size)]
-        return share(self.peers.rank, [Contribution.decoded(row[:LENGTH]) for row in everyones], names)
+        if contribution is None:
+            return 0.0
+        if contribution.kind == "sum":
+            return 1.0
+        weight = sum(total for kind, total, _ in everyones if kind >= 0)
+        giving = sum(kind >= 0 for kind, *_ in everyones)
+        return float(contribution.total / weight if weight else 1 / giving)
 
     def begin(self) -> None:
         """Drop what a failed step has left."""

@@ -1,13 +1,14 @@
-"""The loss that a step returns to Lightning, whose backward hands out the gradients of the batch.
+"""The losses that a step returns to Lightning, whose backward hands out the gradients of the window.
 
-Lightning divides the loss, may scale it, calls ``zero_grad`` and only then ``backward``. Until then the gradients wait
-in host buffers. The returned loss is an autograd node, and the gradient that reaches the node is the factor to scale
-them by. Then there are two ways:
+Lightning divides each loss, may scale it, calls ``zero_grad`` and only then ``backward``. Until then the gradients wait
+in host buffers. Each returned loss is an autograd node, and the gradient that reaches the nodes, which is the same for
+all, is the factor to scale them by. Then there are two ways:
 
-* The node's inputs are the masters that have a gradient. It returns the gradients, and autograd adds them to ``.grad``.
+* The nodes' inputs are the masters that have a gradient. The last node returns the gradients, and autograd adds them to
+  ``.grad``.
   Hooks, overridden parts of the step and any optimizer work as in plain training, but the step's backward must have
   ended.
-* The node's input is a dummy, and `async_optimizer` takes the gradients from the buffers, bucket by bucket. It may
+* The nodes' input is a dummy, and `async_optimizer` takes the gradients from the buffers, bucket by bucket. It may
   begin while the step's backward is still running.
 """
 
@@ -20,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.batches.weights import Contribution
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.batch.contributions import Contribution
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
@@ -29,7 +30,7 @@ from lightning_roundpipe.runtime.user_code.mode import Proxies
 
 
 class StepGradients:
-    """The gradients of one batch, until an optimizer or ``.grad`` has taken them.
+    """The gradients of one window, until an optimizer or ``.grad`` has taken them.
 
     Args:
         sums: the host sums, per call, in an order that no plan changes.
@@ -37,11 +38,12 @@ class StepGradients:
         factor: corrects the provisional total of the loss weights that the microbatches computed with.
         readiness: reports when the gradients of a bucket are complete, if they are taken bucket by bucket and ``.grad``
             stays untouched. None: all are complete, or will be once their downloads are waited for.
-        contribution: how much the batch counts beside those of other machines; None if there are none.
+        contribution: how much the window counts beside those of other machines; None if there are none.
         share: returns the factor of a contribution, from an exchange with the other machines.
 
     Attributes:
-        scale: the factor to multiply the gradients by; None until the loss has been differentiated.
+        scale: the factor to multiply the gradients by; None until a loss has been differentiated.
+        handed_out: whether an optimizer or ``.grad`` takes the gradients.
         masters: those that have a gradient; empty if gradients are taken bucket by bucket.
     """
 
@@ -63,6 +65,9 @@ class StepGradients:
         self._factor = factor
         self.readiness = readiness
         self.scale: float | None = None
+        self.handed_out = False
+        self._losses = 0
+        """The number of losses whose backward is to come."""
         self.masters: list[nn.Parameter] = []
         if readiness is None:
             found = {id(master): master for total in sums for master in total.got()}
@@ -70,32 +75,40 @@ class StepGradients:
             self.masters = list(found.values())
 
     def loss(self, value: Tensor, *, differentiable: bool) -> Tensor:
-        """Return ``value`` as a node whose backward hands out the gradients.
+        """Return ``value`` as a node whose backward hands out the gradients. Call it for all losses before a backward.
 
         Args:
-            value: the merged loss.
+            value: the loss of a batch.
             differentiable: whether a microbatch's loss required grad. If not, backward raises, as it would on the loss
                 itself. If so and no master has a gradient, backward does nothing.
         """
+        self._losses += differentiable
         with torch.enable_grad():
             anchors: list[Tensor] = [*self.masters] or [torch.zeros((), requires_grad=True)]
             loss: Tensor = _StepLoss.apply(self if differentiable else None, value, *anchors)  # type: ignore[no-untyped-call]
         return loss
 
     def differentiated(self, scale: float) -> list[Tensor]:
-        """Set `scale`: backward has reached the loss.
+        """Set `scale`: backward has reached one of the losses.
 
         Returns:
-            The gradients of the masters that have one; an empty list if they are taken bucket by bucket.
+            With the last loss, the gradients of the masters that have one; an empty list before, and if they are taken
+            bucket by bucket.
         """
-        if self.readiness is None and not self.masters and self._share is None:
-            return []
-        if self.scale is not None:
+        self._losses -= 1
+        if self.scale not in (None, scale * self._factor):
             raise RoundPipeError(
-                "backward was called twice on the loss of one training_step: its gradients have been handed out."
+                "the losses of one accumulation window were differentiated with different factors: their gradients are "
+                "summed before. Weigh losses in training_step, before it returns them."
             )
         self.scale = scale * self._factor
         if self.readiness is not None:
+            self.handed_out = True
+            return []
+        if self._losses:
+            return []
+        self.handed_out = True
+        if not self.masters and self._share is None:
             return []
         self.weigh()
         for total in self._sums:
@@ -180,7 +193,7 @@ class StepGradients:
 class _StepLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: StepGradients | None, value: Tensor, *anchors: Tensor) -> Tensor:
-        ctx.gradients = gradients
+        ctx.gradients, ctx.done = gradients, False
         ctx.anchors = len(anchors)
         return value.clone()
 
@@ -192,5 +205,10 @@ class _StepLoss(torch.autograd.Function):
                 "torch.no_grad(), or depends on no parameter that is trained. Return the loss as it was computed, or "
                 "None to skip the batch."
             )
+        if ctx.done:
+            raise RoundPipeError(
+                "backward was called twice on the loss of one training_step: its gradients have been handed out."
+            )
+        ctx.done = True
         taken = ctx.gradients.differentiated(float(grad))
         return None, None, *(taken or [None] * ctx.anchors)

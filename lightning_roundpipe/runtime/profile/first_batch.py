@@ -74,22 +74,21 @@ class Planner:
 
     Args:
         engine: the context of the engine.
-        batches_left: returns how many batches will be trained on; infinite if nothing says when training ends.
+        windows_left: returns how many windows will be trained on; infinite if nothing says when training ends.
     """
 
-    def __init__(self, engine: EngineContext, batches_left: Callable[[], float]) -> None:
+    def __init__(self, engine: EngineContext, windows_left: Callable[[], float]) -> None:
         self._engine, self._options, self._learned = engine, engine.options, engine.learned
-        self._batches_left = batches_left
+        self._windows_left = windows_left
         self._devices, self._workers = engine.worker_pool.devices, engine.worker_pool.workers
 
-    def plan_from(self, recorder: Recorder, traces: Sequence[Trace], microbatches: int, *, fuses: bool) -> None:
+    def plan_from(self, recorder: Recorder, traces: Sequence[Trace], microbatches: int) -> None:
         """Make a plan from a finished step, if its traces show all calls and microbatches may run side by side.
 
         Args:
             recorder: the events of the step.
             traces: the layer calls of each microbatch.
             microbatches: their number.
-            fuses: whether a microbatch may go from its last forward straight into its backward.
 
         Raises:
             RoundPipeError: if training_step called no layer.
@@ -139,7 +138,7 @@ class Planner:
         else:
             try:
                 with interrupts_allowed():  # the search may be long, and an interrupt leaves nothing half done
-                    plan = self._cut(costs, trace, microbatches, limit, fuses=fuses)
+                    plan = self._cut(costs, trace, microbatches, limit)
                     if not plan.unpack_once:  # beside the largest arena, stages unpack once wherever there is room
                         plan = unpacked_within(plan, costs, len(self._workers), microbatches, limit, most=True)
             except ValueError as error:
@@ -154,13 +153,12 @@ class Planner:
         self._reserve_for(plan, costs, limit)
         learned.plan = plan
 
-    def _cut(self, costs: Costs, trace: Trace, microbatches: int, limit: Memory | None, *, fuses: bool) -> Plan:
+    def _cut(self, costs: Costs, trace: Trace, microbatches: int, limit: Memory | None) -> Plan:
         """Return the plan of the paper's algorithm, or a better one where the training is long enough for a search."""
         options, workers, size = self._options, len(self._workers), self._options.round_microbatches
         stage_s = options.stage_seconds
         plan = partition_within(costs, workers, microbatches, size, limit, stage_s=stage_s)
-        if fuses:  # else no gradient comes before all outputs are there, and recomputing ahead gains nothing
-            plan = ahead_within(plan, costs, workers, limit)
+        plan = ahead_within(plan, costs, workers, limit)
         stale = bool(options.staleness)
         rules = replace(self._rules(costs), memory=limit)
 
@@ -172,14 +170,14 @@ class Planner:
         [seconds] = step_ends(plan, costs, workers, microbatches)
         limits = Limits.usual(costs, workers, microbatches, limit)
         if size is None and stage_s is None:
-            others = unpacking_plans([plan], costs, workers, microbatches, limits, ahead=fuses)
+            others = unpacking_plans([plan], costs, workers, microbatches, limits, ahead=True)
             plan = min((one for one in others if one is plan or not trace.torn_buffer(one)), key=step_s)
-            if fuses and not plan.forward:
+            if not plan.forward:
                 others = partly_fused(costs, workers, microbatches, limits)
                 plan = min([plan, *(one for one in others if not trace.torn_buffer(one))], key=step_s)
         if workers == 1 or size is not None or stage_s is not None:
             return plan
-        if not fuses or trace.torn_buffer() is not None:
+        if trace.torn_buffer() is not None:
             limits = replace(limits, side_by_side=False)
         if beside := limits.beside(costs, workers, microbatches):
             plan = min([plan, *beside], key=step_s)
@@ -188,7 +186,7 @@ class Planner:
         if seconds >= WORTH_S or costs.unequal or isinstance(limit, tuple):
             self._say_search(seconds, search_s)
         else:
-            search_s = min(search_s, _SEARCH_SHARE * seconds * self._batches_left())
+            search_s = min(search_s, _SEARCH_SHARE * seconds * self._windows_left())
             if search_s < _LEAST_SEARCH_S:
                 return plan
         turns = 2 * _STEPS * microbatches * (2 * len(costs) - 1)

@@ -4,8 +4,6 @@ torch's own copy from pageable memory blocks until the device has reached it, an
 a layer. A copy from page-locked memory does not:
 
     labels.to(device), or labels that meet logits ── copied into page-locked memory ── enqueued ── [1]
-
-The host keeps the values, so it need not ask the device for the number of targets; see `known_values`.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.base import stage
-from lightning_roundpipe.runtime.user_code.known_values import KnownValues
 
 
 class HostToDeviceCopier:
@@ -27,13 +24,11 @@ class HostToDeviceCopier:
     Args:
         accelerator: the type of the devices; None if they are the host.
         devices: devices that host tensors move to.
-        known: records the values that were copied.
     """
 
-    def __init__(self, accelerator: str | None, devices: Sequence[Device], known: KnownValues) -> None:
+    def __init__(self, accelerator: str | None, devices: Sequence[Device]) -> None:
         self._accelerator = accelerator
         self._devices = devices
-        self._known = known
 
     def answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return the result of the torch function ``name`` if it copies host data to a device, else None.
@@ -84,7 +79,6 @@ class HostToDeviceCopier:
         staged = stage(tensor, device)
         moved = staged.to(where, non_blocking=True)
         device.free_after_compute([staged])
-        self._known.brought(moved, tensor)
         return moved
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +22,6 @@ from lightning_roundpipe.devices.process_context import replaced
 from lightning_roundpipe.devices.thread_owner import behalf, working
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.reporting.hints import PACKED_ROWS
-from lightning_roundpipe.runtime.user_code.padded_encoders import as_plain
 
 
 class CallContext(Protocol):
@@ -119,44 +117,6 @@ class Interceptor(_ForwardStandIn):
         super().remove()
 
 
-class ModelInterceptor(_ForwardStandIn):
-    """Stands in for the ``forward`` of a module that contains layers.
-
-    Attributes:
-        name: qualified name of the module, or its class name if it is the root.
-    """
-
-    def __init__(self, name: str, module: nn.Module) -> None:
-        super().__init__(module)
-        self.name = name or type(module).__name__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call_model = getattr(current(), "call_model", None)  # None inside the model, whose code then runs unchanged
-        if call_model is None:
-            return self.run(*args, **kwargs)
-        return call_model(self.name, self.run, args, kwargs)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """Signature of the module's ``forward``, which models inspect."""
-        return inspect.signature(self.own if self.own is not None else types.MethodType(self._forward, self._module))
-
-
-def models_in(root: nn.Module, layers: Iterable[nn.Module]) -> list[ModelInterceptor]:
-    """Return an interceptor for each module of ``root``, itself included, that contains ``layers``."""
-    inner = {id(layer) for layer in layers}
-    holding: dict[int, bool] = {}
-
-    def holds(module: nn.Module) -> bool:
-        if id(module) not in holding:
-            holding[id(module)] = id(module) not in inner and any(
-                id(child) in inner or holds(child) for child in module.children()
-            )
-        return holding[id(module)]
-
-    return [ModelInterceptor(name, module) for name, module in root.named_modules() if holds(module)]
-
-
 class Inside:
     """The context of a thread that runs a layer on a worker; refuses calls of other layers from inside it.
 
@@ -187,14 +147,13 @@ class Inside:
 
 @contextlib.contextmanager
 def intercepted(
-    interceptors: Sequence[Interceptor | ModelInterceptor], fail: Callable[[BaseException], None] | None = None
+    interceptors: Sequence[Interceptor], fail: Callable[[BaseException], None] | None = None
 ) -> Iterator[None]:
     """Intercept calls within this context; see `Interceptor.install`."""
     for interceptor in interceptors:
         interceptor.install(fail)
     try:
-        with as_plain():
-            yield
+        yield
     finally:
         for interceptor in interceptors:
             interceptor.remove()

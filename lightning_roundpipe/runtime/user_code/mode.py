@@ -7,34 +7,26 @@ Every torch function that user code calls passes through `UserCodeMode`, which d
   user code sees masters in the dtype of the computation.
 * It moves host tensors (labels, masks, parameters) to the device of the tensors that they meet, through page-locked
   memory, because other copies would block the host until the device is ready.
-* It answers reads of device values from the host where possible (`known_values`). For any other read the host waits,
-  and other microbatches run their user code meanwhile.
-* It counts the targets of mean-reduced cross entropies, and those that training_step itself divides by, which give the
-  microbatch's weight in the loss of the whole batch. It records sum-reduced losses: if the loss consists of these, the
-  losses of microbatches are added.
+* Where user code reads values of a device, the host waits, and other microbatches run their user code meanwhile.
+* With ``loss_weight="targets"`` it counts the targets of mean cross entropies.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
-from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from lightning_roundpipe.batches.weights import TargetCounts
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.model.lean_loss import LOSS_ARGUMENTS
-from lightning_roundpipe.runtime.batch.losses import COUNTED, WITH_REDUCTION, Counts, Sums, reduction_of, spelled
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.module_buffers import HostBuffers
 from lightning_roundpipe.runtime.user_code.graph_cuts import (
@@ -45,12 +37,12 @@ from lightning_roundpipe.runtime.user_code.graph_cuts import (
 )
 from lightning_roundpipe.runtime.user_code.host_to_device import HostToDeviceCopier
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE, touched_by
-from lightning_roundpipe.runtime.user_code.known_values import KnownValues, waits
-from lightning_roundpipe.runtime.user_code.target_counts import CountSites, TargetCounts
+from lightning_roundpipe.runtime.user_code.module_state import about_to_write
 from lightning_roundpipe.runtime.user_code.untraced import leave_untraced
+from lightning_roundpipe.runtime.user_code.waits import waits
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_TRANSPOSED = {Tensor.T.__get__: "T", Tensor.mT.__get__: "mT"}  # type: ignore[attr-defined]
+_SETS_TRAINED = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 VIEWS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 """Attribute getters that are differentiable."""
 _VALUES = {DATA, *VIEWS}
@@ -112,15 +104,6 @@ class Proxies:
                 yield master, grad if self.factor == 1.0 else grad * self.factor
 
 
-class Keeps(Protocol):
-    """What a microbatch keeps on modules; see `module_state.MicrobatchModuleState`."""
-
-    @property
-    def inherited(self) -> Mapping[int, object]: ...
-
-    def notice(self, value: Any) -> None: ...
-
-
 _MIX_DEVICES = frozenset({"to", "copy_", "set_", "_pack_padded_sequence", "tensor_split"})
 """Functions that move a tensor themselves, or take lengths or positions on the host beside data on a device."""
 
@@ -139,20 +122,18 @@ class UserCodeMode(TorchFunctionMode):
         masters: ids of all the user's parameters.
         read: returns the values of a trained master, after waiting for its last update.
         formats: dtypes in which user code sees masters.
-        train: whether to replace masters and count targets; evaluation only follows devices and dtypes.
+        train: whether to replace masters; evaluation only follows devices and dtypes.
         accelerator: the device type that host tensors move to; None if host and device are the same.
-        kept: told of tensors from the previous batch that user code computes with.
         devices: devices that host tensors move to.
         aside: runs a wait for a device while other microbatches may run user code.
         buffers: the layers' buffers; pending values are settled before user code reads a buffer.
         offloaded: the tensors of user code that are on the host only, true if there are any; see `offloading`.
         restore: brings such a tensor back, before user code touches it; does nothing for others.
-        observe: called with the frame that calls a torch function, and its name, except in backward; see `new_code`.
-        counted: what training_step counts itself.
+        targets: counts the targets of mean cross entropies; None if nobody asks.
 
     Attributes:
         returning: whether a backward runs; what it computes is not a loss.
-        padded_calls: of each call of an encoder with a padding mask, what `PaddedCalls` compares.
+        targets: the argument; an empty one if it is None.
         met_others: whether user code has computed with a trained ``nn.Parameter`` that is no master.
         met_buffer: a buffer of a layer that user code has read or written after calls of the step had changed it; empty
             if there is none.
@@ -166,29 +147,22 @@ class UserCodeMode(TorchFunctionMode):
         *,
         train: bool,
         accelerator: str | None,
-        kept: Keeps | None = None,
         devices: Sequence[Device] = (),
         aside: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
         buffers: HostBuffers | None = None,
         offloaded: object = None,
         restore: Callable[[Tensor], None] = lambda tensor: None,
-        observe: Callable[[FrameType | None, str], None] | None = None,
-        counted: CountSites | None = None,
+        targets: TargetCounts | None = None,
     ) -> None:
         super().__init__()
         leave_untraced(type(self).__torch_function__)
-        self._number = partial(number_of, aside=aside)
-        self.counts = Counts(self._number)
-        sites = counted.sites if counted is not None else frozenset()
-        self._target_counts = TargetCounts(sites, self._number, self.counts.seen) if sites else None
-        self._counts_loss = counted is not None and counted.of_loss
-        self._observe = observe
+        self._counts_targets = targets is not None
+        self.targets = targets or TargetCounts()
+        self.targets.read = partial(number_of, aside=aside)
         self.proxies = Proxies(read)
         self._read = read
-        self.sums = Sums()
         self.returning = self.met_others = False
         self.met_buffer = ""
-        self.padded_calls: list[bool | None] = []
         self._data: list[tuple[nn.Parameter, Tensor, int]] = []
         """Per ``.data`` of a master that was read: the master, the data's `witness`, and the version at that time."""
         self._masters = masters
@@ -196,13 +170,11 @@ class UserCodeMode(TorchFunctionMode):
         self._accelerator = accelerator
         self._formats = formats or Formats()
         self._replaces = train or self._formats.low is not None
-        self._kept = kept
         self._aside = aside
         self._buffers = HostBuffers() if buffers is None else buffers
         self._offloaded = offloaded
         self._restore = restore
-        self._known = KnownValues(accelerator)
-        self._bringer = HostToDeviceCopier(accelerator, devices, self._known)
+        self._bringer = HostToDeviceCopier(accelerator, devices)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -210,11 +182,7 @@ class UserCodeMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.autograd.backward:
             return self._backward(*args, **kwargs)
-        if func is F.l1_loss:
-            kwargs = completed(kwargs, sys._getframe(1))
         name = getattr(func, "__name__", "")
-        if self._observe is not None and not self.returning:
-            self._observe(sys._getframe(1), spelled(func, name, args, kwargs))
         if self._offloaded:
             self._restore_all((args, kwargs))
         if self._buffers and (func in _VALUES or name not in _NO_VALUES):
@@ -227,18 +195,16 @@ class UserCodeMode(TorchFunctionMode):
                     return self._watched(args[0], func(self._read(args[0]), *args[1:]))
                 if func in VIEWS:
                     return func(self.stand_in(args[0]), *args[1:])
+            if func in _SETS_TRAINED and isinstance(args[0], nn.Parameter):
+                about_to_write(args[0], "requires_grad")
             result = func(*args, **kwargs)
             if func == DATA and self._train and id(args[0]) in self._masters:
                 return self._watched(args[0], result)
-            if self._accelerator is not None and func in _TRANSPOSED:
-                self._known.record_op(func, _TRANSPOSED[func], args, kwargs, result)
             return result
         if torch.is_inference_mode_enabled() and name not in _OF_THE_SHAPE:
             touched_by(name, args, kwargs)
         if self._train and name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
             return _hooked(func, args, kwargs)
-        if name not in _OF_THE_SHAPE:
-            self._notice(args)
         if self._replaces and not self._writes(name, args):
             args, kwargs = self._with_proxies(args, kwargs)
         if self._train:
@@ -247,15 +213,9 @@ class UserCodeMode(TorchFunctionMode):
                 refuse_layers_between(given["outputs"], given["inputs"], self.proxies.masters_of(given["inputs"]))
             if func is Tensor.backward and kwargs.get("inputs") is not None:
                 refuse_layers_between(args[0], kwargs["inputs"], self.proxies.masters_of(kwargs["inputs"]))
-            if func in WITH_REDUCTION and not self.returning:
-                result = self._loss(func, args, kwargs)
-            else:
-                result = self._call(func, name, args, kwargs)
-            own = self._target_counts
-            if own is not None and name in own.called and not self.returning:
-                count = own.count(name, args, kwargs, result, sys._getframe(1), self.counts.latest)
-                if count is not None:
-                    self.counts.note(result, count)
+            result = self._call(func, name, args, kwargs)
+            if self._counts_targets and not self.returning:
+                self.targets.note(func, args, kwargs, result)
             return result
         return self._call(func, name, args, kwargs)
 
@@ -273,11 +233,6 @@ class UserCodeMode(TorchFunctionMode):
             _engine_run_backward(
                 tensors, grads, retain, create_graph, inputs or (), allow_unreachable=True, accumulate_grad=True
             )
-
-    def saw(self, frame: FrameType | None, called: str) -> None:
-        """Let ``observe`` know that ``frame`` has called something that is no torch function."""
-        if self._observe is not None and not self.returning:
-            self._observe(frame, called)
 
     def _watched(self, master: nn.Parameter, data: Tensor) -> Tensor:
         """Watch the ``data`` of ``master``, which has a version counter of its own, and return it."""
@@ -308,29 +263,18 @@ class UserCodeMode(TorchFunctionMode):
         if self._accelerator is not None:
             if (brought := self._bringer.answer(name, args, kwargs)) is not None:
                 return brought
-            if answer := self._known.answer(func, name, args):
-                return answer[0]
             args, kwargs = self._on_one_device(name, args, kwargs)
             if waits(name, args, kwargs, self._accelerator):
                 return self._aside(lambda: func(*args, **kwargs))
-            result = func(*args, **kwargs)
-            self._known.record_op(func, name, args, kwargs, result)
-            return result
         return func(*args, **kwargs)
 
     def given_to_function(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments for a `torch.autograd.Function`, whose ``apply`` is not a torch function."""
         if self._offloaded:
             self._restore_all(args)
-        self._notice(args)
         if self._replaces:
             args, _ = self._with_proxies(args, {})
         return args if self._accelerator is None else self._on_one_device("apply", args, {})[0]
-
-    def _notice(self, args: tuple[Any, ...]) -> None:
-        if self._kept is not None and self._kept.inherited and not self.returning:
-            for value in args:
-                self._kept.notice(value)
 
     def _refuses(self, func: Callable[..., Any], master: nn.Parameter) -> bool:
         """Whether ``.data`` of a master that is seen in another dtype is read, which is refused in training.
@@ -369,11 +313,8 @@ class UserCodeMode(TorchFunctionMode):
             kwargs = {k: self._proxied(v) for k, v in kwargs.items()}
         return args, kwargs
 
-    def stand_ins(self, leaves: list[Any], given: Any) -> list[Any]:
-        """Replace masters among the ``leaves`` of a call. ``given`` holds the arguments that user code passed."""
-        if self._kept is not None and self._kept.inherited:
-            for value in tree_iter(given):
-                self._kept.notice(value)
+    def stand_ins(self, leaves: list[Any]) -> list[Any]:
+        """Replace masters among the ``leaves`` of a call."""
         return [leaf if type(leaf) is Tensor or leaf is None else self.stand_in(leaf) for leaf in leaves]
 
     def stand_in(self, value: Any) -> Any:
@@ -438,66 +379,12 @@ class UserCodeMode(TorchFunctionMode):
         moved = (*args[:first], *(tree_map_only(Tensor, follow, a) for a in args[first:]))
         return moved, {k: v if v is out else tree_map_only(Tensor, follow, v) for k, v in kwargs.items()}
 
-    def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a loss function and record how the losses of microbatches combine."""
-        reduction = reduction_of(func, args, kwargs)
-        bound = dict(zip(LOSS_ARGUMENTS, args, strict=False)) | kwargs
-        count: float | Tensor | None = None
-        if reduction == "mean" and func in COUNTED and not any(map(_is_transformed, bound.values())):
-            count = self.targets_of(bound)
-        result = self._call(func, func.__name__, args, kwargs)
-        if count is not None:
-            self.counts.note(result, count)
-        if reduction == "sum":
-            self.sums.note(result, COUNTED.get(func, ""))
-        return result
 
-    def judge(self, loss: Tensor | None, samples: int) -> None:
-        """Judge the ``loss`` of the microbatch, which has ``samples`` samples."""
-        self.counts.judge(loss)
-        if self._counts_loss and loss is not None and not self.counts.of:
-            self.counts.lacking = self._number(loss.detach()) == 0
-        self.sums.judge(loss, samples)
-
-    def targets_of(self, bound: Mapping[str, Any]) -> float | Tensor:
-        """Return the number of targets of a cross entropy with the arguments ``bound``."""
-        logits, target = bound["input"], bound["target"]
-        if target.is_floating_point():
-            classes = logits.shape[1] if logits.dim() > 1 else logits.shape[0]
-            return float(logits.numel() / classes)
-        if self._accelerator is not None and (host := self._known.on_host(target)) is not None:
-            target = host
-        kept = target != bound.get("ignore_index", -100)
-        weight = bound.get("weight")
-        # Class weights enter the denominator of a weighted mean, so they enter the count.
-        found: Tensor = kept.sum() if weight is None else weight.detach()[target[kept].to(weight.device)].sum()
-        return found
-
-
-def _is_transformed(value: Any) -> bool:
-    """Return whether ``value`` is a tensor within a torch.func transform, which has neither values nor memory."""
-    return isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)
-
-
-def number_of(count: float | Tensor, *, aside: Callable[[Callable[[], Any]], Any]) -> float:
+def number_of(count: Tensor, *, aside: Callable[[Callable[[], Any]], Any]) -> float:
     """Return ``count``, for which the host may have to wait: on a GPU, by way of ``aside``."""
-    if not isinstance(count, Tensor) or count.device.type == "cpu":
+    if count.device.type == "cpu":
         return float(count)
     return float(aside(lambda: float(count)))
-
-
-def completed(kwargs: dict[str, Any], frame: FrameType) -> dict[str, Any]:
-    """Return the keyword arguments of `F.l1_loss` with its weight, which torch does not pass to function modes.
-
-    Args:
-        kwargs: the arguments as torch passes them.
-        frame: the frame that has called the mode.
-    """
-    found: FrameType | None = frame
-    while found is not None and found.f_code is not F.l1_loss.__code__:
-        found = found.f_back
-    weight = None if found is None else found.f_locals.get("weight")
-    return kwargs if weight is None else kwargs | {"weight": weight}
 
 
 def is_stand_in(value: object) -> bool:

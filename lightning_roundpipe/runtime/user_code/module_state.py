@@ -1,477 +1,238 @@
-"""Isolates what user code keeps on modules between its sections, so that each microbatch finds its own.
+"""Attributes of modules that user code sets during a step.
 
-``self.skip = h`` before a layer and ``h + self.skip`` behind it, a list that collects hidden states, adapters or
-``requires_grad`` switched off around a reference pass: in plain training all of this lasts for one batch. Microbatches
-take turns within a batch, so one would find what another has set. The first batch shows which attributes change, and
-after which call. From then on they are restored whenever a microbatch goes on:
+Microbatches take turns between layers. Each of them has a view of what any of them has set on modules in this step:
 
-    at first                        the value at the beginning of the step
-    afterwards                      the microbatch's own value
-    changed in one place only       what the microbatch before left there: counters and sums go on counting
+    what it has set itself ── [1]
+    else, of an attribute that a microbatch has left changed (counters, metrics, "is initialised"), the latest value
+    ── carried on in order ── [2]
+    else the value at the beginning of the step ── an attribute that is put back (PEFT's ``disable_adapter``, a flag
+    around a reference pass) is private to each microbatch ── [3]
 
-The next batch, and hooks in between, find the last microbatch's values. Of an attribute that keeps something of each
-sample, such as ``self.predictions = logits``, they find the rows of all microbatches. If user code computes with such a
-value and replaces it, as with a recurrent network's hidden state, each sample needs its own, and the step is refused.
+The first window runs one microbatch after another, so it shows which attributes are left changed. When all microbatches
+have ended, modules are as at the beginning of the step, and `ShownState` lets hooks find, batch by batch, what that
+batch has left; after the last one, modules have the last values.
 
-Metrics are left alone: they see one microbatch after another.
+`nn.Module.__setattr__` and ``__delattr__`` tell of writes while a step of several microbatches runs; nothing is
+searched or compared. A tensor that is set again (``self.total += x``) was written in place: it is shared, and its value
+is kept for hooks. Lists, dicts and other containers that are changed in place are shared, too.
 """
 
 from __future__ import annotations
 
-import copy
-import operator
-from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
-from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.model.attributes import (
-    Container,
-    StateDiff,
-    differing,
-    frozen,
-    own_attributes,
-    refill,
-    same,
-    tensors_in,
-)
-from lightning_roundpipe.runtime.batch.microbatches import are_rows
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.memory.module_buffers import BufferHistory
 
-_ABSENT = object()
-
+Holder = nn.Module | nn.Parameter
 SegmentKey = tuple[int, int]
 """A section of user code, by the layer call before it: index of the layer, and how often it has been called."""
+Place = tuple[int, str]
+"""The id of a module and the name of an attribute, or the id of a parameter and ``"requires_grad"``."""
+
+_ABSENT = object()
+_thread = threading.local()
+_PLAIN = (bool, int, float, str, type(None))
 
 
-class StatePlace:
-    """An attribute of a module, or ``requires_grad`` of a parameter.
+class _Held(NamedTuple):
+    """What an attribute holds.
 
     Attributes:
-        segment_keys: the sections of user code that change it.
-        start: value at the beginning of the step.
-        latest: value left by the last microbatch that has run the section, if only one section changes it.
-        grows: whether it is a container that a step has added to.
+        holder: the module, or the parameter whose ``requires_grad`` this is.
+        value: the object; `_ABSENT` if there is none.
+        values: of a tensor that was written in place, a copy.
     """
 
-    def __init__(self, owner: nn.Module | nn.Parameter, name: str) -> None:
-        self._owner = owner
-        self._name = name
-        self._joined: tuple[Any, Any] | None = None
-        self._last: tuple[Any, Any] = (_ABSENT, None)
-        """The last microbatch's value, in whose place hooks find the joined one."""
-        self.segment_keys: set[SegmentKey] = set()
-        self.grows = False
-        self.start: Any = _ABSENT
-        self.latest: Any = _ABSENT
+    holder: Holder
+    value: Any
+    values: Tensor | None = None
 
-    def read(self) -> tuple[Any, Any]:
-        """Return the value, and a copy of its contents if it is a list or dict."""
-        if isinstance(self._owner, nn.Parameter):
-            return self._owner.requires_grad, None
-        value = self._owner.__dict__.get(self._name, _ABSENT)
-        return value, frozen(value)
+    def seen(self, name: str) -> Any:
+        """Return what code that reads the attribute gets: of one that the module lacks, its class's."""
+        return getattr(type(self.holder), name, _ABSENT) if self.value is _ABSENT else self.value
 
-    def write(self, kept: tuple[Any, Any]) -> None:
-        value, contents = kept
-        if isinstance(self._owner, nn.Parameter):
-            if self._owner.requires_grad != value:
-                self._owner.requires_grad_(value)
+    def put(self, name: str) -> None:
+        holder, value = self.holder, self.value
+        if isinstance(holder, nn.Parameter):
+            if holder.requires_grad != value:
+                holder.requires_grad_(value)
             return
-        if isinstance(value, Container) and not same(value, contents):
-            refill(value, contents, nested=False)
+        held = _buffers(holder) if name in _buffers(holder) else holder.__dict__
         if value is _ABSENT:
-            self._owner.__dict__.pop(self._name, None)
-        else:
-            self._owner.__dict__[self._name] = value
+            held.pop(name, None)
+            return
+        held[name] = value
+        if self.values is not None:
+            value.data.copy_(self.values)  # by way of ``data``: graphs that saved it go on
 
-    def show(self, joined: tuple[Any, Any], last: tuple[Any, Any]) -> None:
-        """Let hooks find the ``joined`` value in place of the ``last`` microbatch's."""
-        self._joined, self._last = joined, last
-        self.write(joined)
 
-    def hide(self) -> None:
-        """Put the last microbatch's value back, whose rows the next step's code can compute with, unless it is new."""
-        joined, self._joined = self._joined, None
-        if joined is not None and _unchanged(self.read(), joined):
-            self.write(self._last)
-        self._last = (_ABSENT, None)
+def _read(holder: Holder, name: str) -> Any:
+    if isinstance(holder, nn.Parameter):
+        return holder.requires_grad
+    buffers = _buffers(holder)
+    return buffers[name] if name in buffers else holder.__dict__.get(name, _ABSENT)
 
-    def inherited(self, samples: int) -> list[Tensor]:
-        """Return tensors from the previous batch that may hold something of each of its samples.
 
-        Args:
-            samples: size of the microbatch that left them. If only one section changes the attribute, tensors without a
-                dimension of that size are left out: they may be sums that continue over batches.
-        """
-        value = self.start[0] if isinstance(self.start, tuple) else None
-        held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-        tensors = [t for t in held if isinstance(t, Tensor) and t.dim()]
-        return [t for t in tensors if len(self.segment_keys) > 1 or samples in t.shape]
+def _buffers(module: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = module.__dict__.get("_buffers", {})  # none yet before ``Module.__init__``
+    return found
 
-    def refuse_inheritance(self) -> None:
-        owner = type(self._owner).__name__
-        raise RoundPipeError(
-            f"attribute {self._name!r} of {owner} goes from batch to batch: training_step reads what the previous "
-            "batch left there and replaces it. With several microbatches it would read what another microbatch left: "
-            "set num_microbatches=1, or keep it out of the step."
-        )
 
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors that the attribute holds now."""
-        return list(tensors_in(self.read()[0]))
+def _alike(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
 
-    def refuse_reading(self) -> None:
-        owner = type(self._owner).__name__
-        raise RoundPipeError(
-            f"training_step computes with attribute {self._name!r} of {owner}, which the model's forward has set: with "
-            "microbatch_scope='model' it is the last microbatch's alone. Return it from the model."
-        )
 
-    def counts_at(self, segment_key: SegmentKey | None) -> bool:
-        """Return whether ``segment_key`` is the only section that changes it."""
-        return len(self.segment_keys) == 1 and segment_key in self.segment_keys
+def about_to_write(holder: Holder, name: str) -> None:
+    """Note that user code of a microbatch, if it runs on this thread, is about to write to an attribute."""
+    observer: MicrobatchModuleState | None = getattr(_thread, "observer", None)
+    if observer is not None:
+        observer.about_to_write(holder, name)
 
 
 class ModuleStateIsolation:
-    """The attributes of one LightningModule that user code changes; lives as long as the trace.
-
-    Args:
-        root: the LightningModule.
-        layers: the layers. Their inner modules are compared at each call anyway.
-    """
-
-    def __init__(self, root: nn.Module, layers: Sequence[HostLayer]) -> None:
-        modules = [m for m in root.modules() if not isinstance(m, Metric)]
-        self._watch = StateWatch(modules, list(root.parameters()))
-        inside = {id(m) for layer in layers for m in layer.state.modules}
-        self._user_code = [m for m in modules if id(m) not in inside]
-        self._layers = layers
-        self._names = {id(module): f"{name}." if name else "" for name, module in root.named_modules()}
-        self.places: dict[tuple[int, str], StatePlace] = {}
-        self.inherited: dict[int, StatePlace] = {}
-        """By the ids of tensors that the previous step has left; see `StatePlace.inherited`."""
-        self._samples = -1
-        self._rows = RowsOfSteps()
-
-    # -- a step -------------------------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Save the state at the beginning of a step."""
-        for place in self.places.values():
-            place.hide()
-            place.start = place.latest = place.read()
-        self.inherited.clear()
-        for place in self.places.values():
-            self.inherited.update((id(tensor), place) for tensor in place.inherited(self._samples))
-        self._seen = [dict(m.__dict__) for m in self._user_code]
-        self._states = [layer.state.current() for layer in self._layers]
-        self._trainable = [layer.trainable() for layer in self._layers]
-
-    def end(
-        self, kept: Sequence[MicrobatchModuleState], sizes: Sequence[int], rows: Collection[str] = (), *,
-        read: bool = True,
-    ) -> None:  # fmt: skip
-        """Leave on the modules what the last microbatch would have left.
-
-        Args:
-            kept: the values of each microbatch.
-            sizes: their numbers of samples.
-            rows: paths of attributes with rows of all microbatches.
-            read: whether user code may read them before the next step. Else only what grows gets the rows of all.
-        """
-        self._samples = sizes[-1]
-        self._rows.begin(sizes)
-        for (owner, name), place in self.places.items():
-            last = place.latest if len(place.segment_keys) == 1 else kept[-1].values.get(place, place.start)
-            path = f"{self._names.get(owner, '')}{name}"
-            place.grows |= _grows(last[1], place.start[1])
-            has_rows = any(row == path or row.startswith((f"{path}[", f"{path}.")) for row in rows)
-            if has_rows and (read or place.grows):
-                place.show(self._rows.of_all([state.values.get(place, place.start) for state in kept]), last)
-            else:
-                place.write(last)
-
-    # -- the first batch ----------------------------------------------------------------------------------------------
-
-    def look(self) -> None:
-        """Before a microbatch's first section: forget changes so far, which are not user code's."""
-        self._watch.changes()
-
-    def learn(self, segment_key: SegmentKey) -> None:
-        """After a section of user code: add the attributes that it changed."""
-        for owner, old, new in self._watch.changes():
-            for name in differing(old, new):
-                self._place_of(owner, name, old.get(name, _ABSENT)).segment_keys.add(segment_key)
-
-    def _place_of(self, owner: nn.Module | nn.Parameter, name: str, value: Any) -> StatePlace:
-        """Return the attribute's place; a new one starts from ``value``, a copy of what the attribute held."""
-        place = self.places.get((id(owner), name))
-        if place is None:
-            place = self.places[id(owner), name] = StatePlace(owner, name)
-            place.start = place.latest = (_live(owner, name, value), value)
-        return place
-
-    # -- later --------------------------------------------------------------------------------------------------------
-
-    def refuse_new(self, layer: HostLayer, state: StateDiff | None, trainable: list[bool]) -> None:
-        """Refuse changes by user code, found at a call of ``layer``, that the first batch did not show.
-
-        Microbatches take turns, so such a change may be another microbatch's.
-
-        Raises:
-            RoundPipeError: if there is such a change.
-        """
-        if trainable != self._trainable[layer.index]:
-            known = self._trainable[layer.index]
-            for master, now, before in zip(layer.masters, trainable, known, strict=True):
-                if now != before and (id(master), "requires_grad") not in self.places:
-                    _refuse("requires_grad of a parameter", layer.name)
-        begun = self._states[layer.index]
-        if state is not begun:
-            for index, module in enumerate(layer.state.modules):
-                old, new = _changed(begun, index), _changed(state, index)
-                for name in old.keys() | new.keys():
-                    if old.get(name, _ABSENT) is not new.get(name, _ABSENT) and not same(old.get(name), new.get(name)):
-                        self._refuse_unless_known(module, name, f"in layer {layer.name!r}")
-        for index, module in enumerate(self._user_code):
-            held, seen = module.__dict__, self._seen[index]
-            if len(held) != len(seen) or not all(map(operator.is_, held.values(), seen.values())):
-                self._check(index, module)
-
-    def _check(self, index: int, module: nn.Module) -> None:
-        seen = self._seen[index]
-        known = set(map(id, seen.values()))
-        for name, value in module.__dict__.items():
-            if id(value) not in known:
-                self._refuse_unless_known(module, name, "outside the layers")
-        self._seen[index] = dict(module.__dict__)
-
-    def _refuse_unless_known(self, module: nn.Module, name: str, where: str) -> None:
-        if (id(module), name) not in self.places:
-            _refuse(f"attribute {name!r} of {type(module).__name__}", where)
-
-    def isolate(self, layer: HostLayer, attributes: Iterable[tuple[int, str]], segment_key: SegmentKey) -> None:
-        """Isolate attributes that ``layer`` itself is about to set, which no batch before has shown.
-
-        No microbatch has set them yet in this step, so each starts from what they hold.
-
-        Args:
-            layer: the layer.
-            attributes: number of the module in the layer, and name.
-            segment_key: the section of user code that finds what the layer has set.
-        """
-        for number, name in attributes:
-            owner = layer.state.modules[number]
-            if (id(owner), name) not in self.places:
-                value = frozen(owner.__dict__.get(name, _ABSENT))
-                self._place_of(owner, name, value).segment_keys.add(segment_key)
-
-    def wrote(self, layer: HostLayer) -> None:
-        """Accept attributes that ``layer`` itself has set as its current state."""
-        self._states[layer.index] = layer.state.current()
-
-    def finished(self) -> list[str]:
-        """Accept what a microbatch has set outside the layers, once it has run its last section of user code.
-
-        Returns:
-            The paths of attributes that it has set or removed and that are not in ``places``.
-        """
-        new = []
-        for index, module in enumerate(self._user_code):
-            held, seen = module.__dict__, self._seen[index]
-            if len(held) != len(seen) or not all(map(operator.is_, held.values(), seen.values())):
-                names = {**seen, **held}
-                changed = [name for name in names if held.get(name, _ABSENT) is not seen.get(name, _ABSENT)]
-                prefix = self._names.get(id(module), "")
-                new += [f"{prefix}{name}" for name in changed if (id(module), name) not in self.places]
-                self._seen[index] = dict(held)
-        return new
-
-
-class MicrobatchModuleState:
-    """One microbatch's values of the attributes in ``module_state``."""
-
-    def __init__(self, module_state: ModuleStateIsolation) -> None:
-        self.module_state = module_state
-        self.values: dict[StatePlace, tuple[Any, Any]] = {}
-        self.inherited = module_state.inherited
-        self._used: set[StatePlace] = set()
-        self._begun = False
-
-    def notice(self, value: Any) -> None:
-        """Record that user code computes with ``value``."""
-        if (place := self.inherited.get(id(value))) is not None:
-            self._used.add(place)
-
-    def enter(self, segment_key: SegmentKey | None, *, learning: bool) -> None:
-        """Restore the microbatch's values before user code of ``segment_key``, None: before its backward."""
-        places = self.module_state.places
-        for place in places.values():
-            own = self.values.get(place, place.start)
-            counting = place.counts_at(segment_key) and _unchanged(own, place.start)
-            place.write(place.latest if counting else own)
-        if learning and (places or not self._begun):  # otherwise nothing has touched the modules since `leave`
-            self.module_state.look()
-        self._begun = True
-
-    def leave(self, segment_key: SegmentKey, *, learning: bool) -> None:
-        """Save the microbatch's values when it calls a layer or ends."""
-        if learning:
-            self.module_state.learn(segment_key)
-        for place in self.module_state.places.values():
-            self.values[place] = place.read()
-            if place in self._used and not _unchanged(self.values[place], place.start):
-                place.refuse_inheritance()
-            if place.counts_at(segment_key):
-                place.latest = self.values[place]
-
-
-class StateWatch:
-    """Finds changes on many modules and parameters; cheap if there are few.
-
-    Like `ModuleState`, but for a whole model, and from one look to the next.
-    """
-
-    def __init__(self, modules: list[nn.Module], parameters: list[nn.Parameter]) -> None:
-        self._modules, self._parameters = modules, parameters
-        self._seen = [_Attributes(module) for module in modules]
-        self._all_empty = [c for seen in self._seen for c in seen.empty]  # mostly hook dicts, checked in one pass
-        self._trainable = [p.requires_grad for p in parameters]
-
-    def changes(self) -> list[tuple[nn.Module | nn.Parameter, dict[str, Any], dict[str, Any]]]:
-        """Return owners whose attributes may have changed since the last call, with the attributes before and now."""
-        found: list[tuple[nn.Module | nn.Parameter, dict[str, Any], dict[str, Any]]] = []
-        some_filled = any(self._all_empty)
-        for index, (module, seen) in enumerate(zip(self._modules, self._seen, strict=True)):
-            if seen.differ(module) or (some_filled and any(seen.empty)):
-                now = self._seen[index] = _Attributes(module)
-                found.append((module, seen.values, now.values))
-        if found:
-            self._all_empty = [c for seen in self._seen for c in seen.empty]
-        trainable = [p.requires_grad for p in self._parameters]
-        if trainable != self._trainable:
-            for parameter, old, new in zip(self._parameters, self._trainable, trainable, strict=True):
-                if old != new:
-                    found.append((parameter, {"requires_grad": old}, {"requires_grad": new}))
-            self._trainable = trainable
-        return found
-
-
-class _Attributes:
-    """The attributes of a module, with copies of its containers.
+    """The attributes of a model that microbatches set.
 
     Attributes:
-        values: by name.
-        empty: the containers that hold nothing. Whether they still do is not seen by `differ`.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        own = own_attributes(module)
-        self.values = {k: frozen(v) for k, v in own.items()}
-        self._held = list(module.__dict__.values())
-        containers = [(v, self.values[k]) for k, v in own.items() if isinstance(v, Container)]
-        self.empty = [v for v, _ in containers if not v]
-        self._filled = [(v, contents) for v, contents in containers if v]
-
-    def differ(self, module: nn.Module) -> bool:
-        """Return whether those of ``module`` are others now."""
-        held = module.__dict__
-        if len(held) != len(self._held) or not all(map(operator.is_, held.values(), self._held)):
-            return True
-        return any(not same(container, contents) for container, contents in self._filled)
-
-
-class RowsOfSteps:
-    """Joins what microbatches leave in attributes that keep a row for each sample.
-
-    A list that grows over steps holds the last microbatch's rows of the steps before, too, as these are what user code
-    may compute with. So it is remembered which rows of all samples they stand for.
+        places: all that were seen; a later step begins with what earlier ones have shown.
+        carried: those that a microbatch has left changed [2].
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Tensor, Tensor]] = {}
-        """By the id of a microbatch's tensor: the tensor, and the rows of all microbatches of that step."""
-        self._before = self._known
-        self._sizes: Sequence[int] = ()
+        self.places: set[Place] = set()
+        self.carried: set[Place] = set()
+        self.begin()
 
-    def begin(self, sizes: Sequence[int]) -> None:
-        """Begin with a step whose microbatches have as many samples as ``sizes`` says."""
-        self._before, self._known, self._sizes = self._known, {}, sizes
+    @property
+    def private(self) -> bool:
+        """Whether microbatches put attributes back that others must not see [3]."""
+        return not self.places <= self.carried
 
-    def of_all(self, values: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
-        """Join what each microbatch has left in an attribute, as `StatePlace.read` returns it."""
-        value, _ = values[-1]
-        filled = isinstance(value, Container)
-        joined = self._joined([contents if filled else own for own, contents in values])
-        return (value if filled and all(own is value for own, _ in values) else joined), joined
+    def begin(self) -> None:
+        """Begin a step."""
+        self.start: dict[Place, _Held] = {}
+        self.latest: dict[Place, _Held] = {}
+        self.present: MicrobatchModuleState | None = None
 
-    def _joined(self, values: Sequence[Any]) -> Any:
-        """Concatenate tensors with a row for each sample, in containers too. Of other values, return the last one."""
-        last = values[-1]
-        if any(type(value) is not type(last) for value in values):
-            return last
-        if isinstance(last, Tensor):
-            return self._joined_tensor(values)
-        if isinstance(last, dict) and all(value.keys() == last.keys() for value in values):
-            joined = copy.copy(last)
-            for key in last:
-                joined[key] = self._joined([value[key] for value in values])
-            return joined
-        if isinstance(last, (list, tuple, deque)) and all(len(value) == len(last) for value in values):
-            parts = [self._joined(column) for column in zip(*values, strict=True)]
-            if isinstance(last, deque):
-                return deque(parts, last.maxlen)
-            return type(last)(*parts) if hasattr(last, "_fields") else type(last)(parts)
-        return last
+    @contextlib.contextmanager
+    def observed(self) -> Iterator[None]:
+        """Within this context, writes to modules on threads of microbatches are seen."""
 
-    def _joined_tensor(self, values: Sequence[Tensor]) -> Tensor:
-        last = values[-1]
-        if all(value is last for value in values):  # of a step before
-            rows = self._before.get(id(last), (last, last))[1]
-        else:
-            rows = torch.cat([v.detach().cpu() for v in values]) if are_rows(values, self._sizes) else last
-        self._known[id(last)] = last, rows
-        return rows
+        def noticed(original: Callable[..., None]) -> Callable[..., None]:
+            def write(module: nn.Module, name: str, *value: Any) -> None:
+                about_to_write(module, name)
+                original(module, name, *value)
 
+            return write
 
-def _grows(now: Any, before: Any) -> bool:
-    """Return whether a container, or one in it, has more items than before."""
-    if isinstance(now, dict) and isinstance(before, dict):
-        return len(now) > len(before) or any(_grows(value, before.get(key)) for key, value in now.items())
-    return isinstance(now, Container) and isinstance(before, Container) and len(now) > len(before)
+        before = nn.Module.__setattr__, nn.Module.__delattr__
+        nn.Module.__setattr__, nn.Module.__delattr__ = noticed(before[0]), noticed(before[1])  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__setattr__, nn.Module.__delattr__ = before  # type: ignore[method-assign]
+
+    def show(self, to: MicrobatchModuleState | None) -> None:
+        """Set what was written in this step to the view of a microbatch; None: of the code after the step."""
+        if to is None or to is not self.present:
+            own = to.values if to is not None else {}
+            for place, start in self.start.items():
+                held = own.get(place) or (self.latest.get(place) if place in self.carried else None) or start
+                if not _alike(_read(held.holder, place[1]), held.value):
+                    held._replace(values=None).put(place[1])
+            self.present = to
 
 
-def _unchanged(now: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
-    return now[0] is before[0] and same(now[1], before[1])
+class MicrobatchModuleState:
+    """What one microbatch has set on modules.
+
+    Attributes:
+        values: what its sections of user code have left, by place.
+    """
+
+    def __init__(self, module_state: ModuleStateIsolation) -> None:
+        self.module_state = module_state
+        self.values: dict[Place, _Held] = {}
+        self._found: dict[Place, Any] = {}
+        """What places held before it wrote to them for the first time."""
+        self._section: dict[Place, tuple[Holder, Any]] = {}
+        """What the running section has written to, with the values before."""
+
+    def enter(self) -> None:
+        """Enter a section of user code."""
+        self.module_state.show(self)
+        _thread.observer = self
+
+    def about_to_write(self, holder: Holder, name: str) -> None:
+        """Note that the running section writes to an attribute."""
+        place = id(holder), name
+        if place not in self._section:
+            self._section[place] = holder, _read(holder, name)
+
+    def leave(self) -> None:
+        """Leave the section. Attributes that it has put back itself are nobody else's business."""
+        _thread.observer = None
+        state, section, self._section = self.module_state, self._section, {}
+        for place, (holder, before) in section.items():
+            now = _read(holder, place[1])
+            in_place = isinstance(now, Tensor) and now is before
+            if _alike(now, before) and not in_place:
+                continue
+            values = now.detach().clone() if in_place else None
+            self.values[place] = held = _Held(holder, now, values)
+            self._found.setdefault(place, _Held(holder, before).seen(place[1]))
+            state.start.setdefault(place, _Held(holder, before))
+            state.places.add(place)
+            if in_place:
+                state.carried.add(place)
+            if place in state.carried:
+                state.latest[place] = held
+
+    def end(self) -> None:
+        """After ``training_step``: find out which attributes are left changed."""
+        self.leave()
+        state = self.module_state
+        for place, held in self.values.items():
+            if place not in state.carried and not _alike(held.seen(place[1]), self._found[place]):
+                state.carried.add(place)
+                state.latest[place] = held
 
 
-def _live(owner: nn.Module | nn.Parameter, name: str, value: Any) -> Any:
-    """Return the original of the copy ``value``, if the owner still holds it."""
-    now = owner.__dict__.get(name, value) if isinstance(owner, nn.Module) else value
-    return now if isinstance(value, Container) and type(now) is type(value) else value
+class ShownState:
+    """Lets hooks find what the microbatches of a batch have left, batch by batch.
 
+    Args:
+        state: the state at the end of the step.
+        microbatches: what each microbatch has set.
+        buffers: the layers' buffers as each microbatch has left them.
+        batches: the microbatches of each batch.
+        in_order: whether microbatches have ended one after another. One that calls fewer layers may end before the one
+            in front of it; then the last one to have set an attribute leaves there what all of them have.
+    """
 
-def _changed(state: StateDiff | None, index: int) -> dict[str, Any]:
-    changed, removed = state.changed.get(index, ({}, ())) if state is not None else ({}, ())
-    return {**changed, **dict.fromkeys(removed, _ABSENT)}
+    def __init__(
+        self,
+        state: ModuleStateIsolation,
+        microbatches: Sequence[MicrobatchModuleState],
+        buffers: BufferHistory,
+        batches: Sequence[Sequence[int]],
+        in_order: bool,
+    ) -> None:
+        self._values, self._buffers, self._batches = [dict(one.values) for one in microbatches], buffers, batches
+        last = {} if in_order else {place: values for values in self._values for place in values}
+        for place, values in last.items():
+            values[place] = state.latest.get(place, values[place]) if place in state.carried else values[place]
+        buffers.show(-1)
+        for place, held in state.start.items():
+            held.put(place[1])
 
-
-_CHANGED_BY = {
-    "requires_grad": ", as PEFT does in disable_adapter() and set_adapter()",
-    "_forward_hooks": ", as Hugging Face models do when output_hidden_states or output_attentions is first set",
-}
-"""Who changes an attribute, by a word in its description: libraries do so behind a setting that errors have to name."""
-
-
-def _refuse(what: str, where: str) -> None:
-    by = next((by for word, by in _CHANGED_BY.items() if word in what), "")
-    raise RoundPipeError(
-        f"{what} ({where}) was changed by code between layers{by}, which did not happen in the first batch. "
-        "Microbatches take turns there, so it may be another one's: change it between batches, from the first batch "
-        "on, or set num_microbatches=1."
-    )
+    def show(self, batch: int) -> None:
+        """Set what the microbatches of ``batch`` have set; everything else stays as it is."""
+        for microbatch in self._batches[batch]:
+            self._buffers.show(microbatch)
+            for place, held in self._values[microbatch].items():
+                held.put(place[1])

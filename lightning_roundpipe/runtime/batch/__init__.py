@@ -1,1 +1,0 @@
-"""Cutting a batch into microbatches, and joining what they return and log, and their losses."""

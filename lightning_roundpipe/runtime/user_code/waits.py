@@ -1,0 +1,39 @@
+"""Which torch functions make the host wait for a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+_READS = {
+    "item", "tolist", "is_nonzero", "__bool__", "__int__", "__float__", "__index__",
+    "__complex__", "__contains__", "__repr__", "__str__", "__format__", "__array__", "cpu", "equal", "allclose",
+    "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount",
+}  # fmt: skip
+"""Torch functions that wait for the device of their arguments, beside those in `waits`."""
+
+
+def waits(name: str, args: Any, kwargs: Any, accelerator: str) -> bool:
+    """Return whether the torch function ``name`` blocks the host until a device is ready, judging by its arguments."""
+
+    def is_there(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.device.type == accelerator
+
+    if name in _READS or (name == "where" and len(args) == 1) or name == "repeat_interleave":
+        return any(is_there(leaf) for leaf in tree_iter((args, kwargs)))
+    if name in ("__getitem__", "__setitem__"):
+        return any(is_there(leaf) and leaf.dtype in (torch.bool, torch.uint8) for leaf in tree_iter(args[1:2]))
+    if name == "copy_":
+        return is_there(args[0]) != is_there(args[1] if len(args) > 1 else kwargs.get("src"))
+    if name == "to":
+        return is_there(args[0]) and any(_is_host(value) for value in (*args[1:], *kwargs.values()))
+    return False
+
+
+def _is_host(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.device.type == "cpu"
+    return (isinstance(value, torch.device) and value.type == "cpu") or (type(value) is str and value == "cpu")

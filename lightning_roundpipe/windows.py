@@ -1,0 +1,148 @@
+"""Lightning's accumulation window as one step of the engine.
+
+Lightning's loop comes to one batch after another. When it comes to the first of a window, the others are taken from its
+data fetcher, and the microbatches of all of them run as one step. The loop gets the results batch by batch:
+
+    first batch ── take the others of the window ── cut them, if asked for ── run all microbatches ── [1]
+    each batch ── modules as the batch has left them ── what it has logged ── its output and its loss ── [2]
+    an error in ``training_step`` of a later batch ── raised when the loop comes to that batch ── [3]
+
+The loop, its hooks and its counts see one batch at a time, as ever. The backward of the losses hands out the gradients
+of the window with the last of them. A window is as long as Lightning's: ``accumulate_grad_batches`` as of now, from the
+first batch of an epoch on, and shorter at its end.
+
+These names of Lightning are private: ``fit_loop._data_fetcher``, ``epoch_loop.batch_progress.current.ready``,
+``automatic_optimization._skip_backward``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_roundpipe.batches.cutting import cut, samples_in
+from lightning_roundpipe.batches.logs import repeat_logs
+from lightning_roundpipe.batches.outputs import joined, joined_loss
+from lightning_roundpipe.batches.weights import LossWeights, given_weights
+from lightning_roundpipe.config import Options, RoundPipeError
+from lightning_roundpipe.lookahead import look_ahead
+from lightning_roundpipe.runtime.engine import Engine, WindowResult
+
+
+class Window:
+    """The batches of an accumulation window.
+
+    Args:
+        module: the module in training. Lightning's loop has come to the first batch.
+        options: say how batches are cut and weighed.
+        args: the arguments of ``training_step`` for the first batch.
+
+    Attributes:
+        span: the number of batches that the loop counts until the window ends, with those that it skips.
+        samples: samples of each microbatch.
+    """
+
+    def __init__(self, module: LightningModule, options: Options, args: tuple[Any, ...]) -> None:
+        self._module, self._trainer = module, module.trainer
+        epoch, self._accumulated = self._trainer.fit_loop.epoch_loop, self._trainer.accumulate_grad_batches
+        to_come = -epoch.batch_progress.current.ready % self._accumulated
+        fetcher = look_ahead(self._trainer.fit_loop._data_fetcher)
+        batches: list[Any] = [args[0]]
+        if fetcher is not None and not epoch.automatic_optimization._skip_backward:  # a pass for BatchNorm statistics
+            batches += [batch for batch, *_ in fetcher.take(self._trainer, to_come)]
+        self.span = len(batches)
+        self.samples: list[int] = []
+        self._functions: list[Callable[[], Any]] = []
+        self._stops: dict[int, bool] = {}
+        """Whether ``trainer.should_stop`` was set when a microbatch had ended."""
+        self._batches: list[tuple[int, list[int]]] = []
+        """Those to come: by their place in the epoch, their microbatches."""
+        parts: list[Any] = []
+        of_batch: list[int] = []
+        for i, batch in enumerate(batches):
+            if batch is None and i:
+                continue  # the loop skips it
+            number, size = options.num_microbatches, options.microbatch_size
+            mine = [batch] if fetcher is None else cut(batch, number, size)
+            rest = (args[1] + i, *args[2:]) if len(args) > 1 else ()
+            self._functions += [functools.partial(module.training_step, part, *rest) for part in mine]
+            self._batches.append((epoch.batch_progress.current.ready + i, [*range(len(parts), len(parts) + len(mine))]))
+            parts += mine
+            of_batch += [i] * len(mine)
+        self.samples = [samples_in(part) for part in parts]
+        weight: Any = options.loss_weight or getattr(module, "loss_weight", None)
+        by = weight if isinstance(weight, str) or callable(weight) else None
+        given = given_weights(by, parts) if callable(by) else ()
+        self._weights = LossWeights(by, self.samples, of_batch, self._accumulated, given)
+        self._result = WindowResult()
+        self._losses: dict[int, Tensor] = {}
+        self._all = [microbatches for _, microbatches in self._batches]
+        self._come_to = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the loop has come to all batches."""
+        return not self._batches
+
+    def run(self, engine: Engine, seed: tuple[int, ...], *, zero_grad: bool) -> None:
+        """Run all microbatches [1]."""
+        stopping = self._trainer.should_stop
+        functions = [functools.partial(self._step, m) for m in range(len(self._functions))]
+        self._result = result = engine.train_window(functions, self._weights, seed, zero_grad=zero_grad)
+        self._trainer.should_stop = stopping
+        self._functions = []
+        for batch, microbatches in enumerate(self._all):
+            runs = [result.microbatches[m] for m in microbatches if m < len(result.microbatches)]
+            found = [(run.loss, run.weight) for run in runs if run.loss is not None]
+            if found and len(runs) == len(microbatches):
+                value = joined_loss([loss for loss, _ in found], [w for _, w in found], adds=self._weights.adds)
+                differentiable = any(run.differentiable for run in runs)
+                if result.gradients is not None:
+                    self._losses[batch] = result.gradients.loss(value, differentiable=differentiable)
+                else:  # a later batch has failed, and no optimizer step follows
+                    self._losses[batch] = value.requires_grad_(differentiable)
+        self._shown = result.show(self._all) if result.show is not None else None
+
+    def _step(self, microbatch: int) -> Any:
+        output = self._functions[microbatch]()
+        self._stops[microbatch] = self._trainer.should_stop
+        return output
+
+    def next(self) -> Any:
+        """Return what ``training_step`` has returned for the batch that the loop has come to [2].
+
+        Raises:
+            RoundPipeError: the loop has skipped a batch of the window.
+            Exception: what ``training_step`` has raised for this batch [3].
+        """
+        expected, microbatches = self._batches.pop(0)
+        batch, self._come_to = self._come_to, self._come_to + 1
+        if expected != self._trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+            raise RoundPipeError(self.skipped())
+        result = self._result
+        if microbatches[-1] >= len(result.microbatches):
+            assert result.error is not None
+            self._batches = []
+            raise result.error
+        if self._shown is not None:
+            self._shown.show(batch)
+        runs = [result.microbatches[m] for m in microbatches]
+        repeat_logs(self._trainer, [run.logs for run in runs], [run.weight for run in runs])
+        self._trainer.should_stop |= self._stops[microbatches[-1]]
+        output = joined([run.output for run in runs], [self.samples[m] for m in microbatches])
+        loss = self._losses.get(batch)
+        if loss is None:
+            return output
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def skipped(self) -> str:
+        """Return a message about batches of the window that the loop does not come to."""
+        return (
+            "on_train_batch_start returned -1 within a window of accumulate_grad_batches="
+            f"{self._accumulated}, whose batches have all been trained on: return -1 for the first batch of a window, "
+            "or set accumulate_grad_batches=1."
+        )

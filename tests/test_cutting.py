@@ -1,0 +1,439 @@
+"""Batches that are cut on request: the script is the one whose loader gives the parts, in windows of all parts.
+
+Losses that are means over samples also equal those of the whole batch, which is the oracle where parts are unequal.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from harness import loader as list_loader
+from harness import ours
+from plain_oracle import PLAIN, Record, assert_equal, on_devices, train
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import BatchEncoding
+
+from lightning_roundpipe import Microbatches
+
+DEVICES = on_devices(1, 3)
+VOCABULARY = 11
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Net(pl.LightningModule):
+    """The mean over the samples of ``x``; ``read`` takes it out of a batch."""
+
+    calls: list[Any]
+
+    def __init__(self, read: Callable[[Any], Tensor] = lambda batch: batch) -> None:
+        super().__init__()
+        self.read = read
+        self.net = nn.Sequential(*[Block() for _ in range(4)], nn.Linear(6, 2)).double()
+        self.mean, self.order = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
+        self.steps: list[Any] = []
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.net(x).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.read(batch)
+        self.steps.append((type(batch).__name__, len(x), batch_idx))
+        loss = self.loss(x)
+        self.mean(loss, weight=len(x))
+        self.order.update(x[:, 0])
+        size = None if isinstance(batch, Tensor) else len(x)  # Lightning knows the size of a tensor
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=size)
+        self.log("mean", self.mean, on_step=False, on_epoch=True, batch_size=size)
+        return {"loss": loss, "rows": x[:, 0].detach(), "table": x.detach(), "last": x[-1].detach(), "name": "last"}
+
+    def on_train_epoch_end(self) -> None:
+        self.calls.append(("order", self.order.compute()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Watching(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.calls.append(("gradients", [p.grad.clone() for p in self.parameters()]))  # type: ignore[union-attr]
+
+
+def samples(count: int, seed: int = 1) -> Tensor:
+    return torch.randn(count, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def batches(sizes: list[int], wrap: Callable[[Tensor], Any] = lambda x: x) -> Callable[[], Any]:
+    """A loader of batches of these sizes."""
+    return lambda: list_loader([wrap(x) for x in samples(sum(sizes)).split(sizes)])
+
+
+def weights(record: Record) -> Any:
+    return record.final["weights"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+@DEVICES
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("options", [{"num_microbatches": 3}, {"microbatch_size": 2}], ids=str)
+@pytest.mark.parametrize("make", [Net, Watching])
+def test_loader_of_the_parts(devices: int, make: Callable[[], Net], options: dict[str, int], window: int) -> None:
+    """Weights are those of plain Lightning whose loader gives the parts, in windows of K times P."""
+    plain = train(PLAIN, make, batches([2] * 12), accumulate_grad_batches=3 * window)
+    cut = train(devices, make, batches([6] * 4), accumulate_grad_batches=window, options=options)
+    assert_equal(weights(plain), weights(cut), "weights")
+    assert_equal(plain.final["optimizers"], cut.final["optimizers"], "optimizers")
+    assert_equal(plain.of("gradients"), cut.of("gradients"), "gradients")
+    assert_equal(plain.of("order"), cut.of("order"), "order of updates")
+
+
+@DEVICES
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("options", [{"num_microbatches": 3}, {"microbatch_size": 2}], ids=str)
+def test_unequal_parts(devices: int, options: dict[str, int], window: int) -> None:
+    """Losses, logs, outputs and hooks are those of the whole batches: parts weigh by their samples, and log once."""
+    script = {"loader": batches([7, 7, 4, 2, 1]), "accumulate_grad_batches": window, "max_epochs": 2}
+    plain, cut = train(PLAIN, Net, **script), train(devices, Net, options=options, **script)
+    assert_equal(plain.calls, cut.calls, "calls")
+    assert_equal(plain.lines, cut.lines, "logged")
+    assert_equal(plain.final, cut.final, "final")
+
+
+def test_training_step_sees_parts() -> None:
+    """It runs once for each part, with the batch's index. A batch of too few samples has fewer parts."""
+    record = train(2, Net, batches([7, 2]), options={"num_microbatches": 3})
+    assert record.module.steps == [("Tensor", n, i) for n, i in ((3, 0), (2, 0), (2, 0), (1, 1), (1, 1))]
+    record = train(2, Net, batches([7, 2]), options={"microbatch_size": 3})
+    assert record.module.steps == [("Tensor", n, i) for n, i in ((3, 0), (3, 0), (1, 0), (2, 1))]
+
+
+@DEVICES
+def test_nothing_is_cut_by_default(devices: int) -> None:
+    """Without a request, ``training_step`` sees batches as the loader gives them, of whatever type."""
+    rows = Net(lambda batch: batch["x"])
+    record = train(devices, lambda: rows, batches([7, 2], lambda x: {"x": x, "names": ["a"], "scale": torch.tensor(1)}))
+    assert record.module.steps == [("dict", 7, 0), ("dict", 2, 1)]
+
+
+@DEVICES
+def test_logs_of_parts(devices: int) -> None:
+    """What parts log is averaged by samples and logged once; an epoch's mean is over all samples."""
+
+    class Logs(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("size", float(len(batch)))
+            self.log_dict({"first": batch[0, 0], "index": batch_idx})
+            self.log("sized", batch.mean(), on_step=False, on_epoch=True, batch_size=len(batch))
+            return self.loss(batch)
+
+    record = train(devices, Logs, batches([7, 2]), options={"num_microbatches": 3})
+    x = samples(9)
+    lines = [line for _, line in record.lines if "size" in line]
+    assert [sorted(line) for line in lines] == [["epoch", "first", "index", "size"]] * 2
+    assert [line["size"] for line in lines] == pytest.approx([(9 + 4 + 4) / 7, 1.0])
+    first = [(3 * x[0, 0] + 2 * x[3, 0] + 2 * x[5, 0]) / 7, (x[7, 0] + x[8, 0]) / 2]
+    assert [line["first"] for line in lines] == pytest.approx([float(v) for v in first])
+    assert [line["index"] for line in lines] == [0.0, 1.0]
+    assert float(record.final["metrics"]["sized"]) == pytest.approx(float(x.mean()))
+
+
+@DEVICES
+@pytest.mark.parametrize("skipped", ["first", "all"])
+def test_parts_without_a_loss(devices: int, skipped: str) -> None:
+    """A part whose ``training_step`` returns None has no gradients, and counts as Lightning counts such a batch."""
+
+    class Skips(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            is_first = bool(batch[0, 0] == samples(12)[0, 0])
+            return None if skipped == "all" or is_first else self.loss(batch)
+
+    plain = train(PLAIN, Skips, batches([2] * 6), accumulate_grad_batches=3)
+    cut = train(devices, Skips, batches([6] * 2), options={"num_microbatches": 3})
+    assert_equal(weights(plain), weights(cut), "weights")
+
+
+# ------------------------------------------------------------------------------------------------------ what may be cut
+
+
+@dataclasses.dataclass
+class Rows:
+    x: Tensor
+    y: Tensor
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class OwnMapping(collections.UserDict[str, Any]):
+    """A mapping that is no dict, as those of data libraries are."""
+
+
+CUTTABLE: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "tensor": (lambda x: x, lambda batch: batch),
+    "dict": (lambda x: {"x": x, "y": x[:, 0]}, lambda batch: batch["x"] + 0 * batch["y"][:, None]),
+    "OrderedDict": (lambda x: collections.OrderedDict(x=x, y=x), lambda batch: batch["y"]),
+    "mapping": (lambda x: OwnMapping(x=x), lambda batch: batch["x"]),
+    "list": (lambda x: [x, x[:, 0]], lambda batch: batch[0] + 0 * batch[1][:, None]),
+    "tuple": (lambda x: (x, x[:, 0]), lambda batch: batch[0] + 0 * batch[1][:, None]),
+    "namedtuple": (lambda x: Pair(x, x), lambda batch: batch.x + 0 * batch.y),
+    "dataclass": (lambda x: Rows(x, x), lambda batch: batch.x + 0 * batch.y),
+    "BatchEncoding": (lambda x: BatchEncoding({"x": x}), lambda batch: batch["x"] + 0 * batch.x),
+    "nested": (lambda x: {"a": (x, {"b": x})}, lambda batch: batch["a"][1]["b"] + 0 * batch["a"][0]),
+}
+
+
+@DEVICES
+@pytest.mark.parametrize("kind", CUTTABLE)
+def test_what_may_be_cut(devices: int, kind: str) -> None:
+    """Collections of tensors with the same first dimension; parts are of the same type."""
+    wrap, read = CUTTABLE[kind]
+    plain = train(PLAIN, lambda: Net(read), batches([2] * 6, wrap), accumulate_grad_batches=3)
+    cut = train(devices, lambda: Net(read), batches([6] * 2, wrap), options={"num_microbatches": 3})
+    assert_equal(weights(plain), weights(cut), "weights")
+    assert [step[:2] for step in plain.module.steps] == [step[:2] for step in cut.module.steps]
+
+
+class Graphs:
+    """A batch of the user's own class."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "entries disagree": (lambda x: {"x": x, "y": x, "patches": x[:5]}, "patches"),
+    "a scalar": (lambda x: {"x": x, "temperature": torch.tensor(2.0)}, "temperature"),
+    "a list of strings": (lambda x: {"x": x, "texts": ["a"] * len(x)}, "texts"),
+    "a number": (lambda x: {"x": x, "factor": 2.0}, "factor"),
+    "a class": (Graphs, "Graphs"),
+    "a class in a list": (lambda x: {"x": x, "graphs": [Graphs(x)]}, "graphs"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refusals_name_the_entry_and_the_remedies(kind: str) -> None:
+    """Nothing is guessed about samples."""
+    wrap, name = REFUSED[kind]
+    with pytest.raises(
+        (RuntimeError, ValueError), match=f"(?s)(?=.*{name})(?=.*Microbatches)(?=.*accumulate_grad_batches)"
+    ):
+        train(2, lambda: Net(_x), batches([6], wrap), options={"num_microbatches": 3})
+
+
+@DEVICES
+@pytest.mark.parametrize("kind", REFUSED)
+def test_uncut_batches_of_any_type(devices: int, kind: str) -> None:
+    """What cannot be cut trains as it is."""
+    wrap, _ = REFUSED[kind]
+    runs = [train(d, lambda: Net(_x), batches([6] * 5, wrap), accumulate_grad_batches=2) for d in (PLAIN, devices)]
+    assert_equal(weights(runs[0]), weights(runs[1]), "weights")
+
+
+def _x(batch: Any) -> Tensor:
+    return batch["x"] if isinstance(batch, Mapping) else batch.x
+
+
+# ------------------------------------------------------------------------------------- microbatches that a loader gives
+
+ELEMENTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "tensors": (lambda x: x, lambda part: part),
+    "strings": (lambda x: [str(row.tolist()) for row in x], lambda part: torch.tensor([eval(row) for row in part])),
+    "a class": (Graphs, lambda part: part.x),
+    "mixed": (lambda x: {"x": x, "names": ["a"]}, lambda part: part["x"]),
+}
+
+
+def collate(rows: list[Tensor], element: Callable[[Tensor], Any], size: int) -> Any:
+    return Microbatches([element(part) for part in torch.stack(rows).split(size)])
+
+
+@DEVICES
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("kind", ELEMENTS)
+def test_microbatches_from_collate(devices: int, kind: str, window: int) -> None:
+    """Elements of a ``Microbatches`` are the microbatches, whatever they are; hooks see the list."""
+    element, read = ELEMENTS[kind]
+    read_double = lambda part: read(part).double()  # noqa: E731
+    plain = train(PLAIN, lambda: Net(read_double), batches([2] * 12, element), accumulate_grad_batches=3 * window)
+    function = functools.partial(collate, element=element, size=2)
+    loader = lambda: DataLoader(list(samples(24)), batch_size=6, collate_fn=function)  # type: ignore[arg-type] # noqa: E731
+    given = train(devices, lambda: Net(read_double), loader, accumulate_grad_batches=window)
+    assert_equal(weights(plain), weights(given), "weights", rtol=1e-5)
+    ends = given.of("on_train_batch_end")
+    assert [len(end[1]["args"][1]) for end in ends] == [3] * 4
+    assert [end[1]["args"][2] for end in ends] == [0, 1, 2, 3]
+
+
+def test_microbatches_is_a_list() -> None:
+    assert isinstance(Microbatches([1, 2]), list)
+    assert Microbatches([1, 2]) == [1, 2]
+
+
+@DEVICES
+def test_microbatches_of_unequal_sizes(devices: int) -> None:
+    """Tensors, and collections of them, weigh by their number of samples."""
+    whole = train(PLAIN, Net, batches([6] * 4), accumulate_grad_batches=2)
+    loader = lambda: list_loader([Microbatches(x.split([1, 2, 3])) for x in samples(24).split(6)])  # noqa: E731
+    given = train(devices, Net, loader, accumulate_grad_batches=2)
+    assert_equal(weights(whole), weights(given), "weights")
+    losses = [[end[1]["args"][0]["loss"] for end in run.of("on_train_batch_end")] for run in (whole, given)]
+    assert_equal(losses[0], losses[1], "losses")
+
+
+# -------------------------------------------------------------------------------------------------------------- weights
+
+
+class Tokens(pl.LightningModule):
+    """A language model's loss: a mean over the labels that are not -100."""
+
+    def __init__(self, several: int = 1) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(VOCABULARY, 6), Block(), Block(), nn.Linear(6, VOCABULARY)).double()
+        self.several = several
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.net(batch["ids"]).flatten(0, 1)
+        loss = sum(F.cross_entropy(logits * (i + 1), batch["labels"].flatten()) for i in range(self.several))
+        self.log("loss", loss)
+        return loss  # type: ignore[return-value]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def tokens(sizes: list[int]) -> Callable[[], Any]:
+    """Rows of eight tokens, of which the labels of one to eight count."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, VOCABULARY, (sum(sizes), 8), generator=generator)
+    padded = torch.arange(8) >= torch.randint(1, 9, (sum(sizes), 1), generator=generator)
+    labels = ids.roll(-1, 1).masked_fill(padded, -100)
+    found = [{"ids": i, "labels": y} for i, y in zip(ids.split(sizes), labels.split(sizes), strict=True)]
+    return lambda: list_loader(found)
+
+
+@DEVICES
+@pytest.mark.parametrize("several", [1, 2])
+@pytest.mark.parametrize("parts", [None, 3])
+@pytest.mark.parametrize("window", [1, 2])
+def test_targets(devices: int, window: int, parts: int | None, several: int) -> None:
+    """``"targets"``: a step's loss is the mean over all targets of the window, however it is divided."""
+    make = lambda: Tokens(several)  # noqa: E731
+    whole = train(PLAIN, make, tokens([6 * window] * 2))
+    options = {"loss_weight": "targets", "num_microbatches": parts}
+    ours_ = train(devices, make, tokens([6] * 2 * window), accumulate_grad_batches=window, options=options)
+    assert_equal(weights(whole), weights(ours_), "weights")
+
+
+@DEVICES
+def test_logs_weigh_by_targets(devices: int) -> None:
+    """What the parts of a batch log is averaged by the same weights."""
+    whole = train(PLAIN, Tokens, tokens([6] * 4))
+    cut = train(devices, Tokens, tokens([6] * 4), options={"loss_weight": "targets", "num_microbatches": 3})
+    assert_equal(whole.lines, cut.lines, "logged")
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "no cross entropy": lambda logits, y: logits.square().mean(),
+    "a sum": lambda logits, y: F.cross_entropy(logits, y, reduction="sum"),
+    "two counts": lambda logits, y: F.cross_entropy(logits, y) + F.cross_entropy(logits[:5], y[:5]),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("parts", [None, 3])
+def test_targets_need_one_mean_cross_entropy(parts: int | None, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Any other loss has no count to weigh by, and is refused."""
+
+    class Other(Tokens):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return loss(self.net(batch["ids"]).flatten(0, 1), batch["labels"].flatten().clamp(min=0))
+
+    with pytest.raises((RuntimeError, ValueError), match=r"(?s)(?=.*targets)(?=.*cross.entropy)"):
+        options = {"loss_weight": "targets", "num_microbatches": parts}
+        train(2, Other, tokens([6] * 4), accumulate_grad_batches=2, options=options)
+
+
+@DEVICES
+@pytest.mark.parametrize("window", [1, 2])
+def test_sum(devices: int, window: int) -> None:
+    """``"sum"``: losses of parts add up; Lightning divides by the window's size, as always."""
+
+    class Summed(Net):
+        def loss(self, x: Tensor) -> Tensor:
+            return 0.01 * self.net(x).square().sum()
+
+    script = {"loader": batches([7, 7, 4, 2]), "accumulate_grad_batches": window}
+    plain = train(PLAIN, Summed, **script)
+    cut = train(devices, Summed, options={"num_microbatches": 3, "loss_weight": "sum"}, **script)
+    assert_equal(weights(plain), weights(cut), "weights")
+    losses = [[end[1]["args"][0]["loss"] for end in run.of("on_train_batch_end")] for run in (plain, cut)]
+    assert_equal(losses[0], losses[1], "losses")
+
+
+class Masked(Net):
+    """A mean over the rows that a mask leaves."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = self.net(batch["x"]).square().mean(1)
+        return (rows * batch["mask"]).sum() / batch["mask"].sum()
+
+
+class Weighing(Masked):
+    def loss_weight(self, batch: Any) -> Tensor:
+        return batch["mask"].sum()
+
+
+def masked(x: Tensor) -> dict[str, Tensor]:
+    return {"x": x, "mask": (x[:, 0] > -0.5).double() + 0.25}
+
+
+@DEVICES
+@pytest.mark.parametrize("parts", [None, 2])
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("way", ["function", "method"])
+def test_own_weights(devices: int, way: str, window: int, parts: int | None) -> None:
+    """A function of the part, or the module's method ``loss_weight``, weighs over the whole window."""
+    whole = train(PLAIN, Masked, batches([6 * window] * 2, masked))
+    options: dict[str, Any] = {"num_microbatches": parts}
+    if way == "function":
+        options["loss_weight"] = lambda part: float(part["mask"].sum())
+    script = {"loader": batches([6] * 2 * window, masked), "accumulate_grad_batches": window}
+    weighed = train(devices, Weighing if way == "method" else Masked, options=options, **script)
+    assert_equal(weights(whole), weights(weighed), "weights")
+
+
+def test_two_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_microbatches"):
+        ours(num_microbatches=2, microbatch_size=2)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_one_message_where_devices_cannot_overlap(
+    window: int, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    """One microbatch on several devices: one message says what to set. Two say nothing."""
+    with caplog.at_level("INFO"):
+        train(2, Net, batches([4] * 4), accumulate_grad_batches=window)
+    texts = [*caplog.messages, *(str(warning.message) for warning in recwarn)]
+    assert sum("accumulate_grad_batches" in text and "num_microbatches" in text for text in texts) == (window == 1)

@@ -1,0 +1,319 @@
+"""State that user code keeps on modules while microbatches overlap: what each finds, and what is left.
+
+User code between the same two layers runs microbatch after microbatch. So state that is read and written there is
+carried on in order; state that is put back before ``training_step`` ends belongs to each microbatch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import loader
+from plain_oracle import PLAIN, assert_equal, assert_plain, kept, on_devices, train
+from torch import Tensor, nn
+
+DEVICES = on_devices(1, 2)
+WINDOWS = pytest.mark.parametrize("window", [1, 2, 4])
+
+
+class Block(nn.Module):
+    """A layer that keeps state of its own: a flag that others set, and what its first call has shown."""
+
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.adapter = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("offset", torch.zeros(6))
+        self.adapted, self.initialized, self.uses = True, False, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) + self.adapter(x) if self.adapted else self.linear(x)
+        return x + torch.tanh(y - self.offset)
+
+
+class Net(pl.LightningModule):
+    """Each subclass keeps state in ``step``, which gets the batch."""
+
+    calls: list[Any]
+
+    def __init__(self, block: type[Block] = Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(4)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def step(self, x: Tensor, index: int) -> Tensor:
+        return self(x).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Counter(Net):
+    """Counts, and weighs losses by the count, as warm-ups do."""
+
+    count = 0
+
+    def step(self, x: Tensor, index: int) -> Tensor:
+        self.count += 1
+        factor = self.count / (1 + self.count)
+        return factor * super().step(x, index)
+
+
+class CountsBehindLayers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tally = {"all": 0}
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def step(self, x: Tensor, index: int) -> Tensor:
+        loss = super().step(x, index)
+        self.seen += len(x)
+        self.tally["all"] += 1
+        return loss / float(self.seen) * self.tally["all"]
+
+
+class RunningMean(Net):
+    """Divides losses by their running mean, kept as an attribute."""
+
+    running: Any = None
+
+    def step(self, x: Tensor, index: int) -> Tensor:
+        loss = super().step(x, index)
+        self.running = loss.detach() if self.running is None else 0.9 * self.running + 0.1 * loss.detach()
+        return loss / self.running
+
+
+class RunningMeanInBuffer(Net):
+    """The same in a buffer that is written in place, and in one that is assigned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running", torch.ones((), dtype=torch.float64))
+        self.register_buffer("assigned", torch.ones((), dtype=torch.float64))
+
+    def step(self, x: Tensor, index: int) -> Tensor:
+        loss = super().step(x, index)
+        self.running.mul_(0.9).add_(loss.detach(), alpha=0.1)
+        self.assigned = 0.5 * self.assigned + 0.5 * loss.detach()
+        return loss / (self.running + self.assigned)
+
+
+class Outputs(Net):
+    """The usual list that is read at the epoch's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outs: list[Tensor] = []
+
+    def step(self, x: Tensor, index: int) -> Tensor:
+        loss = super().step(x, index)
+        self.outs.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.calls.append(("outputs", kept(self.outs)))
+        self.log("mean of outputs", torch.stack(self.outs).mean())
+        self.outs.clear()
+
+
+class Reference(Net):
+    """A pass with adapters off, as PEFT's ``disable_adapter`` makes it, then one with adapters."""
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        for block in self.blocks:
+            block.adapted = False  # type: ignore[assignment]
+        yield
+        for block in self.blocks:
+            block.adapted = True  # type: ignore[assignment]
+
+    def step(self, x: Tensor, index: int) -> Tensor:
+        with torch.no_grad(), self.disabled():
+            reference = self(x)
+        return (self(x) - reference).square().mean() + super().step(x, index)
+
+
+class FlagOfTheModule(Net):
+    """Code between layers, and layers, see a flag that is up for half of the layers."""
+
+    warm = False
+
+    def step(self, x: Tensor, index: int) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            self.warm = i < 2
+            block.adapted = self.warm  # type: ignore[assignment]
+            x = block(x) * (2 if self.warm else 1)
+        self.warm = False
+        for block in self.blocks:
+            block.adapted = True  # type: ignore[assignment]
+        return x.square().mean()
+
+
+class Initializing(Net):
+    """The first batch ever decides a scale."""
+
+    initialized, scale = False, 0.0
+
+    def step(self, x: Tensor, index: int) -> Tensor:
+        if not self.initialized:
+            self.scale = float(x.std())
+            self.initialized = True
+        return super().step(x / self.scale, index)
+
+
+class InitializingBlock(Block):
+    """A layer's first call ever decides its offset; every call counts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.initialized:
+            self.offset = x.detach().mean(0)
+            self.initialized = True
+        self.uses += 1
+        return super().forward(x)
+
+
+class AveragingBlock(Block):
+    """A layer keeps a running mean of its inputs, as a normalization does, in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.offset.lerp_(x.mean(0), 0.1)
+        return super().forward(x) + 0.1 * self.offset.clone()
+
+
+class Between(Net):
+    """Keeps what a layer has made until a later layer needs it, as skip connections do."""
+
+    kept: Any = None
+
+    def step(self, x: Tensor, index: int) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i == 1:
+                self.kept = x
+        return (x * self.kept).mean()
+
+
+class Left(Net):
+    """Hooks read what ``training_step`` of their batch has left: numbers, text, tensors."""
+
+    def step(self, x: Tensor, index: int) -> Tensor:
+        self.index, self.text, self.rows = index, f"batch {index}", x[:, 0]
+        self.blocks[0].last_index = index  # type: ignore[assignment]
+        return super().step(x, index)
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        assert (self.index, self.text, self.blocks[0].last_index) == (batch_idx, f"batch {batch_idx}", batch_idx)
+        self.calls.append(("left", float(outputs["loss"]), self.index, kept(self.rows)))
+        self.log("left", float(self.index))
+
+
+KINDS = {
+    kind.__name__: kind
+    for kind in (
+        Counter,
+        CountsBehindLayers,
+        RunningMean,
+        RunningMeanInBuffer,
+        Outputs,
+        Reference,
+        FlagOfTheModule,
+        Initializing,
+        Between,
+        Left,
+    )
+}
+KINDS |= {kind.__name__: lambda kind=kind: Net(kind) for kind in (InitializingBlock, AveragingBlock)}  # type: ignore
+
+
+def batches() -> Any:
+    return loader(torch.randn(11, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4)).unbind())
+
+
+@DEVICES
+@WINDOWS
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_of_modules(devices: int, window: int, kind: str) -> None:
+    """Attributes, buffers and logs are those of plain Lightning: at each hook, and at the end."""
+    plain, other = assert_plain(devices, KINDS[kind], batches, accumulate_grad_batches=window, max_epochs=2)
+    for name, module in plain.module.named_modules():
+        if not isinstance(module, pl.LightningModule):
+            assert_equal(_own(module), _own(other.module.get_submodule(name)), name)
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    return kept({name: value for name, value in vars(module).items() if name[0] != "_"})
+
+
+class SharedContainer(Net):
+    """Changes a container on the module between layers, and reads it behind later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[str, Any] = {}
+        self.trail: list[Any] = []
+
+    def step(self, x: Tensor, index: int) -> Tensor:
+        self.trail.clear()
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            self.cache["last"] = x if i == 1 else self.cache.get("last")
+            self.trail.append(x)
+        return (x * self.cache["last"]).mean() + self.trail[0].square().mean()
+
+
+class ReadsFirstWritesLast(Net):
+    """Reads in front of the layers what it writes behind them."""
+
+    running: Any = None
+
+    def step(self, x: Tensor, index: int) -> Tensor:
+        x = x if self.running is None else x / (1 + self.running)
+        loss = super().step(x, index)
+        self.running = loss.detach()
+        return loss
+
+
+HELD: dict[str, Any] = {}
+
+
+class GlobalState(Net):
+    """Keeps the same outside of modules."""
+
+    def step(self, x: Tensor, index: int) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            HELD["last"] = x if i == 1 else HELD.get("last")
+        return (x * HELD["last"]).mean()
+
+
+@DEVICES
+@WINDOWS
+@pytest.mark.parametrize("kind", [SharedContainer, ReadsFirstWritesLast, GlobalState, Counter, Reference, Left])
+def test_without_overlap(devices: int, window: int, kind: type[Net]) -> None:
+    """``overlap=False``: one microbatch after another, whole. Then state that microbatches share is exact, too."""
+    assert_plain(devices, kind, batches, accumulate_grad_batches=window, options={"overlap": False})
+
+
+@DEVICES
+def test_last_microbatch_is_left(devices: int) -> None:
+    """After training, attributes are as the last batch has left them, and what it has added is on the module."""
+    record = train(devices, Left, batches, accumulate_grad_batches=4)
+    assert (record.module.index, record.module.text, record.module.blocks[0].last_index) == (10, "batch 10", 10)
+    plain = train(PLAIN, Left, batches, accumulate_grad_batches=4)
+    assert_equal(plain.module.rows, record.module.rows, "rows")
