@@ -347,7 +347,7 @@ class InputGradSink:
         """
         self.grads = [g if g is None else g.to(home) for g, home in zip(grads, self._homes, strict=True)]
         try:
-            with driven_backward.of(self.root), mode:
+            with driven_backward.of(self.root), torch._C._EnableTorchFunction(), mode:
                 torch.autograd.backward(self.root, retain_graph=True)
         finally:
             self.grads = ()
