@@ -198,6 +198,8 @@ class AttributeView:
         """What places held before it wrote to them for the first time."""
         self._section: dict[Place, _Held] = {}
         """What the running section has written to, as it was before."""
+        self._new: set[Place] = set()
+        """What it has set before anything has shown that it is carried on."""
 
     def put(self) -> None:
         """Let modules hold what it has set. No view runs any more."""
@@ -217,28 +219,31 @@ class AttributeView:
             self._section[place] = _Held(holder, value, value.detach().clone() if in_place else None)
 
     def leave(self) -> None:
-        """Leave the section. Attributes that it has put back itself are nobody else's business."""
+        """Leave the section. What it has set is its own from here on, also where it was the same before."""
         _thread.view = None
         state, section, self._section = self.state, self._section, {}
         for place, before in section.items():
             now = _read(before.holder, place[1])
             in_place = isinstance(now, Tensor) and now is before.value
-            if _alike(now, before.value) and not in_place:
-                continue
             self.values[place] = held = _Held(before.holder, now, now.detach().clone() if in_place else None)
             self._found.setdefault(place, before.seen(place[1]))
             state.start.setdefault(place, before)
-            state.places.add(place)
             if in_place:
                 state.carried.add(place)
-            if place in state.carried and self is not state.hooks:
+            if in_place or not _alike(now, before.value):
+                state.places.add(place)
+            if place not in state.carried:
+                self._new.add(place)
+            elif self is not state.hooks:
                 state.latest[place] = held
 
     def end(self) -> None:
         """Leave the last section, and find out which attributes are left changed."""
         self.leave()
         state = self.state
-        for place, held in self.values.items():
-            if place not in state.carried and not _alike(held.seen(place[1]), self._found[place]):
+        for place in self._new:  # of others, later ones have left the latest by now
+            held = self.values[place]
+            if not _alike(held.seen(place[1]), self._found[place]):
                 state.carried.add(place)
+            if place in state.carried:
                 state.latest[place] = held
