@@ -9,10 +9,7 @@ With ``ROUNDPIPE_TEST_PLAIN=1`` in the environment, tests compare plain Lightnin
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,29 +150,6 @@ def _left(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
         "loops": kept(trainer.fit_loop.state_dict()),
         "progress": (trainer.global_step, trainer.current_epoch, trainer.num_val_batches),
     }
-
-
-@contextlib.contextmanager
-def told() -> Iterator[list[str]]:
-    """Collects the package's messages: warnings and lines of information."""
-    texts: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    loggers = [logging.getLogger(name) for name in ("lightning_utilities.core.rank_zero", "lightning.pytorch")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        for logger in loggers:
-            logger.addHandler(handler)
-            logger.setLevel(logging.INFO)
-        try:
-            yield texts
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.removeHandler(handler)
-                logger.setLevel(level)
-            texts += [str(warning.message) for warning in warned]
-            texts[:] = [text for text in texts if text.startswith("roundpipe")]
 
 
 # ------------------------------------------------------------------------------------------------------------ comparing

@@ -22,6 +22,7 @@ import transformers
 from harness import ours, quiet, trainer_of
 from lightning.pytorch.tuner import Tuner
 from plain_oracle import PLAIN, assert_equal, assert_plain, assert_same, kept, on_devices, train
+from test_module_state import Outputs, RunningMean, RunningMeanInBuffer, batches
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -45,7 +46,6 @@ class Script(pl.LightningModule):
     def __init__(self, net: nn.Module, loss: Loss) -> None:
         super().__init__()
         self.net, self.loss = net.double(), loss
-        self.outs: list[Tensor] = []
 
     def forward(self, x: Any) -> Any:
         return self.net(x)
@@ -89,8 +89,8 @@ SCRIPTS: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[], Any], di
 """How to make the module and the batches (a list, or a loader), and options of ``assert_plain``."""
 
 
-def script(name: str, make: Callable[[], Any], batches: Callable[[], Any], **options: Any) -> None:
-    SCRIPTS[name] = make, batches, options
+def script(name: str, make: Callable[[], Any], made: Callable[[], Any], **options: Any) -> None:
+    SCRIPTS[name] = make, made, options
 
 
 # -------------------------------------------------------------------------------- compiled, with negatives in the batch
@@ -300,36 +300,9 @@ script("several means", lambda: Script(blocks(), several_means), parts)
 script("several cross entropies", lambda: Script(blocks(), several_cross_entropies), parts)
 
 
-def keeps_outputs(module: Any, x: Tensor) -> Tensor:
-    loss: Tensor = module(x).square().mean()
-    module.outs.append(loss.detach())
-    return loss
-
-
-class Keeps(Script):
-    def on_train_epoch_end(self) -> None:
-        self.calls.append(("outs", kept(self.outs)))
-        self.outs.clear()
-
-
-def running_mean(module: Any, x: Tensor) -> Tensor:
-    loss: Tensor = module(x).square().mean()
-    module.running = 0.9 * module.running + 0.1 * loss.detach()
-    return loss / module.running
-
-
-class Running(Script):
-    def __init__(self, buffer: bool) -> None:
-        super().__init__(blocks(), running_mean)
-        if buffer:
-            self.register_buffer("running", torch.ones((), dtype=torch.float64))
-        else:
-            self.running = torch.ones((), dtype=torch.float64)
-
-
-script("self.outs.append(loss.detach())", lambda: Keeps(blocks(), keeps_outputs), parts, **EPOCHS)
-script("a running mean as attribute", lambda: Running(False), parts, **EPOCHS)
-script("a running mean as buffer", lambda: Running(True), parts, **EPOCHS)
+script("self.outs.append(loss.detach())", Outputs, batches, **EPOCHS)
+script("a running mean as attribute", RunningMean, batches, **EPOCHS)
+script("a running mean as buffer", RunningMeanInBuffer, batches, **EPOCHS)
 
 
 # ------------------------------------------------------------------------------------------------------ images and text
@@ -439,8 +412,8 @@ for _loss in (head_and_loss, around_blocks, around_several_blocks):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script(devices: int, window: int, name: str) -> None:
     """The same hooks, logs and weights as under plain Lightning."""
-    make, batches, options = SCRIPTS[name]
-    assert_plain(devices, make, lambda: _loader(batches()), accumulate_grad_batches=window, **options)
+    make, made, options = SCRIPTS[name]
+    assert_plain(devices, make, lambda: _loader(made()), accumulate_grad_batches=window, **options)
 
 
 def _loader(batches: Any) -> Any:
@@ -583,5 +556,5 @@ def test_float8(devices: int, window: int) -> None:
         module = Script(float8.convert_to_float8_training(net, config=config), lambda m, x: m(x).square().mean())
         return module.float()  # type: ignore[return-value]
 
-    batches = lambda: _loader([x.float() for x in parts((16, 16, 16, 16, 16), width=16)])  # noqa: E731
-    assert_plain(devices, make, batches, accumulate_grad_batches=window, rtol=1e-5)
+    made = lambda: _loader([x.float() for x in parts((16, 16, 16, 16, 16), width=16)])  # noqa: E731
+    assert_plain(devices, make, made, accumulate_grad_batches=window, rtol=1e-5)

@@ -20,7 +20,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from lightning_roundpipe.runtime.core import layer_executor
 from lightning_roundpipe.runtime.core.layer_executor import LayerExecutor
-from lightning_roundpipe.runtime.layer_calls import recompute_check
 from lightning_roundpipe.runtime.layer_calls.discrete_ops import DiscreteOpRecorder, DiscreteOpReplayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 
@@ -30,11 +29,7 @@ _again = threading.local()
 
 @pytest.fixture
 def other_rounding(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], Tensor]:
-    """Adds a little, but only while a worker recomputes or runs backward, as a GPU's kernels might.
-
-    It is more than rounding, so that it shows; recomputations are not checked therefore.
-    """
-    monkeypatch.setattr(recompute_check, "FIRST", 0)
+    """Adds a little, but only while a worker recomputes or runs backward, as a GPU's kernels might."""
     for name in ("_recompute", "backward"):
         real = getattr(LayerExecutor, name)
 
@@ -168,25 +163,26 @@ def test_with_dropout_and_a_checkpoint_inside(other_rounding: Any, reentrant: bo
     assert_close_overall(same, other, 0.01)
 
 
-class Statistics(Mixed):
-    """Looks at its scores once more where it has no graph."""
+class Router(Mixed):
+    """A hook on its dropout looks at what it is given, by an operation like the layer's own choice."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            self.rounded(x[:, :4] * 1).topk(2)
-        scores = x[:, :4] + 0.0
-        weights, chosen = scores.softmax(1).topk(2)
+        x = self.drop(x)
+        weights, chosen = x[:, 4:].softmax(1).topk(2)
         for i, expert in enumerate(self.experts):
             rows, place = torch.where(chosen == i)
             x = x.index_add(0, rows, expert(x[rows]) * weights[rows, place, None])
         return x
 
 
-def test_who_makes_other_choices_without_a_graph_makes_them_anew() -> None:
-    """It cannot be told which of them are which."""
+def test_what_a_hook_that_only_looks_chooses_is_not_the_layers() -> None:
+    """The recomputation leaves the hook out."""
     torch.manual_seed(3)
     net = Net(lambda x: x, False)
-    net.blocks = nn.ModuleList(Statistics(lambda x: x, False) for _ in range(2))
+    net.blocks = nn.ModuleList(Router(lambda x: x, False) for _ in range(2))
+    for block in net.blocks:
+        block.drop.p = 0.0  # type: ignore[union-attr, assignment]
+        block.drop.register_forward_hook(lambda module, args, out: out[:, :4].topk(2) and None)  # type: ignore[union-attr]
     batches = [[torch.randn(6, 8), torch.arange(6) % 3] for _ in range(3)]
     plain = run("auto", net, batches)
     assert_same(plain, run(ours(num_microbatches=3, plan=harness.per_call(4, 3)), net, batches, devices=2))

@@ -35,6 +35,23 @@ class GeneratorLock:
             self._owner = None
             self._lock.release()
 
+    @property
+    def mine(self) -> bool:
+        """Whether the calling thread holds the lock."""
+        return self._owner == thread_owner.thread()
+
+    def give_up(self) -> int:
+        """Release the lock, which the calling thread holds, however often it has been acquired. Return how often."""
+        depth = self._depth
+        for _ in range(depth):
+            self.release()
+        return depth
+
+    def take_back(self, depth: int) -> None:
+        """Acquire the lock ``depth`` times."""
+        for _ in range(depth):
+            self.acquire()
+
     def __enter__(self) -> None:
         self.acquire()
 

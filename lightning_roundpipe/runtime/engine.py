@@ -117,7 +117,6 @@ class Engine:
         forwards = forwards_of(options)
         formats = formats or Formats()
         self.options, self.formats = options, formats
-        formats.default_matters = formats.sets_default and options.compile_layers is not None
         with interrupts_allowed():  # copies all weights, and no thread has been started yet
             found = layers_that_fit(module, options, devices, formats, fitting=fitting)
             model = HostModel(module, found.layers, devices[0], formats, apart=bool(options.staleness))
@@ -231,7 +230,7 @@ class Engine:
                 if before is not None:
                     self._end(before)
                 self.model.buffers.settle()
-                result = self._result_of(runs, step)
+                result = self._result_of(runs, step, None)
                 self._metrics.bring_to_host()
             self.hints.after_step(switched_off)
             if not several and learned.plan is None and len(self.worker_pool.workers) > 1:
@@ -253,7 +252,7 @@ class Engine:
             failed = next((run.index for run in runs if run.error is error), 0)
             if not failed:
                 raise
-            return WindowResult([_result_of(run) for run in runs[:failed]], None, runs[failed].error)
+            return self._result_of(runs[:failed], step, runs[failed].error)
         finally:
             if not (step.spec.overlaps and step.gradients is not None):
                 self._drain()
@@ -261,18 +260,25 @@ class Engine:
             self.enable_async_optimizer(None)  # until the engine is set up again, before the next batch
         return result
 
-    def _result_of(self, runs: Sequence[MicrobatchTask], step: Step) -> WindowResult:
-        """Return what the microbatches of a finished forward have given, with modules as the last one has left them."""
+    def _result_of(self, runs: Sequence[MicrobatchTask], step: Step, error: Exception | None) -> WindowResult:
+        """Return what the microbatches of a finished forward have given, with modules as the last one has left them.
+
+        Args:
+            runs: the microbatches; after an ``error``, those before the one that has raised it.
+            step: their step.
+            error: see `WindowResult`.
+        """
         state = self.learned.module_state
         state.show(None)
-        start, kept = dict(state.start), [run.kept for run in runs if run.kept is not None]
+        kept = [run.kept for run in runs if run.kept is not None]
         buffers = self.model.buffers.take_history()
+        in_order = not any(run.ended_early for run in runs)
 
         def show(batches: Sequence[Sequence[int]]) -> ShownState:
-            return ShownState(start, kept, buffers, batches)
+            return ShownState(state, kept, buffers, batches, in_order)
 
-        results = [_result_of(run) for run in runs]
-        return WindowResult(results, step.finish(), None, show if len(runs) > 1 else None)
+        results = [MicrobatchResult(r.output, r.loss, r.weight, r.differentiable, r.logs, r.kept) for r in runs]
+        return WindowResult(results, step.finish() if error is None else None, error, show if kept else None)
 
     def _refuse_late(self, step: Step) -> None:
         """Raise if the step's late parameters cannot be trained from here on.
@@ -377,7 +383,7 @@ class Engine:
         * attributes that each microbatch has its own value of: code in its backward may read them;
         * random generators, if backward draws: the main thread uses them;
         * logging in backward: logs are issued when ``training_step`` returns;
-        * torch's default dtype, if a layer depends on it: it is set only within a step.
+        * torch's default dtype, with a precision that sets it within a step only.
         """
         return (
             self.updates is not None
@@ -385,7 +391,7 @@ class Engine:
             and not self.learned.module_state.private
             and not self.learned.randomness.draws_in_backward
             and not self.learned.logs_in_backward
-            and not self.formats.default_matters
+            and not self.formats.sets_default
         )
 
     @contextlib.contextmanager
@@ -622,7 +628,3 @@ class Engine:
 def _exchange_of(peers: Peers, model: HostModel, options: Options) -> GradientExchange:
     dtype = None if options.network_dtype is None else getattr(torch, options.network_dtype)
     return GradientExchange(peers, model.buckets, dtype, shards=options.shard_optimizer)
-
-
-def _result_of(run: MicrobatchTask) -> MicrobatchResult:
-    return MicrobatchResult(run.output, run.loss, run.weight, run.differentiable, run.logs, run.kept)

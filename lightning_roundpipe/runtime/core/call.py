@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +16,6 @@ from lightning_roundpipe.model.attributes import StateDiff
 from lightning_roundpipe.runtime.core.detached_inputs import DetachedInputs
 from lightning_roundpipe.runtime.layer_calls.arguments import CallSpec, FlatValue, is_cache
 from lightning_roundpipe.runtime.layer_calls.discrete_ops import Choices, DiscreteOpRecorder
-from lightning_roundpipe.runtime.layer_calls.precedent import Manner, Precedent, kind_of
-from lightning_roundpipe.runtime.layer_calls.recompute_check import CallFingerprint
 from lightning_roundpipe.runtime.layer_calls.side_outputs import SideOutputs
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
@@ -47,7 +44,7 @@ class CallProfile:
             and call.thread_state == self.thread_state
             and (_UNCHANGEABLE.issuperset(map(type, call.originals)) or (call.evaluates and _fills_caches_only(call)))
             and (call.evaluates or call.layer.chooses is False)
-            and not (call.checked or call.bare or call.layer.caches_parametrizations)
+            and not (call.bare or call.layer.caches_parametrizations)
         )
 
 
@@ -76,21 +73,17 @@ class Call:
         saved: host copies of tensor leaves, by position, if the call may be recomputed.
         requires_grad: whether each leaf requires grad.
         trainable: whether each of the layer's parameters required grad at the call.
-        graph: whether to run with grad: to keep the graph (fused stage), to learn which outputs require grad (first
-            batch, or no precedent), or because the layer computes otherwise without grad.
-        probe: whether to find out if the layer computes otherwise without grad.
+        graph: whether to run in grad mode where the caller does, as its recomputation will; not in an evaluation.
         walk: whether to search the graph for paths that lead out of the layer.
-        kept: whether the graph is kept for the backward.
+        kept: whether the graph is kept for the backward. Else it is dropped as soon as the layer has returned.
         recomputed: whether the call may be recomputed for its backward, so that its inputs must be saved.
         learning: whether the step records its calls: there is no plan yet, or none at all.
         measure: whether to measure the memory that the call takes.
-        checked: whether the recomputation is compared with the forward.
-        precedent: results of the last step's call in the same manner.
         may_mutate: positions of the inputs that the layer is known to write to; None while learning.
-        forward_bytes: memory that the forward took on the worker without a graph, if the call was probed.
         bare: whether grad mode is on but neither inputs nor parameters require grad. Outputs can require grad only if
             the layer reaches a trained tensor by another way.
         tentative: whether a bare call is put on the tape to find that out.
+        repeated: whether it is a call in a backward of user code; see `repeated_calls`.
         profile: the profile that the call fits; None if it is not expected to be plain.
         lender: the microbatch, which lends stand-ins for parameters of other modules.
     """
@@ -109,18 +102,15 @@ class Call:
     originals: list[Any] = field(default_factory=list)
     saved: dict[int, HostTensor] = field(default_factory=dict)
     graph: bool = False
-    probe: bool = False
     walk: bool = False
     kept: bool = False
     recomputed: bool = False
     learning: bool = False
     measure: bool = False
-    checked: bool = False
-    precedent: Precedent | None = None
     may_mutate: frozenset[int] | None = None
-    forward_bytes: int | None = None
     bare: bool = False
     tentative: bool = False
+    repeated: bool = False
     profile: CallProfile | None = None
     lender: Lender | None = None
 
@@ -128,18 +118,6 @@ class Call:
     def evaluates(self) -> bool:
         """Whether the call belongs to an evaluation, so that it is never recomputed."""
         return self.seed is None
-
-    @functools.cached_property
-    def manner(self) -> Manner | None:
-        """How the layer is called: a precedent applies only if its manner is equal.
-
-        None if objects or attributes carry tensors, which differ from call to call.
-        """
-        if self.spec.objects or (self.state is not None and self.state.carried):
-            return None
-        kinds = tuple(map(kind_of, self.originals))
-        flags, trainable = tuple(self.requires_grad), tuple(self.trainable)
-        return Manner(self.spec, kinds, flags, trainable, self.thread_state, self.state)
 
     def staying(self, written: Set[int]) -> Set[int]:
         """Return the positions of leaves that stay on their worker when the microbatch goes on to another one.
@@ -179,7 +157,7 @@ class LayerExecution:
 
 @dataclass
 class Forward:
-    """Results of a layer call's forward. The tensors carry their graph if the call keeps one, or while learning.
+    """Results of a layer call's forward. The tensors carry their graph if the call keeps one.
 
     Attributes:
         output: the layer's return value, with what its output collectors gathered.
@@ -189,11 +167,8 @@ class Forward:
         buffers: values of the layer's buffers before the call, by position, for the recomputation; None if none is
             expected.
         activation_bytes: memory that the call took on the worker, if it was measured.
-        differs_without_grad: whether the layer computes otherwise without grad, if it was probed.
         overlapping: positions of output tensors that share memory with others or with inputs, and positions of these
             inputs.
-        foretold: whether the call ran without grad and its results matched its precedent.
-        fingerprint: what the recomputation is compared with; None if it is not checked.
         choices: discrete choices, which the recomputation repeats.
         chosen: the packed choices on the worker, whose download may still run.
         truths: the truth values of tensors that the layer has asked for.
@@ -206,10 +181,7 @@ class Forward:
     mutated: dict[int, Tensor] = field(default_factory=dict)
     buffers: dict[int, BufferValue] | None = None
     activation_bytes: int = 0
-    differs_without_grad: bool = False
     overlapping: tuple[list[int], list[int]] = ([], [])
-    foretold: bool = False
-    fingerprint: CallFingerprint | None = None
     choices: Choices | None = None
     chosen: Tensor | None = None
     truths: Sequence[bool] = ()

@@ -14,9 +14,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.model.cast_weights import CastWatcher
-from lightning_roundpipe.model.reachable import reachable_values
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.planning.meter import Counter
@@ -41,9 +39,6 @@ from lightning_roundpipe.runtime.layer_calls.arguments import (
 from lightning_roundpipe.runtime.layer_calls.compiling import LayerCompiler
 from lightning_roundpipe.runtime.layer_calls.discrete_ops import DiscreteOpRecorder, DiscreteOpReplayer
 from lightning_roundpipe.runtime.layer_calls.output_collectors import collecting
-from lightning_roundpipe.runtime.layer_calls.precedent import attempt
-from lightning_roundpipe.runtime.layer_calls.probes import LayerOpRecorder, differs, differs_outside
-from lightning_roundpipe.runtime.layer_calls.recompute_check import CallFingerprint, refuse_difference
 from lightning_roundpipe.runtime.layer_calls.shared_memory import apart_from_lent, overlapping, private
 from lightning_roundpipe.runtime.layer_calls.side_outputs import SideOutputCollector, again, refuse_new_gradients
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import parametrizing
@@ -135,9 +130,6 @@ class LayerExecutor:
         leaves = self._leaves(slot, call.layer, call.leaves, activations.on)
         thorough = call.learning or call.layer.is_new_state(call.state)
         snapshot = buffers.snapshot() if call.recomputed else None
-        values = reachable_values(call.layer.state.modules) if call.checked else {}
-        if call.checked and not call.microbatch:
-            call.layer.see_values(values)
         buffers.load()
         if call.measure and self._forwards.compiled:
             self._count_as_written(slot, call, leaves)
@@ -148,9 +140,7 @@ class LayerExecutor:
         inputs = _tensors(leaves)
         with device.track(inputs, INPUTS):
             meter = PeakMemoryMeter(device, inputs) if call.measure else None
-            foretold = self._foretold(slot, call, leaves, activations)
-            operations = LayerOpRecorder() if call.probe else None
-            ran = foretold or self._run(slot, call, leaves, "forward", operations=operations)
+            ran = self._run(slot, call, leaves, "recompute" if call.repeated else "forward")
             refuse_hidden(ran.output.leaves, call.layer.name)
             device.track_until_freed(ran.tensors(), OUTPUTS)  # user code holds them longer than this block
             activation = meter.read() if meter is not None else 0
@@ -161,18 +151,15 @@ class LayerExecutor:
             found = reaches_out(ran.tensors(), ran.detached_inputs, replica.parameters, call.layer.name, new=new)
             call.layer.reaches_out = call.layer.reaches_out or found
         mutated = self._mutated(call, ran.given)
-        differs = self._differs_without_grad(slot, call, leaves, ran, operations)
-        if call.probe and self._formats.sets_default and not self._formats.default_matters:
-            self._formats.default_matters = self._differs_outside(slot, call, leaves, ran)
-        buffers.write_back(snapshot, thorough, call.microbatch)
+        if call.repeated:
+            buffers.discard()
+        else:
+            buffers.write_back(snapshot, thorough, call.microbatch)
         result = self._finished(call, leaves, ran, mutated, activations)
-        result.buffers, result.activation_bytes, result.differs_without_grad = snapshot, activation, differs
-        result.foretold = foretold is not None
-        if call.checked:
-            result.fingerprint = CallFingerprint.of(result.tensors(), values)
+        result.buffers, result.activation_bytes = snapshot, activation
         if not (call.learning or self._forwards.compiled or self._watched() or self._tiles):
             result.profile = profile_of(call, ran, result, replica, buffers)
-        if call.graph and not (call.kept or call.learning):
+        if call.graph and not call.kept:
             result.drop_graph()
         worker.keep_until_computed(leaves, ran.tensors())
         return result
@@ -250,37 +237,6 @@ class LayerExecutor:
         refuse_hidden(ran.output.leaves, layer.name)
         self._refuse_registered(layer)
 
-    def _foretold(
-        self, slot: Slot, call: Call, leaves: list[Any], activations: ActivationStore
-    ) -> LayerExecution | None:
-        """Run the layer without grad if it has a precedent; see `precedent.attempt`.
-
-        Returns:
-            The results, or None if there is no precedent or the layer did not follow it. In the latter case its writes
-            are undone and ``call`` is changed to run with grad.
-        """
-        precedent = call.precedent
-        if precedent is None or call.graph:
-            return None
-        ran = attempt(
-            lambda: self._run(slot, call, leaves, "forward"),
-            lambda ran: precedent.matches(ran.output) and not (ran.side_outputs or self._mutated(call, ran.given)),
-            lambda: self._undo(call, leaves, activations),
-        )
-        if ran is None:
-            call.precedent, call.graph = None, True
-        return ran
-
-    def _undo(self, call: Call, leaves: list[Any], activations: ActivationStore) -> None:
-        """Restore the replica, its buffers and the inputs to their state before the call."""
-        self._restore(call.layer)
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                before = activations.fresh(self._device, call.saved[i])
-                if not torch.equal(bits(leaf), bits(before)):
-                    leaf.data.copy_(before)
-                self._worker.keep_until_computed(before)
-
     def _run(
         self,
         slot: Slot,
@@ -289,19 +245,19 @@ class LayerExecutor:
         kind: str,
         replay: DiscreteOpReplayer | None = None,
         as_written: Counter | None = None,
-        operations: LayerOpRecorder | ValueWatch | None = None,
+        watch: ValueWatch | None = None,
         valueless: bool = False,
     ) -> LayerExecution:
         """Run the layer's code under the modes, context variables and random state that were active at the call.
 
         Args:
             slot: the slot whose turn it is.
-            call: the call; ``call.graph`` decides whether to build a graph.
+            call: the call.
             leaves: its arguments on the worker.
             kind: kind of event to record; empty records none.
             replay: repeats the discrete choices of the forward.
             as_written: counts the operations; the layer then runs uncompiled.
-            operations: records which operations run, or follows the values that tiled modules return.
+            watch: follows the values that tiled modules return.
             valueless: whether only the graph is wanted, so that values which nobody reads may be left out.
         """
         forwards = self._forwards if as_written is None else LayerCompiler()
@@ -332,13 +288,12 @@ class LayerExecutor:
             saved = self._device.saved_for_backward() if grad else _NOTHING
             recording = self._recording(call, leaves) if kind == "forward" else None
             choosing, watching = recording or replay or _NOTHING, self._watching(call.layer)
-            seen = operations or _NOTHING  # the innermost mode, which does not see what the others do
+            seen = watch or _NOTHING  # the innermost mode, which does not see what the others do
             computing = Computing(
                 self._worker, slot, kind, call.index, call.layer, call.microbatch, Inside(name), counter
             )
             borrowing = self._borrowing(call.layer, call.lender)
             observed = self._observed(call.layer, again=kind != "forward")
-            watch = operations if isinstance(operations, ValueWatch) else None
             tiled = self._tiled(
                 call, carried=bool(carried), choosing=recording is not None, valueless=valueless, watch=watch
             )
@@ -492,54 +447,6 @@ class LayerExecutor:
                 "changes in a buffer, which a layer may register."
             )
 
-    def _differs_without_grad(
-        self,
-        slot: Slot,
-        call: Call,
-        leaves: list[Any],
-        first: LayerExecution,
-        operations: LayerOpRecorder | None,
-    ) -> bool:
-        """Return whether the layer runs other operations or returns different bits without grad.
-
-        Torch chooses an attention kernel by whether gradients are needed, and some code raises without grad. The
-        forward of such a layer must run with grad, as its recomputation does: else the result would depend on the
-        stage that the layer is in.
-
-        A layer with side effects is not run a second time; it is taken to differ. So is a compiled layer, which runs a
-        second time only because the first run includes compilation: the second one measures its time.
-        """
-        compiled = self._forwards.compiled
-        if not call.probe or self._writes(call, first):
-            return call.probe or compiled
-        again, others = dataclasses.replace(call, graph=compiled), LayerOpRecorder()
-
-        def second() -> list[Tensor]:
-            meter = PeakMemoryMeter(self._device, _tensors(leaves))
-            found = self._run(slot, again, leaves, "forward" if compiled else "", operations=others).tensors()
-            self._device.track_until_freed(found, OUTPUTS)
-            call.forward_bytes = None if compiled else meter.read()
-            return found
-
-        different = differs(first.tensors(), second, self._worker.replica(call.layer).drop_written)
-        return different or compiled or operations is None or operations.operations != others.operations
-
-    def _differs_outside(self, slot: Slot, call: Call, leaves: list[Any], first: LayerExecution) -> bool:
-        """Return whether the layer returns other bits under the default dtype that torch has outside a step.
-
-        A backward that continues after its step's outputs were returned would be recomputed under that dtype.
-        """
-        return self._writes(call, first) or differs_outside(
-            first.tensors(),
-            lambda: self._run(slot, call, leaves, "").tensors(),
-            self._worker.replica(call.layer).drop_written,
-            self._formats.outside,
-        )
-
-    def _writes(self, call: Call, ran: LayerExecution) -> bool:
-        written = any(t._version for t in ran.given.values())
-        return bool(ran.side_outputs or written or self._worker.buffers(call.layer).changed(thorough=True))
-
     def _seeded(self, call: Call, kind: str) -> contextlib.AbstractContextManager[None]:
         if call.seed is None:
             return _NOTHING
@@ -663,6 +570,21 @@ class LayerExecutor:
         worker.keep_until_computed(parts, grads, detached_inputs.grads, end=end)
         return detached_inputs.grads
 
+    def repeated_backward(
+        self, slot: Slot, recorded: RecordedCall, activations: ActivationStore, lender: Lender
+    ) -> tuple[list[Tensor | None], dict[int, Tensor]]:
+        """Recompute a repeated call and run its backward. Arguments as for `backward`.
+
+        Returns:
+            The gradient of each tensor argument, and those of the layer's parameters by position, on this worker.
+        """
+        grads = self.backward(slot, recorded, activations, 1.0, lender)
+        parameters = self._worker.replica(recorded.layer).parameters
+        found = {i: p.grad for i, p in enumerate(parameters) if p.grad is not None}
+        for parameter in parameters:
+            parameter.grad = None
+        return grads, found
+
     def _bring_grads(self, slot: Slot, recorded: RecordedCall, activations: ActivationStore) -> list[list[Tensor]]:
         """Return the parts of each output gradient, on this worker."""
         elsewhere = any(home is not self._device for found in recorded.grads for _, home in found)
@@ -709,8 +631,6 @@ class LayerExecutor:
         chosen = recorded.choices if recorded.layer.chooses else None
         there = functools.partial(bring, device)
         replay = DiscreteOpReplayer(device.torch_device, _tensors(leaves), chosen, there) if chosen else None
-        expected, recorded.fingerprint = recorded.fingerprint, None
-        values = reachable_values(recorded.layer.state.modules) if expected is not None else {}
         call = Call(
             recorded.call, recorded.layer, recorded.microbatch, recorded.spec, leaves, recorded.requires_grad,
             recorded.trainable, recorded.thread_state, recorded.state, recorded.seed, recorded.context, graph=True,
@@ -721,30 +641,30 @@ class LayerExecutor:
             def place() -> FaultPlace:
                 return FaultPlace(recorded.layer.title, "recomputation", recorded.microbatch, slot, device)
 
-            watch = ValueWatch() if self._tiles is not None and expected is not None else None
-            valueless = self._tiles is not None and expected is None
+            tiles = self._tiles
+            watch = ValueWatch() if tiles is not None and tiles.unwatched(recorded.layer, recorded.state) else None
+            valueless = tiles is not None and watch is None
             with noted(place), replica.unregistered_tensors.unmoved(recorded.layer.name):
                 inputs = private(leaves, recorded.mutates)
-                ran = self._run(slot, call, inputs, "recompute", replay, operations=watch, valueless=valueless)
+                ran = self._run(slot, call, inputs, "recompute", replay, watch=watch, valueless=valueless)
                 if replay is not None and not replay.ended():
                     recorded.layer.chooses = None
                     replica.drop_written()
                     buffers.discard()
                     buffers.load(recorded.buffers)
                     ran = self._run(slot, call, private(leaves, recorded.mutates), "recompute")
-        if watch is not None and self._tiles is not None:
+        if watch is not None and tiles is not None:
             watch.finish([*ran.tensors(), *(t for t in ran.given.values() if t.grad_fn is not None)])
-            self._tiles.watched(recorded.layer, recorded.state, watch)
-        if expected is not None:
-            self._compare(expected, CallFingerprint.of(_results(ran, recorded), values), slot, call, recorded, leaves)
+            tiles.watched(recorded.layer, recorded.state, watch)
         buffers.discard()
         assert ran.detached_inputs is not None
         if replay is not None and replay.agrees:
             ran.detached_inputs.within = replay
         refuse_new_gradients(ran.side_outputs, recorded.side_outputs, recorded.layer.name)
-        outputs = _results(ran, recorded)
+        outputs = ran.output.tensors() + [ran.given[i] for i in sorted(recorded.mutates)]
         for key, count in recorded.side_outputs.items():
             outputs += again(ran.side_outputs, key, count, recorded.layer.name)
+        recorded.check_kinds(outputs)
         device.track_until_freed(outputs, OUTPUTS)
         worker.keep_until_computed(leaves)
         return ran.detached_inputs, outputs
@@ -761,32 +681,11 @@ class LayerExecutor:
                 self._refuse_surprises(layer, leaves, ran)
                 refuse_new_gradients(ran.side_outputs, recorded.side_outputs, layer.name)
             outputs = ran.output.tensors()
+        recorded.check_kinds(outputs)
         assert ran.detached_inputs is not None
         device.track_until_freed(outputs, OUTPUTS)
         self._worker.keep_until_computed(leaves, end=None if ran.surprises else ran.end)
         return ran.detached_inputs, outputs
-
-    def _compare(
-        self,
-        forward: CallFingerprint,
-        recomputed: CallFingerprint,
-        slot: Slot,
-        call: Call,
-        recorded: RecordedCall,
-        leaves: list[Any],
-    ) -> None:
-        """Raise if a recomputation returned other values than the forward."""
-
-        def again() -> CallFingerprint:
-            replica, buffers = self._worker.copy_of(recorded.layer)
-            replica.drop_written()
-            buffers.discard()
-            buffers.load(recorded.buffers)
-            return CallFingerprint.of(
-                _results(self._run(slot, call, private(leaves, recorded.mutates), "recompute"), recorded), {}
-            )
-
-        refuse_difference(forward, recomputed, again, self._formats.low, recorded.layer.name)
 
 
 def _root(output: Tensor) -> _Root:
@@ -797,11 +696,6 @@ def _root(output: Tensor) -> _Root:
     """
     plain = type(output) in (Tensor, nn.Parameter) and output.layout is torch.strided and not output.is_nested
     return get_gradient_edge(output) if plain else output
-
-
-def _results(ran: LayerExecution, recorded: RecordedCall) -> list[Tensor]:
-    """Return the tensors of the output, followed by the mutated inputs in order of position."""
-    return ran.output.tensors() + [ran.given[i] for i in sorted(recorded.mutates)]
 
 
 def _tensors(leaves: Iterable[Any]) -> list[Tensor]:

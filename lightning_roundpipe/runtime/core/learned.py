@@ -63,7 +63,6 @@ class Learned:
         self.profiles: dict[int, CallProfile | None] = {}
         self.module_state = ModuleStateIsolation()
         self.randomness = Randomness()
-        self._probed: set[tuple[int, int]] = set()
         self._walked: set[tuple[int, int]] = set()
 
     def awaits_calls(self) -> bool:
@@ -79,17 +78,6 @@ class Learned:
     def learns_again(self) -> bool:
         """Whether calls that the plan does not have are learned: they may change for ever."""
         return self._learned_again < MOST_LEARNED_AGAIN
-
-    def probes(self, call: TracedCall) -> bool:
-        """Return whether to run ``call`` without grad as well, and remember it.
-
-        That is so once for each layer and use, in a step from which a plan is made.
-        """
-        key = (call.layer.index, call.use)
-        if not self.plans or key in self._probed:
-            return False
-        self._probed.add(key)
-        return True
 
     def walks(self, call: TracedCall) -> bool:
         """Return whether to search the graph of ``call`` for paths that lead out of the layer, and remember it.

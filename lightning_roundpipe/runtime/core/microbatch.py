@@ -37,6 +37,7 @@ from lightning_roundpipe.runtime.core.off_plan import OffPlan, give_up_graph, wh
 from lightning_roundpipe.runtime.core.outputs import check_inputs, hand_back, learn, refuse_hooked_module
 from lightning_roundpipe.runtime.core.prediction import NextCallPredictor
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
+from lightning_roundpipe.runtime.core.repeated_calls import MadeCall, RepeatedCalls
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
 from lightning_roundpipe.runtime.core.seeds import filled_like, seed_of
 from lightning_roundpipe.runtime.core.trace import Kind, Trace, TracedCall
@@ -44,7 +45,6 @@ from lightning_roundpipe.runtime.core.turns import Slot, Slots
 from lightning_roundpipe.runtime.core.user_memory import UserCodeMemory
 from lightning_roundpipe.runtime.faults.notes import FaultPlace, add_off_plan_note, noted
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten_call, is_cache, refuse_caches
-from lightning_roundpipe.runtime.layer_calls.recompute_check import is_checked
 from lightning_roundpipe.runtime.layer_calls.shared_memory import SharedOutputs
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
@@ -132,6 +132,7 @@ class MicrobatchTask:
         self._prefetcher = ActivationPrefetcher(
             index, engine.worker_pool.workers, slots, self.activations, offloads=engine.learned.offloads
         )
+        self.repeated = RepeatedCalls(engine, step.spec, index, self, self.segments, self.activations)
         self.tape: list[RecordedCall] = []
         self.reached = 0
         self._off_trace = self.trace.has_skipped_calls
@@ -153,6 +154,11 @@ class MicrobatchTask:
         """Trained parameters that training_step has registered outside the layers since the engine was set up."""
         self._accumulators = Accumulators()
         """Of the late parameters."""
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether it has not made the last call of the trace that it was expected to make."""
+        return not self.learning and self.reached < len(self.trace.calls)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -269,6 +275,8 @@ class MicrobatchTask:
             The layer's output as user code sees it.
         """
         with torch._C.DisableTorchFunction():
+            if self._phase == "backward":
+                return self._repeat(layer, args, kwargs)
             self._refuse(layer)
             self._user_memory.end(self.trace.calls)
             call, recorded, traced = self._prepare(layer, args, kwargs)
@@ -289,7 +297,7 @@ class MicrobatchTask:
                     made_bytes=self._user_memory.made_bytes,
                 )  # fmt: skip
                 if call.tentative and layer.reaches_out:
-                    traced.can_tape = traced.needs_grad_mode = True
+                    traced.can_tape = True
             traced.profile = forward.profile
             if recorded is not None:
                 recorded.is_plain = call.profile is not None and forward.profile is not None
@@ -298,15 +306,22 @@ class MicrobatchTask:
             self._measure_user_code()
             if recorded is not None and taped:
                 self.tape.append(recorded)
+            assert call.seed is not None
+            self.repeated.made.append(MadeCall(layer, call.seed, self._device))
             return output
+
+    def _repeat(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer call in a backward of user code; see `repeated_calls`."""
+        self._check_weights(layer)
+        output, _ = self.repeated.call(layer, args, kwargs, self._slot, self._watched)
+        return output
+
+    def add_gradient(self, master: nn.Parameter, grad: Tensor) -> None:
+        """Add a gradient, on the host, of a parameter that a repeated call has computed with."""
+        self.mode.proxies.passed(master, grad)
 
     def _refuse(self, layer: HostLayer) -> None:
         """Raise for calls whose results or gradients would be wrong."""
-        if self._phase == "backward":
-            raise RoundPipeError(
-                f"layer {layer.name!r} was called during backward, as torch.utils.checkpoint around layers does. The "
-                "strategy recomputes layers itself: call them without a checkpoint around them."
-            )
         assert self._surroundings is not None
         self._surroundings.refuse(layer.name)
         self._check_weights(layer)
@@ -388,7 +403,7 @@ class MicrobatchTask:
         call = Call(
             index, layer, self.index, spec, leaves, requires_grad, trainable, thread_state, state,
             self._seed_of(layer), contextvars.copy_context(), list(leaves),
-            learning=self.learning, may_mutate=None if self.learning else traced.mutates,
+            graph=True, learning=self.learning, may_mutate=None if self.learning else traced.mutates,
             bare=bare, tentative=tentative, lender=self,
         )  # fmt: skip
         return call, self._record_call(call, traced) if taped else None, traced
@@ -488,14 +503,6 @@ class MicrobatchTask:
         call.kept = recorded is not None and (fused or held)
         call.recomputed = recorded is not None and not fused
         call.measure = self.learning and self.engine.learned.plans
-        call.checked = call.recomputed and is_checked(self._step.spec.number)
-        if call.recomputed and self.learning and not (held or self.engine.learned.plans):
-            call.precedent = self._predictor.precedent(call)
-        alike = call.precedent.alike if call.precedent else False
-        call.graph = recorded is not None and (fused or traced.needs_grad_mode or (self.learning and not alike))
-        call.graph = call.graph or call.bare  # grad mode costs nothing where nothing requires grad
-        sure = recorded is not None and not call.tentative
-        call.probe = sure and (self.engine.learned.probes(traced) or alike is None)
         call.walk = (recorded is not None and self.learning and self.engine.learned.walks(traced)) or call.bare
         if traced.profile is not None and traced.profile.fits(call):
             call.profile = traced.profile
@@ -647,8 +654,6 @@ class MicrobatchTask:
             grads = run(backward, self._cancel_scope)
         self._prefetcher.done(recorded, sent)
         self._slot, self._last = slot, f"before layer {recorded.layer.name!r}"
-        if self.learning and recorded.found != traced.flags:
-            traced.precedent = None
         self._hand_on(recorded, grads, worker.device, measured)
         self._prefetcher.after(slot, recorded.call, self.tape)
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from lightning_roundpipe.runtime.core.offloading import mark_output, may_leave
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.trace import TracedCall
 from lightning_roundpipe.runtime.layer_calls.output_collectors import hand_over
-from lightning_roundpipe.runtime.layer_calls.precedent import Precedent
 from lightning_roundpipe.runtime.layer_calls.shared_memory import SharedOutputs
 from lightning_roundpipe.runtime.layer_calls.side_outputs import Key, put, refuse_new_gradients
 from lightning_roundpipe.runtime.user_code.graph_cuts import boundary
@@ -40,15 +39,13 @@ def learn(
         taped: whether the call has an entry for the tape.
         made_bytes: bytes that user code has made and holds.
     """
-    foretold = call.precedent if forward.foretold else None
-    traced.flags = foretold.flags if foretold else tuple(t.requires_grad for t in forward.tensors())
+    traced.flags = tuple(t.requires_grad for t in forward.tensors())
     side_outputs = {key: tuple(t.requires_grad for t in flat.tensors()) for key, flat in forward.side_outputs.items()}
     traced.side_outputs = {key: flags for key, flags in side_outputs.items() if any(flags)}
     traced.taped = taped and (any(traced.flags) or bool(traced.side_outputs))
     traced.mutates = frozenset(forward.mutated)
-    traced.needs_grad_mode = forward.differs_without_grad
     if call.measure:
-        traced.kept_bytes, traced.forward_bytes = forward.activation_bytes, call.forward_bytes
+        traced.kept_bytes = traced.forward_bytes = forward.activation_bytes
         given = [*forward.tensors(), *(t for flat in forward.side_outputs.values() for t in flat.tensors())]
         stay = call.staying(traced.mutates | traced.overwritten)
         leaving = [
@@ -57,11 +54,6 @@ def learn(
         traced.crossed = crossing.see(_strided(call.originals), _strided(given), leaving, made_bytes)
         traced.boundary_bytes = traced.crossed.input_bytes - sum(size for _, size in traced.crossed.shared)
         traced.boundary_bytes += forward.chosen.nbytes if forward.chosen is not None else 0
-    traced.precedent = foretold
-    if foretold is None and traced.taped and not (forward.side_outputs or forward.mutated):
-        known = call.precedent.alike if call.precedent else None
-        alike = not forward.differs_without_grad if call.probe else known
-        traced.precedent = Precedent.of(call.manner, forward.output, alike)
 
 
 def _strided(leaves: Iterable[Any]) -> list[Tensor]:
@@ -114,14 +106,37 @@ def hand_back(
         _refuse_other_number(call, len(outputs), len(flags))
         recorded.mutates = frozenset(forward.mutated)
         recorded.side_outputs = {key: len(side) for key, side in through.items()}
-        recorded.buffers, recorded.choices, recorded.fingerprint = forward.buffers, forward.choices, forward.fingerprint
+        recorded.buffers, recorded.choices = forward.buffers, forward.choices
+        recorded.kinds = [(t.shape, t.dtype) for t in outputs]
         aliases = boundary(recorded, outputs, flags)
     for alias in aliases if owner else ():
         mark_output(alias, owner)
     taped = recorded is not None and bool(recorded.grads)
+    return deliver(call, forward, aliases, through, args, kwargs, watched), taped
+
+
+def deliver(
+    call: Call,
+    forward: Forward,
+    aliases: list[Tensor],
+    through: Collection[Key],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    watched: SharedOutputs,
+) -> Any:
+    """Return the layer's output as user code sees it, and apply what else the layer has done.
+
+    Args:
+        call: the call as it ran.
+        forward: its results.
+        aliases: the tensors of the results, connected to the graph: those of ``forward.tensors()``, then those of the
+            side outputs in ``through``.
+        through: side outputs that gradients pass through.
+        args, kwargs, watched: see `hand_back`.
+    """
     outputs_shared, inputs_shared = forward.overlapping
     if not (forward.mutated or forward.side_outputs or outputs_shared or inputs_shared):
-        return hand_over(forward.output.value(aliases, call.originals)), taped
+        return hand_over(forward.output.value(aliases, call.originals))
     rest = iter(aliases)
     returned = [next(rest) for _ in forward.output.tensors()]
     if forward.mutated:
@@ -139,7 +154,7 @@ def hand_back(
         tensors = [next(rest) for _ in flat.tensors()] if key in through else [t.data for t in flat.tensors()]
         side_outputs[key] = flat.value(tensors, call.originals)
     put(call.layer.state.modules, (args, kwargs), side_outputs)
-    return hand_over(forward.output.value(returned, call.originals)), taped
+    return hand_over(forward.output.value(returned, call.originals))
 
 
 def check_inputs(recorded: RecordedCall, traced: TracedCall, *, learning: bool) -> None:

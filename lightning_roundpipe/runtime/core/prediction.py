@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lightning_roundpipe.runtime.core.call import Call
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.core.turns import Slots
-from lightning_roundpipe.runtime.layer_calls.precedent import Precedent
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
@@ -37,13 +35,6 @@ class NextCallPredictor:
     def is_last(self, index: int) -> bool:
         """Return whether ``index`` is predicted to be the last call."""
         return self._recent is not None and self._recent.ends_with(index)
-
-    def precedent(self, call: Call) -> Precedent | None:
-        """Return the results of the last step's ``call``, if it was called in the same manner; else None."""
-        if self._recent is None:
-            return None
-        known = self._recent.calls[call.index].precedent
-        return known if known is not None and known.manner == call.manner else None
 
     def after_forward(self, microbatch: int, index: int, tape: Sequence[RecordedCall], trace: Trace) -> None:
         """Start uploading the weights of the call predicted to follow ``index``, while that call still runs."""

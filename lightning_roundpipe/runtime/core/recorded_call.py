@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import StateDiff
 from lightning_roundpipe.runtime.core.detached_inputs import DetachedInputs
 from lightning_roundpipe.runtime.layer_calls.discrete_ops import Choices
-from lightning_roundpipe.runtime.layer_calls.recompute_check import CallFingerprint
 from lightning_roundpipe.runtime.layer_calls.side_outputs import Key
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.module_buffers import BufferValue
@@ -51,7 +52,7 @@ class RecordedCall(GraphCut):
         side_outputs: number of tensors of each side output; they are the last outputs.
         found: whether each output required grad in the graph that backward ran on.
         choices: discrete choices of the forward, which the recomputation repeats.
-        fingerprint: what the recomputation is compared with; None if it is not checked.
+        kinds: shape and dtype of each output, which those of the recomputation must equal.
         is_plain: whether the forward was plain; see `plain_executor`.
     """
 
@@ -76,7 +77,7 @@ class RecordedCall(GraphCut):
     side_outputs: dict[Key, int] = field(default_factory=dict)
     found: tuple[bool, ...] = ()
     choices: Choices | None = None
-    fingerprint: CallFingerprint | None = None
+    kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     is_plain: bool = False
 
     @property
@@ -90,6 +91,18 @@ class RecordedCall(GraphCut):
     def overwritten(self) -> set[int]:
         """Return the positions of the arguments that have been written to since the call."""
         return {position for position, tensor, version in self.given if tensor._version != version}
+
+    def check_kinds(self, outputs: list[Tensor]) -> None:
+        """Raise if a recomputation returned ``outputs`` of another number, shape or dtype than the forward."""
+        found = [(t.shape, t.dtype) for t in outputs]
+        if found == self.kinds:
+            return
+        before, now = (", ".join(f"{dtype} of shape {tuple(shape)}" for shape, dtype in k) for k in (self.kinds, found))
+        raise RoundPipeError(
+            f"layer {self.layer.name!r} returned {before or 'no tensor'}, and when it was recomputed for its backward "
+            f"{now or 'no tensor'}. What a layer returns may depend on its arguments, parameters, buffers and "
+            "attributes and on torch's default generators: give it what else it needs as an argument of its forward."
+        )
 
     def raise_failed(self) -> None:
         """Raise the error of a recomputation ahead, if there was one."""

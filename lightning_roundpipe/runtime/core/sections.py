@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.memory.version_waits import Versioned
 from lightning_roundpipe.runtime.threads.sync import Priority
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import user_of
 from lightning_roundpipe.runtime.user_code.module_state import MicrobatchModuleState, SegmentKey
+from lightning_roundpipe.runtime.user_code.rng import Seed
 
 T = TypeVar("T")
 
@@ -76,7 +78,7 @@ class UserCodeSections:
         if self.kept is not None and (segment_key is not None or not step.overlaps):
             self.kept.enter()
         device = self._activate(device)
-        seed = (*step.seed, step.first + self._index, -1 - self._count)
+        seed = self.seed_of(self._count)
         # If microbatches skip layers, a backward section may have the same number as another one's forward section.
         kind = self._kind + ("user code" if segment_key is not None else "backward")
         key = kind if off_trace else (kind, self._count)
@@ -85,6 +87,14 @@ class UserCodeSections:
         segment.__enter__()
         self._segment = segment
         self._count += 1
+
+    def seed_of(self, number: int) -> Seed:
+        """Return the seed of the microbatch's section ``number``."""
+        return *self._step.seed, self._step.first + self._index, -1 - number
+
+    def needs_seed(self, number: int) -> None:
+        """Let section ``number`` of the forward be seeded in all steps, whether it draws or not."""
+        self._engine.learned.randomness.needs_seed((f"{self._kind}user code", number))
 
     def interrupted(self) -> None:
         """Count the section that was left and the next one as one: only the engine has run between them."""
@@ -185,6 +195,22 @@ class UserCodeSections:
             )
         if bucket is not None:
             self.read.add(bucket)
+
+    def read_late(self, layer: HostLayer) -> None:
+        """Wait until the weights of ``layer`` are those that the step computes with: it is called in backward.
+
+        Raises:
+            RoundPipeError: if the optimizer may be changing them already.
+        """
+        bucket = layer.bucket
+        if self._step.overlaps and bucket not in self._engine.learned.read_by_user_code:
+            raise RoundPipeError(
+                f"layer {layer.name!r} is called in backward (by torch.utils.checkpoint, most likely), which it was "
+                "not in the first batch, while the optimizer may be changing its weights. Let it be called so from the "
+                "first batch on."
+            )
+        self.read.add(bucket)
+        self.wait_for(bucket, self._step.version)
 
     def wait_for(self, what: Versioned, version: int) -> None:
         """Wait, within a section, until ``version`` of ``what`` is published."""

@@ -22,7 +22,6 @@ from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.crossing import Crossed, Crossing
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.core.call import CallProfile
-from lightning_roundpipe.runtime.layer_calls.precedent import Precedent
 from lightning_roundpipe.runtime.layer_calls.side_outputs import Key
 from lightning_roundpipe.runtime.memory.grad_buffers import GradientLayout
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
@@ -54,17 +53,15 @@ class TracedCall:
         portion: with ``microbatch_scope="model"``, the number of the model's call that this call belongs to.
         taped: whether a gradient passes through the call or reaches its weights.
         can_tape: whether grad mode was on and an input or a parameter required grad.
-        needs_grad_mode: whether the forward runs other operations or returns different bits without grad.
         flags: whether each output tensor requires grad; mutated inputs come last.
         side_outputs: for each side output that gradients pass through, whether each of its tensors requires grad.
         mutates: positions of the arguments that the layer writes to.
         overwritten: positions of the arguments that user code writes to between the call and its backward.
-        precedent: results that the same call of the next step may be expected to have, if there is no plan.
         profile: how the last such call was made, if it was plain.
         boundary_bytes: host memory that its saved inputs and choices take, without inputs that earlier calls share.
         activation_bytes: peak memory of the call on its worker, backward included.
         kept_bytes: peak memory of the forward, with its graph.
-        forward_bytes: peak memory of the forward without a graph; None if not measured.
+        forward_bytes: the same, and of user code behind it if the graph is dropped; None if not measured.
         returning_bytes: size of the gradients of its outputs.
         backward_held_bytes: outputs of calls, and what user code has made, that are alive when its backward begins.
         crossed: tensors that it shares with earlier calls.
@@ -77,12 +74,10 @@ class TracedCall:
     portion: int = 0
     taped: bool = False
     can_tape: bool = False
-    needs_grad_mode: bool = False
     flags: tuple[bool, ...] = ()
     side_outputs: dict[Key, tuple[bool, ...]] = field(default_factory=dict)
     mutates: frozenset[int] = frozenset()
     overwritten: set[int] = field(default_factory=set)
-    precedent: Precedent | None = None
     profile: CallProfile | None = None
     boundary_bytes: int = 0
     activation_bytes: int = 0
@@ -313,7 +308,7 @@ def _cost_of(
         activation_bytes=max(call.activation_bytes, call.kept_bytes),
         needs_backward=call.taped,
         kept_bytes=call.kept_bytes,
-        forward_bytes=call.kept_bytes if call.needs_grad_mode else call.forward_bytes,
+        forward_bytes=call.forward_bytes,
         returning_bytes=call.returning_bytes,
         backward_held_bytes=call.backward_held_bytes,
         reduced_bytes=gradients.travel_nbytes if gradients is not None and gradients.narrowed else None,

@@ -19,8 +19,9 @@ which slot may be opened, and when.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -88,6 +89,8 @@ class Worker:
         self._sent: set[int] = set()
         """The calls of the open slot whose gradients are on their way."""
         self._segments: dict[int, Tensor] = {}
+        self._brought: dict[int, tuple[Arena, Event]] = {}
+        """By layer, weights that no open slot has, and the end of their upload."""
         self.lead = 0
         """Bytes that calls beyond the first `IN_FLIGHT` may keep alive; 0 allows no such calls."""
         self._in_flight = InFlight()
@@ -134,6 +137,31 @@ class Worker:
         cancel_scope.progress += 1  # as after a wait
         if cancel_scope.failed:
             raise Cancelled
+        return result
+
+    def run_in_place(self, function: Callable[[], T], cancel_scope: CancelScope) -> T:
+        """Run ``function`` on the calling thread, after all that was submitted to the worker's thread.
+
+        Unlike that of `run_here`, it may run a backward while autograd's thread of the device waits for it.
+
+        Args:
+            function: see `run_here`.
+            cancel_scope: the step's cancel scope.
+
+        Returns:
+            What ``function`` returned.
+        """
+        if self._warming is not None:
+            self.run(lambda: None, cancel_scope)
+        go_on = self.thread.end_turn if self.thread.take_turn() else self.thread.pause(cancel_scope.wait)
+        try:
+            cancel_scope.check()
+            with self.device.activate(), without_caller_modes():
+                result = function()
+        finally:
+            go_on()
+        cancel_scope.progress += 1
+        cancel_scope.check()
         return result
 
     def post(self, function: Callable[[], None], cancel_scope: CancelScope) -> None:
@@ -422,6 +450,34 @@ class Worker:
             )
         return layer.read(master).detach().to(self.device.torch_device, copy=True)
 
+    @contextlib.contextmanager
+    def weights_of(self, layer: HostLayer, slot: Slot) -> Iterator[None]:
+        """Context in which the replica of ``layer`` has its weights, also if no open slot has them.
+
+        Then they are uploaded into memory of their own, which the host waits for at the end.
+
+        Args:
+            layer: the layer. The version of its weights that the step computes with must be there.
+            slot: the slot that a call of the layer runs in.
+        """
+        if layer.index in self._segments:
+            yield
+            return
+        arena = Arena(self.device, "weights of a call that no slot has")
+        arena.make(layer.nbytes)
+        assert arena.buffer is not None
+        layer.upload(self.device.weights_up, arena.buffer)
+        self._brought[layer.index] = arena, self.device.weights_up.record()
+        whole = functools.partial(self._whole, slot, layer)
+        self.replica(layer).bind(layer.views(arena.buffer), layer.trainable(), whole)
+        try:
+            yield
+        finally:
+            del self._brought[layer.index]
+            self.replica(layer).unbind()
+            arena.last_use = self.device.compute.record()
+            arena.release()
+
     def gradients_of(self, call: int) -> DeviceGradSums | None:
         """Return the sum that a backward adds to. The compute stream waits until the arena is free for it."""
         assert not (call in self._final or call in self._sent), "a microbatch behind the last one adds to gradients"
@@ -454,6 +510,8 @@ class Worker:
 
     def _upload_of(self, slot: Slot, layer: HostLayer) -> Event:
         """Return the end of a layer's upload. If the optimizer's thread enqueues that, wait until it has."""
+        if (brought := self._brought.get(layer.index)) is not None:
+            return brought[1]
         if (waiter := slot.awaited.get(layer.index)) is not None:
             slot.cancel_scope.wait(waiter)
         return slot.uploaded[layer.index]
@@ -467,7 +525,8 @@ class Worker:
     @property
     def addresses(self) -> set[int]:
         """Addresses of the arenas that are allocated."""
-        return {arena.address for arena in self._arenas_of_all_kinds} - {0}
+        brought = (arena for arena, _ in self._brought.values())
+        return {arena.address for arena in (*self._arenas_of_all_kinds, *brought)} - {0}
 
     def keep_until_computed(self, *tensors: Any, end: Event | None = None) -> None:
         """Keep ``tensors`` alive until the compute enqueued so far is done, and limit how far the host runs ahead.

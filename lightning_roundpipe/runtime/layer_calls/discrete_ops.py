@@ -10,7 +10,8 @@ elsewhere, and the gradients would belong to a computation that never took place
     backward: a checkpoint inside the layer runs some of them once more ── [4]
 
 The first batch shows which layers choose. All others run without any of this. So does a layer whose recomputation
-chooses by other operations, because it depends on grad mode. The modes work below autograd, so that gradients of an
+chooses by other operations, because it leaves out a hook that only looks. The modes work below
+autograd, so that gradients of an
 operation flow to where its values came from.
 """
 

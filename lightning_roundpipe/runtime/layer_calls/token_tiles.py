@@ -58,7 +58,7 @@ class Known:
         verdicts: by number of the module.
         outputs: what each module returns for a tile.
         needed: modules whose outputs' values a recomputation needs; others that were watched are in ``watched``.
-        watched: modules that a checked recomputation has followed.
+        watched: modules whose outputs a recomputation has followed.
     """
 
     state: StateDiff | None
@@ -150,8 +150,13 @@ class TokenTiles:
             copy = self._copies[replica] = _TiledReplica(self, layer, replica)
         return copy
 
+    def unwatched(self, layer: HostLayer, state: StateDiff | None) -> bool:
+        """Return whether a module of the layer has run in tiles whose values no recomputation has followed."""
+        known = self._of(layer, state)
+        return not known.outputs.keys() <= known.watched
+
     def watched(self, layer: HostLayer, state: StateDiff | None, watch: ValueWatch) -> None:
-        """Remember what a checked recomputation has shown."""
+        """Remember what a recomputation has shown."""
         known = self._of(layer, state)
         known.watched |= watch.seen
         known.needed |= watch.needed

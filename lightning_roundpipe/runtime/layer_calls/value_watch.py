@@ -2,7 +2,7 @@
 
 In ``hidden = residual + mlp(hidden)`` the sum is what the layer returns, and its gradient does not depend on the value
 of either term. So a recomputation, of which only the graph is wanted, may leave out the forward of ``mlp``: its tiles
-are computed in the backward anyway. This is watched in recomputations whose outputs are compared with the forward's:
+are computed in the backward anyway. This is watched in the first recomputation of each layer:
 
     what depends on a module's outputs ── by storages, through each operation ── [1]
     an operation that only adds, scales or views it ── goes on ── [2]; any other one may read it: values are needed

@@ -17,7 +17,6 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,6 @@ from lightning_roundpipe.model.attributes import ModuleState, StateDiff
 from lightning_roundpipe.model.cast_weights import Uses
 from lightning_roundpipe.model.forward_hooks import Observers
 from lightning_roundpipe.model.quantized import aliases, follow
-from lightning_roundpipe.model.reachable import changes
 from lightning_roundpipe.model.replica import parameter_places, unique_parameters
 from lightning_roundpipe.model.unpacked import Key, room_for
 from lightning_roundpipe.runtime.memory.dtypes import Formats, widen
@@ -101,9 +99,6 @@ class HostLayer:
         """Whether the forward was seen to ask for a tensor's truth value."""
         self.observers = Observers()
         """Forward hooks inside the layer that only look."""
-        self.moving: list[str] = []
-        """Names of values that the layer's code may read and that changed between two steps."""
-        self._values: dict[str, Any] | None = None
         self._seen_states: list[StateDiff | None] = []
         self._chosen_in: list[StateDiff | None] = []
         self.masters = unique_parameters(module)
@@ -169,13 +164,6 @@ class HostLayer:
     def copies_of_forward_nbytes(self) -> int:
         """Bytes of those of them that its forward makes."""
         return room_for(self.copies_wanted, forward=True)
-
-    def see_values(self, values: dict[str, Any]) -> None:
-        """Compare the `reachable_values` of the layer with the last step's. Called for a step's first microbatch."""
-        if self._values is not None and not self.moving:
-            new = [f"{name} was set" for name in values.keys() - self._values.keys()]
-            self.moving = changes(self._values, values) + sorted(new)
-        self._values = values
 
     def launched(self, seconds: float) -> None:
         """Record that the layer's code ran for ``seconds``.

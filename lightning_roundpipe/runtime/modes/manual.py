@@ -148,7 +148,7 @@ class ManualRun(MicrobatchTask):
     def __init__(self, step: ManualStep, slots: SlotsOnArrival) -> None:
         super().__init__(step.engine, step, 0, None, slots)
         self._manual = step
-        self.segments = self._sections = _ManualSections(step)
+        self.segments = self._sections = self.repeated.segments = _ManualSections(step)
         self.mode: ManualUserCode = ManualUserCode(self._differentiate, self._touched, step.engine, step.unversioned)
         self._predictor = self._layer_predictor = LayerCallPredictor(
             slots, step.sums_of, step.engine.learned.order, ahead=bool(step.engine.options.prefetch)
@@ -184,6 +184,8 @@ class ManualRun(MicrobatchTask):
             with torch._C.DisableTorchFunction():
                 self._bring_up_to_date(layer)  # [4]
             output = super().call(layer, args, kwargs)
+            if self._phase == "backward":
+                return output
             assert self._slot is not None
             worker, uploaded = self.engine.worker_pool.workers[self._slot.worker], self._slot.uploaded[layer.index]
             worker.run(uploaded.wait, self._cancel_scope)  # [1]
@@ -191,6 +193,15 @@ class ManualRun(MicrobatchTask):
 
     def _check_weights(self, layer: HostLayer) -> None:
         layer.assert_unmodified()  # compares with the snapshot of `_bring_up_to_date`
+
+    def _repeat(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if layer.copied:
+            layer.bucket.refresh()
+        return super()._repeat(layer, args, kwargs)
+
+    def add_gradient(self, master: nn.Parameter, grad: Tensor) -> None:
+        grad = grad.to(master.dtype) * self.mode.proxies.factor
+        master.grad = grad if master.grad is None else master.grad + grad
 
     def _bring_up_to_date(self, layer: HostLayer) -> None:
         if self._layer_predictor.is_late(layer):

@@ -98,9 +98,8 @@ class Interceptor(_ForwardStandIn):
             return context.call(self._layer, args, kwargs)
         if self._fail is not None:
             error = RoundPipeError(
-                f"layer {self._layer.name!r} was called from a thread that does not run a step (one that user code "
-                "started, or autograd's, for torch.utils.checkpoint): its gradients would be lost. Call layers from "
-                "training_step's own thread, and without a checkpoint around them."
+                f"layer {self._layer.name!r} was called from a thread that user code has started: its gradients would "
+                "be lost. Call layers from training_step's own thread."
             )
             self._fail(error)
             raise error

@@ -52,6 +52,10 @@ class _Held(NamedTuple):
     value: Any
     values: Tensor | None = None
 
+    def seen(self, name: str) -> Any:
+        """Return what code that reads the attribute gets: of one that the module lacks, its class's."""
+        return getattr(type(self.holder), name, _ABSENT) if self.value is _ABSENT else self.value
+
     def put(self, name: str) -> None:
         holder, value = self.holder, self.value
         if isinstance(holder, nn.Parameter):
@@ -180,7 +184,7 @@ class MicrobatchModuleState:
                 continue
             values = now.detach().clone() if in_place else None
             self.values[place] = held = _Held(holder, now, values)
-            self._found.setdefault(place, before)
+            self._found.setdefault(place, _Held(holder, before).seen(place[1]))
             state.start.setdefault(place, _Held(holder, before))
             state.places.add(place)
             if in_place:
@@ -191,33 +195,39 @@ class MicrobatchModuleState:
     def end(self) -> None:
         """After ``training_step``: find out which attributes are left changed."""
         self.leave()
+        state = self.module_state
         for place, held in self.values.items():
-            if not _alike(held.value, self._found[place]):
-                self.module_state.carried.add(place)
-            if place in self.module_state.carried:
-                self.module_state.latest[place] = held
+            if place not in state.carried and not _alike(held.seen(place[1]), self._found[place]):
+                state.carried.add(place)
+                state.latest[place] = held
 
 
 class ShownState:
     """Lets hooks find what the microbatches of a batch have left, batch by batch.
 
     Args:
-        start: attributes as they were before the step.
+        state: the state at the end of the step.
         microbatches: what each microbatch has set.
         buffers: the layers' buffers as each microbatch has left them.
         batches: the microbatches of each batch.
+        in_order: whether microbatches have ended one after another. One that calls fewer layers may end before the one
+            in front of it; then the last one to have set an attribute leaves there what all of them have.
     """
 
     def __init__(
         self,
-        start: dict[Place, _Held],
+        state: ModuleStateIsolation,
         microbatches: Sequence[MicrobatchModuleState],
         buffers: BufferHistory,
         batches: Sequence[Sequence[int]],
+        in_order: bool,
     ) -> None:
         self._values, self._buffers, self._batches = [dict(one.values) for one in microbatches], buffers, batches
+        last = {} if in_order else {place: values for values in self._values for place in values}
+        for place, values in last.items():
+            values[place] = state.latest.get(place, values[place]) if place in state.carried else values[place]
         buffers.show(-1)
-        for place, held in start.items():
+        for place, held in state.start.items():
             held.put(place[1])
 
     def show(self, batch: int) -> None:

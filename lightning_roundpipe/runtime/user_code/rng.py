@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -90,6 +90,12 @@ class Randomness:
     def may_draw(self, key: Hashable) -> bool:
         """Return whether the segment ``key`` is known to draw, or may."""
         return self.learning or key in self._torch or key in self._host
+
+    def needs_seed(self, key: tuple[str, int]) -> None:
+        """Seed section ``key`` of user code, which is running in the first batch, as one that draws."""
+        if self.learning:
+            self._torch |= {key, key[0]}
+            self._host |= {key, key[0]}
 
     def segment(
         self, key: Hashable, seed: Seed, device: Device, what: str, *, backward: bool = False
@@ -177,6 +183,33 @@ class Randomness:
                 )
         finally:
             lock.release()
+
+
+@contextlib.contextmanager
+def yielded(devices: Iterable[Device]) -> Iterator[bool]:
+    """Context in which other threads may draw, and draws leave no trace.
+
+    The calling thread gives up the locks of generators that it holds, and their states are put back at the end.
+
+    Yields:
+        Whether it has held the lock of the host's generators.
+    """
+    locks = {id(d.generator_lock): (d.generator_lock, d.generator) for d in devices}
+    locks.pop(id(generators.HOST_LOCK), None)
+    held = [(lock, generator) for lock, generator in locks.values() if lock.mine]
+    host = generators.HOST_LOCK.mine
+    if host:
+        held.append((generators.HOST_LOCK, torch.default_generator))
+    states = [generator.get_state() for _, generator in held]
+    for _, generator in held:
+        generator.manual_seed(_PARKED)
+    depths = [lock.give_up() for lock, _ in reversed(held)][::-1]
+    try:
+        yield host
+    finally:
+        for (lock, generator), depth, state in zip(held, depths, states, strict=True):  # the devices' before the host's
+            lock.take_back(depth)
+            generator.set_state(state)
 
 
 class _Undrawn:

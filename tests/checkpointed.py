@@ -1,0 +1,127 @@
+"""Modules whose training_step puts `torch.utils.checkpoint` around layers and the code between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import zoo
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from traps import Block
+
+KINDS: dict[str, bool | None] = {"reentrant": True, "not reentrant": False}
+
+
+class Drops(Block):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), self.dropout)
+
+
+class Net(pl.LightningModule):
+    """A stem, three blocks and a head, with code of its own between them."""
+
+    def __init__(self, reentrant: bool | None, dropout: float = 0.0) -> None:
+        """``reentrant``: the kind of checkpoints; None: there are none. ``dropout`` is that of layers and other code."""
+        super().__init__()
+        self.reentrant = reentrant
+        self.stem = nn.Linear(8, zoo.WIDTH)
+        self.blocks = nn.ModuleList(Drops(dropout) for _ in range(3))
+        self.norm_scale = nn.Parameter(torch.ones(zoo.WIDTH))
+        self.head = nn.Linear(zoo.WIDTH, 5)
+        self.dropout = dropout
+        self.drop = nn.Dropout(dropout)
+
+    def again(self, function: Callable[..., Any], *args: Any) -> Any:
+        if self.reentrant is None:
+            return function(*args)
+        return checkpoint(function, *args, use_reentrant=self.reentrant)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def two(self, h: Tensor) -> Tensor:
+        h = self.drop(self.blocks[0](h))
+        return self.blocks[1](h * torch.sigmoid(h)).tanh() * self.norm_scale
+
+    def loss(self, h: Tensor, y: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(h) * self.norm_scale)
+        return F.cross_entropy(F.dropout(logits, self.dropout) * torch.sigmoid(logits), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.step(batch["x"], batch["y"])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class HeadAndLoss(Net):
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.stem(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.again(self.loss, h, y)
+
+
+class HeadAndLossInParts(Net):
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.stem(x)
+        for block in self.blocks:
+            h = block(h)
+        parts = zip(h.chunk(2, 1), (y, y), strict=True)
+        return sum(self.again(lambda a, b: self.loss(torch.cat([a, a], 1), b), *part) for part in parts)  # type: ignore[return-value]
+
+
+class TwoBlocks(Net):
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.again(self.two, self.stem(x))
+        return self.loss(self.blocks[2](h), y)
+
+
+class OneBlockTwice(Net):
+    """In the same checkpoint, so that its calls draw other numbers."""
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        def both(h: Tensor) -> Tensor:
+            return self.blocks[0](torch.sin(self.blocks[0](h.sin())))
+
+        h = self.again(both, self.stem(x))
+        return self.loss(self.blocks[2](h), y)
+
+
+class Everything(Net):
+    """The whole body. A reentrant checkpoint needs an input that requires grad."""
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        def body(x: Tensor) -> Tensor:
+            return self.blocks[2](self.two(self.stem(x)).relu())
+
+        return self.loss(self.again(body, x.requires_grad_()), y)
+
+
+class Nested(Net):
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.again(lambda h: self.blocks[2](self.again(self.two, h)).sin(), self.stem(x))
+        return self.again(self.loss, h, y)
+
+
+PLACES = [HeadAndLoss, HeadAndLossInParts, TwoBlocks, OneBlockTwice, Everything, Nested]
+
+
+def build(place: type[Net], kind: str = "", **options: Any) -> Net:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return place(KINDS.get(kind), **options)
+
+
+def batches() -> list[Any]:
+    return zoo.make_batches("mlp", count=4, samples=8)

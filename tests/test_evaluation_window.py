@@ -1,0 +1,241 @@
+"""Evaluation that looks ahead: validate, test and predict do what they do under plain Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from harness import MemoryLogger, ours, quiet, trainer_of
+from plain_oracle import PLAIN, Record, Recorder, assert_equal, kept, on_devices, train
+from test_window import Block, Net, Stream, loader, rows, validation, without_attributes
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+DEVICES = on_devices(1, 3)
+KINDS = pytest.mark.parametrize("kind", ["validate", "test", "predict"])
+
+
+class Evaluated(Net):
+    """Sets attributes, logs in every way, and returns a dict of its own."""
+
+    fails_at = -1
+
+    def __init__(self) -> None:
+        super().__init__(norm=True)
+        self.metric = torchmetrics.MeanMetric()
+        self.order = torchmetrics.CatMetric()
+        self.index, self.seen = -1, 0
+
+    def _evaluate(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.index = batch_idx
+        self.seen += 1
+        if batch_idx == self.fails_at:
+            raise ZeroDivisionError
+        loss = self.loss(batch)
+        self.metric(loss)
+        self.order.update(batch[0][:, 0])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("own", float(self.index == batch_idx))
+        self.log("metric", self.metric, on_step=True, on_epoch=True)
+        self.log(f"most of {dataloader_idx}", loss, reduce_fx="max", add_dataloader_idx=False)
+        return {"loss": loss, "index": batch_idx, "loader": dataloader_idx, "rows": batch[0]}
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.index = batch_idx
+        if batch_idx == self.fails_at:
+            raise ZeroDivisionError
+        return {"scores": self(batch[0]), "index": batch_idx, "loader": dataloader_idx}
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self._evaluate(batch, batch_idx, dataloader_idx)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self._evaluate(batch, batch_idx, dataloader_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self.calls.append(("order", self.order.compute()))
+        self.log("at the end", self.order.compute().mean())
+        self.order.reset()
+
+    on_test_epoch_end = on_validation_epoch_end
+
+
+class Fails(Evaluated):
+    fails_at = 3
+
+
+def several() -> Any:
+    """Loaders of different lengths, one of them a stream."""
+    return [loader(11, batch_size=2), DataLoader(Stream(7), batch_size=3), loader(1)]
+
+
+def one() -> Any:
+    return loader(13, batch_size=2)
+
+
+def training() -> Any:
+    return loader(26, batch_size=2)
+
+
+def stream() -> Any:
+    return DataLoader(Stream(9), batch_size=2)
+
+
+def evaluate(devices: int, kind: str, loaders: Any, make: Any = Evaluated, error: Any = None, **options: Any) -> Any:
+    """Evaluate twice with one trainer; what hooks have found, what was logged and returned."""
+    torch.manual_seed(1)
+    module, memory = make(), MemoryLogger()
+    module.calls = []
+    strategy = "auto" if devices == PLAIN else ours()
+    options = {"callbacks": [Recorder(module.calls)], "logger": memory} | options
+    trainer = trainer_of(strategy, devices=max(devices, 1), **options)
+    given = {} if kind == "predict" else {"verbose": False}
+    returned: list[Any] = []
+    with quiet():
+        if error is not None:
+            with pytest.raises(error):
+                getattr(trainer, kind)(module, loaders(), **given)
+            return without_attributes(Record(module.calls)), memory.lines
+        returned = [kept(getattr(trainer, kind)(module, loaders(), **given)) for _ in range(2)]
+    left = kept(module.state_dict()), kept(trainer.callback_metrics), module.seen, module.index
+    return module.calls, memory.lines, returned, module.moved, left
+
+
+@DEVICES
+@pytest.mark.parametrize("loaders", [one, stream, several])
+@KINDS
+def test_evaluation(devices: int, kind: str, loaders: Any) -> None:
+    """Hooks in order, with what each batch's step has left; logs; outputs and predictions in order."""
+    plain = evaluate(PLAIN, kind, loaders)
+    assert_equal(plain, evaluate(devices, kind, loaders))
+    assert any(name == f"on_{kind.replace('validate', 'validation')}_batch_end" for name, *_ in plain[0])
+
+
+@DEVICES
+@pytest.mark.parametrize("limit", [1, 2, 5])
+@KINDS
+def test_limited(devices: int, kind: str, limit: int) -> None:
+    """No more batches are evaluated than Lightning asks for."""
+    options = {f"limit_{'val' if kind == 'validate' else kind}_batches": limit}
+    assert_equal(evaluate(PLAIN, kind, several, **options)[:3], evaluate(devices, kind, several, **options)[:3])
+
+
+@DEVICES
+@KINDS
+def test_exception_in_a_later_batch(devices: int, kind: str) -> None:
+    """It is raised when Lightning comes to that batch; all before it is as always."""
+    plain, other = (evaluate(d, kind, one, make=Fails, error=ZeroDivisionError) for d in (PLAIN, devices))
+    assert_equal(plain, other)
+
+
+@DEVICES
+@pytest.mark.parametrize("interval", [1, 6, 13])
+def test_evaluation_inside_fit(devices: int, interval: int) -> None:
+    """Validation finds the weights and running averages of its place in training, and leaves the module as it was."""
+    script = {
+        "make": Evaluated,
+        "loader": training,
+        "val": several,
+        "accumulate_grad_batches": 4,
+        "max_epochs": 2,
+        "val_check_interval": interval,
+        "num_sanity_val_steps": 1,
+    }
+    plain, other = train(PLAIN, **script), train(devices, **script)  # type: ignore[arg-type]
+    assert_equal(plain.calls, other.calls, "calls")
+    assert_equal(plain.lines, other.lines, "logged")
+    assert_equal(plain.final, other.final, "final")
+
+
+@DEVICES
+def test_exception_inside_fit(devices: int) -> None:
+    """Training ends with the weights of the validation's place."""
+    script = {"val": one, "accumulate_grad_batches": 4, "val_check_interval": 6, "error": ZeroDivisionError}
+    plain, other = (train(d, Fails, training, **script) for d in (PLAIN, devices))
+    assert_equal(without_attributes(plain), without_attributes(other), "calls")
+    assert_equal(plain.final["weights"], other.final["weights"], "weights")
+
+
+class NoneAtTimes(Evaluated):
+    """Returns nothing for some batches, and a tensor for others."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        found = super().validation_step(batch, batch_idx, dataloader_idx)
+        return None if batch_idx % 2 else found["loss"]
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return None if batch_idx % 2 else self(batch[0])
+
+
+@DEVICES
+@KINDS
+def test_outputs_of_any_kind(devices: int, kind: str) -> None:
+    assert_equal(evaluate(PLAIN, kind, one, make=NoneAtTimes), evaluate(devices, kind, one, make=NoneAtTimes))
+
+
+class StatefulLayer(nn.Module):
+    """Changes an attribute in each call, in evaluation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.count = Block(norm=False), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.block(x) * self.count
+
+
+class Counting(Evaluated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(StatefulLayer(), StatefulLayer()).double()
+
+
+@DEVICES
+@KINDS
+def test_state_in_evaluation(devices: int, kind: str) -> None:
+    """Batches that are in flight together call a layer one after another."""
+    assert_equal(evaluate(PLAIN, kind, one, make=Counting), evaluate(devices, kind, one, make=Counting))
+
+
+class Reading(Stream):
+    """Notes how far it has been read."""
+
+    furthest = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for i, item in enumerate(rows(40)):
+            Reading.furthest = max(Reading.furthest, i + 1)
+            yield item
+
+
+@DEVICES
+def test_looking_ahead_is_bounded(devices: int) -> None:
+    """A few batches for each device are read before Lightning asks for them, of a long stream, too."""
+    ahead: list[int] = []
+
+    class Watches(Evaluated):
+        def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            ahead.append(Reading.furthest - batch_idx)
+
+    Reading.furthest = 0
+    train(devices, Watches, training, val=lambda: DataLoader(Reading(40), batch_size=1), limit_train_batches=1)
+    assert len(ahead) == 40
+    assert max(ahead) <= 2 * max(devices, 1) + 2
+
+
+@DEVICES
+def test_validation_after_training(devices: int) -> None:
+    """``validate`` with the trained module finds its last weights."""
+
+    def trained(number: int) -> Any:
+        record = train(number, Evaluated, training, val=validation, accumulate_grad_batches=4)
+        with quiet():
+            return kept(record.trainer.validate(record.module, one(), verbose=False))
+
+    assert_equal(trained(PLAIN), trained(devices))
