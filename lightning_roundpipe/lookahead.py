@@ -17,7 +17,8 @@ These names of Lightning are private: ``_PrefetchDataFetcher``, ``_data_fetcher`
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
@@ -51,10 +52,12 @@ class LookAhead(_PrefetchDataFetcher):
     Attributes:
         taken: batches that the loop has not received.
         position: the state of stateful loaders after the last batch that the loop has received; None before the first.
+        error: what fetching the batch behind ``taken`` has raised. The loop gets it when it comes to that batch.
     """
 
     taken: deque[_Entry]
     position: list[dict[str, Any]] | None
+    error: Exception | None = None
     _exhausted: bool
 
     @property
@@ -66,18 +69,31 @@ class LookAhead(_PrefetchDataFetcher):
     def done(self, value: bool) -> None:
         self._exhausted = value
 
-    def take(self, trainer: Trainer, number: int) -> Iterator[tuple[Any, int, int]]:
-        """Yield the next ``number`` batches, or as many as there are, with their index and that of their loader [1]."""
+    def take(
+        self, trainer: Trainer, number: int, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> Iterator[tuple[Any, int, int]]:
+        """Yield the next ``number`` batches, or as many as there are, with their index and that of their loader [1].
+
+        Args:
+            trainer: the trainer.
+            number: of batches.
+            around: context of the transfer hooks.
+        """
         for i in range(number):
             if i == len(self.taken):
-                if self._exhausted:
+                if self._exhausted or self.error is not None:
                     return
                 try:
                     batch, index, loader = super().__next__()
+                    position = CombinedLoader._state_dicts(self.combined_loader)
+                    with around():
+                        batch = TakenBatch(_transferred(trainer, batch, loader))
                 except StopIteration:
                     return
-                position = CombinedLoader._state_dicts(self.combined_loader)
-                self.taken.append(_Entry((TakenBatch(_transferred(trainer, batch, loader)), index, loader), position))
+                except Exception as error:
+                    self.error = error
+                    return
+                self.taken.append(_Entry((batch, index, loader), position))
             batch, index, loader = self.taken[i].item
             yield batch.batch, index, loader
 
@@ -86,6 +102,9 @@ class LookAhead(_PrefetchDataFetcher):
         if self.taken:
             item, self.position = self.taken.popleft()
             return item
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
         item = super().__next__()
         self.position = CombinedLoader._state_dicts(self.combined_loader)
         return item
@@ -93,7 +112,7 @@ class LookAhead(_PrefetchDataFetcher):
     @override
     def reset(self) -> None:
         super().reset()
-        self.taken, self.position = deque(), None
+        self.taken, self.position, self.error = deque(), None, None
 
 
 def _transferred(trainer: Trainer, batch: Any, loader: int) -> Any:

@@ -33,6 +33,7 @@ from lightning_roundpipe.announcements import Announcements, changed_settings, n
 from lightning_roundpipe.checkpoint_io import WholeCheckpointIO
 from lightning_roundpipe.config import Emulation, Options, RoundPipeError, refuse_unscaled
 from lightning_roundpipe.devices import make_devices
+from lightning_roundpipe.evaluation_window import EvaluationWindow
 from lightning_roundpipe.lookahead import TakenBatch, TransferOnce
 from lightning_roundpipe.machines.file_tensors import FileTensors
 from lightning_roundpipe.messages import PREFIX, plural, warn
@@ -212,6 +213,7 @@ class RoundPipeStrategy(SeveralMachines):
             refuse_plan(text, round_microbatches)
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._engine: Engine | None = None
+        self._evaluation: EvaluationWindow | None = None
         self._last_report = Report()
         self._announcements: Announcements | None = None
         self._seed = 0
@@ -301,6 +303,8 @@ class RoundPipeStrategy(SeveralMachines):
         with interrupts_deferred(), remedied():
             self._start_engine(module, fitting=fitting)
         assert self._engine is not None
+        self._evaluation = EvaluationWindow(module, self._engine, self.options)
+        TransferOnce.install(module)
         self._quieten = tell_of_all_workers(
             trainer, str(self.precision_plugin.precision), self._engine.worker_pool.devices
         )
@@ -317,7 +321,6 @@ class RoundPipeStrategy(SeveralMachines):
             if not again:
                 self._announcements.log_settings()
         self._window = None
-        TransferOnce.install(module)
         self.setup_precision_plugin()
 
     def _shared_settings(self) -> dict[str, Any]:
@@ -441,11 +444,14 @@ class RoundPipeStrategy(SeveralMachines):
         if stepping is not None:
             stepping.close()
         engine, self._engine = self._engine, None
+        window, self._evaluation = self._evaluation, None
+        if self.lightning_module is not None:
+            TransferOnce.remove(self.lightning_module)
         if engine is not None:
+            if window is not None:
+                window.end()
             self._quieten()
             self._window = None
-            if self.lightning_module is not None:
-                TransferOnce.remove(self.lightning_module)
             try:
                 with contextlib.suppress(torch.AcceleratorError):  # a GPU that has failed; closing it raises the error
                     self._last_report = _report_of(engine, announcements) or self._last_report
@@ -525,9 +531,8 @@ class RoundPipeStrategy(SeveralMachines):
         if self._engine is None:  # as in training_step
             return getattr(super(), step)(*args, **kwargs)
         self._attach()
-        module, engine = self._running()
-        with context():
-            return engine.evaluate(getattr(module, step), *args, **kwargs)
+        assert self._evaluation is not None and not kwargs, "Lightning passes the arguments of steps by position"
+        return self._evaluation.step(step, context, args)
 
     def _running(self) -> tuple[LightningModule, Engine]:
         assert self.lightning_module is not None and self._engine is not None, "a step before setup()"
@@ -582,6 +587,7 @@ class RoundPipeStrategy(SeveralMachines):
         """Drop what a run has started: threads, devices, and the objects that use them."""
         return vars(self) | {
             "_engine": None,
+            "_evaluation": None,
             "_stepping": None,
             "_announcements": None,
             "_window": None,

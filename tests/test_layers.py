@@ -40,7 +40,7 @@ LAYERS: list[set[str]] = [
         "page_style",
         "lookahead",
     },
-    {"windows", "stepping", "announcements", "step_monitor", "page"},
+    {"windows", "evaluation_window", "stepping", "announcements", "step_monitor", "page"},
     {"strategy"},
     {"pytorch_lightning"},
     {

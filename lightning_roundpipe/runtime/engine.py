@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.grad_buffers import GradientMemory, Reduction
 from lightning_roundpipe.runtime.memory.host_model import HostModel
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation
+from lightning_roundpipe.runtime.modes.evaluation_pipeline import EvaluationPipeline
 from lightning_roundpipe.runtime.modes.manual import ManualStep
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExchange
@@ -44,6 +45,7 @@ from lightning_roundpipe.runtime.profile.autocast_weights import is_surprised, i
 from lightning_roundpipe.runtime.profile.first_batch import Planner, counter_of
 from lightning_roundpipe.runtime.report import Report, report_of
 from lightning_roundpipe.runtime.reporting.alloc_retries import Retries
+from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.reporting.hints import Hints
 from lightning_roundpipe.runtime.threads.sync import UserLock
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
@@ -173,7 +175,9 @@ class Engine:
         )
         self._gradients = self.context.gradients
         self._interceptors = layers = [Interceptor(x) for x in model.layers]
-        self._forwards = {layer.index: stand_in.run for layer, stand_in in zip(model.layers, layers, strict=True)}
+        self.evaluations = EvaluationPipeline(
+            self.context, layers, lambda: self._metrics.bring_to_host(), self._count_uploads
+        )
         self._planner = Planner(self.context, lambda: self.windows_left())
         self._metrics = HostMetrics(module if self.worker_pool.accelerator is not None else nn.Module())
         try:
@@ -440,10 +444,13 @@ class Engine:
             self.updates.leave(step.cancel_scope)
         if not failed:
             self._gradients.give_back()
-            self.weights_uploaded += sum(step.spec.recorder.nbytes(("upload_weights",), len(self.worker_pool.workers)))
+            self._count_uploads(step.spec.recorder)
             self._retries.after_step(step.plan, step.retries)
             self._report = report_of(step, self._retries.last, self.weights_uploaded)
         step.release()
+
+    def _count_uploads(self, recorder: Recorder) -> None:
+        self.weights_uploaded += sum(recorder.nbytes(("upload_weights",), len(self.worker_pool.workers)))
 
     def _follow_caller(self) -> None:
         for device in self.worker_pool.devices:
@@ -520,22 +527,22 @@ class Engine:
 
     @interrupts_deferred()
     @remedied()
-    def evaluate(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``function(*args, **kwargs)``, a validation, test or predict step: forward only.
+    def evaluate(self, function: Callable[..., Any], *args: Any, kind: Hashable = ()) -> Any:
+        """Run ``function(*args)``, a validation, test or predict step of one batch, alone and forward only.
+
+        Args:
+            function: the step.
+            args: its arguments.
+            kind: under which `evaluations` will know the step's calls; empty if it need not.
 
         Returns:
             What ``function`` returned.
         """
-        self.worker_pool.refuse_broken()
-        self._drain()
-        if self.updates is not None:
-            self.updates.settle(within_batch=self.within_window())
-        self._sync_weights(newest=True)
-        self._follow_caller()
-        evaluation = Evaluation(self.context, self._forwards)
+        self._prepare_evaluation()
+        evaluation = Evaluation(self.context, self.evaluations.forwards)
         try:
-            with intercepted(self._interceptors), self.worker_pool.devices[0].step_settings():
-                output = evaluation.run(function, args, kwargs)
+            with self.evaluations.alone(evaluation, kind):
+                output = evaluation.run(function, args, {})
             self.model.buffers.settle()
             self.model.buffers.take_history()
             self._metrics.bring_to_host()
@@ -544,7 +551,23 @@ class Engine:
             self._gradients.drop()  # downloads into them may have been aborted
             raise
         finally:
-            self.weights_uploaded += sum(evaluation.recorder.nbytes(("upload_weights",), len(self.worker_pool.workers)))
+            self._count_uploads(evaluation.recorder)
+
+    @interrupts_deferred()
+    @remedied()
+    def begin_evaluations(self, kind: Hashable, in_flight: int) -> None:
+        """Let `evaluations` run several batches of ``kind`` at a time."""
+        self._prepare_evaluation()
+        self.evaluations.begin(kind, in_flight)
+
+    def _prepare_evaluation(self) -> None:
+        self.evaluations.end()
+        self.worker_pool.refuse_broken()
+        self._drain()
+        if self.updates is not None:
+            self.updates.settle(within_batch=self.within_window())
+        self._sync_weights(newest=True)
+        self._follow_caller()
 
     def _run(self, step: Step, functions: Sequence[Callable[[], Any]]) -> None:
         learned, randomness = self.learned, self.learned.randomness
@@ -556,6 +579,7 @@ class Engine:
             step.run_one_by_one(functions)
 
     def _begin(self) -> None:
+        self.evaluations.end()
         self.worker_pool.refuse_broken()
         tiles_came = self.tiles is not None and self.tiles.came
         if (now := self.model.trainable()) != self._trainable or is_surprised(self.model.layers) or tiles_came:
@@ -623,6 +647,7 @@ class Engine:
             if self.updates is not None:
                 rest.callback(self.updates.close)
             rest.callback(self._drain)
+            rest.callback(self.evaluations.end)
 
 
 def _exchange_of(peers: Peers, model: HostModel, options: Options) -> GradientExchange:

@@ -253,7 +253,11 @@ class Slot:
     def wait_for_predecessor(self, cancel_scope: CancelScope) -> None:
         """Wait until the downloads of the predecessor's sums have been enqueued, as it is closed [3]."""
         if self.predecessor is not None:
-            self.predecessor._wait_until_sent(None, cancel_scope)
+            self.predecessor.wait_until_closed(cancel_scope)
+
+    def wait_until_closed(self, cancel_scope: CancelScope) -> None:
+        """Wait until the slot is closed. At most one thread waits at a time."""
+        self._wait_until_sent(None, cancel_scope)
 
     def sent(self, sums: HostGradSums) -> None:
         """Note that the slot's download to ``sums`` has begun, and that the next slot's may follow it, part by part."""

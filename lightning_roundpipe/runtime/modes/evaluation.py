@@ -1,8 +1,8 @@
-"""Forward only: validation, test and predict.
+"""Forward only: one batch of validation, test or prediction, alone.
 
-The user's step runs once, on the calling thread, on the whole batch. Each layer call runs on a worker and saves nothing
-for a backward. A layer always runs on the same worker, so a key-value cache stays on the device that uses it. Calls may
-come in any order (`generate`, beam search).
+The user's step runs once, on the calling thread. Each layer call runs on a worker and saves nothing for a backward. A
+layer always runs on the same worker, so a key-value cache stays on the device that uses it. Calls may come in any order
+(`generate`, beam search). Batches whose calls are known run several at once (`evaluation_pipeline`).
 
     layer call ── uses the slot that was prefetched, if the prediction was right ── [1]
                ── prefetches the weights of the predicted next layer to that layer's worker ── [2]
@@ -41,12 +41,13 @@ from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.core.worker_pool import WatchedCancelScope
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
-from lightning_roundpipe.runtime.layer_calls.arguments import flatten, flatten_call
+from lightning_roundpipe.runtime.layer_calls.arguments import flatten, flatten_call, is_cache
 from lightning_roundpipe.runtime.layer_calls.shared_memory import SharedOutputs
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.evaluation_user_code import EvaluationUserCode
 from lightning_roundpipe.runtime.reporting.events import Recorder
+from lightning_roundpipe.runtime.threads.sync import CancelScope
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 
@@ -63,37 +64,47 @@ class Evaluation:
     Args:
         engine: the context that outlives the batch.
         forwards: the layers' own forwards, by index; None if no call is to run in place.
+        cancel_scope: carries its errors; by default a new one.
+        index: number of the batch among those in flight.
+        recorder: records calls and copies; by default a new one.
+
+    Attributes:
+        called: the layers that it has called, in order.
+        alone: whether it has done what only a batch alone may do: written to weights, wanted gradients, or called a
+            layer again with a key-value cache.
+        in_place: whether a layer call has run in place.
+        follows_writes: whether user code may write to weights between calls, so that each call refreshes its working
+            copies.
+        device: the device of the last layer call; None before the first one.
     """
 
-    def __init__(self, engine: EngineContext, forwards: Mapping[int, Callable[..., Any]] | None = None) -> None:
-        self._forwards = forwards
-        self.in_place = False
-        """Whether a layer call has run in place."""
-        self._engine = engine
+    def __init__(
+        self, engine: EngineContext, forwards: Mapping[int, Callable[..., Any]] | None = None,
+        cancel_scope: CancelScope | None = None, index: int = 0, recorder: Recorder | None = None,
+    ) -> None:  # fmt: skip
+        self._engine, self._forwards, self.index = engine, forwards, index
+        self.called: list[HostLayer] = []
+        self.alone = self.in_place = self.follows_writes = False
+        self.device: Device | None = None
         self._order, self._profiles = engine.learned.order, engine.learned.profiles
         self._ahead = bool(engine.options.prefetch)
-        self.follows_writes = False
-        """Whether user code may write to weights between calls, so that each call refreshes its working copies."""
         self._foreseen: Slot | None = None
         self._cancelled_uploads: set[Worker] = set()
         """Workers with uploads that no call has waited for."""
-        self._cancel_scope = WatchedCancelScope(engine.worker_pool)
-        self.recorder = Recorder()
-        self._activations = ActivationStore(-1, self.recorder, engine.worker_pool.staging)
-        self.device: Device | None = None
-        """The device of the last layer call; None before the first one."""
+        self._cancel_scope = cancel_scope or WatchedCancelScope(engine.worker_pool)
+        self.recorder = recorder or Recorder()
+        self._activations = ActivationStore(index, self.recorder, engine.worker_pool.staging)
         self._user_code = contextlib.ExitStack()
-        self.calls = 0
-        """The number of layer calls so far."""
         self._slot: Slot | None = None
         self.surroundings = Surroundings()
-        self._mode: UserCodeMode = EvaluationUserCode(engine, self._stay_behind)
+        self._mode: UserCodeMode = EvaluationUserCode(engine, self._stay_behind, self._aside)
         self._executors = engine.executors
         self._watched = SharedOutputs()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``function(*args, **kwargs)``, with its layer calls on the workers."""
         output: Any = None
+        scope = self._cancel_scope
         self._order.begin()
         try:
             with calling(self), self._mode, self._user_code, noted(self._place), interrupts_allowed():
@@ -102,26 +113,32 @@ class Evaluation:
                 self._foresee()
                 output = function(*args, **kwargs)
                 self._watched.assert_unmodified()
-            self.drop_foreseen()
-            for worker in self._cancelled_uploads:  # the caller may write to weights next, which uploads still read
-                worker.run(worker.device.weights_up.synchronize, self._cancel_scope)
+            self._finish_uploads()
         except BaseException as error:
-            self._cancel_scope.fail(error)
-        worker_pool = self._engine.worker_pool
-        worker_pool.rest(self._cancel_scope, given_up=self._cancel_scope.given_up)
+            scope.fail(error)
+        given_up = isinstance(scope, WatchedCancelScope) and scope.given_up
+        self._engine.worker_pool.rest(scope, given_up=given_up)
         self._activations.move_to(None)
-        for bucket in self._engine.model.buckets if self.follows_writes else ():
-            bucket.refresh()  # user code may have restored the weights that it swapped
-        self._cancel_scope.raise_error()
+        self._follow_writes()
+        scope.raise_error()
         return output
 
+    def _finish_uploads(self) -> None:
+        """Wait for uploads that no call has waited for: the caller may write to weights next."""
+        self.drop_foreseen()
+        for worker in self._cancelled_uploads:
+            worker.run(worker.device.weights_up.synchronize, self._cancel_scope)
+
+    def _follow_writes(self) -> None:
+        for bucket in self._engine.model.buckets if self.follows_writes else ():
+            bucket.refresh()  # user code may have restored the weights that it swapped
+
     def _place(self) -> FaultPlace:
-        return FaultPlace("the code between layers", "evaluation", 0, self._slot, self.device)
+        return FaultPlace("the code between layers", "evaluation", self.index, self._slot, self.device)
 
-    # -- calls of a model ---------------------------------------------------------------------------------------------
-
-    def locate(self, tensor: Tensor) -> Device | None:
-        return self._engine.worker_pool.locate(tensor, self.device)
+    def _aside(self, wait: Callable[[], Any]) -> Any:
+        """Call ``wait``, which waits for a device."""
+        return wait()
 
     def go_on(self, device: Device | None) -> None:
         """Run the following user code in the compute stream of ``device``, which made the newest tensors."""
@@ -129,8 +146,6 @@ class Evaluation:
             self._user_code.close()
             self._user_code.enter_context(device.activate())
             self.device = device
-
-    # -- calls of layers ----------------------------------------------------------------------------------------------
 
     def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
         """Return a copy on ``device`` of a parameter that the running layer uses and does not own."""
@@ -151,42 +166,60 @@ class Evaluation:
             engine = self._engine
             layer.assert_unmodified()
             self.surroundings.refuse(layer.name)
-            worker = self.worker_of(layer)
             state = layer.state.current()
             leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
+            if not self.alone and any(map(is_cache, leaves)) and layer in self.called:
+                self._be_alone()
             leaves = [self._mode.stand_in(leaf) for leaf in leaves]
+            slot, number = self._slot_for(layer)
+            worker = engine.worker_pool.workers[slot.worker]
             originals = list(leaves)
             for i, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor) and engine.worker_pool.locate(leaf, self.device) is not worker.device:
-                    leaves[i] = self._activations.save(leaf, engine.worker_pool.locate(leaf, self.device))
+                if isinstance(leaf, Tensor) and (home := self._locate(leaf)) is not worker.device:
+                    leaves[i] = self._activations.save(leaf, home)
             call = Call(
-                self.calls, layer, 0, spec, leaves, [False] * len(leaves), layer.trainable(),
+                number, layer, self.index, spec, leaves, [False] * len(leaves), layer.trainable(),
                 engine.thread_state(), state, None,
                 contextvars.copy_context(), originals, lender=self,
             )  # fmt: skip
             self._adapt(call)
-            self.calls += 1
+            self.called.append(layer)
             if self.follows_writes:
                 layer.bucket.refresh()
-            slot = self._slot_for(layer)
-            with noted(lambda: FaultPlace(layer.title, "evaluation", 0, slot, worker.device)):
-                worker.run(lambda: worker.open(slot), self._cancel_scope)
-                self._order.see(layer)
-                self._foresee()  # [2]
-                forward = worker.run(lambda: self._run_forward(slot, call, worker), self._cancel_scope)  # [3]
+            with noted(lambda: FaultPlace(layer.title, "evaluation", self.index, slot, worker.device)):
+                self._enter(slot, call)
+                forward = self._run_forward(slot, call, worker)
             self.go_on(worker.device)
             self._slot = slot
             self._activations.settle()
-            if self.calls % OFTEN == 0:
+            if len(self.called) % OFTEN == 0:
                 self._activations.forget_dead()
-            worker.post(lambda: worker.close_slot(slot), self._cancel_scope)
+            self._leave(slot, call)
             return self._hand_back(call, forward, args, kwargs)
+
+    def _locate(self, tensor: Tensor) -> Device | None:
+        return self._engine.worker_pool.locate(tensor, self.device)
+
+    def _enter(self, slot: Slot, call: Call) -> None:
+        """Open the slot of ``call``, and prefetch the weights of the call that is predicted to follow."""
+        worker = self._engine.worker_pool.workers[slot.worker]
+        worker.run(lambda: worker.open(slot), self._cancel_scope)
+        self._order.see(call.layer)
+        self._foresee()  # [2]
+
+    def _leave(self, slot: Slot, call: Call) -> None:
+        worker = self._engine.worker_pool.workers[slot.worker]
+        worker.post(lambda: worker.close_slot(slot), self._cancel_scope)
 
     def _run_forward(self, slot: Slot, call: Call, worker: Worker) -> Forward:
         """Run the call's forward on the worker's thread, which then waits for the upload [4]."""
-        forward = self._executors[worker.index].forward(slot, call, self._activations)
-        slot.uploaded[call.layer.index].wait()
-        return forward
+
+        def forward() -> Forward:
+            result = self._executors[worker.index].forward(slot, call, self._activations)
+            slot.uploaded[call.layer.index].wait()
+            return result
+
+        return worker.run(forward, self._cancel_scope)  # [3]
 
     def _runs_in_place(
         self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -200,8 +233,8 @@ class Evaluation:
         ):
             return None
         if not self.in_place:
-            self.in_place = True
             self._stay_behind()
+            self.in_place = True
         self._engine.model.buffers.settle()
         forward, accelerator = self._forwards[layer.index], self._engine.worker_pool.accelerator
         if accelerator is None:
@@ -235,14 +268,14 @@ class Evaluation:
             [0], recorder=self.recorder, cancel_scope=self._cancel_scope,
         )  # fmt: skip
 
-    def _slot_for(self, layer: HostLayer) -> Slot:
-        """Return the prefetched slot if it is that of ``layer``, else a new one [1]."""
-        foreseen = self._foreseen
+    def _slot_for(self, layer: HostLayer) -> tuple[Slot, int]:
+        """Return the prefetched slot if it is that of ``layer``, else a new one [1], and the number of the call."""
+        foreseen, number = self._foreseen, len(self.called)
         if foreseen is not None and foreseen.layers[0] is layer:
             self._foreseen = None
-            return foreseen
+            return foreseen, number
         self.drop_foreseen()
-        return self._new_slot(layer)
+        return self._new_slot(layer), number
 
     def _foresee(self) -> None:
         following = self._order.following() if self._ahead else None
@@ -260,8 +293,13 @@ class Evaluation:
         worker.post(lambda: worker.cancel(slot), self._cancel_scope)
         self._cancelled_uploads.add(worker)
 
+    def _be_alone(self) -> None:
+        """Note that the batch does what only a batch alone may do."""
+        self.alone = True
+
     def _stay_behind(self) -> None:
         """Stop prefetching for the rest of the batch: user code may write to weights without raising their versions."""
+        self._be_alone()
         # In a rehearsal with staleness 1, working copies may be what the step computes with, and no longer be masters'.
         self._ahead, self.follows_writes = False, not self._engine.model.lags
         self.drop_foreseen()

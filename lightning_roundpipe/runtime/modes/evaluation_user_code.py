@@ -13,7 +13,7 @@ from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode
 
 
 class EvaluationUserCode(UserCodeMode):
-    """Moves host tensors to the device of their operation's other operands, and watches for writes to masters.
+    """Moves host tensors to the device of their operation's other operands, and watches for writes to weights.
 
     Args:
         engine: the context of the engine.
@@ -43,8 +43,7 @@ class EvaluationUserCode(UserCodeMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        target = args[0] if args else None
+        target, name = args[0] if args else None, getattr(func, "__name__", "")
         writes = func == DATA or (IN_PLACE.fullmatch(name) and name != "requires_grad_")
         if writes and isinstance(target, nn.Parameter) and id(target) in self._all:
             self._touched()
