@@ -122,7 +122,7 @@ class Engine:
         with interrupts_allowed():  # copies all weights, and no thread has been started yet
             found = layers_that_fit(module, options, devices, formats, fitting=fitting)
             model = HostModel(module, found.layers, devices[0], formats, apart=bool(options.staleness))
-        self.model, self.learned = model, (learned := Learned(in_order=not options.overlap))
+        self.model, self.learned = model, (learned := Learned(module, in_order=not options.overlap))
         self._accumulators = Accumulators()
         self.updates: AsyncOptimizer | None = None
         """The optimizer's thread. None while gradients go to ``.grad`` and the caller runs the optimizer."""

@@ -217,6 +217,18 @@ class UserCodeSections:
         if not what.has(version):
             self.aside(lambda: what.wait(version, self._step.cancel_scope))
 
+    def glance(self, look: Callable[[], T]) -> T:
+        """Return ``look()``, which reads attributes of modules between two sections."""
+        self._take_lock()
+        try:
+            if self.kept is not None:
+                self.kept.enter()
+            return look()
+        finally:
+            if self.kept is not None:
+                self.kept.leave()
+            self._give_lock()
+
     def aside(self, wait: Callable[[], None]) -> None:
         """Call ``wait`` without the user-code lock if it may depend on user code of the step before.
 

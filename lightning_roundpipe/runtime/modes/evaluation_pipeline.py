@@ -311,7 +311,7 @@ class EvaluationPipeline:
         random_state, put_back = GlobalRandomState(self.engine.worker_pool.devices), PutBack()
         with self._intercepted(), put_back.observing():
             yield
-        if kind and evaluation.called and not evaluation.alone and not random_state.has_moved():
+        if kind != () and evaluation.called and not evaluation.alone and not random_state.has_moved():
             known = KnownStep(evaluation.called, [math.inf] * len(evaluation.called), put_back.places())
             known.see(evaluation.recorder)
             self._known[kind] = known

@@ -13,8 +13,8 @@ have ended, modules are as at the beginning of the step, and `ShownState` lets h
 batch has left; after the last one, modules have the last values.
 
 `nn.Module.__setattr__` and ``__delattr__`` tell of writes while a step of several microbatches runs; nothing is
-searched or compared. A tensor that is set again (``self.total += x``) was written in place: it is shared, and its value
-is kept for hooks. Lists, dicts and other containers that are changed in place are shared, too.
+searched or compared. A tensor that is set again (``self.total += x``) was written in place, and so is a buffer by a
+method such as ``add_``: it is shared, and its value is kept for hooks. Containers that are changed in place are shared.
 """
 
 from __future__ import annotations
@@ -94,15 +94,27 @@ def about_to_write(holder: Holder, name: str) -> None:
         observer.about_to_write(holder, name)
 
 
+def about_to_write_in_place(tensor: Tensor) -> None:
+    """Note that user code of a microbatch, if it runs on this thread, is about to write to a tensor."""
+    observer: MicrobatchModuleState | None = getattr(_thread, "observer", None)
+    if observer is not None and (place := observer.module_state.buffers.get(id(tensor))) is not None:
+        observer.about_to_write(*place, in_place=True)
+
+
 class ModuleStateIsolation:
     """The attributes of a model that microbatches set.
 
+    Args:
+        root: the model. The layers' own buffers are not written by user code.
+
     Attributes:
+        buffers: modules and names of the model's buffers, by their ids, at the beginning of the step.
         places: all that were seen; a later step begins with what earlier ones have shown.
         carried: those that a microbatch has left changed [2].
     """
 
-    def __init__(self) -> None:
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
         self.places: set[Place] = set()
         self.carried: set[Place] = set()
         self.begin()
@@ -117,6 +129,7 @@ class ModuleStateIsolation:
         self.start: dict[Place, _Held] = {}
         self.latest: dict[Place, _Held] = {}
         self.present: MicrobatchModuleState | None = None
+        self.buffers = {id(b): (m, name) for m in self._root.modules() for name, b in m._buffers.items()}
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
@@ -159,33 +172,35 @@ class MicrobatchModuleState:
         self.values: dict[Place, _Held] = {}
         self._found: dict[Place, Any] = {}
         """What places held before it wrote to them for the first time."""
-        self._section: dict[Place, tuple[Holder, Any]] = {}
-        """What the running section has written to, with the values before."""
+        self._section: dict[Place, _Held] = {}
+        """What the running section has written to, as it was before."""
 
     def enter(self) -> None:
         """Enter a section of user code."""
         self.module_state.show(self)
         _thread.observer = self
 
-    def about_to_write(self, holder: Holder, name: str) -> None:
-        """Note that the running section writes to an attribute."""
+    def about_to_write(self, holder: Holder, name: str, *, in_place: bool = False) -> None:
+        """Note that the running section writes to an attribute, or in place to the tensor that it holds."""
         place = id(holder), name
         if place not in self._section:
-            self._section[place] = holder, _read(holder, name)
+            value = _read(holder, name)
+            values = value.detach().clone() if in_place else None
+            self._section[place] = _Held(holder, value, values)
 
     def leave(self) -> None:
         """Leave the section. Attributes that it has put back itself are nobody else's business."""
         _thread.observer = None
         state, section, self._section = self.module_state, self._section, {}
-        for place, (holder, before) in section.items():
-            now = _read(holder, place[1])
-            in_place = isinstance(now, Tensor) and now is before
-            if _alike(now, before) and not in_place:
+        for place, before in section.items():
+            holder, now = before.holder, _read(before.holder, place[1])
+            in_place = isinstance(now, Tensor) and now is before.value
+            if _alike(now, before.value) and not in_place:
                 continue
             values = now.detach().clone() if in_place else None
             self.values[place] = held = _Held(holder, now, values)
-            self._found.setdefault(place, _Held(holder, before).seen(place[1]))
-            state.start.setdefault(place, _Held(holder, before))
+            self._found.setdefault(place, before.seen(place[1]))
+            state.start.setdefault(place, before)
             state.places.add(place)
             if in_place:
                 state.carried.add(place)
