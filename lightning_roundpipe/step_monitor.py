@@ -110,9 +110,7 @@ class RoundPipeMonitor(Callback):
         self._fetching = self._stepping = 0.0
         self._fetched_s = 0.0
         self._interval = _Interval()
-        self._finished = 0
-        """Steps of this run."""
-        self._running = _RunningStep()
+        self._running = _RunningStep(1)
         self._steps = 0
         self._plan: tuple[str, int] | None = None
         self._planned: PlannedStep | None = None
@@ -120,6 +118,11 @@ class RoundPipeMonitor(Callback):
         """The step of the last diagnosis."""
         self._times: deque[StepTimes] = deque(maxlen=50)
         self._reports: deque[Mapping[str, Any]] = deque(maxlen=SAMPLES)
+
+    @property
+    def _finished(self) -> int:
+        """Steps of this run."""
+        return self._running.number - 1
 
     # -- every batch [1] ----------------------------------------------------------------------------------------------
 
@@ -163,8 +166,8 @@ class RoundPipeMonitor(Callback):
         running.add(StepTimes(taken, fetched, updated), loss_in(outputs))
         if trainer.global_step == self._steps:
             return  # the window continues
-        self._running, self._finished = _RunningStep(), self._finished + 1
-        if running.whole and self._finished > FIRST:
+        self._running = _RunningStep(running.number + 1)
+        if running.whole and running.number > FIRST:
             self._times.append(running.times)
         self._sample(trainer)
         interval.steps += trainer.global_step - self._steps
@@ -280,12 +283,16 @@ class RoundPipeMonitor(Callback):
 class _RunningStep:
     """Sums over the batches of an accumulation window that have ended.
 
+    Args:
+        number: that of the step in the run, from 1 on.
+
     Attributes:
         whole: whether each batch is timed from the end of the one before it.
         losses: of the batches, as Lightning divides them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.times, self.whole = StepTimes(0.0, 0.0, 0.0), True
         self.losses: list[Tensor] = []
 
