@@ -178,7 +178,7 @@ class PipelinedBatch(Evaluation):
             self._engine.user_lock.release()
 
     def _wait_for_others(self, section: int) -> None:
-        """Wait until the batches before have left ``section``. Some may make no more calls, and those before them do."""
+        """Wait until the batches before have left ``section``; some make no more calls, and those before them do."""
         before = self._before
         while before is not None:
             with before._counting:
