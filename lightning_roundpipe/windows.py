@@ -105,7 +105,6 @@ class Window:
                     self._losses[batch] = result.gradients.loss(value, differentiable=differentiable)
                 else:  # a later batch has failed, and no optimizer step follows
                     self._losses[batch] = value.requires_grad_(differentiable)
-        self._shown = result.show(self._all) if result.show is not None else None
 
     def _step(self, microbatch: int) -> Any:
         output = self._functions[microbatch]()
@@ -128,8 +127,8 @@ class Window:
             assert result.error is not None
             self._batches = []
             raise result.error
-        if self._shown is not None:
-            self._shown.show(batch)
+        for microbatch in microbatches:
+            result.show(microbatch)
         runs = [result.microbatches[m] for m in microbatches]
         repeat_logs(self._trainer, [run.logs for run in runs], [run.weight for run in runs])
         self._trainer.should_stop |= self._stops[microbatches[-1]]

@@ -3,7 +3,7 @@
 A batch that runs alone shows which layers a step calls, how long they take, and which attributes of modules it leaves
 changed. Batches that are begun ahead then follow one another through stages of these calls:
 
-    begin ── start, start, ..., close_round ── each batch: user code ── layer call: its turn in a slot ── user code ── [1]
+    begin ── start, start, ..., close_round ── each batch: user code ── layer call: its turn in a slot ── ... ── [1]
     user code runs one batch at a time, and section by section in the order of batches; the last section, behind the
     last call, begins when the batch before has ended: metrics see batches in order ── [2]
     a call that the stages do not have ── the batch gives up its turns; when the batches before it have ended and the
@@ -45,11 +45,7 @@ from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.threads.sync import Cancelled, CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import Task
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, calling, intercepted
-from lightning_roundpipe.runtime.user_code.module_state import (
-    HooksModuleState,
-    MicrobatchModuleState,
-    ModuleStateIsolation,
-)
+from lightning_roundpipe.runtime.user_code.module_state import AttributeView, SharedAttributes, observed_writes
 from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState
 
 _FIRST = (-1,)
@@ -69,7 +65,7 @@ class KnownStep(NamedTuple):
 
     layers: list[HostLayer]
     seconds: list[float]
-    module_state: ModuleStateIsolation
+    module_state: SharedAttributes
 
     def see(self, recorder: Recorder) -> None:
         """Take over the times of calls, which have ended."""
@@ -111,7 +107,7 @@ class PipelinedBatch(Evaluation):
         self.ended = Waiter()
         self.output: Any = None
         self.error: BaseException | None = None
-        self.kept = MicrobatchModuleState(step.module_state)
+        self.kept = AttributeView(step.module_state)
         self._pipeline, self._step, self._turns, self._before = pipeline, step, round_.turns, before
         self._thread_state = self._engine.thread_state()
         self._left = self._has_lock = False
@@ -183,7 +179,7 @@ class PipelinedBatch(Evaluation):
             self._engine.user_lock.release()
 
     def _wait_for_others(self, section: int) -> None:
-        """Wait until the batches before have left ``section``. Some may make no more calls, and those before them do."""
+        """Wait until the batches before have left ``section``; some make no more calls, and those before them do."""
         before = self._before
         while before is not None:
             with before._counting:
@@ -305,7 +301,7 @@ class EvaluationPipeline:
         self._around = contextlib.ExitStack()
         self._has_lock = False
         self._starting = threading.Lock()
-        self.cancel_scope, self._hooks = CancelScope(), HooksModuleState(engine.learned.module_state)
+        self.cancel_scope, self._attributes = CancelScope(), engine.learned.module_state
         self._hook_streams = contextlib.ExitStack()
         self._rounds: list[_Round] = []
         self._tasks: list[Task[None]] = []
@@ -324,9 +320,9 @@ class EvaluationPipeline:
         """Context of a batch that runs alone. It shows what there is to know of ``kind``, unless that is empty."""
         self._known.pop(kind, None)
         random_state = GlobalRandomState(self.engine.worker_pool.devices)
-        module_state = ModuleStateIsolation(self.engine.model.module)
-        kept = MicrobatchModuleState(module_state)
-        with self._intercepted(), module_state.observed():
+        module_state = SharedAttributes(self.engine.model.module)
+        kept = AttributeView(module_state)
+        with self._intercepted(), observed_writes():
             kept.enter()
             try:
                 yield
@@ -349,12 +345,11 @@ class EvaluationPipeline:
         """Begin to run batches of ``kind``, at most ``in_flight`` at a time."""
         pool = self.engine.worker_pool
         self._kind, self._in_flight, self._count, self._shown = kind, in_flight, 0, 0
-        module_state, self.cancel_scope = self._known[kind].module_state, CancelScope(pool.abort)
-        module_state.begin()
-        self._hooks = HooksModuleState(module_state)
+        self._attributes, self.cancel_scope = self._known[kind].module_state, CancelScope(pool.abort)
+        self._attributes.begin()
         self._rounds, self._tasks, self._last = [], [], None
         self._around.enter_context(self._intercepted())
-        self._around.enter_context(module_state.observed())
+        self._around.enter_context(observed_writes())
         self.active = True
 
     @interrupts_deferred()
@@ -471,17 +466,17 @@ class EvaluationPipeline:
         finally:
             self.pause_hooks()
 
-    def _give_turn(self, batch: MicrobatchModuleState | None = None) -> None:
+    def _give_turn(self, batch: AttributeView | None = None) -> None:
         """Give the caller's hooks the user-code lock, a view of modules, and the streams that outputs are on."""
         with contextlib.suppress(Cancelled):  # the next `wait_for` raises the error
             self.engine.user_lock.acquire(_FIRST, _Caller(self.engine.worker_pool, self.cancel_scope))
             self._has_lock = True
         self._hook_streams.enter_context(self.engine.worker_pool.devices[0].activate())
-        self._hooks.come_to(batch)
+        self._attributes.come_to(batch)
 
     def pause_hooks(self) -> None:
         """Let batches run user code."""
-        self._hooks.leave()
+        self._attributes.hooks.leave()
         self._hook_streams.close()
         if self._has_lock:
             self._has_lock = False
@@ -520,8 +515,8 @@ class EvaluationPipeline:
                 queue.clear()
             self.engine.gradients.drop()  # downloads into them may have been aborted
         self._forget(math.inf)
-        self._hooks.come_to()
-        self._hooks.leave()
+        self._attributes.come_to()
+        self._attributes.hooks.leave()
         self._last, self._tasks = None, []
         self._around.close()
         if not scope.failed:
