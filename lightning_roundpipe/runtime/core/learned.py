@@ -10,7 +10,7 @@ from lightning_roundpipe.runtime.core.call import CallProfile
 from lightning_roundpipe.runtime.core.prediction import CallOrder
 from lightning_roundpipe.runtime.core.trace import Kind, Trace, TracedCall
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
-from lightning_roundpipe.runtime.user_code.module_state import ModuleStateIsolation
+from lightning_roundpipe.runtime.user_code.module_state import SharedAttributes
 from lightning_roundpipe.runtime.user_code.rng import Randomness
 
 MOST_LEARNED_AGAIN = 64
@@ -64,7 +64,7 @@ class Learned:
         self.offloads = False
         self.in_order = self._in_order
         self.profiles: dict[int, CallProfile | None] = {}
-        self.module_state = ModuleStateIsolation(self._module)
+        self.module_state = SharedAttributes(self._module)
         self.randomness = Randomness()
         self._walked: set[tuple[int, int]] = set()
 

@@ -22,7 +22,7 @@ from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.memory.version_waits import Versioned
 from lightning_roundpipe.runtime.threads.sync import Priority
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import user_of
-from lightning_roundpipe.runtime.user_code.module_state import MicrobatchModuleState, SegmentKey
+from lightning_roundpipe.runtime.user_code.module_state import AttributeView, SegmentKey
 from lightning_roundpipe.runtime.user_code.rng import Seed
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class UserCodeSections:
     """
 
     def __init__(self, engine: EngineContext, step: StepSpec, index: int, *, learning: bool, kind: str = "") -> None:
-        self.kept = MicrobatchModuleState(step.module_state) if step.several and not kind else None
+        self.kept = AttributeView(step.module_state) if step.several and not kind else None
         self._kind = kind
         self.read: set[ParamBucket] = set()
         self._engine, self._step = engine, step
