@@ -37,7 +37,7 @@ from lightning_roundpipe.runtime.user_code.graph_cuts import (
 )
 from lightning_roundpipe.runtime.user_code.host_to_device import HostToDeviceCopier
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE, touched_by
-from lightning_roundpipe.runtime.user_code.module_state import about_to_write
+from lightning_roundpipe.runtime.user_code.module_state import about_to_write, about_to_write_in_place
 from lightning_roundpipe.runtime.user_code.untraced import leave_untraced
 from lightning_roundpipe.runtime.user_code.waits import waits
 
@@ -201,6 +201,8 @@ class UserCodeMode(TorchFunctionMode):
             if func == DATA and self._train and id(args[0]) in self._masters:
                 return self._watched(args[0], result)
             return result
+        if self._train and args and isinstance(args[0], Tensor) and IN_PLACE.fullmatch(name):
+            about_to_write_in_place(args[0])
         if torch.is_inference_mode_enabled() and name not in _OF_THE_SHAPE:
             touched_by(name, args, kwargs)
         if self._train and name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
