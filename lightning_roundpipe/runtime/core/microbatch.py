@@ -132,7 +132,7 @@ class MicrobatchTask:
         self._prefetcher = ActivationPrefetcher(
             index, engine.worker_pool.workers, slots, self.activations, offloads=engine.learned.offloads
         )
-        self.repeated = RepeatedCalls(engine, step.spec, index, self, self.segments, self.activations)
+        self.repeated = RepeatedCalls(engine, step.spec, index, self.segments, self.activations)
         self.tape: list[RecordedCall] = []
         self.reached = 0
         self._off_trace = self.trace.has_skipped_calls
@@ -314,7 +314,7 @@ class MicrobatchTask:
     def _repeat(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer call in a backward of user code; see `repeated_calls`."""
         self._check_weights(layer)
-        output, _ = self.repeated.call(layer, args, kwargs, self._slot, self._watched)
+        output, _ = self.repeated.call(self, layer, args, kwargs, self._slot, self._watched)
         return output
 
     def add_gradient(self, master: nn.Parameter, grad: Tensor) -> None:
