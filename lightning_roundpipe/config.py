@@ -221,11 +221,6 @@ class Options:
                 f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} are both set, "
                 "and each decides the other: set only one of them."
             )
-        if not (is_whole(self.evaluation_batches) and self.evaluation_batches >= 1):
-            raise ValueError(
-                f"evaluation_batches={self.evaluation_batches!r} must be a whole number of at least 1: the batches in "
-                "flight per device in validation, test and prediction."
-            )
         self._check_layers()
         self._check_plan()
         if self.loss_weight not in (None, "targets", "sum") and not callable(self.loss_weight):

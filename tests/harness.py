@@ -3,8 +3,11 @@
 ``run`` trains with a given strategy and records, step by step, the loss that callbacks see, each parameter's gradient
 just before the optimizer takes it (a parameter without gradient stays ``None``), what reaches the loggers, and the
 weights at the end. ``assert_same`` compares two of these within rounding, ``assert_identical`` to the bit; both name
-what differs most. ``by_hand`` is a second opinion without Lightning and without the package: microbatches in a plain
-loop.
+what differs most.
+
+The oracle is plain Lightning: for windows the same script, for a batch that is cut the one whose loader gives the parts
+(``split``) with ``accumulate_grad_batches``. ``by_hand`` is the same without Lightning: parts one after another, which
+may weigh otherwise.
 
 How much of a difference is rounding depends on the model: a ReLU whose input is zero but for rounding passes a gradient
 on one processor and none on another. So what ``assert_same`` finds beyond its tolerance is compared with what plain
@@ -307,9 +310,9 @@ def by_hand(
     *,
     bf16: bool = False,
 ) -> Result:
-    """Train a copy of ``module`` in a plain loop that runs the microbatches of each batch one after another.
+    """Train a copy of ``module`` in a plain loop that runs the parts of each batch one after another.
 
-    ``weight`` says what a microbatch weighs; by default ``module.targets``, which gives the whole batch's mean.
+    ``weight`` says what a part weighs; by default ``module.targets``, which gives the whole batch's mean.
     ``bf16`` computes under autocast, as precision ``bf16-mixed`` does.
     """
     given, module = module, copy.deepcopy(module)

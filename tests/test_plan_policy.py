@@ -28,8 +28,7 @@ HARDWARE = Path(__file__).parent.parent / "conf" / "hardware"
 
 def trained(name: str, lora: bool = False, devices: int = 2, precision: str = "32-true", **options: Any) -> Result:
     entry, given = zoo.ENTRIES[name], module(name, lora)
-    weight = given.targets if entry.weighed else None
-    options = {"layers": entry.layers, "num_microbatches": 3, "plan": "static", "loss_weight": weight} | options
+    options = {"layers": entry.layers, "num_microbatches": 3, "plan": "static", "loss_weight": given.weighs} | options
     return run(ours(**options), given, zoo.make_batches(name), devices=devices, precision=precision)
 
 

@@ -1,4 +1,7 @@
-"""Runs of the zoo's models that several tests compare with, each made once in a session."""
+"""Runs of the zoo's models that several tests compare with, each made once in a session.
+
+With a ``window``, the loader gives the parts of the zoo's batches, and a window of Lightning's is all parts of one.
+"""
 
 from __future__ import annotations
 
@@ -16,38 +19,58 @@ def module(name: str, lora: bool) -> zoo.ZooModule:
     return zoo.make_module(name, lora)
 
 
+def batches(name: str, samples: int = 6, window: int = 1) -> list[zoo.Batch]:
+    """The zoo's batches, or their parts one after another."""
+    return [part for batch in zoo.make_batches(name, samples=samples) for part in harness.split(batch, window)]
+
+
 @functools.cache
-def plain(name: str, lora: bool, samples: int = 6, precision: str = "32-true") -> Result:
-    """Plain Lightning on whole batches."""
-    batches = zoo.make_batches(name, samples=samples)
-    return run("auto", module(name, lora), batches, precision=precision)
+def plain(name: str, lora: bool, samples: int = 6, precision: str = "32-true", window: int = 1) -> Result:
+    """Plain Lightning."""
+    given = batches(name, samples, window)
+    return run("auto", module(name, lora), given, precision=precision, accumulate_grad_batches=window)
 
 
 @functools.cache
 def one_after_another(name: str, lora: bool, microbatches: int, samples: int = 6) -> Result:
-    """A plain loop over the microbatches."""
+    """A plain loop over the parts of each batch, which weigh by their targets."""
     return harness.by_hand(module(name, lora), zoo.make_batches(name, samples=samples), microbatches)
 
 
 def expected(name: str, lora: bool, microbatches: int, samples: int = 6) -> Result:
-    """What the strategy must give: plain Lightning's result, unless several microbatches cannot be the whole batch."""
+    """What cutting each batch must give: plain Lightning's result, unless samples of a batch depend on each other."""
     if microbatches > 1 and zoo.ENTRIES[name].coupled:
         return one_after_another(name, lora, microbatches, samples)
     return plain(name, lora, samples)
 
 
-def train(name: str, lora: bool, devices: int, samples: int = 6, precision: str = "32-true", **options: Any) -> Result:
-    """Train with the strategy."""
-    batches = zoo.make_batches(name, samples=samples)
-    entry, given = zoo.ENTRIES[name], module(name, lora)
-    options = {"layers": entry.layers, "loss_weight": given.targets if entry.weighed else None} | options
-    return run(ours(**options), given, batches, devices=devices, precision=precision)
+def train(
+    name: str,
+    lora: bool,
+    devices: int,
+    samples: int = 6,
+    precision: str = "32-true",
+    window: int = 1,
+    **options: Any,
+) -> Result:
+    """Train with the strategy, on windows of parts or, with ``num_microbatches``, on batches that it cuts."""
+    given = module(name, lora)
+    weigh = None if window > 1 else given.weighs
+    strategy = ours(**{"layers": zoo.ENTRIES[name].layers, "loss_weight": weigh} | options)
+    return run(
+        strategy,
+        given,
+        batches(name, samples, window),
+        devices=devices,
+        precision=precision,
+        accumulate_grad_batches=window,
+    )
 
 
 @functools.cache
-def trained(name: str, lora: bool, devices: int, microbatches: int) -> Result:
+def trained(name: str, lora: bool, devices: int, window: int) -> Result:
     """The same with default options."""
-    return train(name, lora, devices, num_microbatches=microbatches)
+    return train(name, lora, devices, window=window)
 
 
 @functools.cache

@@ -22,7 +22,13 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 class ZooModule(pl.LightningModule):
-    """What the models of the zoo share: an ordinary LightningModule that logs with several reductions."""
+    """What the models of the zoo share: an ordinary LightningModule that logs with several reductions.
+
+    Attributes:
+        weighs: the option ``loss_weight`` with which the parts of a batch have the mean of the whole batch.
+    """
+
+    weighs: str | None = None
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -33,14 +39,14 @@ class ZooModule(pl.LightningModule):
         raise NotImplementedError  # each kind of model says what it is
 
     def targets(self, batch: Batch) -> int:
-        """How many targets the mean of the loss is over: what a microbatch weighs."""
+        """How many targets the mean of the loss is over: what a part of a batch weighs in it."""
         raise NotImplementedError  # each kind of model says what it is
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss, logits = self.loss_and_logits(batch)
+        loss, _ = self.loss_and_logits(batch)
         self.log("train/loss", loss, on_step=True, on_epoch=True)
-        self.log("train/targets", float(self.targets(batch)), on_step=True, on_epoch=True, reduce_fx="sum")
-        self.log_dict({"train/highest": logits.detach().max()}, reduce_fx="max")
+        self.log("train/sum", loss, on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log_dict({"train/highest": loss.detach()}, reduce_fx="max")
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -68,11 +74,15 @@ class HuggingFace(ZooModule):
 
 
 class CausalLM(HuggingFace):
+    weighs = "targets"
+
     def targets(self, batch: Batch) -> int:
         return int((batch["labels"][:, 1:] != -100).sum())
 
 
 class Seq2SeqLM(HuggingFace):
+    weighs = "targets"
+
     def targets(self, batch: Batch) -> int:
         return int((batch["labels"] != -100).sum())
 
@@ -96,6 +106,8 @@ class PlainClassifier(ZooModule):
 class PlainLM(ZooModule):
     """A plain PyTorch language model."""
 
+    weighs = "targets"
+
     def loss_and_logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self.model(batch["input_ids"])
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()), logits
@@ -106,6 +118,8 @@ class PlainLM(ZooModule):
 
 class PixelClassifier(ZooModule):
     """A class for every pixel."""
+
+    weighs = "targets"
 
     def loss_and_logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self.model(batch["x"])

@@ -144,7 +144,7 @@ CLIP = {
     | {"image_size": 8, "patch_size": 4},
     "projection_dim": 16,
 }
-hugging_face("clip", pair_batch, Contrastive, "CLIPModel", CLIP, coupled=True, weighed=True)
+hugging_face("clip", pair_batch, Contrastive, "CLIPModel", CLIP, coupled=True)
 
 
 # --------------------------------------------------------------------------------------------------------- torch's own

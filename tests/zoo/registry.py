@@ -25,9 +25,8 @@ class Entry:
 
     Attributes:
         lora: whether it has a variant with adapters.
-        coupled: what it computes for a sample depends on the others of its batch, so that several microbatches equal
-            the same microbatches run one after another, not the whole batch.
-        weighed: nothing announces this coupling, so that parts are refused unless the user says what they weigh.
+        coupled: what it computes for a sample depends on the others of its batch, so that parts of a batch equal the
+            same parts one after another, not the whole batch.
         layers: the strategy's option, for models whose layers are not found as the test wants them.
         other: compared in one run only.
     """
@@ -37,7 +36,6 @@ class Entry:
     module: type[ZooModule]
     lora: bool = False
     coupled: bool = False
-    weighed: bool = False
     layers: tuple[str, ...] | None = None
     other: bool = False
 

@@ -105,4 +105,4 @@ class LayerDrop(MLP):
         return self.head(h)
 
 
-entry("layer_drop", voting_batch, Voting, coupled=True, weighed=True)(LayerDrop)
+entry("layer_drop", voting_batch, Voting, coupled=True)(LayerDrop)

@@ -82,7 +82,6 @@ class RepeatedCalls:
         engine: the parts of the engine that outlive the step.
         step: the step that the microbatch belongs to.
         index: number of the microbatch.
-        microbatch: the microbatch.
         segments: its sections of user code.
         activations: its store of activations.
 
@@ -92,22 +91,27 @@ class RepeatedCalls:
     """
 
     def __init__(
-        self, engine: EngineContext, step: StepSpec, index: int, microbatch: Microbatch, segments: UserCodeSections,
+        self,
+        engine: EngineContext,
+        step: StepSpec,
+        index: int,
+        segments: UserCodeSections,
         activations: ActivationStore,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.made: list[MadeCall] = []
         self._engine, self._step, self._index = engine, step, index
-        self._microbatch, self.segments, self._activations = microbatch, segments, activations
+        self.segments, self._activations = segments, activations
         self._sections: dict[int, int] = {}
         """The numbers of sections by their derived seeds."""
 
     def call(
-        self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot | None,
-        watched: SharedOutputs,
+        self, microbatch: Microbatch, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any],
+        slot: Slot | None, watched: SharedOutputs,
     ) -> tuple[Any, Forward]:  # fmt: skip
         """Run a layer call in a backward of user code.
 
         Args:
+            microbatch: the microbatch.
             layer: the layer.
             args: its positional arguments.
             kwargs: its keyword arguments.
@@ -130,11 +134,11 @@ class RepeatedCalls:
         made = self.made[position] if position is not None else self._last_of(layer)
         state = layer.state.current()
         leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
-        leaves = self._microbatch.mode.stand_ins(leaves)
+        leaves = microbatch.mode.stand_ins(leaves)
         call = Call(
             _NOT_TRACED, layer, self._index, spec, [], [isinstance(x, Tensor) and x.requires_grad for x in leaves],
             layer.trainable(), self._engine.thread_state(), state, made.seed, contextvars.copy_context(), leaves,
-            graph=True, repeated=True, lender=self._microbatch,
+            graph=True, repeated=True, lender=microbatch,
         )  # fmt: skip
         worker, executor = self._worker_of(slot), self._engine.executors[slot.worker]
         call.leaves = self._placed(leaves, worker)
@@ -159,17 +163,19 @@ class RepeatedCalls:
                 side_outputs={key: len(tensors) for key, tensors in sides.items()},
             )  # fmt: skip
             homes = [self._home_of(t, worker) for t in tensors]
-            differentiate = functools.partial(self._differentiate, recorded, slot, homes)
+            differentiate = functools.partial(self._differentiate, microbatch, recorded, slot, homes)
             aliases = list(_apply(ANCHOR, differentiate, aliases, flags, *tensors))
         through = {key: tuple(t.requires_grad for t in tensors) for key, tensors in sides.items()}
         return deliver(call, result, aliases, through, args, kwargs, watched), result
 
     def _differentiate(
-        self, recorded: RecordedCall, slot: Slot, homes: list[Device | None], grads: Sequence[Tensor | None]
-    ) -> list[Tensor | None]:
+        self, microbatch: Microbatch, recorded: RecordedCall, slot: Slot, homes: list[Device | None],
+        grads: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:  # fmt: skip
         """Recompute a repeated call and run its backward, in the turn of the call [4].
 
         Args:
+            microbatch: the microbatch.
             recorded: the call.
             slot: the slot that it ran in.
             homes: the devices of its tensor arguments.
@@ -189,12 +195,12 @@ class RepeatedCalls:
 
         def backward() -> tuple[list[Tensor | None], dict[int, Tensor]]:
             with worker.weights_of(layer, slot), noted(lambda: self._place(layer, slot, "backward")):
-                return executor.repeated_backward(slot, recorded, self._activations, self._microbatch)
+                return executor.repeated_backward(slot, recorded, self._activations, microbatch)
 
         found, of_parameters = self._in_place(worker, backward, None)
         for position, grad in of_parameters.items():
             host = self._activations.transfer(grad, worker.device, None)
-            self._microbatch.add_gradient(layer.masters[position], host)
+            microbatch.add_gradient(layer.masters[position], host)
         return [
             None if g is None else self._activations.transfer(g, worker.device, home)
             for g, home in zip(found, homes, strict=True)

@@ -257,7 +257,7 @@ class ManualRun(MicrobatchTask):
             if (scale := self.engine.model.formats.scales.manual) != 1.0:
                 seed, self.mode.proxies.factor = seed_of(scale, self.engine.model.formats.low or loss.dtype)
                 gradient = filled_like(loss, seed) if gradient is None else gradient * seed
-            with self._noted(), driven_backward.of(loss):
+            with self._noted(), driven_backward.of(loss), torch._C._EnableTorchFunction(), self.mode:
                 torch.autograd.backward(loss, gradient, retain_graph=True)
             self._leave_user_code()
             self._walk_losses(retain=bool(retain_graph))

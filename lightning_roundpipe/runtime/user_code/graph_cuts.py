@@ -192,8 +192,9 @@ _apply_boundary: Any = super(torch.autograd.Function, _BoundaryFunction).apply
 def _refuse(graph_cut: GraphCut) -> NoReturn:
     raise RoundPipeError(
         f"a backward pass inside training_step reached {graph_cut.what}: gradients across layers (torch.autograd.grad, "
-        "loss.backward(), create_graph) are not supported. (Under manual optimization "
-        "self.manual_backward(loss) and loss.backward() are, and torch.autograd.backward is not.)"
+        "loss.backward(), create_graph) are not supported. For a loss in chunks, pass the weight of the last layer, "
+        "such as lm_head.weight, into the code that computes a chunk. Under manual optimization "
+        "self.manual_backward(loss) and loss.backward() are supported."
     )
 
 
@@ -346,7 +347,7 @@ class InputGradSink:
         """
         self.grads = [g if g is None else g.to(home) for g, home in zip(grads, self._homes, strict=True)]
         try:
-            with driven_backward.of(self.root), mode:
+            with driven_backward.of(self.root), torch._C._EnableTorchFunction(), mode:
                 torch.autograd.backward(self.root, retain_graph=True)
         finally:
             self.grads = ()
