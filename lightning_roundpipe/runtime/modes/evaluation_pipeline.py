@@ -85,6 +85,8 @@ class _Round(NamedTuple):
 class PipelinedBatch(Evaluation):
     """One of several batches in flight.
 
+    It has many collaborators because it replaces how `Evaluation` meets slots, the host and the batches beside it.
+
     Args:
         pipeline: the pipeline.
         index: its number.
@@ -276,6 +278,8 @@ class PipelinedBatch(Evaluation):
 
 class EvaluationPipeline:
     """Runs evaluation steps, as many at once as the caller starts. Lives as long as the engine.
+
+    It has many collaborators because it is to its batches what `Step` is to microbatches.
 
     Args:
         engine: the context of the engine.
