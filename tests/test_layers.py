@@ -38,6 +38,7 @@ LAYERS: list[set[str]] = [
         "timeline",
         "page_style",
         "lookahead",
+        "lookahead",
     },
     {"windows", "evaluation_window", "stepping", "announcements", "step_monitor", "page"},
     {"strategy"},

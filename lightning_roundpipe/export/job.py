@@ -26,7 +26,7 @@ from lightning_roundpipe.export.shards import write_shards
 from lightning_roundpipe.export.skeleton import Skeleton, once, skeleton_of
 from lightning_roundpipe.export.trained import CheckpointFile, Trained
 from lightning_roundpipe.export.weight_sources import Source, StateDict, WeightFiles
-from lightning_roundpipe.export.weights import Weights
+from lightning_roundpipe.export.exported_weights import Weights
 from lightning_roundpipe.messages import first_line, gib, plural
 
 Format = Literal["safetensors", "gguf"]

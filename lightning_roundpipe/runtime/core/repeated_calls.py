@@ -33,7 +33,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call, Forward
 from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
-from lightning_roundpipe.runtime.core.outputs import deliver
+from lightning_roundpipe.runtime.core.delivery import deliver
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
 from lightning_roundpipe.runtime.core.turns import Slot
@@ -77,6 +77,8 @@ class Microbatch(Lender, Protocol):
 
 class RepeatedCalls:
     """Runs the layer calls of one microbatch's user code in backward.
+
+    It has many collaborators because such a call is a small step of its own: a slot, a forward, a backward, a node.
 
     Args:
         engine: the parts of the engine that outlive the step.

@@ -35,7 +35,7 @@ from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.prediction import LayerCallPredictor
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
-from lightning_roundpipe.runtime.core.seeds import filled_like, seed_of
+from lightning_roundpipe.runtime.core.loss_seeds import filled_like, seed_of
 from lightning_roundpipe.runtime.core.slots_on_arrival import SlotsOnArrival
 from lightning_roundpipe.runtime.core.step import Step
 from lightning_roundpipe.runtime.core.trace import TracedCall
@@ -56,6 +56,8 @@ from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, derive
 
 class ManualStep(Step):
     """The step of one batch under manual optimization.
+
+    It has many collaborators because it makes the parts of a `Step` for a single microbatch.
 
     Args:
         engine: the context that outlives the step.
