@@ -96,7 +96,7 @@ def plan_and_costs(report: Mapping[str, Any]) -> tuple[Plan, Costs] | None:
         return None
     plan = Plan.parse(report["plan"])
     if [slot["phase"] for slot in report["slots"] if slot["round"] <= 0] != [stage.phase for stage in plan.stages()]:
-        return None  # microbatch_scope="model", whose calls have their own slots, or microbatches have left the plan
+        return None  # microbatches have left the plan
     return plan, Costs.from_dict(report["costs"])
 
 
@@ -387,9 +387,9 @@ class StepTimes:
     """What a step takes on the main thread, end to end; seconds.
 
     Args:
-        step_s: from the end of a batch to the end of the next one, without validation.
+        step_s: from the end of a step to the end of the next one, without validation.
         fetch_s: waiting for the data loader.
-        update_s: from the gradients to the end of the batch, which includes the optimizer's step if training waits for
+        update_s: from the gradients to the end of the step, which includes the optimizer's step if training waits for
             it.
     """
 
@@ -510,7 +510,7 @@ _HOOKS = Finding(
 )
 _OVERHEAD = Finding(
     "What every call of a layer takes beside its computation",
-    "Larger microbatches (microbatch_size=) make fewer calls, and so do larger layers (layers=).",
+    "Larger microbatches (batch_size= of the DataLoader) make fewer calls, and so do larger layers (layers=).",
 )
 
 
@@ -556,8 +556,8 @@ def _of_code(before: str, after: str) -> Finding:
         place = f"after layer {after!r}" if before else f"before layer {after!r}"
     return Finding(
         f"Code of the step that is in no layer, most of it {place},",
-        "Move it out of training_step, into the data loader or a layer; with fewer microbatches (num_microbatches=) it "
-        "runs less often.",
+        "Move it out of training_step, into the data loader or a layer; with fewer microbatches "
+        "(accumulate_grad_batches=) it runs less often.",
     )
 
 
@@ -568,7 +568,7 @@ def _of_imbalance(report: Mapping[str, Any]) -> Finding:
         "text": "Leave plan= out: the strategy makes an even plan from the measured times.",
         "static": "Set plan='measured': the plan is then made from times instead of shapes.",
         "measured": "Layers' times differ from those in the first batch: let the data loader begin with a usual one. "
-        "Larger microbatches (microbatch_size=) vary less.",
+        "Larger microbatches (batch_size= of the DataLoader) vary less.",
     }
     return Finding(what, remedy[report["plan_policy"]])
 

@@ -1,6 +1,7 @@
 """``RoundPipeMonitor``: how fast training is, beside what was planned, and one warning that names what slows it down.
 
     every batch ── times on the main thread: between two batches, in the data loader, in the optimizer's step ── [1]
+    the last batch of an accumulation window ── their sums are those of a step
     every n optimizer steps ── the strategy's report of the last finished step, its figures to all loggers ── [2]
     once, and again at some of [2] ── times and reports, compared with the plan (`diagnosis`) ── one warning ── [3]
 
@@ -35,11 +36,11 @@ from lightning_roundpipe.diagnosis import (
 from lightning_roundpipe.messages import PREFIX, warn
 
 FIRST = 2
-"""Batches before the first one that counts: the first is measured, and in the second one buffers are allocated."""
+"""Steps before the first one that counts: the first is measured, and in the second one buffers are allocated."""
 ENOUGH = 5
-"""Batches that a diagnosis needs."""
+"""Steps that a diagnosis needs."""
 AGAIN = 50
-"""Least number of batches between two diagnoses: each takes some milliseconds for each report."""
+"""Least number of steps between two diagnoses: each takes some milliseconds for each report."""
 SAMPLES = 3
 """Reports that a diagnosis is made from."""
 LEAST_S = 0.05
@@ -109,14 +110,19 @@ class RoundPipeMonitor(Callback):
         self._fetching = self._stepping = 0.0
         self._fetched_s = 0.0
         self._interval = _Interval()
-        self._batches = 0
+        self._running = _RunningStep(1)
         self._steps = 0
         self._plan: tuple[str, int] | None = None
         self._planned: PlannedStep | None = None
         self._diagnosed = 0
-        """The batch of the last diagnosis."""
+        """The step of the last diagnosis."""
         self._times: deque[StepTimes] = deque(maxlen=50)
         self._reports: deque[Mapping[str, Any]] = deque(maxlen=SAMPLES)
+
+    @property
+    def _finished(self) -> int:
+        """Steps of this run."""
+        return self._running.number - 1
 
     # -- every batch [1] ----------------------------------------------------------------------------------------------
 
@@ -139,7 +145,7 @@ class RoundPipeMonitor(Callback):
         self._time_the_loader(trainer)
         if self._mark is None:
             self._mark, self._fetched_s = time.perf_counter(), 0.0
-            self._interval.whole = False
+            self._running.whole = False
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -155,19 +161,20 @@ class RoundPipeMonitor(Callback):
             return
         taken, fetched, self._fetched_s = now - began, self._fetched_s, 0.0
         updated, self._stepping = now - self._stepping if self._stepping > began else 0.0, 0.0
-        interval, self._batches = self._interval, self._batches + 1
+        interval, running = self._interval, self._running
         interval.add(taken, fetched, batch)
-        if interval.whole and self._batches > FIRST:
-            self._times.append(StepTimes(taken, fetched, updated))
-        interval.whole = True
-        self._sample(trainer)
+        running.add(StepTimes(taken, fetched, updated), loss_in(outputs))
         if trainer.global_step == self._steps:
-            return  # gradients accumulate: the step continues
+            return  # the window continues
+        self._running = _RunningStep(running.number + 1)
+        if running.whole and running.number > FIRST:
+            self._times.append(running.times)
+        self._sample(trainer)
         interval.steps += trainer.global_step - self._steps
         self._steps = trainer.global_step
         every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and self._steps % every == 0:
-            self._log(trainer, outputs)
+            self._log(trainer, running.losses)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -198,7 +205,7 @@ class RoundPipeMonitor(Callback):
 
     # -- every n steps [2] --------------------------------------------------------------------------------------------
 
-    def _log(self, trainer: Trainer, outputs: Any) -> None:
+    def _log(self, trainer: Trainer, losses: Sequence[Tensor]) -> None:
         interval, self._interval = self._interval, _Interval()
         values = interval.values()
         values["host_gib"] = psutil.Process().memory_info().rss / _GIB
@@ -209,8 +216,8 @@ class RoundPipeMonitor(Callback):
             if self._planned is None:
                 self._planned = planned_step(report, _cores(trainer))
             if self._planned is not None:
-                values["planned_step_time_s"] = self._planned.seconds * interval.batches / interval.steps
-            if self._batches - self._diagnosed >= AGAIN:
+                values["planned_step_time_s"] = self._planned.seconds
+            if self._finished - self._diagnosed >= AGAIN:
                 self._diagnose(trainer)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
@@ -218,9 +225,11 @@ class RoundPipeMonitor(Callback):
         named = {f"roundpipe/{name}": value for name, value in values.items()}
         for logger in trainer.loggers:
             logger.log_metrics(named, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-        self._record(trainer, values, report, outputs)
+        self._record(trainer, values, report, losses)
 
-    def _record(self, trainer: Trainer, values: dict[str, float], report: Mapping[str, Any], outputs: Any) -> None:
+    def _record(
+        self, trainer: Trainer, values: dict[str, float], report: Mapping[str, Any], losses: Sequence[Tensor]
+    ) -> None:
         if self._records % self._stride == 0:
             peaks = [peak / _GIB for peak in report.get("peak_device_bytes", ())]
             elapsed = time.perf_counter() - self._began
@@ -228,7 +237,7 @@ class RoundPipeMonitor(Callback):
                 {
                     "step": trainer.global_step,
                     "elapsed_s": elapsed,
-                    "loss": loss_of(outputs),
+                    "loss": step_loss(losses, trainer.accumulate_grad_batches),
                     "device_gib": peaks,
                     **values,
                 }
@@ -241,11 +250,11 @@ class RoundPipeMonitor(Callback):
     # -- the diagnosis [3] --------------------------------------------------------------------------------------------
 
     def _sample(self, trainer: Trainer) -> None:
-        """Read the reports of the batches that the first diagnosis is made from."""
+        """Read the reports of the steps that the first diagnosis is made from."""
         last = FIRST + ENOUGH
-        if last - SAMPLES < self._batches <= last and _reports(trainer):
+        if last - SAMPLES < self._finished <= last and _reports(trainer):
             self._add(trainer.strategy.report())  # type: ignore[attr-defined]
-            if self._batches == last:
+            if self._finished == last:
                 self._diagnose(trainer)
 
     def _add(self, report: Mapping[str, Any]) -> None:
@@ -258,7 +267,7 @@ class RoundPipeMonitor(Callback):
     def _diagnose(self, trainer: Trainer) -> None:
         if len(self._times) < min(ENOUGH, SAMPLES) or not self._reports:
             return
-        self._diagnosed = self._batches
+        self._diagnosed = self._finished
         found = diagnose(list(self._reports), list(self._times)[-ENOUGH:], _cores(trainer))
         if found is None:
             return
@@ -271,19 +280,38 @@ class RoundPipeMonitor(Callback):
                 rank_zero_info(PREFIX + str(found))
 
 
+class _RunningStep:
+    """Sums over the batches of an accumulation window that have ended.
+
+    Args:
+        number: that of the step in the run, from 1 on.
+
+    Attributes:
+        whole: whether each batch is timed from the end of the one before it.
+        losses: of the batches, as Lightning divides them.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.times, self.whole = StepTimes(0.0, 0.0, 0.0), True
+        self.losses: list[Tensor] = []
+
+    def add(self, times: StepTimes, loss: Tensor | None) -> None:
+        had = self.times
+        self.times = StepTimes(had.step_s + times.step_s, had.fetch_s + times.fetch_s, had.update_s + times.update_s)
+        self.losses += [] if loss is None else [loss]
+
+
 class _Interval:
     """Sums since the last log."""
 
     def __init__(self) -> None:
         self.seconds = self.fetched_s = 0.0
-        self.batches = self.steps = self.tokens = self.samples = 0
-        self.whole = True
-        """Whether the running batch is timed from the end of the one before it."""
+        self.steps = self.tokens = self.samples = 0
 
     def add(self, taken: float, fetched: float, batch: Any) -> None:
         self.seconds += taken
         self.fetched_s += fetched
-        self.batches += 1
         self.tokens += count_tokens(batch)
         self.samples += count_samples(batch)
 
@@ -336,7 +364,12 @@ def _cores(trainer: Trainer) -> int | None:
     return concurrent_devices() if trainer.strategy.root_device.type == "cpu" else None
 
 
-def loss_of(outputs: Any) -> float | None:
+def loss_in(outputs: Any) -> Tensor | None:
     """Return the loss in what ``on_train_batch_end`` receives; None without one."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-    return float(loss.detach()) if isinstance(loss, Tensor) and loss.numel() == 1 else None
+    return loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+def step_loss(losses: Sequence[Tensor], accumulated: int) -> float | None:
+    """Return the mean loss of the batches of a window, each of which Lightning has divided by ``accumulated``."""
+    return accumulated * sum(map(float, losses)) / len(losses) if losses else None

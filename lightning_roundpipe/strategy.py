@@ -481,7 +481,8 @@ class RoundPipeStrategy(SeveralMachines):
         if module.automatic_optimization:
             if self._window is None or self._window.ended:
                 self._window = self._begin_window((*args, *kwargs.values()))
-            output = self._window.next()
+            with self.precision_plugin.train_step_context():  # logged numbers become tensors of its dtype
+                output = self._window.next()
             self._announcements.after()
         else:
             output = self._train_manually(args, kwargs)

@@ -74,8 +74,8 @@ class Window:
             parts += mine
             of_batch += [i] * len(mine)
         self.samples = [samples_in(part) for part in parts]
-        weight: Any = options.loss_weight or getattr(module, "loss_weight", None)
-        by = weight if isinstance(weight, str) or callable(weight) else None
+        own: Any = getattr(module, "loss_weight", None)
+        by = options.loss_weight or (own if callable(own) else None)
         given = given_weights(by, parts) if callable(by) else ()
         self._weights = LossWeights(by, self.samples, of_batch, self._accumulated, given)
         self._result = WindowResult()
@@ -105,7 +105,6 @@ class Window:
                     self._losses[batch] = result.gradients.loss(value, differentiable=differentiable)
                 else:  # a later batch has failed, and no optimizer step follows
                     self._losses[batch] = value.requires_grad_(differentiable)
-        self._shown = result.show(self._all) if result.show is not None else None
 
     def _step(self, microbatch: int) -> Any:
         output = self._functions[microbatch]()
@@ -128,13 +127,15 @@ class Window:
             assert result.error is not None
             self._batches = []
             raise result.error
-        if self._shown is not None:
-            self._shown.show(batch)
+        for microbatch in microbatches:
+            result.show(microbatch)
         runs = [result.microbatches[m] for m in microbatches]
         repeat_logs(self._trainer, [run.logs for run in runs], [run.weight for run in runs])
         self._trainer.should_stop |= self._stops[microbatches[-1]]
         output = joined([run.output for run in runs], [self.samples[m] for m in microbatches])
-        loss = self._losses.get(batch)
+        loss = self._losses.pop(batch, None)
+        if self.ended:
+            self._result = WindowResult()  # keeps nothing until the next window
         if loss is None:
             return output
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss

@@ -29,7 +29,7 @@ class Net(pl.LightningModule):
     """A stem, three blocks and a head, with code of its own between them."""
 
     def __init__(self, reentrant: bool | None, dropout: float = 0.0) -> None:
-        """``reentrant``: the kind of checkpoints; None: there are none. ``dropout`` is that of layers and other code."""
+        """``reentrant``: the kind of checkpoints; None: there are none. ``dropout`` is that of all code."""
         super().__init__()
         self.reentrant = reentrant
         self.stem = nn.Linear(8, zoo.WIDTH)

@@ -22,6 +22,7 @@ PACKAGE = ROOT / "lightning_roundpipe"
 LAYERS: list[set[str]] = [
     {"config", "messages", "extras"},
     {"devices", "planning", "model", "optim", "machines"},
+    {"batches"},
     {"runtime"},
     {
         "precision",
@@ -31,14 +32,14 @@ LAYERS: list[set[str]] = [
         "refusals",
         "hook_audit",
         "monitors",
-        "accumulation_checkpoint",
         "resuming",
         "diagnosis",
         "pictures",
         "timeline",
         "page_style",
+        "lookahead",
     },
-    {"stepping", "announcements", "step_monitor", "page"},
+    {"windows", "evaluation_window", "stepping", "announcements", "step_monitor", "page"},
     {"strategy"},
     {"pytorch_lightning"},
     {

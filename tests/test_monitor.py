@@ -152,7 +152,7 @@ SLOW: dict[str, tuple[Callable[[], dict[str, Any]], str, str, str]] = {
     ),
     "code of the step": (
         lambda: {"module": Slow(code_s=0.2), "strategy": ours(num_microbatches=4)},
-        "user code", "most of it between layers 'blocks.4' and 'blocks.5'", "num_microbatches=",
+        "user code", "most of it between layers 'blocks.4' and 'blocks.5'", "accumulate_grad_batches=",
     ),
     "hook": (
         lambda: {"module": Slow(), "strategy": ours(num_microbatches=4), "callbacks": [SlowHook()]},
@@ -218,6 +218,30 @@ class Tokens(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def test_an_accumulation_window_is_one_step() -> None:
+    """Times and losses are those of an optimizer step, not of its last batch."""
+
+    class Losses(pl.Callback):
+        roundpipe_looks_away = True
+
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append(float(outputs["loss"]))
+
+    monitor, losses = RoundPipeMonitor(every_n_steps=1), Losses()
+    batches = [{"input_ids": torch.randint(0, 64, (1, 8)), "labels": torch.randint(0, 64, (1, 8))} for _ in range(8)]
+    trainer = trainer_of(ours(), devices=2, callbacks=[monitor, losses], accumulate_grad_batches=4)
+    with quiet():
+        trainer.fit(Tokens(), loader(batches))
+    assert [record["step"] for record in monitor.history] == [1, 2]
+    assert [record["loss"] for record in monitor.history] == pytest.approx([sum(losses.seen[:4]), sum(losses.seen[4:])])
+    whole = sum(record["step_time_s"] for record in monitor.history)
+    assert whole <= monitor.history[-1]["elapsed_s"]
+    assert monitor.history[0]["tokens_per_s"] == pytest.approx(32 / monitor.history[0]["step_time_s"])
 
 
 NAMES = {

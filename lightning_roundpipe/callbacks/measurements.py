@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_roundpipe.callbacks.peak_host_memory import forget_peak, peak_bytes
-from lightning_roundpipe.step_monitor import count_tokens, loss_of
+from lightning_roundpipe.step_monitor import count_tokens, loss_in, step_loss
 
 
 class Measurements(Callback):
@@ -35,7 +36,7 @@ class Measurements(Callback):
         self._mark: float | None = None
         self._seconds = 0.0
         self._tokens = 0
-        self._losses: list[float] = []
+        self._losses: list[Tensor] = []
         self._steps = 0
         forget_peak()
 
@@ -67,16 +68,15 @@ class Measurements(Callback):
         self._seconds += now - (now if self._mark is None else self._mark)
         self._mark = now
         self._tokens += count_tokens(batch)
-        self._losses += [] if (loss := loss_of(outputs)) is None else [loss]
+        self._losses += [] if (loss := loss_in(outputs)) is None else [loss]
         if trainer.global_step == self._steps:
             return  # gradients accumulate: the step continues
         self._steps = trainer.global_step
         self.step_seconds.append(self._seconds)
         self.step_tokens.append(self._tokens)
-        if self._losses:
-            # Lightning has divided each of them by the batches of a step.
-            self.train_losses.append(trainer.accumulate_grad_batches * statistics.fmean(self._losses))
-            pl_module.log("step_loss", self.train_losses[-1], prog_bar=True)
+        if (mean := step_loss(self._losses, trainer.accumulate_grad_batches)) is not None:
+            self.train_losses.append(mean)
+            pl_module.log("step_loss", mean, prog_bar=True)
         if self._tokens:
             pl_module.log("tokens", float(self._tokens))
             pl_module.log("tokens_per_s", self._tokens / max(self._seconds, 1e-9), prog_bar=True)

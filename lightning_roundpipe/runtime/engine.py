@@ -51,7 +51,7 @@ from lightning_roundpipe.runtime.threads.sync import UserLock
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.runtime.user_code.host_metrics import HostMetrics
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, current, intercepted, without_caches
-from lightning_roundpipe.runtime.user_code.module_state import MicrobatchModuleState, ShownState
+from lightning_roundpipe.runtime.user_code.module_state import AttributeView
 from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState
 from lightning_roundpipe.runtime.user_code.thread_state import thread_locals_of
 
@@ -74,7 +74,7 @@ class MicrobatchResult:
     weight: float
     differentiable: bool
     logs: LogRecorder
-    state: MicrobatchModuleState | None
+    state: AttributeView | None
 
 
 @dataclass
@@ -85,14 +85,13 @@ class WindowResult:
         microbatches: those that have a result: all, or those before the one that failed.
         gradients: the gradients behind their losses; None if there are none.
         error: what ``training_step`` of the microbatch behind them has raised.
-        show: given the microbatches of each batch, returns what lets hooks find the state of a batch; None if there is
-            one microbatch only.
+        show: lets hooks find what a microbatch has left on modules. Call it for each, in order.
     """
 
     microbatches: list[MicrobatchResult] = field(default_factory=list)
     gradients: StepGradients | None = None
     error: Exception | None = None
-    show: Callable[[Sequence[Sequence[int]]], ShownState] | None = None
+    show: Callable[[int], None] = lambda microbatch: None
 
 
 class Engine:
@@ -122,7 +121,7 @@ class Engine:
         with interrupts_allowed():  # copies all weights, and no thread has been started yet
             found = layers_that_fit(module, options, devices, formats, fitting=fitting)
             model = HostModel(module, found.layers, devices[0], formats, apart=bool(options.staleness))
-        self.model, self.learned = model, (learned := Learned(in_order=not options.overlap))
+        self.model, self.learned = model, (learned := Learned(module, in_order=not options.overlap))
         self._accumulators = Accumulators()
         self.updates: AsyncOptimizer | None = None
         """The optimizer's thread. None while gradients go to ``.grad`` and the caller runs the optimizer."""
@@ -272,17 +271,23 @@ class Engine:
             step: their step.
             error: see `WindowResult`.
         """
-        state = self.learned.module_state
+        state, buffers = self.learned.module_state, self.model.buffers.take_history()
         state.show(None)
-        kept = [run.kept for run in runs if run.kept is not None]
-        buffers = self.model.buffers.take_history()
-        in_order = not any(run.ended_early for run in runs)
-
-        def show(batches: Sequence[Sequence[int]]) -> ShownState:
-            return ShownState(state, kept, buffers, batches, in_order)
-
         results = [MicrobatchResult(r.output, r.loss, r.weight, r.differentiable, r.logs, r.kept) for r in runs]
-        return WindowResult(results, step.finish() if error is None else None, error, show if kept else None)
+        result = WindowResult(results, step.finish() if error is None else None, error)
+        kept = [run.kept for run in runs if run.kept is not None]
+        if kept:
+            if any(run.ended_early for run in runs):
+                state.leave_latest(kept)
+            state.rewind()
+            buffers.show(-1)
+
+            def show(microbatch: int) -> None:
+                kept[microbatch].put()
+                buffers.show(microbatch)
+
+            result.show = show
+        return result
 
     def _refuse_late(self, step: Step) -> None:
         """Raise if the step's late parameters cannot be trained from here on.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_roundpipe.batches.weights import TargetCounts
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.batch.losses import check_counts
-from lightning_roundpipe.runtime.batch.microbatches import RaisedCount
-from lightning_roundpipe.runtime.user_code import host_to_device, known_values
+from lightning_roundpipe.runtime.user_code import host_to_device
 from lightning_roundpipe.runtime.user_code import mode as user_code_mode
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import functions_given_stand_ins
 from lightning_roundpipe.runtime.user_code.host_to_device import _is_plain, _parse_move
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
+from lightning_roundpipe.runtime.user_code.waits import waits
 
 
 def mode(*masters: nn.Parameter, accelerator: str | None = None, devices: Any = ()) -> UserCodeMode:
@@ -47,8 +46,12 @@ def test_other_parameters_are_left_alone() -> None:
     assert stranger.grad is not None
 
 
-def logits() -> torch.Tensor:
+def logits() -> Tensor:
     return torch.zeros(4, 5, requires_grad=True)
+
+
+def counting() -> UserCodeMode:
+    return UserCodeMode(set(), lambda master: master, train=True, accelerator=None, targets=TargetCounts())
 
 
 @pytest.mark.parametrize(
@@ -64,39 +67,29 @@ def logits() -> torch.Tensor:
         (lambda x: F.cross_entropy(x.detach(), torch.tensor([1, 2, 3, 3])), []),
     ],
 )
-def test_counted_targets(loss, count: list[float]) -> None:  # type: ignore[no-untyped-def]
-    user_code = mode()
+def test_counted_targets(loss: Callable[[Tensor], Tensor], count: list[float]) -> None:
+    """Behind the returned loss, of whatever else is computed with it."""
+    user_code = counting()
     with user_code:
         found = loss(logits())
-    user_code.judge(found.sum(), 4)
-    assert user_code.counts.of == count
+        F.cross_entropy(logits(), torch.tensor([1, -100, -100, -100]))  # is not in the loss
+    if count:
+        assert [user_code.targets.behind(found * 2)] == count
+    else:
+        with pytest.raises(RoundPipeError, match="made with none"):
+            user_code.targets.behind(found.sum())
 
 
-def counted(*counts: float) -> UserCodeMode:
-    user_code = mode()
-    user_code.counts.of = list(counts)
-    return user_code
-
-
-def test_counts_that_give_no_single_weight_are_refused() -> None:
-    check_counts([counted(3, 6), counted(1, 2)], [1, 1])  # both spread alike
-    with pytest.raises(RoundPipeError, match="no single weight per microbatch"):
-        check_counts([counted(3, 5), counted(1, 2)], [1, 1])
-    with pytest.raises(RoundPipeError, match="loss_weight"):
-        check_counts([counted(3), counted()], [1, 1])
-
-
-def test_counts_that_are_raised_give_one_weight_if_all_divisors_of_a_microbatch_agree() -> None:
-    one = RaisedCount.of(1, 0)
-    check_counts([counted(one, one), counted(2, 2)], [1, 1])
-    check_counts([counted(one, 0), counted(2, 2)], [1, 1])  # the second mean is over nothing
-    for counts in ((RaisedCount.of(3, 2), 2.0), (one, RaisedCount.of(3, 0))):
-        with pytest.raises(RoundPipeError, match="no single weight per microbatch"):
-            check_counts([counted(*counts), counted(3, 3)], [1, 1])
-    both = [counted(one), counted(one)]
-    check_counts(both, [1, 1])
-    with pytest.raises(RoundPipeError, match="no single weight per microbatch"):
-        check_counts(both, [1, 1], mixed=True)
+@pytest.mark.parametrize("other", [[1, 2, -100, 3], [1, -100, -100, 3]])
+def test_several_means_need_one_count(other: list[int]) -> None:
+    user_code, x = counting(), logits()
+    with user_code:
+        loss = F.cross_entropy(x, torch.tensor([1, -100, 2, 3])) + F.cross_entropy(x, torch.tensor(other))
+    if other.count(-100) == 1:
+        assert user_code.targets.behind(loss) == 3
+    else:
+        with pytest.raises(RoundPipeError, match=r"several over different numbers of targets \(2, 3\)"):
+            user_code.targets.behind(loss)
 
 
 class TestHostTensorsFollow:
@@ -270,110 +263,12 @@ WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nobody_waits_for_labels(way: str) -> None:
-    """They go through pinned memory, and are counted where they come from."""
+    """They go through pinned memory."""
     device = Nowhere()
-    user_code = mode(accelerator="meta", devices=[device])
-    with user_code:
-        loss = WAYS[way](torch.zeros(4, 5, device="meta", requires_grad=True), LABELS)
-    user_code.judge(loss, 4)
-    assert user_code.counts.of == [3.0]
+    with mode(accelerator="meta", devices=[device]):
+        WAYS[way](torch.zeros(4, 5, device="meta", requires_grad=True), LABELS)
     assert [staged.tolist() for staged in device.staged] == [LABELS.flatten().tolist()] or way.startswith("before")
     assert len(device.kept) == 1 and device.kept[0] is device.staged[0]
-
-
-def _written(labels: torch.Tensor) -> torch.Tensor:
-    labels[0, 0] = -100
-    return labels
-
-
-OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "written to": _written,
-    "computed with fractions": lambda labels: (labels * 1.0).long(),
-    "a part, overlapping": lambda labels: labels.as_strided((2, 2), (1, 1)),
-}
-
-
-@pytest.mark.parametrize("way", OTHERS)
-def test_labels_that_are_others_now_are_counted_as_they_are(way: str) -> None:
-    """On a device from which nothing can be read, so that it shows."""
-    user_code = mode(accelerator="meta", devices=[Nowhere()])
-    with user_code, pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-        labels = OTHERS[way](LABELS.to("meta"))
-        F.cross_entropy(torch.zeros(2, 5, 2, device="meta", requires_grad=True), labels)
-
-
-SAME: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float]] = {
-    "transposed": (lambda t: t.T, 3.0),
-    "reshaped": (lambda t: t.unsqueeze(1).squeeze(), 3.0),
-    "transposed and reshaped": (lambda t: t.T.unflatten(0, (1, 2)), 3.0),
-    "a part, as often": (lambda t: t[:, :1].expand(2, 2), 4.0),
-    "shifted": (lambda t: F.pad(t, (0, 1), value=-100)[:, 1:].contiguous(), 1.0),
-    "masked": (lambda t: t.masked_fill(t == 2, -100), 2.0),
-}
-
-
-@pytest.mark.parametrize("way", SAME)
-def test_labels_that_follow_from_the_hosts_are_counted_there(way: str) -> None:
-    change, count = SAME[way]
-    user_code = mode(accelerator="meta", devices=[Nowhere()])
-    with user_code:
-        labels = change(LABELS.to("meta"))
-        logits = torch.zeros(len(labels), 5, *labels.shape[1:], device="meta", requires_grad=True)
-        loss = F.cross_entropy(logits, labels)
-    user_code.judge(loss, 4)
-    assert user_code.counts.of == [count]
-
-
-MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
-THREE = torch.zeros(3, device="meta")
-TOLD: dict[str, tuple[Callable[[], object], object]] = {
-    "a mask": (lambda: bool((MASK.to("meta")[:, :2] == 1).all()), True),
-    "a mask, cast on the way": (lambda: bool(MASK.to("meta", torch.bool).sum() == MASK.numel()), False),
-    "positions": (lambda: (torch.arange(4, device="meta") + 2).unsqueeze(0).diff(dim=-1).tolist(), [[1, 1, 1]]),
-    "positions on the way": (lambda: torch.arange(4).to(THREE.device).cumsum(0).max().item(), 6),
-    "ones with fractions": (lambda: bool(torch.ones(2, 2, device="meta").bool().all()), True),
-    "written to before it travels": (lambda: MASK.clone().fill_(3).to("meta")[0].tolist(), [3, 3, 3]),
-    "made of numbers": (lambda: int(torch.tensor([4, 5], device="meta")[1]), 5),
-    "an index": (lambda: [7, 8, 9][torch.tensor(1, device="meta")], 8),
-    "of two": (lambda: float(torch.minimum(MASK.to("meta"), torch.zeros(1, dtype=torch.long)).sum()), 0.0),
-}
-
-
-@pytest.mark.parametrize("way", TOLD)
-def test_numbers_that_the_host_has_are_read_there(way: str) -> None:
-    """On a device from which nothing can be read."""
-    ask, expected = TOLD[way]
-    with mode(accelerator="meta", devices=[Nowhere()]):
-        assert ask() == expected
-
-
-def _changed_on_the_host() -> torch.Tensor:
-    host = MASK.clone()
-    there = host.to("meta")
-    host[0, 0] = 9
-    return there
-
-
-UNTOLD: dict[str, Callable[[], torch.Tensor]] = {
-    "computed on the device": lambda: THREE > 0,
-    "computed with what is": lambda: MASK.to("meta") * (THREE > 0),
-    "written to": lambda: MASK.to("meta").add_(1),
-    "written to by a view": lambda: (there := MASK.to("meta"), there[0].zero_(), there)[-1],
-    "written to on the host": _changed_on_the_host,
-    "a sum with fractions": lambda: torch.ones(3, device="meta").sum(),
-    "fractions that became whole": lambda: (torch.rand(3).to("meta") * 1e30).long(),
-    "drawn": lambda: torch.randint(9, (3,), device="meta"),
-    "too many": lambda: torch.zeros(known_values.MOST + 1, dtype=torch.long, device="meta"),
-}
-
-
-@pytest.mark.parametrize("way", UNTOLD)
-def test_other_numbers_are_asked_for(way: str) -> None:
-    with (
-        mode(accelerator="meta", devices=[Nowhere()]),
-        pytest.raises((RuntimeError, NotImplementedError), match="meta"),
-    ):
-        UNTOLD[way]().tolist()
 
 
 @pytest.mark.parametrize(
@@ -459,20 +354,6 @@ def test_what_is_more_than_its_numbers_is_carried_by_torch(
     assert device.staged == []
 
 
-def test_what_has_been_brought_dies_with_its_last_user() -> None:
-    """A mask meets many tensors, and would be on the device as often. On the host, one is made for each layer."""
-    user_code = mode(accelerator="meta", devices=[Nowhere()])
-    with user_code:
-        for _ in range(3):
-            host = LABELS.clone()
-            there, source = host.to("meta"), weakref.ref(host)
-            brought = weakref.ref(there)
-            del host
-            assert source() is not None, "nobody could count it"
-            del there
-            assert brought() is None and source() is None
-
-
 def test_tensors_within_a_transform_are_not_staged() -> None:
     """They have no memory of their own that could be copied into page-locked memory."""
     plain: list[bool] = []
@@ -489,7 +370,7 @@ def test_tensors_within_a_transform_are_not_staged() -> None:
 @pytest.mark.parametrize("asked", ["cpu", torch.device("cpu"), torch.zeros(1)])
 def test_moves_to_the_host_wait_for_the_device(asked: Any) -> None:
     there = torch.zeros(2, device="meta")
-    assert known_values.waits("to", (there, asked), {}, "meta")
-    assert known_values.waits("to", (there,), {"device": asked}, "meta")
-    assert not known_values.waits("to", (there, "meta"), {"dtype": torch.float64}, "meta")
-    assert not known_values.waits("to", (torch.zeros(2), asked), {}, "meta")
+    assert waits("to", (there, asked), {}, "meta")
+    assert waits("to", (there,), {"device": asked}, "meta")
+    assert not waits("to", (there, "meta"), {"dtype": torch.float64}, "meta")
+    assert not waits("to", (torch.zeros(2), asked), {}, "meta")

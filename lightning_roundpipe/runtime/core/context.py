@@ -17,7 +17,7 @@ from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExch
 from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.reporting.hints import Hints
 from lightning_roundpipe.runtime.threads.sync import CancelScope, UserLock
-from lightning_roundpipe.runtime.user_code.module_state import ModuleStateIsolation
+from lightning_roundpipe.runtime.user_code.module_state import SharedAttributes
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
 
@@ -84,7 +84,7 @@ class StepSpec:
     undisturbed: bool
     updates: AsyncOptimizer | None
     thread_state: TorchThreadState
-    module_state: ModuleStateIsolation
+    module_state: SharedAttributes
     recorder: Recorder
     cancel_scope: CancelScope
     first: int = 0

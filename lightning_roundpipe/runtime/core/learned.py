@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.core.call import CallProfile
 from lightning_roundpipe.runtime.core.prediction import CallOrder
 from lightning_roundpipe.runtime.core.trace import Kind, Trace, TracedCall
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
-from lightning_roundpipe.runtime.user_code.module_state import ModuleStateIsolation
+from lightning_roundpipe.runtime.user_code.module_state import SharedAttributes
 from lightning_roundpipe.runtime.user_code.rng import Randomness
 
 MOST_LEARNED_AGAIN = 64
@@ -22,6 +24,7 @@ class Learned:
     module that sets it.
 
     Args:
+        module: the user's module.
         in_order: whether microbatches run one after another in every step.
 
     Attributes:
@@ -42,8 +45,8 @@ class Learned:
         logs_in_backward: whether user code logs in backward.
     """
 
-    def __init__(self, *, in_order: bool) -> None:
-        self._in_order = in_order
+    def __init__(self, module: nn.Module, *, in_order: bool) -> None:
+        self._module, self._in_order = module, in_order
         self.plans = self.logs_in_backward = False
         self.order = CallOrder()
         self.read_by_user_code: frozenset[ParamBucket] = frozenset()
@@ -61,7 +64,7 @@ class Learned:
         self.offloads = False
         self.in_order = self._in_order
         self.profiles: dict[int, CallProfile | None] = {}
-        self.module_state = ModuleStateIsolation()
+        self.module_state = SharedAttributes(self._module)
         self.randomness = Randomness()
         self._walked: set[tuple[int, int]] = set()
 

@@ -50,6 +50,7 @@ from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundin
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
+from lightning_roundpipe.runtime.threads.caller_modes import without_caller_modes
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.runtime.user_code.graph_cuts import GraphCut, driven_backward, witness
 from lightning_roundpipe.runtime.user_code.interception import calling
@@ -132,7 +133,7 @@ class MicrobatchTask:
         self._prefetcher = ActivationPrefetcher(
             index, engine.worker_pool.workers, slots, self.activations, offloads=engine.learned.offloads
         )
-        self.repeated = RepeatedCalls(engine, step.spec, index, self, self.segments, self.activations)
+        self.repeated = RepeatedCalls(engine, step.spec, index, self.segments, self.activations)
         self.tape: list[RecordedCall] = []
         self.reached = 0
         self._off_trace = self.trace.has_skipped_calls
@@ -249,7 +250,8 @@ class MicrobatchTask:
 
     def _measure_user_code(self) -> None:
         if self.learning and self.engine.learned.plans:
-            self._user_memory.begin(self._device)
+            with without_caller_modes():  # it may compute something, which no checkpoint may take for user code
+                self._user_memory.begin(self._device)
 
     def _announce(self) -> None:
         if not self._announced:
@@ -302,6 +304,7 @@ class MicrobatchTask:
             if recorded is not None:
                 recorded.is_plain = call.profile is not None and forward.profile is not None
             owner = self.activations.number if self.learning or self._prefetcher.offloads else 0
+            call.layer.sets_attributes |= any(kind == "attribute" for kind, *_ in forward.side_outputs)
             output, taped = hand_back(call, recorded, traced, forward, args, kwargs, self._watched, owner)
             self._measure_user_code()
             if recorded is not None and taped:
@@ -313,7 +316,7 @@ class MicrobatchTask:
     def _repeat(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer call in a backward of user code; see `repeated_calls`."""
         self._check_weights(layer)
-        output, _ = self.repeated.call(layer, args, kwargs, self._slot, self._watched)
+        output, _ = self.repeated.call(self, layer, args, kwargs, self._slot, self._watched)
         return output
 
     def add_gradient(self, master: nn.Parameter, grad: Tensor) -> None:
@@ -522,6 +525,8 @@ class MicrobatchTask:
             slot = self._slots.fused(self.index, call.index, call.layer, self._step.sums_of(traced))
         else:
             slot = self._slots.forward(self.index, call.index, call.layer)
+        if call.layer.sets_attributes and self.kept is not None and not self.learning:
+            self._take_state_of_turn(call, recorded)
         self._predictor.after_forward(self.index, call.index, self.tape, self.trace)
         worker = self.engine.worker_pool.workers[slot.worker]
         worker.departures.wait(self._cancel_scope)
@@ -538,6 +543,15 @@ class MicrobatchTask:
             run = worker.run if call.profile is None else worker.run_here  # plain calls find all that they need here
             forward = run(lambda: executor.forward(slot, call, self.activations), self._cancel_scope)
         return forward, slot
+
+    def _take_state_of_turn(self, call: Call, recorded: RecordedCall | None) -> None:
+        """Take the layer's attributes as the call of the microbatch before has left them, which is over by now."""
+        state = self.segments.glance(call.layer.state.current)
+        if any(one.carried for one in (state, call.state) if one is not None):
+            return  # tensors are arguments of the call, which have been prepared
+        call.state = state
+        if recorded is not None:
+            recorded.state = state
 
     def _watch_inputs(self, call: Call, recorded: RecordedCall, traced: TracedCall, tensors: dict[int, Tensor]) -> None:
         """Protect a kept graph from user code that overwrites its inputs (``h += layer(h)``).

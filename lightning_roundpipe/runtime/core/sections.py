@@ -22,7 +22,7 @@ from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.memory.version_waits import Versioned
 from lightning_roundpipe.runtime.threads.sync import Priority
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import user_of
-from lightning_roundpipe.runtime.user_code.module_state import MicrobatchModuleState, SegmentKey
+from lightning_roundpipe.runtime.user_code.module_state import AttributeView, SegmentKey
 from lightning_roundpipe.runtime.user_code.rng import Seed
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class UserCodeSections:
     """
 
     def __init__(self, engine: EngineContext, step: StepSpec, index: int, *, learning: bool, kind: str = "") -> None:
-        self.kept = MicrobatchModuleState(step.module_state) if step.several and not kind else None
+        self.kept = AttributeView(step.module_state) if step.several and not kind else None
         self._kind = kind
         self.read: set[ParamBucket] = set()
         self._engine, self._step = engine, step
@@ -216,6 +216,18 @@ class UserCodeSections:
         """Wait, within a section, until ``version`` of ``what`` is published."""
         if not what.has(version):
             self.aside(lambda: what.wait(version, self._step.cancel_scope))
+
+    def glance(self, look: Callable[[], T]) -> T:
+        """Return ``look()``, which reads attributes of modules between two sections."""
+        self._take_lock()
+        try:
+            if self.kept is not None:
+                self.kept.enter()
+            return look()
+        finally:
+            if self.kept is not None:
+                self.kept.leave()
+            self._give_lock()
 
     def aside(self, wait: Callable[[], None]) -> None:
         """Call ``wait`` without the user-code lock if it may depend on user code of the step before.

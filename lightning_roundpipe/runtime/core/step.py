@@ -47,6 +47,7 @@ from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.threads.sync import CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import Task
 from lightning_roundpipe.runtime.user_code.interception import Inside, current
+from lightning_roundpipe.runtime.user_code.module_state import observed_writes
 from lightning_roundpipe.runtime.user_code.thread_state import apply_context
 
 
@@ -208,7 +209,7 @@ class Step:
         worker_pool, given_up = self.engine.worker_pool, False
         contexts = [contextvars.copy_context() for _ in functions]
         trainer = getattr(self.engine.model.module, "_trainer", None)
-        with recorded_logs(trainer, self._current_log), self.spec.module_state.observed():
+        with recorded_logs(trainer, self._current_log), observed_writes():
             try:
                 for index, (run, function, context) in enumerate(zip(self.runs, functions, contexts, strict=True)):
                     before = self.runs[:index]
@@ -408,7 +409,9 @@ class Step:
         return self._new_slot(stage.phase, calls, layers, sums, microbatches, round_, predecessor, unpacks_once=once)
 
     def _worker_of(self, index: int, layers: Sequence[HostLayer]) -> int:
-        return index % len(self.engine.worker_pool.workers)
+        """Return the worker of a slot. Without a plan, or one to be made, a layer always runs on the same worker."""
+        pinned = self.plan is None and not self.engine.learned.plans
+        return (layers[0].index if pinned else index) % len(self.engine.worker_pool.workers)
 
     def _close(self, slot: Slot) -> None:
         worker = self.engine.worker_pool.workers[slot.worker]

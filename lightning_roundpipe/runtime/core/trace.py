@@ -175,14 +175,15 @@ class Trace:
         )
 
     def measure(self, seconds: Mapping[tuple[str, int, int], list[float]], microbatch: int) -> None:
-        """Set the durations of the calls.
+        """Set the durations of the calls. A recomputation takes as long as a forward, and is not the first to compile.
 
         Args:
             seconds: durations by (kind, microbatch, call), see `Recorder.call_seconds`; of several, the least counts.
             microbatch: number of the microbatch that recorded this trace.
         """
         for index, call in enumerate(self.calls):
-            call.forward_s = min(seconds.get(("forward", microbatch, index), [0.0]))
+            forwards = [s for kind in ("forward", "recompute") for s in seconds.get((kind, microbatch, index), ())]
+            call.forward_s = min(forwards, default=0.0)
             call.backward_s = min(seconds.get(("backward", microbatch, index), [0.0]))
 
     def take_in(self, other: Trace, microbatch: int) -> None:

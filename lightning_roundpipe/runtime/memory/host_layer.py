@@ -96,6 +96,8 @@ class HostLayer:
         """Whether the forward was seen to make discrete choices that its recomputation must repeat. None: the
         recomputation chooses by other operations, so choices cannot be replayed."""
         self.asks = False
+        self.sets_attributes = False
+        """Whether its calls set attributes of its modules, so that each finds what the one before has set."""
         """Whether the forward was seen to ask for a tensor's truth value."""
         self.observers = Observers()
         """Forward hooks inside the layer that only look."""

@@ -166,13 +166,13 @@ class Evaluation:
             engine = self._engine
             layer.assert_unmodified()
             self.surroundings.refuse(layer.name)
-            state = layer.state.current()
-            leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
-            if not self.alone and any(map(is_cache, leaves)) and layer in self.called:
+            if not self.alone and layer in self.called and any(map(is_cache, flatten((args, kwargs))[0])):
                 self._be_alone()
-            leaves = [self._mode.stand_in(leaf) for leaf in leaves]
             slot, number = self._slot_for(layer)
             worker = engine.worker_pool.workers[slot.worker]
+            state = layer.state.current()
+            leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
+            leaves = [self._mode.stand_in(leaf) for leaf in leaves]
             originals = list(leaves)
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor) and (home := self._locate(leaf)) is not worker.device:
@@ -253,6 +253,7 @@ class Evaluation:
             call.profile = profile
 
     def _hand_back(self, call: Call, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call.layer.sets_attributes |= any(kind == "attribute" for kind, *_ in forward.side_outputs)
         self._profiles[call.layer.index] = forward.profile
         return hand_back(call, None, TracedCall(call.layer, 0), forward, args, kwargs, self._watched)[0]
 

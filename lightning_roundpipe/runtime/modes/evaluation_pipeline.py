@@ -1,9 +1,9 @@
 """Evaluation steps of several batches at once, forward only. Each runs whole, once, on a thread of its own.
 
-A batch that runs alone shows which layers a step calls, how long they take, and which attributes of modules it puts
-back. Batches that are begun ahead then follow one another through stages of these calls:
+A batch that runs alone shows which layers a step calls, how long they take, and which attributes of modules it leaves
+changed. Batches that are begun ahead then follow one another through stages of these calls:
 
-    begin ── start, start, ..., close_round ── each batch: user code ── layer call: its turn in a slot ── user code ── [1]
+    begin ── start, start, ..., close_round ── each batch: user code ── layer call: its turn in a slot ── ... ── [1]
     user code runs one batch at a time, and section by section in the order of batches; the last section, behind the
     last call, begins when the batch before has ended: metrics see batches in order ── [2]
     a call that the stages do not have ── the batch gives up its turns; when the batches before it have ended and the
@@ -44,8 +44,8 @@ from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.threads.sync import Cancelled, CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import Task
-from lightning_roundpipe.runtime.user_code.attribute_views import AttributeViews, Place, PutBack, View, observed_writes
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, calling, intercepted
+from lightning_roundpipe.runtime.user_code.module_state import AttributeView, SharedAttributes, observed_writes
 from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState
 
 _FIRST = (-1,)
@@ -60,12 +60,12 @@ class KnownStep(NamedTuple):
     Attributes:
         layers: the layers that they call, in order.
         seconds: the shortest time of each call.
-        put_back: the attributes that a step changes and puts back.
+        module_state: the attributes of modules that they set.
     """
 
     layers: list[HostLayer]
     seconds: list[float]
-    put_back: set[Place]
+    module_state: SharedAttributes
 
     def see(self, recorder: Recorder) -> None:
         """Take over the times of calls, which have ended."""
@@ -85,6 +85,9 @@ class _Round(NamedTuple):
 class PipelinedBatch(Evaluation):
     """One of several batches in flight.
 
+    It has many attributes and collaborators because it is a batch alone (`Evaluation`) with a place among others: turns
+    in slots, an order of user code, and a view of modules.
+
     Args:
         pipeline: the pipeline.
         index: its number.
@@ -96,7 +99,7 @@ class PipelinedBatch(Evaluation):
     Attributes:
         ended: woken when its step has ended, and those of the batches before.
         output, error: what the step has returned or raised.
-        attributes: what it has set on modules.
+        kept: what it has set on modules.
     """
 
     def __init__(
@@ -107,14 +110,14 @@ class PipelinedBatch(Evaluation):
         self.ended = Waiter()
         self.output: Any = None
         self.error: BaseException | None = None
-        self.attributes = View(pipeline.views)
+        self.kept = AttributeView(step.module_state)
         self._pipeline, self._step, self._turns, self._before = pipeline, step, round_.turns, before
         self._thread_state = self._engine.thread_state()
         self._left = self._has_lock = False
         self._section, self._over = 0, 0.0
         """The section of user code that it is in or comes to, and how many sections are over."""
-        self._awaited: tuple[int, Waiter] | None = None
-        """The section that the batch behind waits for."""
+        self._awaited: list[tuple[int, Waiter]] = []
+        """The sections that batches behind wait for."""
         self._counting = threading.Lock()
         self._used: dict[Device, Event | None] = {}
         """The devices that it has run on, with the end of its work there."""
@@ -131,6 +134,7 @@ class PipelinedBatch(Evaluation):
                 self.output = function()
                 self._watched.assert_unmodified()
                 finish()
+                self.kept.end()
                 self._finish_uploads()
                 self._follow_writes()
                 self._used = {device: device.compute.record() for device in self._used}
@@ -145,9 +149,8 @@ class PipelinedBatch(Evaluation):
         self._leave_user_code()
         try:
             self._activations.move_to(None)
-            self._turns.finish(self.index)
-            if self._before is not None:
-                self._before._wait_until_over(_ALL, self._cancel_scope)
+            self._give_up_turns()
+            self._wait_for_others(_ALL)
         except Cancelled:
             pass
         except BaseException as error:
@@ -164,34 +167,45 @@ class PipelinedBatch(Evaluation):
     # -- sections of user code ----------------------------------------------------------------------------------------
 
     def _enter_user_code(self) -> None:
-        """Take the lock, when the batch before has left the section [2]."""
-        if self._before is not None and not self._left:
-            self._before._wait_until_over(self._section, self._cancel_scope)
+        """Take the lock, when the batches before have left the section [2]."""
+        if not self._left:
+            is_last = self._section == len(self._step.layers)
+            self._wait_for_others(_ALL if is_last else self._section)
         self._engine.user_lock.acquire((self.index,), self._cancel_scope)
         self._has_lock = True
-        self._pipeline.views.show(self.attributes)
+        self.kept.enter()
 
     def _leave_user_code(self) -> None:
         if self._has_lock:
-            self._pipeline.views.hide()
+            self.kept.leave()
             self._has_lock = False
             self._engine.user_lock.release()
 
-    def _wait_until_over(self, section: int, cancel_scope: CancelScope) -> None:
-        with self._counting:
-            if self._over > section:
-                return
-            waiter = Waiter()
-            self._awaited = section, waiter
-        cancel_scope.wait(waiter)
+    def _wait_for_others(self, section: int) -> None:
+        """Wait until the batches before have left ``section``; some make no more calls, and those before them do."""
+        before = self._before
+        while before is not None:
+            with before._counting:
+                waiter = None if before._over > section else Waiter()
+                if waiter is not None:
+                    before._awaited.append((section, waiter))
+            if waiter is not None:
+                self._cancel_scope.wait(waiter)
+            before = before._before
 
     def _finish_section(self, over: float) -> None:
-        """Note that so many sections are over, and wake the batch behind."""
+        """Note that so many sections are over, and wake the batches behind."""
         with self._counting:
             self._over = max(self._over, over)
-            if self._awaited is not None and self._awaited[0] < self._over:
-                self._awaited[1].wake()
-                self._awaited = None
+            woken = [waiter for section, waiter in self._awaited if section < self._over]
+            self._awaited = [(section, waiter) for section, waiter in self._awaited if section >= self._over]
+        for waiter in woken:
+            waiter.wake()
+
+    def _give_up_turns(self) -> None:
+        """Note that the batch runs in no more slots, so that those behind need not wait for it."""
+        self._turns.finish(self.index)
+        self._finish_section(len(self._step.layers) + 1)
 
     def _aside(self, wait: Callable[[], Any]) -> Any:
         """Call ``wait`` while other batches run user code of other sections."""
@@ -212,11 +226,9 @@ class PipelinedBatch(Evaluation):
             return
         self._left = True
         self._pipeline.leave_stages()
-        self._turns.finish(self.index)
-        self._finish_section(len(self._step.layers))
+        self._give_up_turns()
         self._leave_user_code()
-        if self._before is not None:
-            self._before._wait_until_over(_ALL, self._cancel_scope)
+        self._wait_for_others(_ALL)
         self._pipeline.wait_until_closed(self._cancel_scope)
         self._enter_user_code()
         self._order.begin()
@@ -227,6 +239,8 @@ class PipelinedBatch(Evaluation):
             number = next((n for n in range(self._section, len(known)) if known[n] is layer), None)
             slot = None if number is None else self._turns.upcoming(self.index, number, backward=False)
             if slot is not None and number is not None:
+                if layer.sets_attributes:  # the call finds what that of the batch before has set
+                    self._aside(functools.partial(self._wait_for_others, number + 1))
                 return slot, number
             self._be_alone()
         return super()._slot_for(layer)
@@ -267,6 +281,9 @@ class PipelinedBatch(Evaluation):
 class EvaluationPipeline:
     """Runs evaluation steps, as many at once as the caller starts. Lives as long as the engine.
 
+    It has many attributes and collaborators because threads, slots, the user-code lock, attributes of modules and hooks
+    of the caller begin, take turns and end together here.
+
     Args:
         engine: the context of the engine.
         interceptors: of the layers.
@@ -275,7 +292,6 @@ class EvaluationPipeline:
 
     Attributes:
         active: whether batches are in flight, or have not been shown.
-        views: what the batches in flight have set on modules.
         cancel_scope: their cancel scope.
     """
 
@@ -291,7 +307,8 @@ class EvaluationPipeline:
         self._around = contextlib.ExitStack()
         self._has_lock = False
         self._starting = threading.Lock()
-        self.views, self.cancel_scope = AttributeViews(), CancelScope()
+        self.cancel_scope, self._attributes = CancelScope(), engine.learned.module_state
+        self._hook_streams = contextlib.ExitStack()
         self._rounds: list[_Round] = []
         self._tasks: list[Task[None]] = []
         self._last: PipelinedBatch | None = None
@@ -308,11 +325,17 @@ class EvaluationPipeline:
     def alone(self, evaluation: Evaluation, kind: Hashable) -> Iterator[None]:
         """Context of a batch that runs alone. It shows what there is to know of ``kind``, unless that is empty."""
         self._known.pop(kind, None)
-        random_state, put_back = GlobalRandomState(self.engine.worker_pool.devices), PutBack()
-        with self._intercepted(), put_back.observing():
-            yield
-        if kind and evaluation.called and not evaluation.alone and not random_state.has_moved():
-            known = KnownStep(evaluation.called, [math.inf] * len(evaluation.called), put_back.places())
+        random_state = GlobalRandomState(self.engine.worker_pool.devices)
+        module_state = SharedAttributes(self.engine.model.module)
+        kept = AttributeView(module_state)
+        with self._intercepted(), observed_writes():
+            kept.enter()
+            try:
+                yield
+            finally:
+                kept.end()
+        if kind != () and evaluation.called and not evaluation.alone and not random_state.has_moved():
+            known = KnownStep(evaluation.called, [math.inf] * len(evaluation.called), module_state)
             known.see(evaluation.recorder)
             self._known[kind] = known
 
@@ -328,7 +351,8 @@ class EvaluationPipeline:
         """Begin to run batches of ``kind``, at most ``in_flight`` at a time."""
         pool = self.engine.worker_pool
         self._kind, self._in_flight, self._count, self._shown = kind, in_flight, 0, 0
-        self.views, self.cancel_scope = AttributeViews(self._known[kind].put_back), CancelScope(pool.abort)
+        self._attributes, self.cancel_scope = self._known[kind].module_state, CancelScope(pool.abort)
+        self._attributes.begin()
         self._rounds, self._tasks, self._last = [], [], None
         self._around.enter_context(self._intercepted())
         self._around.enter_context(observed_writes())
@@ -362,24 +386,15 @@ class EvaluationPipeline:
         batches = range(self._count, self._count + plan.round_batches(count, self._in_flight))
         recorder, slots = Recorder(), []
         for span in plan.forward:
-            index, layers = pool.next_slot(), [known.layers[call] for call in span.calls()]
+            index, layers = pool.next_slot(), dict.fromkeys(known.layers[call] for call in span.calls())
             slots.append(
                 Slot(
-                    index,
-                    index % count,
-                    0,
-                    "forward",
-                    span.calls(),
-                    list(dict.fromkeys(layers)),
-                    {},
-                    batches,
-                    recorder=recorder,
+                    index, index % count, 0, "forward", span.calls(), list(layers), {}, batches, recorder=recorder,
                     cancel_scope=self.cancel_scope,
-                )  # fmt: skip
-            )
-        self._rounds.append(
-            _Round(batches, slots, PlannedSlots([slots], plan, self.cancel_scope, self._close), recorder)
-        )
+                )
+            )  # fmt: skip
+        turns = PlannedSlots([slots], plan, self.cancel_scope, self._close)
+        self._rounds.append(_Round(batches, slots, turns, recorder))
         for worker, queue in enumerate(pool.queues):
             queue.append((slot for slot in slots if slot.worker == worker), self._close)
 
@@ -446,27 +461,29 @@ class EvaluationPipeline:
     def show(self, batch: PipelinedBatch) -> None:
         """Let hooks find what ``batch`` has left, and no batch run user code until the next `wait_for` [4]."""
         with self._failing():
-            self._take_lock()
-        self.views.come_to(batch.attributes)
+            self._give_turn(batch.kept)
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
         """Context of hooks that run while batches do."""
-        self._take_lock()
-        self.views.come_to()
+        self._give_turn()
         try:
             yield
         finally:
             self.pause_hooks()
 
-    def _take_lock(self) -> None:
+    def _give_turn(self, batch: AttributeView | None = None) -> None:
+        """Give the caller's hooks the user-code lock, a view of modules, and the streams that outputs are on."""
         with contextlib.suppress(Cancelled):  # the next `wait_for` raises the error
             self.engine.user_lock.acquire(_FIRST, _Caller(self.engine.worker_pool, self.cancel_scope))
             self._has_lock = True
+        self._hook_streams.enter_context(self.engine.worker_pool.devices[0].activate())
+        self._attributes.come_to(batch)
 
     def pause_hooks(self) -> None:
         """Let batches run user code."""
-        self.views.hide()
+        self._attributes.hooks.leave()
+        self._hook_streams.close()
         if self._has_lock:
             self._has_lock = False
             self.engine.user_lock.release()
@@ -504,11 +521,13 @@ class EvaluationPipeline:
                 queue.clear()
             self.engine.gradients.drop()  # downloads into them may have been aborted
         self._forget(math.inf)
-        self.views.come_to()
-        self.views.hide()
+        self._attributes.come_to()
+        self._attributes.hooks.leave()
         self._last, self._tasks = None, []
         self._around.close()
-        self.engine.model.buffers.settle()
+        if not scope.failed:
+            self.engine.model.buffers.settle()
+        self.engine.model.buffers.take_history()
 
 
 class _Caller(CancelScope):

@@ -20,7 +20,7 @@ step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,10 +89,6 @@ class ManualStep(Step):
         self.seconds = time.perf_counter() - self.started
         self.cancel_scope.raise_error()
         return output
-
-    def _worker_of(self, index: int, layers: Sequence[HostLayer]) -> int:
-        """Run a layer on the same worker in each step, so that each logged value stays on its device."""
-        return layers[0].index % len(self.engine.worker_pool.workers)
 
     def called(self, call: TracedCall, trainable: list[bool]) -> None:
         """Record which parameters were trainable at the call: ``toggle_optimizer`` changes that within the step."""
@@ -257,7 +253,7 @@ class ManualRun(MicrobatchTask):
             if (scale := self.engine.model.formats.scales.manual) != 1.0:
                 seed, self.mode.proxies.factor = seed_of(scale, self.engine.model.formats.low or loss.dtype)
                 gradient = filled_like(loss, seed) if gradient is None else gradient * seed
-            with self._noted(), driven_backward.of(loss):
+            with self._noted(), driven_backward.of(loss), torch._C._EnableTorchFunction(), self.mode:
                 torch.autograd.backward(loss, gradient, retain_graph=True)
             self._leave_user_code()
             self._walk_losses(retain=bool(retain_graph))

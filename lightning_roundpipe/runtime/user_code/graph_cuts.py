@@ -41,8 +41,8 @@ from lightning_roundpipe.runtime.memory.peak_memory import GRADIENTS
 class _Driven:
     """Counts the backward passes that the engine runs now. While there are none, only user code can reach a boundary.
 
-    The count belongs to the process rather than the thread, because on a GPU autograd runs the engine's nodes on its
-    own threads. User code and these backward passes both run under the user-code lock, so they never overlap.
+    They run on the calling thread alone, without autograd's threads: user code in them may call layers, and waits for a
+    worker then. User code and these backward passes both run under the user-code lock, so they never overlap.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,8 @@ class _Driven:
             self.depth += 1
             self.root = root.grad_fn
         try:
-            yield
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
         finally:
             with self._lock:
                 self.depth -= 1
@@ -192,8 +193,9 @@ _apply_boundary: Any = super(torch.autograd.Function, _BoundaryFunction).apply
 def _refuse(graph_cut: GraphCut) -> NoReturn:
     raise RoundPipeError(
         f"a backward pass inside training_step reached {graph_cut.what}: gradients across layers (torch.autograd.grad, "
-        "loss.backward(), create_graph) are not supported. (Under manual optimization "
-        "self.manual_backward(loss) and loss.backward() are, and torch.autograd.backward is not.)"
+        "loss.backward(), create_graph) are not supported. For a loss in chunks, pass the weight of the last layer, "
+        "such as lm_head.weight, into the code that computes a chunk. Under manual optimization "
+        "self.manual_backward(loss) and loss.backward() are supported."
     )
 
 
@@ -346,7 +348,7 @@ class InputGradSink:
         """
         self.grads = [g if g is None else g.to(home) for g, home in zip(grads, self._homes, strict=True)]
         try:
-            with driven_backward.of(self.root), mode:
+            with driven_backward.of(self.root), torch._C._EnableTorchFunction(), mode:
                 torch.autograd.backward(self.root, retain_graph=True)
         finally:
             self.grads = ()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -36,7 +37,7 @@ from lightning_roundpipe.runtime.user_code.graph_cuts import (
 )
 from lightning_roundpipe.runtime.user_code.host_to_device import HostToDeviceCopier
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE, touched_by
-from lightning_roundpipe.runtime.user_code.module_state import about_to_write
+from lightning_roundpipe.runtime.user_code.module_state import about_to_write, about_to_write_in_place
 from lightning_roundpipe.runtime.user_code.untraced import leave_untraced
 from lightning_roundpipe.runtime.user_code.waits import waits
 
@@ -179,6 +180,8 @@ class UserCodeMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.backward:
+            return self._backward(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if self._offloaded:
             self._restore_all((args, kwargs))
@@ -198,6 +201,8 @@ class UserCodeMode(TorchFunctionMode):
             if func == DATA and self._train and id(args[0]) in self._masters:
                 return self._watched(args[0], result)
             return result
+        if self._train and args and isinstance(args[0], Tensor) and IN_PLACE.fullmatch(name):
+            about_to_write_in_place(args[0])
         if torch.is_inference_mode_enabled() and name not in _OF_THE_SHAPE:
             touched_by(name, args, kwargs)
         if self._train and name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
@@ -215,6 +220,21 @@ class UserCodeMode(TorchFunctionMode):
                 self.targets.note(func, args, kwargs, result)
             return result
         return self._call(func, name, args, kwargs)
+
+    def _backward(
+        self, tensors: Sequence[Any], grad_tensors: Any, retain_graph: bool | None, create_graph: bool, inputs: Any
+    ) -> None:
+        """Run ``torch.autograd.backward``, and user code in it under this mode.
+
+        Torch leaves the mode around its own function.
+        """
+        given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors or [None] * len(tensors)
+        grads = torch.autograd._make_grads(tensors, given, is_grads_batched=False)
+        retain = create_graph if retain_graph is None else retain_graph
+        with self:
+            _engine_run_backward(
+                tensors, grads, retain, create_graph, inputs or (), allow_unreachable=True, accumulate_grad=True
+            )
 
     def _watched(self, master: nn.Parameter, data: Tensor) -> Tensor:
         """Watch the ``data`` of ``master``, which has a version counter of its own, and return it."""

@@ -1,32 +1,31 @@
-"""Attributes of modules that user code sets during a step.
+"""Attributes of modules that user code sets while microbatches, or batches of an evaluation, overlap.
 
-Microbatches take turns between layers. Each of them has a view of what any of them has set on modules in this step:
+They take turns in user code, and each of them has a view of what any of them has set on modules:
 
     what it has set itself ── [1]
-    else, of an attribute that a microbatch has left changed (counters, metrics, "is initialised"), the latest value
+    else, of an attribute that one of them has left changed (counters, metrics, "is initialised"), the latest value
     ── carried on in order ── [2]
-    else the value at the beginning of the step ── an attribute that is put back (PEFT's ``disable_adapter``, a flag
-    around a reference pass) is private to each microbatch ── [3]
+    else the value at the beginning ── an attribute that is put back (PEFT's ``disable_adapter``, a flag around a
+    reference pass) is private to each ── [3]
 
-The first window runs one microbatch after another, so it shows which attributes are left changed. When all microbatches
-have ended, modules are as at the beginning of the step, and `ShownState` lets hooks find, batch by batch, what that
-batch has left; after the last one, modules have the last values.
+The first window, and the first batch of an evaluation, run one by one and show which attributes are left changed.
+Hooks between batches have a view of their own: what the batches that Lightning has come to have left, and what they
+have set themselves ── [4]
 
-`nn.Module.__setattr__` and ``__delattr__`` tell of writes while a step of several microbatches runs; nothing is
-searched or compared. A tensor that is set again (``self.total += x``) was written in place: it is shared, and its value
-is kept for hooks. Lists, dicts and other containers that are changed in place are shared, too.
+`nn.Module.__setattr__` and ``__delattr__`` tell of writes meanwhile; nothing is searched or compared. A tensor that is
+set again (``self.total += x``) was written in place, and so is a buffer by a method such as ``add_``: it is shared, and
+its value is kept for hooks. Containers that are changed in place are shared.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_roundpipe.runtime.memory.module_buffers import BufferHistory
+from lightning_roundpipe.devices.process_context import shared_context
 
 Holder = nn.Module | nn.Parameter
 SegmentKey = tuple[int, int]
@@ -56,7 +55,8 @@ class _Held(NamedTuple):
         """Return what code that reads the attribute gets: of one that the module lacks, its class's."""
         return getattr(type(self.holder), name, _ABSENT) if self.value is _ABSENT else self.value
 
-    def put(self, name: str) -> None:
+    def put(self, name: str, *, in_place: bool = False) -> None:
+        """Let the module hold the value; ``in_place``: also the values of a tensor that was written in place."""
         holder, value = self.holder, self.value
         if isinstance(holder, nn.Parameter):
             if holder.requires_grad != value:
@@ -67,7 +67,7 @@ class _Held(NamedTuple):
             held.pop(name, None)
             return
         held[name] = value
-        if self.values is not None:
+        if in_place and self.values is not None:
             value.data.copy_(self.values)  # by way of ``data``: graphs that saved it go on
 
 
@@ -88,151 +88,162 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def about_to_write(holder: Holder, name: str) -> None:
-    """Note that user code of a microbatch, if it runs on this thread, is about to write to an attribute."""
-    observer: MicrobatchModuleState | None = getattr(_thread, "observer", None)
-    if observer is not None:
-        observer.about_to_write(holder, name)
+    """Tell the view whose user code runs on this thread, if any, that an attribute is about to be set."""
+    if (view := getattr(_thread, "view", None)) is not None:
+        view.about_to_write(holder, name)
 
 
-class ModuleStateIsolation:
-    """The attributes of a model that microbatches set.
+def about_to_write_in_place(tensor: Tensor) -> None:
+    """Tell the view whose user code runs on this thread, if any, that a tensor is about to be written."""
+    view: AttributeView | None = getattr(_thread, "view", None)
+    if view is not None and (place := view.state.buffers.get(id(tensor))) is not None:
+        view.about_to_write(*place, in_place=True)
+
+
+@shared_context
+def observed_writes() -> Iterator[None]:
+    """Within this context, views are told of writes to modules."""
+
+    def noticed(original: Callable[..., None]) -> Callable[..., None]:
+        def write(module: nn.Module, name: str, *value: Any) -> None:
+            about_to_write(module, name)
+            original(module, name, *value)
+
+        return write
+
+    before = nn.Module.__setattr__, nn.Module.__delattr__
+    nn.Module.__setattr__, nn.Module.__delattr__ = noticed(before[0]), noticed(before[1])  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__, nn.Module.__delattr__ = before  # type: ignore[method-assign]
+
+
+class SharedAttributes:
+    """The attributes of a model that several views set.
+
+    Args:
+        root: the model.
 
     Attributes:
-        places: all that were seen; a later step begins with what earlier ones have shown.
-        carried: those that a microbatch has left changed [2].
+        buffers: modules and names of the model's buffers, by their ids, at the beginning.
+        places: all attributes that were seen; what begins later knows what earlier views have shown.
+        carried: those that a view has left changed [2].
+        hooks: the view of hooks [4].
     """
 
-    def __init__(self) -> None:
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
         self.places: set[Place] = set()
         self.carried: set[Place] = set()
         self.begin()
 
     @property
     def private(self) -> bool:
-        """Whether microbatches put attributes back that others must not see [3]."""
+        """Whether some attributes are put back, which others must not see [3]."""
         return not self.places <= self.carried
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Begin a window."""
         self.start: dict[Place, _Held] = {}
         self.latest: dict[Place, _Held] = {}
-        self.present: MicrobatchModuleState | None = None
+        self.present: AttributeView | None = None
+        self.hooks = AttributeView(self)
+        self.buffers = {id(b): (m, name) for m in self._root.modules() for name, b in m._buffers.items()}
 
-    @contextlib.contextmanager
-    def observed(self) -> Iterator[None]:
-        """Within this context, writes to modules on threads of microbatches are seen."""
+    def show(self, to: AttributeView | None) -> None:
+        """Set attributes to a view; None: to that of the code behind the window."""
+        if to is self.present is not None:
+            return
+        for place, held in self.start.items():
+            if place in self.carried and to is not self.hooks:
+                held = self.latest.get(place, held)
+            held = to.values.get(place, held) if to is not None else held
+            if not _alike(_read(held.holder, place[1]), held.value):
+                held.put(place[1])
+        self.present = to
 
-        def noticed(original: Callable[..., None]) -> Callable[..., None]:
-            def write(module: nn.Module, name: str, *value: Any) -> None:
-                about_to_write(module, name)
-                original(module, name, *value)
+    def come_to(self, view: AttributeView | None = None) -> None:
+        """Let hooks, on this thread, find what they saw last, and what ``view`` has left, while others run."""
+        self.hooks.values.update(view.values if view is not None else {})
+        self.present = None
+        self.hooks.enter()
 
-            return write
+    def rewind(self) -> None:
+        """Let modules hold what they held at the beginning. No view runs any more."""
+        for place, held in self.start.items():
+            held.put(place[1], in_place=True)
 
-        before = nn.Module.__setattr__, nn.Module.__delattr__
-        nn.Module.__setattr__, nn.Module.__delattr__ = noticed(before[0]), noticed(before[1])  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            nn.Module.__setattr__, nn.Module.__delattr__ = before  # type: ignore[method-assign]
+    def leave_latest(self, views: Sequence[AttributeView]) -> None:
+        """Let the last one of ``views`` to have set an attribute leave there what all of them have.
 
-    def show(self, to: MicrobatchModuleState | None) -> None:
-        """Set what was written in this step to the view of a microbatch; None: of the code after the step."""
-        if to is None or to is not self.present:
-            own = to.values if to is not None else {}
-            for place, start in self.start.items():
-                held = own.get(place) or (self.latest.get(place) if place in self.carried else None) or start
-                if not _alike(_read(held.holder, place[1]), held.value):
-                    held._replace(values=None).put(place[1])
-            self.present = to
+        One that calls fewer layers may end before the one in front of it.
+        """
+        for place, last in {place: view for view in views for place in view.values}.items():
+            if place in self.carried:
+                last.values[place] = self.latest.get(place, last.values[place])
 
 
-class MicrobatchModuleState:
-    """What one microbatch has set on modules.
+class AttributeView:
+    """What one microbatch, one batch of an evaluation, or hooks have set on modules.
 
     Attributes:
         values: what its sections of user code have left, by place.
     """
 
-    def __init__(self, module_state: ModuleStateIsolation) -> None:
-        self.module_state = module_state
+    def __init__(self, state: SharedAttributes) -> None:
+        self.state = state
         self.values: dict[Place, _Held] = {}
         self._found: dict[Place, Any] = {}
         """What places held before it wrote to them for the first time."""
-        self._section: dict[Place, tuple[Holder, Any]] = {}
-        """What the running section has written to, with the values before."""
+        self._section: dict[Place, _Held] = {}
+        """What the running section has written to, as it was before."""
+        self._new: set[Place] = set()
+        """What it has set before anything has shown that it is carried on."""
+
+    def put(self) -> None:
+        """Let modules hold what it has set. No view runs any more."""
+        for place, held in self.values.items():
+            held.put(place[1], in_place=True)
 
     def enter(self) -> None:
-        """Enter a section of user code."""
-        self.module_state.show(self)
-        _thread.observer = self
+        """Enter a section of user code on this thread."""
+        self.state.show(self)
+        _thread.view = self
 
-    def about_to_write(self, holder: Holder, name: str) -> None:
-        """Note that the running section writes to an attribute."""
+    def about_to_write(self, holder: Holder, name: str, *, in_place: bool = False) -> None:
+        """Note that the running section writes to an attribute, or in place to the tensor that it holds."""
         place = id(holder), name
         if place not in self._section:
-            self._section[place] = holder, _read(holder, name)
+            value = _read(holder, name)
+            self._section[place] = _Held(holder, value, value.detach().clone() if in_place else None)
 
     def leave(self) -> None:
-        """Leave the section. Attributes that it has put back itself are nobody else's business."""
-        _thread.observer = None
-        state, section, self._section = self.module_state, self._section, {}
-        for place, (holder, before) in section.items():
-            now = _read(holder, place[1])
-            in_place = isinstance(now, Tensor) and now is before
-            if _alike(now, before) and not in_place:
-                continue
-            values = now.detach().clone() if in_place else None
-            self.values[place] = held = _Held(holder, now, values)
-            self._found.setdefault(place, _Held(holder, before).seen(place[1]))
-            state.start.setdefault(place, _Held(holder, before))
-            state.places.add(place)
+        """Leave the section. What it has set is its own from here on, also where it was the same before."""
+        _thread.view = None
+        state, section, self._section = self.state, self._section, {}
+        for place, before in section.items():
+            now = _read(before.holder, place[1])
+            in_place = isinstance(now, Tensor) and now is before.value
+            self.values[place] = held = _Held(before.holder, now, now.detach().clone() if in_place else None)
+            self._found.setdefault(place, before.seen(place[1]))
+            state.start.setdefault(place, before)
             if in_place:
                 state.carried.add(place)
-            if place in state.carried:
+            if in_place or not _alike(now, before.value):
+                state.places.add(place)
+            if place not in state.carried:
+                self._new.add(place)
+            elif self is not state.hooks:
                 state.latest[place] = held
 
     def end(self) -> None:
-        """After ``training_step``: find out which attributes are left changed."""
+        """Leave the last section, and find out which attributes are left changed."""
         self.leave()
-        state = self.module_state
-        for place, held in self.values.items():
-            if place not in state.carried and not _alike(held.seen(place[1]), self._found[place]):
+        state = self.state
+        for place in self._new:  # of others, later ones have left the latest by now
+            held = self.values[place]
+            if not _alike(held.seen(place[1]), self._found[place]):
                 state.carried.add(place)
+            if place in state.carried:
                 state.latest[place] = held
-
-
-class ShownState:
-    """Lets hooks find what the microbatches of a batch have left, batch by batch.
-
-    Args:
-        state: the state at the end of the step.
-        microbatches: what each microbatch has set.
-        buffers: the layers' buffers as each microbatch has left them.
-        batches: the microbatches of each batch.
-        in_order: whether microbatches have ended one after another. One that calls fewer layers may end before the one
-            in front of it; then the last one to have set an attribute leaves there what all of them have.
-    """
-
-    def __init__(
-        self,
-        state: ModuleStateIsolation,
-        microbatches: Sequence[MicrobatchModuleState],
-        buffers: BufferHistory,
-        batches: Sequence[Sequence[int]],
-        in_order: bool,
-    ) -> None:
-        self._values, self._buffers, self._batches = [dict(one.values) for one in microbatches], buffers, batches
-        last = {} if in_order else {place: values for values in self._values for place in values}
-        for place, values in last.items():
-            values[place] = state.latest.get(place, values[place]) if place in state.carried else values[place]
-        buffers.show(-1)
-        for place, held in state.start.items():
-            held.put(place[1])
-
-    def show(self, batch: int) -> None:
-        """Set what the microbatches of ``batch`` have set; everything else stays as it is."""
-        for microbatch in self._batches[batch]:
-            self._buffers.show(microbatch)
-            for place, held in self._values[microbatch].items():
-                held.put(place[1])
