@@ -287,7 +287,7 @@ def test_out_of_memory_names_the_call(memory: int) -> None:
     place, call = caught.value.__notes__
     assert "in layer 'model.wide" in place
     assert re.search(r"has called layer 'model.wide(.0)?' after layer 'model.head', which the batches before", call)
-    assert "needs more memory for it than the plan leaves. Set a smaller microbatch_size" in call
+    assert "needs more memory for it than the plan leaves. Use smaller microbatches" in call
 
 
 # ------------------------------------------------------------------------------------------- what cannot leave the plan
