@@ -208,7 +208,7 @@ def test_layers_called_from_another_thread(swallowed: bool) -> None:
         return h
 
     traps = Traps()
-    traps("thread", "'model.blocks.0' was called from a thread that does not run a step")(body)
+    traps("thread", "'model.blocks.0' was called from a thread that user code has started")(body)
     traps.check_refused("thread")
 
 
