@@ -32,7 +32,6 @@ LAYERS: list[set[str]] = [
         "refusals",
         "hook_audit",
         "monitors",
-        "accumulation_checkpoint",
         "resuming",
         "diagnosis",
         "pictures",

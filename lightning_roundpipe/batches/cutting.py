@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_roundpipe.messages import plural
+
 REMEDIES = (
     "Leave num_microbatches and microbatch_size out, so that microbatches are the batches of accumulate_grad_batches; "
     "or have the collate_fn return roundpipe's Microbatches([...]), whose elements are the microbatches."
@@ -53,7 +55,7 @@ def cut(batch: Any, count: int | None, size: int | None) -> list[Any]:
         if len(other) != samples:
             raise ValueError(
                 f"{asked} cuts a batch along the first dimension of its tensors, and they disagree: {first} has "
-                f"{samples} rows and {path} has {len(other)}. {REMEDIES}"
+                f"{plural(samples, 'row')} and {path} has {len(other)}. {REMEDIES}"
             )
     sizes = _sizes(samples, count, size)
     if len(sizes) == 1:

@@ -123,7 +123,7 @@ class LedgerSavedCounter(SavedCounter):
 
     def held(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> object:
         if self._amount is not None:
-            return _Held(self._ledger, self._amount, inputs, outputs)
+            return _HeldTensors(self._ledger, self._amount, inputs, outputs)
         self._amounts.learn(self._key, self._found(inputs, outputs))
         return None  # the hooks have counted
 
@@ -139,7 +139,7 @@ class LedgerSavedCounter(SavedCounter):
         return SavedAmount(tuple(given), tuple(returned), sum(others.values()))
 
 
-class _Held:
+class _HeldTensors:
     """Counts the tensors that one call has saved, while it lives."""
 
     __slots__ = ("_ledger", "_others", "_tensors")

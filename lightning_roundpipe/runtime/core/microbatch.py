@@ -33,13 +33,13 @@ from lightning_roundpipe.runtime.core.activation_prefetch import ActivationPrefe
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call, Forward
 from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
+from lightning_roundpipe.runtime.core.delivery import check_inputs, hand_back, learn, refuse_hooked_module
+from lightning_roundpipe.runtime.core.loss_seeds import filled_like, seed_of
 from lightning_roundpipe.runtime.core.off_plan import OffPlan, give_up_graph, why_not_recomputed
-from lightning_roundpipe.runtime.core.outputs import check_inputs, hand_back, learn, refuse_hooked_module
 from lightning_roundpipe.runtime.core.prediction import NextCallPredictor
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.repeated_calls import MadeCall, RepeatedCalls
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
-from lightning_roundpipe.runtime.core.seeds import filled_like, seed_of
 from lightning_roundpipe.runtime.core.trace import Kind, Trace, TracedCall
 from lightning_roundpipe.runtime.core.turns import Slot, Slots
 from lightning_roundpipe.runtime.core.user_memory import UserCodeMemory
@@ -50,6 +50,7 @@ from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundin
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
+from lightning_roundpipe.runtime.threads.caller_modes import without_caller_modes
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.runtime.user_code.graph_cuts import GraphCut, driven_backward, witness
 from lightning_roundpipe.runtime.user_code.interception import calling
@@ -249,7 +250,8 @@ class MicrobatchTask:
 
     def _measure_user_code(self) -> None:
         if self.learning and self.engine.learned.plans:
-            self._user_memory.begin(self._device)
+            with without_caller_modes():  # it may compute something, which no checkpoint may take for user code
+                self._user_memory.begin(self._device)
 
     def _announce(self) -> None:
         if not self._announced:
@@ -361,8 +363,7 @@ class MicrobatchTask:
         if written := self.mode.written_by_data():
             raise RoundPipeError(
                 f"training_step writes to parameter {self.engine.model.name_of(written[0])!r} by its .data, while "
-                "microbatches compute with it. Write to parameters between steps, for example in on_train_batch_end, "
-                "or set num_microbatches=1."
+                "microbatches compute with it. Write to parameters between steps, for example in on_train_batch_end."
             )
 
     def _refuse_taped(self, layer: HostLayer) -> None:

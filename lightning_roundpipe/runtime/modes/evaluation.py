@@ -34,7 +34,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call, Forward
 from lightning_roundpipe.runtime.core.context import EngineContext
-from lightning_roundpipe.runtime.core.outputs import hand_back
+from lightning_roundpipe.runtime.core.delivery import hand_back
 from lightning_roundpipe.runtime.core.trace import TracedCall
 from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.core.worker import Worker

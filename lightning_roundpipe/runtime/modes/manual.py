@@ -20,7 +20,7 @@ step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,11 +31,11 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.core.call import Call
 from lightning_roundpipe.runtime.core.context import EngineContext
+from lightning_roundpipe.runtime.core.loss_seeds import filled_like, seed_of
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.prediction import LayerCallPredictor
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
-from lightning_roundpipe.runtime.core.seeds import filled_like, seed_of
 from lightning_roundpipe.runtime.core.slots_on_arrival import SlotsOnArrival
 from lightning_roundpipe.runtime.core.step import Step
 from lightning_roundpipe.runtime.core.trace import TracedCall
@@ -56,6 +56,8 @@ from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, derive
 
 class ManualStep(Step):
     """The step of one batch under manual optimization.
+
+    It has many collaborators because it makes the parts of a `Step` for a single microbatch.
 
     Args:
         engine: the context that outlives the step.
@@ -89,10 +91,6 @@ class ManualStep(Step):
         self.seconds = time.perf_counter() - self.started
         self.cancel_scope.raise_error()
         return output
-
-    def _worker_of(self, index: int, layers: Sequence[HostLayer]) -> int:
-        """Run a layer on the same worker in each step, so that each logged value stays on its device."""
-        return layers[0].index % len(self.engine.worker_pool.workers)
 
     def called(self, call: TracedCall, trainable: list[bool]) -> None:
         """Record which parameters were trainable at the call: ``toggle_optimizer`` changes that within the step."""

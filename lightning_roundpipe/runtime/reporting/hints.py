@@ -49,7 +49,7 @@ class Hints:
         """Hint: a step of one microbatch keeps one device busy at a time."""
         self.say(
             "one",
-            f"a step has one microbatch, which keeps one of {devices} devices busy at a time. Set "
+            f"a step has one microbatch, which keeps one of {plural(devices, 'device')} busy at a time. Set "
             "Trainer(accumulate_grad_batches=...) with smaller batches, or RoundPipeStrategy(num_microbatches=...) to "
             "cut each batch.",
         )

@@ -100,11 +100,14 @@ def about_to_write(holder: Holder, name: str) -> None:
         view.about_to_write(holder, name)
 
 
-def about_to_write_in_place(tensor: Tensor) -> None:
-    """Tell the view whose user code runs on this thread, if any, that a tensor is about to be written."""
+def about_to_write_in_place(tensor: Tensor) -> bool:
+    """Tell the view whose user code runs on this thread that a tensor is about to be written; return if it is held."""
     view: AttributeView | None = getattr(_thread, "view", None)
-    if view is not None and (place := view.state.buffers.get(id(tensor))) is not None:
-        view.about_to_write(*place, in_place=True)
+    place = None if view is None else view.state.buffers.get(id(tensor))
+    if view is None or place is None:
+        return False
+    view.about_to_write(*place, in_place=True)
+    return True
 
 
 @shared_context
