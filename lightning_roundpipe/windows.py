@@ -98,16 +98,19 @@ class Window:
         self._result = result = engine.train_window(functions, self._weights, seed, zero_grad=zero_grad)
         self._trainer.should_stop = stopping
         self._functions = []
+        losses: dict[int, tuple[Tensor, bool]] = {}
         for batch, microbatches in enumerate(self._all):
             runs = [result.microbatches[m] for m in microbatches if m < len(result.microbatches)]
             found = [(run.loss, run.weight) for run in runs if run.loss is not None]
             if found and len(runs) == len(microbatches):
                 value = joined_loss([loss for loss, _ in found], [w for _, w in found], adds=self._weights.adds)
-                differentiable = any(run.differentiable for run in runs)
-                if result.gradients is not None:
-                    self._losses[batch] = result.gradients.loss(value, differentiable=differentiable)
-                else:  # a later batch has failed, and no optimizer step follows
-                    self._losses[batch] = value.requires_grad_(differentiable)
+                losses[batch] = value, any(run.differentiable for run in runs)
+        if result.gradients is not None:
+            self._losses = dict(zip(losses, result.gradients.losses([*losses.values()]), strict=True))
+        else:  # a later batch has failed, and no optimizer step follows
+            self._losses = {
+                batch: value.requires_grad_(differentiable) for batch, (value, differentiable) in losses.items()
+            }
 
     def _step(self, microbatch: int) -> Any:
         output = self._functions[microbatch]()
