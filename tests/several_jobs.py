@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 import lightning_roundpipe.several_machines
-from lightning_roundpipe import RoundPipeWarning
 
 RANK = int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", os.environ.get("SLURM_PROCID", 0))))
 MACHINES = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
@@ -104,20 +102,13 @@ class Late(pl.Callback):
 
 
 class Saves(pl.Callback):
-    """Saves a checkpoint after a batch, or at the end."""
+    """Saves a checkpoint at the end."""
 
-    roundpipe_looks_away = ("on_train_batch_end",)  # saving waits for updates by itself
-
-    def __init__(self, path: str, after: int | None) -> None:
-        self.path, self.after = path, after
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.after:
-            trainer.save_checkpoint(self.path)
+    def __init__(self, path: str) -> None:
+        self.path = path
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.after is None:
-            trainer.save_checkpoint(self.path)
+        trainer.save_checkpoint(self.path)
 
 
 class Looks(pl.Callback):
@@ -145,8 +136,6 @@ def train(
     options: dict[str, Any] | None = None,
     resume: str | None = None,
     save: str | None = None,
-    save_after: int | None = None,
-    repeated: bool = False,
     nothing_on: int | None = None,
     late: float = 0.0,
     scaled: bool = False,
@@ -158,13 +147,12 @@ def train(
 
     Args:
         strategy: another strategy than ours.
-        microbatches: of all machines together; None: as many as each makes by default.
+        microbatches: of all machines together; None: batches are not cut.
         devices: of each machine; a number, if all have as many.
         blocking: whether a callback looks at gradients.
-        even: whether each sample has the same number of targets.
+        even: whether each sample has the same number of targets, so that samples weigh as in plain training.
         resume: a checkpoint to go on from.
-        save: where to write a checkpoint when training has ended, or after the batch ``save_after``.
-        repeated: whether all batches are the same one.
+        save: where to write a checkpoint when training has ended.
         nothing_on: a machine whose samples have no targets.
         late: seconds for which the last machine sleeps in a backward.
         own_mean: whether training_step itself computes the mean over the targets.
@@ -188,13 +176,12 @@ def train(
     batches = global_batches(model, steps, samples)
     for batch in batches if even else ():
         batch["labels"] = batch["input_ids"].clone()
-    if repeated:
-        batches = batches[:1] * steps
     for batch in batches if nothing_on is not None else ():
         part(batch, nothing_on, 2)["labels"][:] = -100
     if scaled:
         trainer["plugins"] = [MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**10))]
-    parts = {} if microbatches is None else {"num_microbatches": microbatches // machines}
+    parts: dict[str, Any] = {} if microbatches is None else {"num_microbatches": microbatches // machines}
+    parts["loss_weight"] = module.targets if own_mean else None if even else module.weighs
     losses = Losses()
     more = [*more, Late(late, module)] if late and rank == machines - 1 > 0 else more
     made = trainer_of(
@@ -202,7 +189,7 @@ def train(
         devices=devices if isinstance(devices, int) else devices[rank],
         num_nodes=trainer.pop("num_nodes", machines if strategy is None else 1),
         use_distributed_sampler=False,
-        callbacks=[losses, *more, *([Looks()] if blocking else []), *([Saves(save, save_after)] if save else [])],
+        callbacks=[losses, *more, *([Looks()] if blocking else []), *([Saves(save)] if save else [])],
         **trainer,
     )
     torch.manual_seed(1)
@@ -279,11 +266,8 @@ class Anonymous(threading.Thread):
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
-def saves_much(folder: Path, resume: bool = False, window: int = 1) -> dict[str, Any]:
-    """What a checkpoint of a broad model, or going on from it, takes of memory beyond what training takes.
-
-    With a ``window`` of 2 batches the checkpoint is written within one.
-    """
+def saves_much(folder: Path, resume: bool = False) -> dict[str, Any]:
+    """What a checkpoint of a broad model, or going on from it, takes of memory beyond what training takes."""
     path, grew = folder.parent / "broad.ckpt", 0
     loaded, anonymous = 0, Anonymous()
 
@@ -308,7 +292,7 @@ def saves_much(folder: Path, resume: bool = False, window: int = 1) -> dict[str,
     module, data = Broad(), torch.randn(16, 1024, generator=torch.Generator().manual_seed(RANK))
     trainer = trainer_of(
         ours(num_microbatches=2), num_nodes=MACHINES, max_epochs=1 + resume, use_distributed_sampler=False,
-        callbacks=[SavesAtTheEnd()], default_root_dir=folder, accumulate_grad_batches=window,
+        callbacks=[SavesAtTheEnd()], default_root_dir=folder,
     )  # fmt: skip
     before_fit = Anonymous.now()
     if resume:
@@ -447,25 +431,6 @@ def stops(folder: Path, hooks: list[str]) -> list[tuple[int, int, int]]:
             trainer.fit(module, DataLoader(data, 4), DataLoader(data[:4], 2))
         found.append((trainer.global_step, len(module.validated), trainer.current_epoch))
     return found
-
-
-class Hardest(Counting):
-    """From the third step on, the second machine's loss is that of its hardest sample."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        errors = self.model(batch).square().mean(1)
-        return errors.topk(1).values.mean() if self.trainer.global_step >= 2 and RANK else errors.mean()
-
-
-def differs_late(folder: Path) -> tuple[list[float], list[str], Tensor]:
-    """The losses, what was said, and a weight at the end."""
-    module, losses = Hardest(), Losses()
-    trainer = trainer_of(ours(num_microbatches=2, layers=["Linear"]), devices=2, num_nodes=MACHINES, callbacks=[losses])
-    with quiet(), warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", RoundPipeWarning)
-        trainer.fit(module, DataLoader(torch.arange(96.0).sin().reshape(48, 2).repeat(1, 2), 4))
-    texts = [str(one.message) for one in said if issubclass(one.category, RoundPipeWarning)]
-    return [float(loss) for loss in losses.losses], texts, next(module.parameters()).detach()
 
 
 class Timed(Counting):

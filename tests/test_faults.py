@@ -331,18 +331,3 @@ def test_an_engine_that_cannot_be_made() -> None:
                 harness.trainer_of(ours(**options), devices=2).fit(module, harness.loader(BATCHES))
             assert len(made) == 2
             faulty.assert_nothing_left(module, made)
-
-
-def test_code_that_gets_fewer_samples_than_it_expects_is_told_the_remedy() -> None:
-    class Reshaping(FaultyModule):
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            if batch_idx == 1:
-                batch["x"].view(len(BATCHES[0]["x"]), -1)
-            return loss
-
-    with pytest.raises(RuntimeError, match="is invalid for input of size") as found:
-        run(faulty.strategy(), Reshaping(), BATCHES, devices=2, watch=False)
-    assert re.search(
-        r"runs on a part of the batch here, \d of \d+ samples.*microbatch_scope='model'", notes(found.value)
-    )

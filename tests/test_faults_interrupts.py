@@ -157,7 +157,7 @@ Site = tuple[str, str, int]
 WORKING = {
     "strategy.py": ("_start_engine", "_stop_engine"),
     "engine.py": (
-        "train_batch",
+        "train_window",
         "evaluate",
         "_begin",
         "_prepare",

@@ -336,7 +336,7 @@ def test_numbers_are_those_of_one_device(kind: type[pl.LightningModule]) -> None
         module = kind()
         layers = [name for name in ("Scale", "InPlace", "Turned") if name in str(module)]
         plan = getattr(module, "plan", None)
-        used = ours(num_microbatches=6, layers=layers, plan=plan, microbatch_scope="step", **options)
+        used = ours(num_microbatches=6, layers=layers, plan=plan, **options)
         return run(used, module, batches, devices=devices)
 
     alone = trained(1)

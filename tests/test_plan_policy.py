@@ -66,7 +66,6 @@ SEVERAL: list[Any] = [
     pytest.param("batch_norm", {"compile_layers": {"backend": "aot_eager"}}, marks=pytest.mark.slow),
     ("layer_drop", {}),
     pytest.param("recurrent", {"round_microbatches": 1}, marks=pytest.mark.slow),
-    ("mlp", {"microbatch_scope": "model"}),
 ]
 
 

@@ -45,7 +45,7 @@ def test_over_a_slow_network(machines: int, between: Any, tmp_path: Path) -> Non
     network = between(machines, 12.5e6)
     common: dict[str, Any] = {"microbatches": 6, "samples": 12}
     stale = {"options": {"staleness": 1}, "gradient_clip_val": 0.1}
-    cases = [common, common | stale, common | {"lora": True, "accumulate_grad_batches": 3}]
+    cases = [common, common | stale, common | {"lora": True, "accumulate_grad_batches": 3, "even": True}]
     found = several_machines.results("cases", tmp_path, machines=machines, network=network, cases=cases)
     for case, ones in zip(cases, zip(*found, strict=True), strict=True):
         assert_one(case, list(ones), ours="options" in case)

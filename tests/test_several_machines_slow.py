@@ -72,21 +72,6 @@ def test_the_same_bits_from_run_to_run(tmp_path: Path) -> None:
         assert all(torch.equal(a["state"][name], b["state"][name]) for name in a["state"])
 
 
-def test_a_checkpoint_within_a_window_has_the_gradients_of_all_machines(tmp_path: Path) -> None:
-    """Saved after the first of two batches; one machine goes on, or two do.
-
-    To rounding: the checkpoint has the sum of all machines' gradients, to which those of the second batch are added.
-    """
-    path, common = tmp_path / "within.ckpt", {"accumulate_grad_batches": 2, "steps": 4, "repeated": True}
-    case = {**common, "save": str(path), "save_after": 2}
-    found = several_machines.results("cases", tmp_path, cases=[case])
-    again = several_machines.results("cases", tmp_path / "again", cases=[{**common, "resume": str(path)}])
-    for one, other in zip(found, again, strict=True):
-        assert_tensors_same(one[0]["state"], other[0]["state"])
-    alone = several_jobs.train(rank=0, machines=1, resume=str(path), **common)  # type: ignore[arg-type]
-    assert_tensors_same(alone["state"], found[0][0]["state"])
-
-
 def test_gradients_in_bf16_are_near(tmp_path: Path) -> None:
     case = {"options": {"network_dtype": "bfloat16"}, "optimizer": "sgd"}
     first, second = several_machines.results("cases", tmp_path, cases=[case])

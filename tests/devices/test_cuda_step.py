@@ -60,20 +60,6 @@ def test_no_thread_that_drives_a_gpu_waits_for_it(gpus: list[CudaDevice]) -> Non
     assert all(" slot " in name for name in within.ranges)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_where_only_the_model_is_cut(gpus: list[CudaDevice]) -> None:
-    module, batches = zoo.make_module("mlp"), zoo.make_batches("mlp", 3)
-    expected = run("auto", copy.deepcopy(module), batches)
-    within = Within(2)
-    used = ours(num_microbatches=2, microbatch_scope="model", layers=["Linear", "ResidualBlock"])
-    result = run(used, module, batches, devices=2, callbacks=[within], watch=False)
-    assert len(gpus) == 2
-    harness.assert_tensors_same(expected.state, result.state)
-    driving = [name for name in within.threads if name.startswith("roundpipe-worker")]
-    assert driving == []
-
-
 def test_a_budget_may_be_a_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what the worker's GPU has, of which two workers that share it have half each. A plan that wants 60 % of that:
     given, as one that is found depends on measured times."""

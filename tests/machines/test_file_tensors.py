@@ -5,13 +5,11 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_roundpipe import accumulation_checkpoint
 from lightning_roundpipe.machines.file_tensors import SMALL, FileTensors
 from lightning_roundpipe.messages import RoundPipeWarning
 
@@ -50,19 +48,3 @@ def test_where_the_disk_is_full_tensors_lie_in_memory(tmp_path: Path, monkeypatc
     other = room.empty([SMALL], torch.uint8)
     assert one.shape == other.shape == (SMALL,)
     assert not mapped(tmp_path)
-
-
-def test_gradients_of_an_open_window_are_divided_by_the_loss_scale_in_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A checkpoint took a copy of all gradients in memory."""
-    monkeypatch.setattr(accumulation_checkpoint, "is_open", lambda trainer: True)
-    module: Any = torch.nn.Linear(SMALL // 64, 16)
-    module.trainer = SimpleNamespace(accumulate_grad_batches=2)
-    module.weight.grad = torch.full((16, SMALL // 64), 8.0)
-    checkpoint: dict[str, Any] = {"optimizer_states": []}
-    accumulation_checkpoint.save(checkpoint, module, None, 4.0, FileTensors(tmp_path))
-    assert mapped(tmp_path) == 1
-    assert checkpoint[accumulation_checkpoint.ACCUMULATED].keys() == {"weight"}
-    assert (checkpoint[accumulation_checkpoint.ACCUMULATED]["weight"] == 2).all()
-    assert (module.weight.grad == 8).all()
