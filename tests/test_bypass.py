@@ -269,39 +269,6 @@ def test_a_parameter_given_to(way: str, grid: Grid) -> None:
     check_equal(make(between=HIDDEN[way]), grid)
 
 
-@pytest.mark.parametrize("scope", ["the model's forward", "training_step"])
-@every_grid
-def test_where_calls_of_the_model_are_cut(scope: str, grid: Grid) -> None:
-    """The whole batch's code, and that of its parts."""
-
-    def arrange(self: Net) -> None:
-        self.model = Inner()
-
-    def forward(self: Net, x: Tensor) -> Tensor:
-        h = self.model(x)
-        if scope == "training_step":
-            h = scripted(h, self.mix, self.gain) + Product.apply(h, self.mix) * self.mix.T.mean()
-        return self.head(all_of(self, h))
-
-    module = make(arrange=arrange, forward=forward)
-    del module.blocks, module.stem
-    plain = run("auto", module, batches())
-    for microbatches, devices in grid:
-        assert_same(plain, train(module, microbatches, devices, microbatch_scope="model"))
-
-
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.block = nn.Linear(8, WIDTH), Block()
-        self.mix = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
-        self.gain = nn.Parameter(torch.rand(WIDTH) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.block(Product.apply(self.stem(x), self.mix))
-        return scripted(h, self.mix, self.gain) @ self.mix.T
-
-
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +12,6 @@ import zoo
 from harness import assert_same, assert_tensors_same, ours, run
 from torch import Tensor, nn
 
-from lightning_roundpipe.accumulation_checkpoint import ACCUMULATED
 from lightning_roundpipe.runtime.memory import grad_buffers
 
 HOOKS = (
@@ -252,21 +250,6 @@ def test_with_a_precision(precision: Any) -> None:
         train("auto", plain, precision=precision, **options)
         train(ours(num_microbatches=2), other, 2, precision=precision, **options)
         check_seen(plain, other, **tolerance)
-
-
-def test_a_checkpoint_within_the_window_has_what_a_hook_made_of_them(tmp_path: Path) -> None:
-    class Save(Look):
-        def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-            if not trainer.global_step:
-                trainer.save_checkpoint(tmp_path / "saved.ckpt")
-            super().on_validation_end(trainer, module)  # type: ignore[safe-super]
-
-    look = Save("on_validation_start", lambda p, look: drop(p, look) if p.ndim == 1 else replace(p, look))
-    train(ours(num_microbatches=2), look, 2, **OPTIONS["a window around validation"])
-    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)[ACCUMULATED]
-    found = next(grads for hook, _, grads in look.seen if hook == "on_validation_end")
-    assert saved.keys() == {name for name, grad in found.items() if grad is not None}
-    assert saved and all(torch.equal(grad, torch.full_like(grad, 0.01)) for grad in saved.values())
 
 
 class Early(Matrices):

@@ -240,7 +240,7 @@ def test_a_cache_that_is_off_keeps_documents_apart_and_that_is_said(microbatches
     packed = {"tokens": tokens, "positions": torch.arange(6).repeat(2).expand(4, 12)}
     usual = packed | {"positions": torch.arange(12).expand(4, 12)}
     apart = OwnStep(use_cache=False)
-    strategy = {"num_microbatches": microbatches, "microbatch_scope": "auto"}
+    strategy = {"num_microbatches": microbatches}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="roundpipe: position_ids begin anew")
         harness.assert_same(run("auto", apart, packed), run(ours(**strategy), apart, packed, devices=2))
