@@ -129,20 +129,6 @@ def as_in_plain_training(name: str, options: dict[str, Any], steps: int) -> None
     assert "fused" not in groups[1][0] or groups[1][0]["fused"] is None, "the user's groups were written to"
 
 
-@pytest.mark.parametrize(
-    ("name", "steps"), [("momentum", 16), *(pytest.param(n, STEPS, marks=pytest.mark.slow) for n in OPTIMIZERS)]
-)
-def test_half_precision_is_as_near_as_another_split(name: str, steps: int) -> None:
-    """In bf16-mixed a batch that is cut otherwise gives other roundings: we are no further off than twice that."""
-    module = Trained(OPTIMIZERS[name])
-    plain = [torch.stack(harness.by_hand(module, many(steps), parts, bf16=True).losses) for parts in (1, 2, 4)]
-    strategy = ours(num_microbatches=4, layers=LAYERS, plan=harness.halves(6, 2))
-    result = run(strategy, module, many(steps), devices=3, precision="bf16-mixed")
-    off = max(float((torch.stack(result.losses) - one).abs().max()) for one in plain)
-    apart = max(float((a - b).abs().max()) for a, b in itertools.combinations(plain, 2))
-    assert off <= 2 * apart, f"off by {off:.3g}, different splits by {apart:.3g}"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_same_bits_on_any_number_of_workers_and_under_any_plan(staleness: int) -> None:
@@ -586,36 +572,3 @@ def test_buffers_are_reused(staleness: int, options: dict[str, Any], monkeypatch
     run(strategy, Trained(OPTIMIZERS["adamw"]), many(10), devices=1, callbacks=[Count()], **options)
     # Boundaries that are saved on the host are counted too, and there are none under this plan.
     assert marks[-1] - marks[3] == 0, marks
-
-
-# ------------------------------------------------------------------------------------------- comparisons between steps
-
-LOOKS: dict[str, Callable[[nn.Parameter], Tensor]] = {
-    "data": lambda weight: weight.data.norm(),
-    "detach": lambda weight: weight.detach().norm(),
-    "foreach": lambda weight: torch._foreach_norm([weight])[0].detach(),
-}
-
-
-class LookedAt(Trained):
-    """Logs the norm of a weight."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(OPTIMIZERS["adamw"])
-        self.how = how
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.log("norm", LOOKS[self.how](self.model.head.weight))
-        return nn.functional.cross_entropy(self.model(batch["x"]), batch["y"])
-
-
-@pytest.mark.parametrize("how", LOOKS)
-@pytest.mark.parametrize("uneven", [1, 2])
-def test_a_comparison_leaves_the_next_step_late(how: str, uneven: int) -> None:
-    """A batch is compared as none of its kind has been: what it computes with is not what user code looks at."""
-    batches = many(6)
-    batches[uneven] = {key: value[:-1] for key, value in batches[uneven].items()}
-    module = LookedAt(how)
-    expected = Result(losses=delayed(module, batches))
-    result = run(ours(num_microbatches=3, layers=LAYERS, staleness=1), module, batches, devices=2)
-    assert_losses_close(expected, result)
