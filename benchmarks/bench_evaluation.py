@@ -4,7 +4,7 @@ The model is a narrow Llama with as many layers as the main job's. Each layer sl
 weights, once for each sequence, so that four devices work at once even on two cores. As in SmolLM2-135M, the output
 layer has eight times the weights of another one.
 
-    .venv/bin/python benchmarks/bench_evaluation.py [--layer 0.02] [--batches 10]
+    .venv/bin/python benchmarks/bench_evaluation.py [--layer 0.02] [--batches 64]
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices import emulated_work
 
-LAYERS, SEQUENCES, TOKENS, CLASSES, WIDTH = 30, 8, 16, 784, 16
+LAYERS, SEQUENCES, TOKENS, CLASSES, WIDTH = 30, 1, 16, 784, 16
 HEAD = 8.0
 """Weights of the output layer, in weights of a layer."""
 
@@ -88,7 +88,7 @@ def measure(devices: int, batches: int, layer_s: float) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layer", type=float, default=0.02, help="seconds of a layer for a sequence")
-    parser.add_argument("--batches", type=int, default=16)
+    parser.add_argument("--batches", type=int, default=64)
     options = parser.parse_args()
     quiet()
     torch.set_num_threads(1)

@@ -35,7 +35,7 @@ from lightning_roundpipe.devices.thread_event import ThreadEvent
 from lightning_roundpipe.runtime.core.in_flight import IN_FLIGHT
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.worker import Worker
-from lightning_roundpipe.runtime.modes.model_tasks import PartRun
+from lightning_roundpipe.runtime.modes.evaluation_pipeline import PipelinedBatch
 
 HOST = "host"
 PAGE = 12
@@ -303,5 +303,5 @@ def _follow_operations(ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(kind, name, followed)
 
-    for kind, name in ((MicrobatchTask, "run"), (PartRun, "forward"), (PartRun, "back")):
+    for kind, name in ((MicrobatchTask, "run"), (PipelinedBatch, "run_on_thread")):
         follow(kind, name)

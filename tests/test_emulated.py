@@ -28,8 +28,9 @@ def module(name: str, lora: bool) -> zoo.ZooModule:
 
 
 def train(name: str, lora: bool, devices: int = 2, *, steps: int = 4, **options: Any) -> Result:
-    options = {"num_microbatches": 4, "round_microbatches": 2} | options
-    return run(ours(**options), module(name, lora), zoo.make_batches(name, steps), devices=devices)
+    used = module(name, lora)
+    options = {"num_microbatches": 4, "round_microbatches": 2, "loss_weight": used.weighs} | options
+    return run(ours(**options), used, zoo.make_batches(name, steps), devices=devices)
 
 
 @functools.cache
@@ -142,7 +143,7 @@ def test_a_change_of_weights_between_steps_is_seen(kind: str) -> None:
     """A stale copy on a device or on the host would show as plain training's numbers without the change."""
     used, batches = module("llama", False), zoo.make_batches("llama", 5)
     tampered = run("auto", used, batches, callbacks=[Tamper(kind)])
-    strategy = ours(num_microbatches=3, emulation={"poison": True})
+    strategy = ours(num_microbatches=3, loss_weight="targets", emulation={"poison": True})
     result = run(strategy, used, batches, devices=2, callbacks=[Tamper(kind)])
     with pytest.raises(AssertionError):
         assert_same(plain(5), result, rtol=100 * harness.RTOL, atol=100 * harness.ATOL)

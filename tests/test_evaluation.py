@@ -1,8 +1,9 @@
-"""Validation, test and prediction: what plain Lightning computes, with weights uploaded ahead of the calls."""
+"""Validation, test and prediction: what plain Lightning computes, several batches at a time or one alone."""
 
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,11 +16,14 @@ import zoo
 from harness import assert_tensors_same, loader, ours, quiet, trainer_of
 from torch import Tensor, nn
 
+from lightning_roundpipe.devices import emulated_work
 from lightning_roundpipe.runtime.modes import evaluation
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation
+from lightning_roundpipe.runtime.reporting.events import Recorder
 
 UNKIND = {"poison": True, "delay_seed": 4}
 MLP = zoo.make_module("mlp").model
+LAYERS = ["Linear", "ResidualBlock"]
 
 
 def strategies(**emulation: Any) -> list[tuple[Any, int]]:
@@ -176,8 +180,8 @@ def validate(strategy: Any, module: pl.LightningModule, batches: Any, devices: i
 
 
 def test_the_next_layer_is_uploaded_while_one_runs(recorded: Any) -> None:
-    """On one worker, whose thread enqueues everything: the order is the same each time."""
-    validate(ours(layers=["Linear", "ResidualBlock"]), zoo.PlainClassifier(MLP), zoo.make_batches("mlp", 3))
+    """On one worker, whose thread enqueues everything: the order is the same each time. Each batch runs alone."""
+    validate(ours(layers=LAYERS, evaluation_batches=1), zoo.PlainClassifier(MLP), zoo.make_batches("mlp", 3))
     first, *others = recorded
     names = [layer for kind, layer in first if kind == "forward"]
     assert len(names) == 6
@@ -190,7 +194,7 @@ def test_the_next_layer_is_uploaded_while_one_runs(recorded: Any) -> None:
 
 def test_without_prefetch_nothing_is_uploaded_ahead(recorded: Any) -> None:
     module = zoo.PlainClassifier(MLP)
-    validate(ours(layers=["Linear", "ResidualBlock"], prefetch=0), module, zoo.make_batches("mlp", 2))
+    validate(ours(layers=LAYERS, prefetch=0, evaluation_batches=1), module, zoo.make_batches("mlp", 2))
     assert [kind for kind, _ in recorded[0]] == ["upload_weights", "forward"] * 6
     assert recorded[0] == recorded[1]
 
@@ -224,7 +228,7 @@ class Wandering(zoo.PlainClassifier):
 @pytest.mark.parametrize("devices", [1, 3])
 def test_wrong_guesses_change_nothing(devices: int) -> None:
     module, batches = Wandering(MLP), zoo.make_batches("mlp", 6)
-    strategy = ours(layers=["Linear", "ResidualBlock"], emulation=UNKIND)
+    strategy = ours(layers=LAYERS, emulation=UNKIND)
     assert_tensors_same(validate("auto", module, batches), validate(strategy, module, batches, devices))
 
 
@@ -250,6 +254,203 @@ def test_weights_that_user_code_writes_to_are_not_uploaded_ahead(staleness: int)
     assert_tensors_same(plain, found)
 
 
+# --------------------------------------------------------------------------------------------------- several in flight
+
+
+class Busy(nn.Module):
+    """Counts how many calls run at once."""
+
+    lock = threading.Lock()
+    running = most = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with Busy.lock:
+            Busy.running += 1
+            Busy.most = max(Busy.most, Busy.running)
+        emulated_work(0.02)
+        with Busy.lock:
+            Busy.running -= 1
+        return torch.tanh(self.linear(x))
+
+
+class Chain(pl.LightningModule):
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[Busy() for _ in range(layers)])
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("mean", self.layers(batch).mean())
+
+
+def test_all_devices_are_busy() -> None:
+    Busy.most = 0
+    validate(ours(layers=[Busy]), Chain(), list(torch.randn(16, 2, 4)), 3)
+    assert Busy.most == 3
+
+
+@pytest.mark.parametrize("layers", [1, 6])
+def test_batches_in_flight_share_uploads(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer layers than devices, several devices have the same one."""
+    uploads: list[int] = []
+    real = Recorder.add
+
+    def add(self: Any, kind: str, *args: Any) -> None:
+        uploads.append(kind == "upload_weights")
+        real(self, kind, *args)
+
+    monkeypatch.setattr(Recorder, "add", add)
+    validate(ours(layers=[Busy]), Chain(layers), list(torch.randn(1 + 12, 2, 4)), 3)  # six in flight
+    rounds = 2 * 3 if layers == 1 else 2
+    assert sum(uploads) == layers * (1 + rounds)
+
+
+@pytest.mark.parametrize("options", [{"overlap": False}, {"evaluation_batches": 1}])
+def test_one_batch_at_a_time(options: Any, recorded: Any) -> None:
+    module, batches = zoo.PlainClassifier(MLP), zoo.make_batches("mlp", 4)
+    found = validate(ours(layers=LAYERS, **options), module, batches)
+    assert len(recorded) == 4
+    assert_tensors_same(validate("auto", module, batches), found)
+
+
+class Unlike(zoo.HuggingFace):
+    """Does something else in its fourth batch, which runs beside others then."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(zoo.make_module("llama").model)
+        self.what = what
+
+    def targets(self, batch: Any) -> int:
+        return len(batch["labels"])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.log("other", self._other(batch))
+        self.log("loss", self.loss_and_logits(batch)[0], on_step=True, on_epoch=True)
+        if batch_idx == 4:
+            self.log("another", self._other(batch))
+
+    def _other(self, batch: Any) -> Tensor:
+        given = {name: batch[name][:3, :6] for name in ("input_ids", "attention_mask")}
+        if self.what == "generate":
+            return self.model.generate(**given, max_new_tokens=3).float().mean()
+        if self.what == "gradients":
+            with torch.enable_grad():
+                embedded = self.model.get_input_embeddings()(given["input_ids"]).detach().requires_grad_()
+                self.model(inputs_embeds=embedded).logits.square().mean().backward()
+            assert embedded.grad is not None
+            self.zero_grad()
+            return embedded.grad.norm()
+        if self.what == "writes":
+            for parameter in self.parameters():
+                parameter.data.mul_(0.5)
+        found = self.model(**given).logits.square().mean()
+        if self.what == "writes":
+            for parameter in self.parameters():
+                parameter.data.mul_(2.0)
+        return found
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("what", ["generate", "gradients", "writes", "a call"])
+def test_batches_that_make_other_calls(what: str, devices: int) -> None:
+    found = []
+    for strategy, count in (("auto", 1), (ours(emulation=UNKIND), devices)):
+        trainer = trainer_of(strategy, devices=count, inference_mode=False)
+        with quiet():
+            found.append(trainer.validate(Unlike(what), loader(zoo.make_batches("llama", 10)), verbose=False))
+    assert_tensors_same(*found)
+
+
+class Draws(zoo.PlainClassifier):
+    def validation_step(self, batch: zoo.Batch, batch_idx: int) -> None:
+        noisy = self.model(batch["x"] + 0.1 * torch.randn_like(batch["x"]))
+        self.log("loss", nn.functional.cross_entropy(noisy, batch["y"]), on_step=True, on_epoch=True)
+
+
+def test_steps_that_draw_random_numbers_run_in_order() -> None:
+    found = []
+    for strategy, devices in strategies():
+        torch.manual_seed(3)
+        found.append(validate(strategy, Draws(MLP), zoo.make_batches("mlp", 6), devices))
+    assert_tensors_same(*found)
+
+
+def test_a_default_dtype() -> None:
+    """It is the process's: hooks run when no batch does."""
+
+    class Hooked(zoo.PlainClassifier):
+        def on_validation_batch_end(self, *_: Any) -> None:
+            assert torch.get_default_dtype() is torch.float32
+
+        def validation_step(self, batch: zoo.Batch, batch_idx: int) -> None:
+            assert torch.get_default_dtype() is torch.float64
+            self.log("loss", self.loss_and_logits(batch)[0])
+
+    found = []
+    for strategy, devices in strategies():
+        trainer = trainer_of(strategy, devices=devices, precision="64-true")
+        with quiet():
+            found += trainer.validate(Hooked(copy.deepcopy(MLP)), loader(zoo.make_batches("mlp", 11)), verbose=False)
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-12)
+
+
+class Breaks(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 6:
+            raise KeyError("no such file")
+        return torch.full((2, 4), float(index))
+
+
+def test_errors_of_data_sets_come_up_where_lightning_comes_to_the_batch() -> None:
+    class Notes(Chain):
+        def on_validation_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+            ended.append(batch_idx)
+
+    for strategy, devices in strategies():
+        ended: list[int] = []
+        data = torch.utils.data.DataLoader(Breaks(), batch_size=None)
+        with quiet(), pytest.raises(KeyError, match="no such file"):
+            trainer_of(strategy, devices=devices).validate(Notes(2), data, verbose=False)
+        assert ended == [*range(6)]
+    assert harness.roundpipe_threads() == []
+
+
+def test_errors_of_layers_fail_their_own_batch() -> None:
+    class Picky(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if bool((x == 5).all()):
+                raise KeyError("five")
+            return super().forward(x)
+
+    class Notes(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Picky(4, 4), nn.Linear(4, 4)
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.log("mean", self.second(self.first(batch)).mean())
+
+        def on_validation_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+            ended.append(batch_idx)
+
+    for strategy, devices in (("auto", 1), (ours(layers=[nn.Linear], emulation=UNKIND), 2)):
+        ended: list[int] = []
+        batches = [torch.full((2, 4), float(i)) for i in range(9)]
+        with quiet(), pytest.raises(KeyError, match="five"):
+            trainer_of(strategy, devices=devices).validate(Notes(), loader(batches), verbose=False)
+        assert ended == [*range(5)]
+
+
+# ------------------------------------------------------------------------------------------------------------ one alone
+
+
 def test_after_an_error_the_next_batch_is_right() -> None:
     """What was foreseen when it happened is forgotten."""
 
@@ -263,7 +464,7 @@ def test_after_an_error_the_next_batch_is_right() -> None:
         fails = True
 
     module, batches = Failing(MLP), zoo.make_batches("mlp", 3)
-    trainer = trainer_of(ours(layers=["Linear", "ResidualBlock"], emulation=UNKIND), devices=2)
+    trainer = trainer_of(ours(layers=LAYERS, emulation=UNKIND), devices=2)
     with quiet(), pytest.raises(KeyError, match="once"):
         trainer.validate(module, loader(batches), verbose=False)
     module.fails = False

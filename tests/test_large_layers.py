@@ -38,7 +38,7 @@ def test_blocks_that_do_not_fit_are_cut(
 ) -> None:
     module = zoo.make_module(name, lora)
     budget = largest(module)
-    options = {"num_microbatches": 3, "memory_budget": budget, "round_microbatches": 1}
+    options = {"num_microbatches": 3, "loss_weight": "targets", "memory_budget": budget, "round_microbatches": 1}
     result = run(ours(**options), module, zoo.make_batches(name, samples=3), devices=devices)
     assert_same(expected(name, lora, 3, samples=3), result)
     assert result.report is not None
@@ -54,7 +54,7 @@ def test_parts_that_do_not_fit_are_cut_on() -> None:
     """Here into single matrices, and what is between them is user code."""
     module = zoo.make_module("llama")
     budget = arenas(module.model.model.layers[0].mlp) - 1
-    options = {"num_microbatches": 3, "memory_budget": budget, "round_microbatches": 1}
+    options = {"num_microbatches": 3, "loss_weight": "targets", "memory_budget": budget, "round_microbatches": 1}
     result = run(ours(**options), module, zoo.make_batches("llama", samples=3), devices=2)
     assert_same(expected("llama", False, 3, samples=3), result)
     assert result.report is not None

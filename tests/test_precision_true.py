@@ -91,7 +91,8 @@ def _untie(module: nn.Module) -> None:
 def test_equals_a_loop_by_hand(name: str, lora: bool, devices: int, microbatches: int) -> None:
     module, batches = zoo.make_module(name, lora), zoo.make_batches(name, 4)
     expected = by_hand(module, batches, microbatches)
-    result = run(ours(num_microbatches=microbatches), module, batches, devices=devices, precision="bf16-true")
+    strategy = ours(num_microbatches=microbatches, loss_weight=module.weighs)
+    result = run(strategy, module, batches, devices=devices, precision="bf16-true")
     result.logged = None
     assert_same(expected, result)
 

@@ -51,7 +51,7 @@ def cases(draw: st.DrawFn) -> Case:
         plan=draw(plans(microbatches)),
         devices=draw(st.integers(1, 4)),
         microbatches=microbatches,
-        # The first batch is learned from, and a plan is made if it has two microbatches at least.
+        # The first window is learned from.
         sizes=(max(sizes[0], 3), *sizes[1:]),
         arena=draw(st.sampled_from([1.0, 1.0, 0.7, 0.3, 0.0])),
         empty=draw(st.none() | st.tuples(st.integers(1, 2), st.integers(0, microbatches - 1))),
@@ -152,7 +152,7 @@ def test_a_step_leaves_nothing_behind(empty: tuple[int, int] | None) -> None:
         pytest.param(
             Case("forward 0-1 2; fused 3-5; backward 1-2 0; round 1", 3, 3, empty=(1, 0)), id="a turn for nobody"
         ),
-        pytest.param(Case(None, 3, 1, sizes=(8, 7, 8, 5), skips=(2, 0), accumulate=2), id="no plan"),
+        pytest.param(Case(None, 3, 1, sizes=(8, 7, 8, 5), skips=(2, 0)), id="no plan"),
     ],
 )
 def test_schedules_by_hand(case: Case) -> None:

@@ -6,10 +6,11 @@
     "targets" ── the number of targets of the part's mean cross entropy, over that of the window ── [4]
 
 Lightning divides each loss by ``accumulate_grad_batches``. That is what [1] and [2] want. [3] and [4] weigh over the
-window, so they multiply by it.
+window, so they multiply by it. The backward of a microbatch begins before Lightning divides, so its loss is divided
+before, by the same number, and gradients round and overflow as in Lightning. One factor takes that back.
 
 [4] knows the total only when the last microbatch has its loss, and by then the first is in its backward. So losses are
-divided by a guess that depends on the data alone, and one factor corrects the sums of gradients.
+divided by a guess that depends on the data alone, and the factor corrects the sums of gradients.
 """
 
 from __future__ import annotations
@@ -97,23 +98,23 @@ class LossWeights:
         return counts.behind(loss) if self.counts_targets else self._known[run.index]
 
     def share(self, run: Weighed) -> float:
-        """Return the factor of a microbatch's loss in the loss of the step, as far as it is known before the last one.
+        """Return the factor of a microbatch's loss in its backward, as far as it is known before the last one.
 
         The first microbatch with targets determines the guess of the total.
         """
         if not self.counts_targets:
-            return run.weight
+            return run.weight / self._accumulated
         if self._guess is None:
             if not run.weight:
                 return 0.0
             self._guess = run.weight * self.count
-        return run.weight / self._guess * self._accumulated
+        return run.weight / self._guess
 
     def factor(self, runs: Iterable[Weighed]) -> float:
-        """Return the factor that corrects the guess, once all microbatches have their losses."""
+        """Return the factor of the sums of gradients, once all microbatches have their losses."""
         if self._guess is None:
-            return 1.0
-        return self._guess / sum(run.weight for run in runs)
+            return self._accumulated
+        return self._guess / sum(run.weight for run in runs) * self._accumulated
 
     def contribution(self, runs: Iterable[Weighed]) -> Contribution:
         """Return how much the window counts beside those of other machines: [2] adds up, all else is weighed."""

@@ -1,11 +1,11 @@
 """Writes checkpoints at an interval, at the end, on Ctrl-C, SIGTERM and SIGHUP, and when training fails.
 
-Training continues bit for bit only from a checkpoint of the moment between two batches. So the first signal only sets a
-mark: the running batch finishes, the checkpoint is written where all others are, and then the run ends. An error cannot
-wait. The callback keeps the state of the loops and the data loader at the end of each batch, and a checkpoint after an
-error has that state instead of the one within the next batch. That is correct only if the weights are those of the same
-moment. If the strategy says that they are not, or cannot say so while a batch is running, no checkpoint is written (see
-``RoundPipeStrategy.whole``).
+Training continues bit for bit only from a checkpoint of the moment between two optimizer steps. So the first signal
+only sets a mark: the running step finishes, the checkpoint is written where all others are, and then the run ends. An
+error cannot wait. The callback keeps the state of the loops and the data loader at the end of each step, and a
+checkpoint after an error has that state instead of the one within the next step. That is correct only if the weights
+are those of the same moment. If the strategy says that they are not, or cannot say so while a batch is running, no
+checkpoint is written (see ``RoundPipeStrategy.whole``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Checkpoints(ModelCheckpoint):
 
     Args:
         dirpath, filename, monitor, mode, save_last, save_weights_only, verbose: as in ``ModelCheckpoint``.
-        every_n_minutes: write a checkpoint at the end of the first batch that ends this many minutes after the last
+        every_n_minutes: write a checkpoint at the end of the first step that ends this many minutes after the last
             checkpoint. ``None``: not by time.
         every_n_train_steps: also write one every so many optimizer steps. ``None``: after each validation.
         save_top_k: how many to keep: the newest, or the best by ``monitor``; -1: all; 0: write none.
@@ -103,7 +103,7 @@ class Checkpoints(ModelCheckpoint):
         self.interrupted_by: int | None = None
         self._handlers: dict[int, Any] = {}
         self._loops: dict[str, Any] | None = None
-        """The state of Lightning's loops, with the position in the data, at the end of the last batch."""
+        """The state of Lightning's loops, with the position in the data, at the end of the last step."""
         self._batch = self._step = self._saved_batch = 0
         self._as_they_were = False
 
@@ -130,12 +130,15 @@ class Checkpoints(ModelCheckpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._loops, self._saved_batch = None, _batches(trainer)
+        self._step = trainer.global_step
         self._listen()
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if trainer.global_step == self._step:
+            return  # within an accumulation window, whose gradients no checkpoint holds
         self._snapshot_loops(trainer)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._stop_if_asked(trainer)
@@ -179,23 +182,23 @@ class Checkpoints(ModelCheckpoint):
         return self.keep != 0 and self._loops is not None and self._saved_batch != self._batch
 
     def _is_whole(self, trainer: Trainer) -> bool:
-        """Return, after an error, whether the weights are those after the last finished batch, and not saved yet."""
+        """Return, after an error, whether the weights are those after the last finished step, and not saved yet."""
         if not self.save_on_exception or trainer.state.fn != TrainerFn.FITTING or self._loops is None:
             return False
         whole: bool | None = getattr(trainer.strategy, "whole", None)
         total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-        if whole is not False and _batches(trainer) == self._batch + 1:  # a callback failed after the batch
-            self._snapshot_loops(trainer)
-        elif _batches(trainer) != self._batch or trainer.global_step != self._step:
-            return False
         running = total.ready > total.processed
+        if trainer.global_step != self._step:
+            if whole is False or running:
+                return False
+            self._snapshot_loops(trainer)  # a callback failed after the step
         return self._is_unsaved() and (whole is True or (whole is None and not running))
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _rewound(self) -> Iterator[None]:
-        """Give checkpoints that are written inside the loops' state of the end of the last batch."""
+        """Give checkpoints that are written inside the loops' state of the end of the last step."""
         self._as_they_were = True
         try:
             yield

@@ -62,7 +62,7 @@ class CallCost:
         needs_backward: whether a gradient has to pass through it or to reach its weights.
         kept_bytes: the part of ``activation_bytes`` that a kept graph holds between forward and backward; None: all.
         input_bytes: the part of ``activation_bytes`` that its inputs take.
-        forward_bytes: peak of a forward that keeps no graph; None: ``activation_bytes``.
+        forward_bytes: peak of a forward whose graph is dropped; None: ``activation_bytes``.
         waiting_bytes: outputs of earlier calls, and what user code has made, that a microbatch holds while it waits
             for this one.
         leaving_bytes: the part of ``waiting_bytes`` that leaves for the host if this call is on another worker: outputs

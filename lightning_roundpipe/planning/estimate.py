@@ -172,8 +172,6 @@ class _Measured:
     returning: int
     """Bytes of the gradients of its outputs."""
     peak: int
-    forward_peak: int | None
-    """Peak of a forward that keeps no graph, if it is known."""
     issue_s: float
     backward_issue_s: float
     is_synchronous: bool
@@ -271,7 +269,7 @@ class _Walk:
             activation_bytes=found.inputs + max(found.peak, found.kept + after.memory.peak, again.peak if again else 0),
             needs_backward=found.needs_backward,
             kept_bytes=found.inputs + found.kept,
-            forward_bytes=None if found.forward_peak is None else found.inputs + found.forward_peak,
+            forward_bytes=found.inputs + found.kept if self.emulated else None,
             returning_bytes=found.returning,
             issue_s=found.issue_s,
             backward_issue_s=found.backward_issue_s,
@@ -329,7 +327,6 @@ class _Walk:
         roots = [leaf for leaf in leaves if leaf.requires_grad]
         kept, outputs, turn = work.memory.live, tree_map(_described, out), work.memory.moment
         needs_backward, returning = bool(roots), sum(root.nbytes for root in roots)
-        returned = sum(leaf.nbytes for leaf in leaves)
         given = freed = turn
         left = kept
         recomputing = _Recomputing(work.memory.peak + returning, work.memory.worst)
@@ -345,9 +342,9 @@ class _Walk:
                 del gradients, edges
         for hook in hooks:
             hook.remove()
-        peak, forward_peak, worst = work.memory.peak, None, work.memory.worst
+        peak, worst = work.memory.peak, work.memory.worst
         if self.emulated:
-            peak, forward_peak, worst = kept + returning, returned, given
+            peak, worst = kept + returning, given
             in_tiles = left + backward.tile_bytes
             if in_tiles > peak:  # the graph of a tile is there when the outputs are not
                 peak, worst = in_tiles, freed
@@ -355,7 +352,7 @@ class _Walk:
                 work.memory.log.append(Held(name, backward.tile_bytes, freed, work.seconds, freed + 1, work.seconds))
         taken = tuple(inputs.values())
         found = _Measured(
-            work, backward, needs_backward, sum(nbytes for _, nbytes in taken), kept, returning, peak, forward_peak,
+            work, backward, needs_backward, sum(nbytes for _, nbytes in taken), kept, returning, peak,
             issued * self.issue_s, backward.unpackings * self.issue_s, bool(repeated and repeated.operations),
             taken, turn, worst, None if self.emulated or recomputing.peak <= peak else recomputing,
         )  # fmt: skip

@@ -60,8 +60,9 @@ def plan_forward(
         stage_bytes: most weights of a stage of several calls; None for no limit.
     """
     total_s, calls = sum(seconds), len(seconds)
-    counts = {*range(min(workers, calls), calls, 1 + calls // CUTS), calls}
-    plans = (_stages(seconds, layers, nbytes, total_s / count, stage_bytes) for count in sorted(counts))
+    counts = range(min(workers, calls), calls, 1 + calls // CUTS)
+    limits = {max(seconds), total_s / calls, *(total_s / count for count in counts)}
+    plans = (_stages(seconds, layers, nbytes, limit, stage_bytes) for limit in sorted(limits, reverse=True))
     return min(
         plans, key=lambda plan: len(plan.forward) * max(sum(seconds[c] for c in s.calls()) for s in plan.forward)
     )

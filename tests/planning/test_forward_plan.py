@@ -1,45 +1,60 @@
-"""Plans of forwards alone: stages that take about equally long and fit."""
+"""Plans of forwards alone: stages that take about equally long, and rounds that keep all workers busy."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 
 from lightning_roundpipe.planning.forward_plan import ForwardPlan, plan_forward
 from lightning_roundpipe.planning.span import Span
 
+NBYTES = 1000
 
-def plan_of(*seconds: float, workers: int = 1, stage_bytes: int | None = None) -> ForwardPlan:
-    """The plan of layers of 1,000 bytes each, all called once."""
+
+def plan_of(seconds: Sequence[float], workers: int, stage_bytes: int | None = None) -> ForwardPlan:
     layers = range(len(seconds))
-    return plan_forward(seconds, layers, dict.fromkeys(layers, 1000), workers, stage_bytes)
+    return plan_forward(seconds, layers, dict.fromkeys(layers, NBYTES), workers, stage_bytes)
 
 
-def test_one_worker_has_one_stage() -> None:
-    assert plan_of(1.0, 2.0, 3.0).forward == (Span(0, 2),)
+def efficiency(plan: ForwardPlan, seconds: Sequence[float]) -> float:
+    longest = max(sum(seconds[call] for call in span.calls()) for span in plan.forward)
+    return sum(seconds) / (longest * len(plan.forward))
 
 
-def test_equal_layers_are_shared_equally() -> None:
-    plan = plan_of(*[1.0] * 12, workers=4)
-    assert len(plan.forward) == 4
-    assert {len(span) for span in plan.forward} == {3}
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("seconds", [[1.0], [1.0, 2.0, 3.0], [1.0] * 30 + [8.0], [0.5, 4.0] * 20], ids=len)
+def test_stages_cover_all_calls_in_order(seconds: list[float], workers: int) -> None:
+    plan = plan_of(seconds, workers)
+    assert [call for span in plan.forward for call in span.calls()] == list(range(len(seconds)))
+    assert [plan.stage_of_forward[span.first] for span in plan.forward] == list(range(len(plan.forward)))
 
 
-def test_a_long_last_layer_is_a_stage() -> None:
+def test_equal_layers_make_a_stage_for_each_worker() -> None:
+    assert plan_of([1.0] * 12, 4).forward == (Span(0, 2), Span(3, 5), Span(6, 8), Span(9, 11))
+
+
+def test_a_long_last_layer_decides_how_long_stages_are() -> None:
     """30 layers, and an output layer that takes as long as eight of them."""
-    assert plan_of(*[1.0] * 30, 8.0, workers=4).forward[-1] == Span(30, 30)
+    seconds = [1.0] * 30 + [8.0]
+    plan = plan_of(seconds, 4)
+    assert plan.forward[-1] == Span(30, 30)
+    assert efficiency(plan, seconds) > 0.94
 
 
 def test_stages_fit() -> None:
-    plan = plan_of(*[1.0] * 12, workers=3, stage_bytes=2000)
+    plan = plan_of([1.0] * 12, 3, stage_bytes=2 * NBYTES)
     assert max(map(len, plan.forward)) == 2
-    assert [call for span in plan.forward for call in span.calls()] == list(range(12))
+    assert max(map(len, plan_of([1.0] * 12, 3, stage_bytes=1).forward)) == 1
 
 
-def test_a_layer_that_is_called_twice_is_held_once() -> None:
-    plan = plan_forward([1.0] * 4, [0, 0, 1, 1], {0: 1000, 1: 1000}, 1, stage_bytes=1000)
-    assert plan.forward == (Span(0, 1), Span(2, 3))
+def test_a_layer_that_is_called_again_is_uploaded_once() -> None:
+    plan = plan_forward([1.0] * 6, [0, 0, 0, 1, 1, 1], {0: NBYTES, 1: NBYTES}, 2, NBYTES)
+    assert plan.forward == (Span(0, 2), Span(3, 5))
 
 
-@pytest.mark.parametrize(("stages", "workers", "in_flight", "expected"), [(4, 4, 8, 8), (1, 4, 8, 2), (2, 4, 2, 1)])
-def test_a_round_has_batches_for_all_workers(stages: int, workers: int, in_flight: int, expected: int) -> None:
-    assert ForwardPlan(tuple(Span(s, s) for s in range(stages))).round_batches(workers, in_flight) == expected
+def test_rounds() -> None:
+    """A round has all batches in flight, if its stages can keep the workers busy."""
+    plans = {stages: ForwardPlan(tuple(Span(i, i) for i in range(stages))) for stages in (1, 2, 3, 8)}
+    assert {stages: plan.round_batches(4, 8) for stages, plan in plans.items()} == {1: 2, 2: 4, 3: 4, 8: 8}
+    assert plans[1].round_batches(4, 2) == 1

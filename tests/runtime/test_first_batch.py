@@ -105,7 +105,7 @@ IN_WINDOWS = {"max_epochs": -1, "max_steps": 45, "accumulate_grad_batches": 2}
     [
         (0.04, ONCE, None),
         (0.04, SOME, 0.1 * 90 * 0.04),
-        (0.04, IN_WINDOWS, 0.1 * 90 * 0.04),
+        (0.04, IN_WINDOWS, 0.1 * 45 * 0.04),
         (0.04, MANY, 2.0),
         (0.0001, ENDLESS, 2.0),
         (0.6, ONCE, 2.0),

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from patience import PATIENCE_S
 from torch import Tensor, nn
 
+from lightning_roundpipe.batches.weights import Contribution
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.machines.peers import GRADIENTS, WEIGHTS, Peers
-from lightning_roundpipe.runtime.batch.contributions import SAMPLES, Contribution
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.optimizer import gradient_exchange
 from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExchange
@@ -210,9 +210,11 @@ def test_norms_of_owned_gradients_are_combined() -> None:
         assert not finite
 
 
-def test_batches_weigh_by_their_samples() -> None:
-    shares = on_all(lambda machine: machine.exchange.share(Contribution(SAMPLES, *[1 + 2 * machine.rank] * 2)))[1]
-    assert shares == [0.25, 0.75]
+@pytest.mark.parametrize(
+    ("kind", "shares"), [("samples", [0.25, 0.75]), ("targets", [0.25, 0.75]), ("sum", [1.0, 1.0])]
+)
+def test_windows_weigh_as_microbatches_do(kind: str, shares: list[float]) -> None:
+    assert on_all(lambda machine: machine.exchange.share(Contribution(kind, 1.0 + 2 * machine.rank)))[1] == shares
 
 
 def test_shared_out_state_needs_the_same_way_of_stepping_everywhere() -> None:

@@ -97,7 +97,7 @@ def test_what_begins_to_be_trained_has_its_memory_before_the_step(monkeypatch: p
         return step(module, batch, batch_idx)
 
     monkeypatch.setattr(Module, "training_step", training_step)
-    fit(asked, Module(), microbatch_scope="step")  # else the list would have it run once for each batch
+    fit(asked, Module())
     assert asked.when.count(1) == 4
     assert before[2:] == [len(asked.when)] * 4
 

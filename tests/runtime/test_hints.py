@@ -1,4 +1,4 @@
-"""What is said once: where microbatches differ from the whole batch, and what was really switched off."""
+"""What is said once: which settings were really switched off."""
 
 from __future__ import annotations
 
@@ -8,77 +8,22 @@ from typing import Any
 import pytest
 import zoo
 from harness import ours, run
-from torch import Tensor, nn
+from torch import Tensor
 
 import lightning_roundpipe.strategy
 from lightning_roundpipe import RoundPipeWarning
-from lightning_roundpipe.runtime.reporting.hints import Hints
 
 
-def said(monkeypatch: pytest.MonkeyPatch, module: zoo.ZooModule, name: str, microbatches: int = 3) -> list[str]:
+def said(monkeypatch: pytest.MonkeyPatch, module: zoo.ZooModule, name: str) -> list[str]:
     """What the strategy informs and warns of in three steps."""
     texts: list[str] = []
     monkeypatch.setattr(lightning_roundpipe.strategy, "rank_zero_info", texts.append)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run(ours(num_microbatches=microbatches), module, zoo.make_batches(name), devices=2)
+        run(ours(), module, zoo.make_batches(name), devices=2)
     texts += [str(warning.message) for warning in caught if warning.category is RoundPipeWarning]
     assert all(text.startswith("roundpipe: ") for text in texts)
-    return [text for text in texts if "use_cache" in text or "checkpointing" in text or "whole" in text]
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("batch_norm", "batch norm computes its statistics over each microbatch"),
-        ("spectral_norm", "buffer '_u' of _SpectralNorm in layer 'model.stem' changes in every forward pass"),
-        ("qwen3_moe", "the router's loss"),
-    ],
-)
-def test_coupled_samples(monkeypatch: pytest.MonkeyPatch, name: str, words: str) -> None:
-    texts = [text for text in said(monkeypatch, zoo.make_module(name), name) if "use_cache" not in text]
-    assert len(texts) == 1
-    assert words in texts[0]
-    assert "num_microbatches=1 keeps the batch whole" in texts[0]
-
-
-def test_buffers_that_hooks_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The older spectral norm is a hook, which is user code."""
-    module = zoo.make_module("mlp")
-    for block in module.model.blocks:
-        nn.utils.spectral_norm(next(m for m in block.modules() if isinstance(m, nn.Linear)))
-    [text] = said(monkeypatch, module, "mlp")
-    assert "a hook changes buffers of layers" in text or "changes in every forward pass" in text
-
-
-def test_reasons_that_are_sentences() -> None:
-    texts: list[str] = []
-    hints = Hints(nn.Linear(1, 1), texts.append)
-    hints.of_no_comparison("noise cannot be compared. Set num_microbatches=1.")
-    assert "Set num_microbatches=1. It runs" in texts[0]
-
-
-@pytest.mark.parametrize("name", ["batch_norm", "spectral_norm"])
-def test_one_microbatch_is_the_whole_batch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    assert said(monkeypatch, zoo.make_module(name), name, microbatches=1) == []
-
-
-class WithFrozenStatistics(zoo.PlainClassifier):
-    """Fine-tuning as it is often done: batch norm keeps the statistics that it came with."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.model.norm.eval()
-        for block in self.model.blocks:
-            block.norm.eval()
-
-
-@pytest.mark.parametrize("name", ["mlp", "bert", "batch_norm"])
-def test_nothing_to_say(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Not of batch norm that keeps its statistics, nor of a cache that an encoder never asks for."""
-    module = zoo.make_module(name)
-    if name == "batch_norm":
-        module = WithFrozenStatistics(module.model)
-    assert said(monkeypatch, module, name) == []
+    return [text for text in texts if "use_cache" in text or "checkpointing" in text]
 
 
 class Choosing(zoo.CausalLM):
@@ -91,11 +36,15 @@ class Choosing(zoo.CausalLM):
         return output.loss, output.logits
 
 
+def test_an_encoder_never_asks_for_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said(monkeypatch, zoo.make_module("bert"), "bert") == []
+
+
 def test_caches_are_switched_off_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Choosing(zoo.make_module("llama").model)
-    assert ["use_cache=False" in text for text in said(monkeypatch, module, "llama", 1)] == [True]
+    assert ["use_cache=False" in text for text in said(monkeypatch, module, "llama")] == [True]
     module.use_cache = False
-    assert said(monkeypatch, module, "llama", 1) == []
+    assert said(monkeypatch, module, "llama") == []
 
 
 class Checkpointed(zoo.CausalLM):
@@ -107,7 +56,7 @@ class Checkpointed(zoo.CausalLM):
 def test_checkpointing_is_switched_off_and_on_again(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Checkpointed(zoo.make_module("llama").model)
     module.model.gradient_checkpointing_enable()
-    texts = said(monkeypatch, module, "llama", 1)
+    texts = said(monkeypatch, module, "llama")
     assert sorted("gradient_checkpointing=False" in text for text in texts) == [False, True]
 
 

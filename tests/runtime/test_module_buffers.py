@@ -47,7 +47,7 @@ class Sides:
         self.buffers.load()
         with torch.no_grad():
             (change or (lambda copy: copy(torch.ones(1))))(self.copy)
-        self.buffers.write_back(snapshot, thorough)
+        self.buffers.write_back(snapshot, thorough, 0)
         if settle:
             self.layer.buffers.settle()
         return snapshot
@@ -116,7 +116,7 @@ def test_a_buffer_that_a_forward_replaces_or_makes_arrives(device: Device) -> No
 
     made.buffers.load()
     make(made.copy)
-    made.buffers.write_back(None, thorough=True)
+    made.buffers.write_back(None, thorough=True, microbatch=0)
     made.layer.buffers.settle()
     assert made.module.later.tolist() == [1.0, 1.0]  # type: ignore[union-attr,operator]
 
@@ -128,7 +128,7 @@ def test_what_user_code_writes_meanwhile_stays(sides: Sides) -> None:
     with torch.no_grad():
         sides.module.table.mul_(2)  # type: ignore[operator]
         sides.copy(torch.ones(1))
-    sides.buffers.write_back(snapshot, thorough=True)
+    sides.buffers.write_back(snapshot, thorough=True, microbatch=0)
     sides.layer.buffers.settle()
     assert sides.module.table.tolist() == [0.0, 2.0, 4.0]  # type: ignore[operator]
     assert float(sides.module.count) == 2.0  # type: ignore[arg-type]

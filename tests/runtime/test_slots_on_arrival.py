@@ -34,11 +34,10 @@ class Twice(OneLayer):
         return self.layer(torch.tanh(self.layer(batch))).square().mean()
 
 
-@pytest.mark.parametrize("scope", ["step", "model"])
 @pytest.mark.parametrize("kind", [OneLayer, Twice])
 @pytest.mark.parametrize("devices", [2, 3])
 def test_a_slot_adds_to_what_the_one_before_has_sent(
-    kind: type[OneLayer], scope: str, devices: int, monkeypatch: pytest.MonkeyPatch
+    kind: type[OneLayer], devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However late that is: the worker that closes a slot is not the one that opens the next."""
     real = Worker.close_slot
@@ -50,6 +49,4 @@ def test_a_slot_adds_to_what_the_one_before_has_sent(
     monkeypatch.setattr(Worker, "close_slot", late)
     batch = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
     expected = run("auto", kind(), batch, steps=2)
-    assert_same(
-        expected, run(ours(num_microbatches=3, microbatch_scope=scope), kind(), batch, steps=2, devices=devices)
-    )
+    assert_same(expected, run(ours(num_microbatches=3), kind(), batch, steps=2, devices=devices))

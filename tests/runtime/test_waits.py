@@ -21,6 +21,7 @@ import lightning.pytorch as pl
 import pytest
 import stress
 import torch
+import torchmetrics
 from harness import ours
 from ordering import Ordering
 from stress import CALLS, LAYERS, Case, StressModule
@@ -33,6 +34,7 @@ from lightning_roundpipe.planning.memory import Reserved
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.step import Step
 from lightning_roundpipe.runtime.core.worker import Worker
+from lightning_roundpipe.runtime.modes.evaluation_pipeline import PipelinedBatch
 from lightning_roundpipe.runtime.optimizer import async_optimizer
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.threads.sync import CancelScope, UserLock
@@ -181,7 +183,7 @@ WAITS = [
     Wait("runtime.core.turns:MicrobatchOrder.begin", "cancel_scope.wait(waiter)", "numbers", BESIDE),
     Wait(
         "runtime.core.microbatch:MicrobatchTask.run",
-        "self._cancel_scope.wait(predecessor)  # [1]",
+        "self._cancel_scope.wait(predecessors[-1].started)  # [1]",
         "numbers",
         FUSED,
         "starting",
@@ -205,6 +207,15 @@ WAITS = [
     Wait("runtime.core.step:Step._wait_for_outputs", "run.computed.wait()", "order", ON),
 ]
 
+IN_EVALUATION = (
+    (
+        "runtime.modes.evaluation_pipeline:EvaluationPipeline.wait_for",
+        "self.engine.worker_pool.wait(batch.ended, self.cancel_scope)",
+    ),
+    ("runtime.modes.evaluation_pipeline:PipelinedBatch._wait_until_over", "cancel_scope.wait(waiter)"),
+)
+"""Of batches that are evaluated together."""
+
 ELSEWHERE = {
     # Only what is measured depends on it: test_memory_forecast.py
     ("runtime.core.user_memory:UserCodeMemory.meter", "worker.device.activations_down.synchronize()"),
@@ -217,7 +228,7 @@ ELSEWHERE = {
     ("runtime.core.worker:Worker._give_up_open", "self.device.compute.wait(self.device.weights_up.record())"),
     ("runtime.core.worker:Worker._give_up_open", "self.device.gradients_down.wait(self.device.compute.record())"),
     # second_device/test_late.py: test_weights_are_uploaded_when_user_code_goes_on
-    ("runtime.modes.evaluation:Evaluation._run_forward", "slot.uploaded[call.layer.index].wait()"),
+    ("runtime.modes.evaluation:Evaluation._run_forward.forward", "slot.uploaded[call.layer.index].wait()"),
     # test_off_plan.py; test_turns.py has the rule
     ("runtime.core.off_plan:OffPlan.wait", "cancel_scope.wait(waiter)"),
     (
@@ -280,25 +291,15 @@ ELSEWHERE = {
         "self._device.compute.wait(made.ready)",
     ),  # test_running_statistics
     ("runtime.memory.module_buffers:HostBuffers._settle", "made.ready.wait()"),  # test_running_statistics
-    ("runtime.engine:Engine.train_batch", "self.model.buffers.settle()"),  # test_statistics_are_there_after_a_step
+    ("runtime.engine:Engine.train_window", "self.model.buffers.settle()"),  # test_statistics_are_there_after_a_step
     ("runtime.engine:Engine.train_manually", "self.model.buffers.settle()"),  # test_statistics_are_there_after_a_step
     ("runtime.engine:Engine.evaluate", "self.model.buffers.settle()"),  # test_statistics_are_there_after_a_step
-    ("runtime.modes.call_effects:CallEffects.found", "self._buffers.settle()"),  # test_evaluation_parts.py
-    ("runtime.modes.call_effects:CallEffects.undo", "self._buffers.settle()"),  # test_evaluation_parts.py
-    (
-        "runtime.profile.parts_check:PartsCheck._side",
-        "engine.model.buffers.settle()",
-    ),  # test_beside_statistics_of_a_batch_the_rest_is_compared
-    (
-        "runtime.engine:Engine._rehearsal",
-        "self.updates.settle()",
-    ),  # test_what_is_accumulated_outlives_an_error, where steps overlap
     # test_who_looks_sees_whole_updates
-    ("runtime.engine:Engine.settle", "self.updates.settle(within_batch=self.within_batch())"),
+    ("runtime.engine:Engine.settle", "self.updates.settle(within_batch=self.within_window())"),
     ("runtime.optimizer.async_optimizer:AsyncOptimizer.retire", "self.settle()"),  # test_stochastic_weight_averaging
     (
-        "runtime.engine:Engine.evaluate",
-        "self.updates.settle()",
+        "runtime.engine:Engine._prepare_evaluation",
+        "self.updates.settle(within_batch=self.within_window())",
     ),  # test_evaluation_sees_whole_updates
     ("runtime.engine:Engine._sync_weights", "updates.settle()"),  # settled already: nobody submits in between
     ("runtime.engine:Engine._begin", "self.settle()"),  # test_what_is_trained_may_change
@@ -306,16 +307,8 @@ ELSEWHERE = {
         "runtime.optimizer.async_optimizer:AsyncOptimizer._rest",
         "while not waiter.wait_for(LOOK):",
     ),  # is what all of these wait with
-    (
-        "runtime.modes.model_tasks:PartRun.forward",
-        "self._cancel_scope.wait(predecessor)",
-    ),  # test_model_scope.py: test_parts_in_order
     # So that a peak is the call's own, see test_plan_policy.py.
     ("runtime.memory.peak_memory:PeakMemoryMeter.__init__", "device.activations_down.synchronize()"),
-    # Values on a GPU only: test_logs.py
-    ("runtime.batch.logs:_Download.__init__", "stream.wait(device.compute.record())"),
-    ("runtime.batch.logs:_Download.wait", "self._end.wait()"),
-    ("runtime.batch.logs:_arrived", "value = value.wait() if isinstance(value, _Download) else value"),
     ("runtime.core.worker:Worker.keep_until_computed", "flying.oldest.wait()"),  # test_the_host_does_not_run_far_ahead
     # test_offloading.py: test_no_call_begins_while_more_tensors_are_leaving_than_planned
     ("runtime.core.microbatch:MicrobatchTask._run_forward", "worker.departures.wait(self._cancel_scope)"),
@@ -326,29 +319,22 @@ ELSEWHERE = {
     ("runtime.core.offloading:Departures.wait", "oldest.wait(cancel_scope)"),
     ("runtime.core.offloading:Departure.wait", "cancel_scope.wait(self._known)"),
     ("runtime.core.offloading:Departure.wait", "copy.wait()"),
-    # Keys and values that are joined on another thread's stream; on a GPU only.
-    ("runtime.modes.evaluation_parts:Parting._settle", "device.compute.synchronize()"),
-    (
-        "runtime.modes.parted_caches:_moving.update",
-        "torch.accelerator.synchronize(value.device)  # another stream than this thread's has filled it",
-    ),
+    # test_window.py: test_exception_in_training_step
+    ("runtime.core.microbatch:MicrobatchTask._let_pass", "self._cancel_scope.wait(run.passed)"),
+    # test_checkpointed_code.py: the layer that is called in backward has the weights of its forward
+    ("runtime.core.sections:UserCodeSections.read_late", "self.wait_for(bucket, self._step.version)"),
+    *IN_EVALUATION,  # test_batches_that_are_evaluated_together_end_in_order
+    # test_outputs_are_computed_when_given
+    ("runtime.modes.evaluation_pipeline:PipelinedBatch.wait_for_devices", "event.wait()"),
+    ("runtime.modes.evaluation_pipeline:EvaluationPipeline.end", "self.engine.model.buffers.settle()"),
+    ("runtime.threads.task_thread:TaskThread.pause.paused", "ended.wait()"),  # test_task_thread.py
 }
 """Tested below, in a way of its own, or where it says."""
 
 ENDS = {
+    ("runtime.modes.evaluation_pipeline:_Caller.wait", "self._pool.wait(waiter, self._scope, unless_failed=True)"),
     ("runtime.core.step:Step._join", "worker_pool.wait(self._tasks[-1].waiter, self.cancel_scope)"),
     ("runtime.core.step:Step._wait_for_end", "worker_pool.wait(task.waiter, self.cancel_scope)"),
-    ("runtime.modes.model_step:ModelStep._run_all", "task.waiter.wait()"),
-    (
-        "runtime.modes.evaluation_step:EvaluationStep._run_all",
-        "self.engine.worker_pool.wait(task.waiter, self.cancel_scope)",
-    ),
-    ("runtime.modes.evaluation_step:EvaluationStep._run_all", "task.waiter.wait_for(GRACE)"),
-    (
-        "runtime.modes.evaluation_step:EvaluationStep.run_parts",
-        "self.engine.worker_pool.wait(self._all_closed, self.cancel_scope, unless_failed=True)",
-    ),
-    ("runtime.modes.model_step:ModelStep._run_all", "tasks[-1].waiter.wait()"),
     ("runtime.core.step:Step._wait_for_outputs", "self.before._wait_for_end()"),
     ("runtime.core.step:Step._join", "self._wait_for_end()"),
     ("runtime.core.step:Step.drain", "self._wait_for_end()"),
@@ -509,9 +495,40 @@ def test_nothing_is_noticed_while_all_are_there(case: Case, slow: str, times: fl
 # ------------------------------------------------------------------------------------------------ in ways of their own
 
 
-class Predicting(StressModule):
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.net(batch["x"], self.user_code, False).softmax(-1)  # type: ignore[no-any-return]
+class Normed(pl.LightningModule):
+    """Layers with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self(batch).square().mean()
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.train()
+        self(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+COMPUTED = (
+    ("runtime.core.worker_pool:WorkerPool.rest", "device.compute.synchronize()  # [3]"),
+    ("runtime.modes.evaluation_pipeline:PipelinedBatch.wait_for_devices", "event.wait()"),
+)
+"""Of a batch that runs alone, and of those that are in flight together."""
+
+
+class Predicting(Normed):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).softmax(-1)  # type: ignore[no-any-return]
 
 
 class Looking(pl.Callback):
@@ -521,16 +538,50 @@ class Looking(pl.Callback):
         outputs.clone()
 
 
-@pytest.mark.parametrize("missing", [False, True])
-def test_outputs_are_computed_when_given(missing: bool) -> None:
+@pytest.mark.parametrize("missing", [None, *COMPUTED])
+def test_outputs_are_computed_when_given(missing: tuple[str, str] | None) -> None:
     """The caller looks at them from another stream than those that they were computed in."""
-    trainer = harness.trainer_of(ours(layers=LAYERS), devices=2, callbacks=[Looking()])
-    module = Predicting()
+    trainer = harness.trainer_of(ours(layers=["Sequential"]), devices=2, callbacks=[Looking()])
     with pytest.MonkeyPatch.context() as patch, Ordering() as ordering:
         if missing:
-            take_out(patch, "runtime.core.worker_pool:WorkerPool.rest", "device.compute.synchronize()  # [3]")
-        trainer.predict(module, harness.loader(stress.batches(CUT)))
-    assert bool(ordering.faults) is missing, ordering.faults
+            take_out(patch, *missing)
+        trainer.predict(Predicting(), harness.loader(torch.randn(4, 8, 8).unbind()))
+    assert bool(ordering.faults) is (missing is not None), ordering.faults
+
+
+class Scoring(Normed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = torchmetrics.CatMetric()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.scores.update(self(batch).sum() * (1 + batch_idx))
+        self.log("so far", torch.as_tensor(self.scores.compute()).cumsum(0).square().sum())
+
+
+@pytest.mark.parametrize("missing", [None, *IN_EVALUATION])
+def test_batches_that_are_evaluated_together_end_in_order(missing: tuple[str, str] | None) -> None:
+    """One of them comes late to its user code, each time."""
+    found: list[Any] = []
+    real = PipelinedBatch._enter_user_code
+
+    def enter(self: PipelinedBatch) -> None:
+        time.sleep(0.1 * (self.index == 1))
+        real(self)
+
+    for devices in (1, 3):
+        torch.manual_seed(3)
+        strategy, module = ours(layers=["Sequential"], overlap=devices > 1), Scoring()
+        trainer = harness.trainer_of(strategy, devices=devices)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PipelinedBatch, "_enter_user_code", enter)
+            if missing and devices > 1:
+                take_out(patch, *missing)
+            try:
+                found.append(trainer.validate(module, harness.loader(torch.ones(5, 8, 8).unbind()), verbose=False))
+            except Exception as error:
+                found.append([{"so far": error}])
+    assert (found[0][0]["so far"] == pytest.approx(found[1][0]["so far"])) is (missing is None), found
 
 
 class Resting(pl.Callback):
@@ -583,30 +634,6 @@ def test_a_sum_that_nobody_took(missing: bool) -> None:
             take_out(patch, "runtime.memory.grad_buffers:HostGradSums.make_room", "before.wait()")
         harness.run(strategy, Careless(), stress.batches(replace(WIDE, sizes=(6, 6, 6))), devices=3, watch=False)
     assert bool(ordering.faults) is missing, ordering.faults
-
-
-class Normed(pl.LightningModule):
-    """Layers with running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self(batch).square().mean()
-        return loss
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.train()
-        self(batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class NormedAndRead(Normed):

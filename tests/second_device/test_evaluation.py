@@ -1,37 +1,73 @@
-"""Losses and key-value caches of evaluation in parts, on devices that are not the host."""
+"""Evaluation on devices that are not the host: losses, key-value caches, and gradients."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
 from harness import assert_tensors_same, loader, ours, quiet, trainer_of
-from test_evaluation_losses import Continues, Generates, Ran, Validates, batches, generated, validated
-from test_evaluation_losses import ran as ran  # a fixture
+from torch import Tensor, nn
 
 
-def _ours() -> Any:
-    return ours(num_microbatches=3)
+class Validates(pl.LightningModule):
+    """Logs the loss that the model returns, and returns its outputs."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.model, self.options = model, options
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.model(**batch).loss, on_step=True, on_epoch=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return tuple(self.model(**batch)[:2])
 
 
-@pytest.mark.parametrize("kind", [Validates, pytest.param(Continues, marks=pytest.mark.slow)])
-def test_models_that_return_losses_and_caches(kind: Any, devices: list[Any], ran: Ran) -> None:
-    """A cache that is joined on one device is given to layers of another one."""
-    module, data = kind(zoo.make_module("llama").model), batches("llama", 3)
-    plain, found = validated(module, "auto", data, 1), validated(module, _ours(), data)
+class Continues(Validates):
+    """Computes with the cache that the model returned, and gives it back to the model."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        first = self.model(**given)
+        cache = first.past_key_values
+        mask = torch.cat([given["attention_mask"], torch.ones(len(cache.layers[0].keys), 1, dtype=torch.long)], 1)
+        next_tokens = first.logits[:, -1:].argmax(-1)
+        second = self.model(input_ids=next_tokens, attention_mask=mask, past_key_values=cache)
+        return first.logits, second.logits, [layer.keys.sum((1, 2, 3)) for layer in second.past_key_values.layers]
+
+
+class Generates(Validates):
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        given = {name: batch[name][:3, :6] for name in ("input_ids", "attention_mask")}
+        text: Tensor = self.model.generate(**given, max_new_tokens=4, **self.options)
+        return text
+
+
+def evaluated(module: pl.LightningModule, strategy: Any, data: Any, devices: int) -> Any:
+    used = copy.deepcopy(module)
+    trainer = trainer_of(strategy, devices=devices)
+    with quiet():
+        return [trainer.validate(used, loader(data), verbose=False), trainer.predict(used, loader(data))]
+
+
+@pytest.mark.parametrize("kind", [Validates, Continues])
+def test_losses_and_caches(kind: Any, devices: list[Any]) -> None:
+    module, data = kind(zoo.make_module("llama").model), zoo.make_batches("llama", 5)
+    plain, found = evaluated(module, "auto", data, 1), evaluated(module, ours(), data, 2)
     assert len(devices) == 2
-    assert ran and not any(unsplittable for unsplittable, _ in ran)
     assert_tensors_same(plain, found, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param({"num_beams": 3}, marks=pytest.mark.slow)])
-def test_generate(options: Any, devices: list[Any], ran: Ran) -> None:
-    module, data = Generates(zoo.make_module("llama").model, **options), zoo.make_batches("llama", 2)
-    assert all(map(torch.equal, generated(module, "auto", data, 1), generated(module, _ours(), data)))
+def test_generate(options: Any, devices: list[Any]) -> None:
+    module, data = Generates(zoo.make_module("llama").model, **options), zoo.make_batches("llama", 3)
+    plain, found = evaluated(module, "auto", data, 1), evaluated(module, ours(), data, 2)
     assert len(devices) == 2
-    assert ran and not any(unsplittable for unsplittable, _ in ran)
+    assert all(map(torch.equal, plain[1], found[1]))
 
 
 class Forces(zoo.PlainClassifier):
@@ -47,7 +83,7 @@ def test_gradients_are_computed_on_the_host_which_is_said(devices: list[Any], ca
     for strategy, count in (("auto", 1), (ours(layers=["Linear", "ResidualBlock"]), 2)):
         trainer = trainer_of(strategy, devices=count, inference_mode=False)
         with quiet(), caplog.at_level("INFO"):
-            found += trainer.validate(module, loader(zoo.make_batches("mlp", 1)), verbose=False)
+            found += trainer.validate(module, loader(zoo.make_batches("mlp", 3)), verbose=False)
     assert devices
     assert found[1]["force"] == pytest.approx(found[0]["force"], rel=1e-5)
     assert "the step's layers run on the CPU" in caplog.text

@@ -50,6 +50,7 @@ from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundin
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
+from lightning_roundpipe.runtime.threads.caller_modes import without_caller_modes
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.runtime.user_code.graph_cuts import GraphCut, driven_backward, witness
 from lightning_roundpipe.runtime.user_code.interception import calling
@@ -132,7 +133,7 @@ class MicrobatchTask:
         self._prefetcher = ActivationPrefetcher(
             index, engine.worker_pool.workers, slots, self.activations, offloads=engine.learned.offloads
         )
-        self.repeated = RepeatedCalls(engine, step.spec, index, self, self.segments, self.activations)
+        self.repeated = RepeatedCalls(engine, step.spec, index, self.segments, self.activations)
         self.tape: list[RecordedCall] = []
         self.reached = 0
         self._off_trace = self.trace.has_skipped_calls
@@ -249,7 +250,8 @@ class MicrobatchTask:
 
     def _measure_user_code(self) -> None:
         if self.learning and self.engine.learned.plans:
-            self._user_memory.begin(self._device)
+            with without_caller_modes():  # it may compute something, which no checkpoint may take for user code
+                self._user_memory.begin(self._device)
 
     def _announce(self) -> None:
         if not self._announced:
@@ -314,7 +316,7 @@ class MicrobatchTask:
     def _repeat(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer call in a backward of user code; see `repeated_calls`."""
         self._check_weights(layer)
-        output, _ = self.repeated.call(layer, args, kwargs, self._slot, self._watched)
+        output, _ = self.repeated.call(self, layer, args, kwargs, self._slot, self._watched)
         return output
 
     def add_gradient(self, master: nn.Parameter, grad: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 In the forward, the checkpoint's function calls a layer like any other code. In the backward it calls it once more:
 
-    the layer runs in the turn that the microbatch holds, on the calling thread ── [1]
+    the layer runs in the turn that the microbatch holds, on its worker ── [1]
     its weights are those of the open slot, or are brought for this run alone ── [2]
     it draws what the call of the forward has drawn, which the state of the generator tells ── [3]
     its outputs hang on a node that recomputes the layer and runs its backward if a gradient arrives ── [4]
@@ -11,8 +11,8 @@ A checkpoint that is not reentrant only takes the values that the function saves
 and gets the gradients; [4] never happens. A reentrant one has made the call of the forward without grad, so that it is
 not on the tape, and differentiates what it computes now before it returns: by then [4] must be over.
 
-[1] Autograd's thread of a device waits while it runs user code in a backward. A worker's thread could not run a
-backward on that device meanwhile, but autograd lets the waiting thread do so.
+[1] User code's backward runs on the microbatch's own thread (`graph_cuts.driven_backward`), which waits for the worker.
+If one of autograd's threads waited, the worker could run no backward on the device of that thread.
 
 [3] Each section of user code has a seed of its own. A checkpoint restores the generator's state of the forward, so the
 seed that the generator was given last names the section, and with it the call that follows.
@@ -84,7 +84,6 @@ class RepeatedCalls:
         engine: the parts of the engine that outlive the step.
         step: the step that the microbatch belongs to.
         index: number of the microbatch.
-        microbatch: the microbatch.
         segments: its sections of user code.
         activations: its store of activations.
 
@@ -94,22 +93,27 @@ class RepeatedCalls:
     """
 
     def __init__(
-        self, engine: EngineContext, step: StepSpec, index: int, microbatch: Microbatch, segments: UserCodeSections,
+        self,
+        engine: EngineContext,
+        step: StepSpec,
+        index: int,
+        segments: UserCodeSections,
         activations: ActivationStore,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.made: list[MadeCall] = []
         self._engine, self._step, self._index = engine, step, index
-        self._microbatch, self.segments, self._activations = microbatch, segments, activations
+        self.segments, self._activations = segments, activations
         self._sections: dict[int, int] = {}
         """The numbers of sections by their derived seeds."""
 
     def call(
-        self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot | None,
-        watched: SharedOutputs,
+        self, microbatch: Microbatch, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any],
+        slot: Slot | None, watched: SharedOutputs,
     ) -> tuple[Any, Forward]:  # fmt: skip
         """Run a layer call in a backward of user code.
 
         Args:
+            microbatch: the microbatch.
             layer: the layer.
             args: its positional arguments.
             kwargs: its keyword arguments.
@@ -132,11 +136,11 @@ class RepeatedCalls:
         made = self.made[position] if position is not None else self._last_of(layer)
         state = layer.state.current()
         leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
-        leaves = self._microbatch.mode.stand_ins(leaves)
+        leaves = microbatch.mode.stand_ins(leaves)
         call = Call(
             _NOT_TRACED, layer, self._index, spec, [], [isinstance(x, Tensor) and x.requires_grad for x in leaves],
             layer.trainable(), self._engine.thread_state(), state, made.seed, contextvars.copy_context(), leaves,
-            graph=True, repeated=True, lender=self._microbatch,
+            graph=True, repeated=True, lender=microbatch,
         )  # fmt: skip
         worker, executor = self._worker_of(slot), self._engine.executors[slot.worker]
         call.leaves = self._placed(leaves, worker)
@@ -147,7 +151,7 @@ class RepeatedCalls:
             with worker.weights_of(layer, slot), noted(lambda: self._place(layer, slot, "recomputation")):
                 return inputs, executor.forward(slot, call, self._activations)
 
-        inputs, result = self._in_place(worker, forward, position)
+        inputs, result = self._run(worker, forward, position)
         sides = {key: flat.tensors() for key, flat in result.side_outputs.items()}
         outputs = [*result.tensors(), *(t for tensors in sides.values() for t in tensors)]
         flags = [t.requires_grad for t in outputs]
@@ -161,17 +165,19 @@ class RepeatedCalls:
                 side_outputs={key: len(tensors) for key, tensors in sides.items()},
             )  # fmt: skip
             homes = [self._home_of(t, worker) for t in tensors]
-            differentiate = functools.partial(self._differentiate, recorded, slot, homes)
+            differentiate = functools.partial(self._differentiate, microbatch, recorded, slot, homes)
             aliases = list(_apply(ANCHOR, differentiate, aliases, flags, *tensors))
         through = {key: tuple(t.requires_grad for t in tensors) for key, tensors in sides.items()}
         return deliver(call, result, aliases, through, args, kwargs, watched), result
 
     def _differentiate(
-        self, recorded: RecordedCall, slot: Slot, homes: list[Device | None], grads: Sequence[Tensor | None]
-    ) -> list[Tensor | None]:
+        self, microbatch: Microbatch, recorded: RecordedCall, slot: Slot, homes: list[Device | None],
+        grads: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:  # fmt: skip
         """Recompute a repeated call and run its backward, in the turn of the call [4].
 
         Args:
+            microbatch: the microbatch.
             recorded: the call.
             slot: the slot that it ran in.
             homes: the devices of its tensor arguments.
@@ -191,27 +197,27 @@ class RepeatedCalls:
 
         def backward() -> tuple[list[Tensor | None], dict[int, Tensor]]:
             with worker.weights_of(layer, slot), noted(lambda: self._place(layer, slot, "backward")):
-                return executor.repeated_backward(slot, recorded, self._activations, self._microbatch)
+                return executor.repeated_backward(slot, recorded, self._activations, microbatch)
 
-        found, of_parameters = self._in_place(worker, backward, None)
+        found, of_parameters = self._run(worker, backward, None)
         for position, grad in of_parameters.items():
             host = self._activations.transfer(grad, worker.device, None)
-            self._microbatch.add_gradient(layer.masters[position], host)
+            microbatch.add_gradient(layer.masters[position], host)
         return [
             None if g is None else self._activations.transfer(g, worker.device, home)
             for g, home in zip(found, homes, strict=True)
         ]
 
-    def _in_place(self, worker: Worker, function: Callable[[], T], position: int | None) -> T:
-        """Return ``function()``, run in the place of ``worker`` [1]. Then let user code draw as behind a made call.
+    def _run(self, worker: Worker, function: Callable[[], T], position: int | None) -> T:
+        """Return ``function()``, run on the thread of ``worker`` [1]. Then let user code draw as behind a made call.
 
         Args:
             worker: the worker.
-            function: computes on its device.
+            function: runs a layer.
             position: of the call that is repeated; None: user code draws as before.
         """
         with yielded(self._engine.worker_pool.devices) as held:
-            result = worker.run_in_place(function, self._step.cancel_scope)
+            result = worker.run(function, self._step.cancel_scope)
         if position is not None and held:
             seed = derive(*self.segments.seed_of(position + 1))
             for generator in (torch.default_generator, self.made[position].device.generator):

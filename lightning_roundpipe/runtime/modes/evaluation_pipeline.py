@@ -85,7 +85,8 @@ class _Round(NamedTuple):
 class PipelinedBatch(Evaluation):
     """One of several batches in flight.
 
-    It has many collaborators because it replaces how `Evaluation` meets slots, the host and the batches beside it.
+    It has many attributes and collaborators because it is a batch alone (`Evaluation`) with a place among others: turns
+    in slots, an order of user code, and a view of modules.
 
     Args:
         pipeline: the pipeline.
@@ -168,7 +169,8 @@ class PipelinedBatch(Evaluation):
     def _enter_user_code(self) -> None:
         """Take the lock, when the batches before have left the section [2]."""
         if not self._left:
-            self._wait_for_others(self._section)
+            is_last = self._section == len(self._step.layers)
+            self._wait_for_others(_ALL if is_last else self._section)
         self._engine.user_lock.acquire((self.index,), self._cancel_scope)
         self._has_lock = True
         self.kept.enter()
@@ -203,7 +205,7 @@ class PipelinedBatch(Evaluation):
     def _give_up_turns(self) -> None:
         """Note that the batch runs in no more slots, so that those behind need not wait for it."""
         self._turns.finish(self.index)
-        self._finish_section(len(self._step.layers))
+        self._finish_section(len(self._step.layers) + 1)
 
     def _aside(self, wait: Callable[[], Any]) -> Any:
         """Call ``wait`` while other batches run user code of other sections."""
@@ -279,7 +281,8 @@ class PipelinedBatch(Evaluation):
 class EvaluationPipeline:
     """Runs evaluation steps, as many at once as the caller starts. Lives as long as the engine.
 
-    It has many collaborators because it is to its batches what `Step` is to microbatches.
+    It has many attributes and collaborators because threads, slots, the user-code lock, attributes of modules and hooks
+    of the caller begin, take turns and end together here.
 
     Args:
         engine: the context of the engine.
@@ -332,8 +335,7 @@ class EvaluationPipeline:
             finally:
                 kept.end()
         if kind != () and evaluation.called and not evaluation.alone and not random_state.has_moved():
-            seconds = [math.inf] * len(evaluation.called)
-            known = KnownStep(evaluation.called, seconds, module_state)
+            known = KnownStep(evaluation.called, [math.inf] * len(evaluation.called), module_state)
             known.see(evaluation.recorder)
             self._known[kind] = known
 
@@ -384,24 +386,15 @@ class EvaluationPipeline:
         batches = range(self._count, self._count + plan.round_batches(count, self._in_flight))
         recorder, slots = Recorder(), []
         for span in plan.forward:
-            index, layers = pool.next_slot(), [known.layers[call] for call in span.calls()]
+            index, layers = pool.next_slot(), dict.fromkeys(known.layers[call] for call in span.calls())
             slots.append(
                 Slot(
-                    index,
-                    index % count,
-                    0,
-                    "forward",
-                    span.calls(),
-                    list(dict.fromkeys(layers)),
-                    {},
-                    batches,
-                    recorder=recorder,
+                    index, index % count, 0, "forward", span.calls(), list(layers), {}, batches, recorder=recorder,
                     cancel_scope=self.cancel_scope,
                 )
-            )
-        self._rounds.append(
-            _Round(batches, slots, PlannedSlots([slots], plan, self.cancel_scope, self._close), recorder)
-        )
+            )  # fmt: skip
+        turns = PlannedSlots([slots], plan, self.cancel_scope, self._close)
+        self._rounds.append(_Round(batches, slots, turns, recorder))
         for worker, queue in enumerate(pool.queues):
             queue.append((slot for slot in slots if slot.worker == worker), self._close)
 
