@@ -38,7 +38,6 @@ LAYERS: list[set[str]] = [
         "timeline",
         "page_style",
         "lookahead",
-        "lookahead",
     },
     {"windows", "evaluation_window", "stepping", "announcements", "step_monitor", "page"},
     {"strategy"},

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from lightning_roundpipe.export.gguf_tokenizer import OTHERWISE, write_tokenizer
 from lightning_roundpipe.export.exported_weights import Weights
+from lightning_roundpipe.export.gguf_tokenizer import OTHERWISE, write_tokenizer
 from lightning_roundpipe.model.rope import llama3_factors
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}

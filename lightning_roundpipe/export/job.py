@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 
+from lightning_roundpipe.export.exported_weights import Weights
 from lightning_roundpipe.export.gguf_file import GgufFile, check_architecture
 from lightning_roundpipe.export.layout import OfFiles, OfParameters
 from lightning_roundpipe.export.merging import Adapters
@@ -26,7 +27,6 @@ from lightning_roundpipe.export.shards import write_shards
 from lightning_roundpipe.export.skeleton import Skeleton, once, skeleton_of
 from lightning_roundpipe.export.trained import CheckpointFile, Trained
 from lightning_roundpipe.export.weight_sources import Source, StateDict, WeightFiles
-from lightning_roundpipe.export.exported_weights import Weights
 from lightning_roundpipe.messages import first_line, gib, plural
 
 Format = Literal["safetensors", "gguf"]

@@ -33,13 +33,13 @@ from lightning_roundpipe.runtime.core.activation_prefetch import ActivationPrefe
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call, Forward
 from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
-from lightning_roundpipe.runtime.core.off_plan import OffPlan, give_up_graph, why_not_recomputed
 from lightning_roundpipe.runtime.core.delivery import check_inputs, hand_back, learn, refuse_hooked_module
+from lightning_roundpipe.runtime.core.loss_seeds import filled_like, seed_of
+from lightning_roundpipe.runtime.core.off_plan import OffPlan, give_up_graph, why_not_recomputed
 from lightning_roundpipe.runtime.core.prediction import NextCallPredictor
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.repeated_calls import MadeCall, RepeatedCalls
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
-from lightning_roundpipe.runtime.core.loss_seeds import filled_like, seed_of
 from lightning_roundpipe.runtime.core.trace import Kind, Trace, TracedCall
 from lightning_roundpipe.runtime.core.turns import Slot, Slots
 from lightning_roundpipe.runtime.core.user_memory import UserCodeMemory
