@@ -208,9 +208,9 @@ class Options:
     emulation: Emulation = field(default_factory=Emulation)
 
     def __post_init__(self) -> None:
-        for name in ("num_microbatches", "microbatch_size", "round_microbatches"):
+        for name in ("num_microbatches", "microbatch_size", "round_microbatches", "evaluation_batches"):
             value = getattr(self, name)
-            if value is not None and not (is_whole(value) and value >= 1):
+            if (value is not None or name == "evaluation_batches") and not (is_whole(value) and value >= 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
         if not isinstance(self.overlap, bool):
             raise ValueError(

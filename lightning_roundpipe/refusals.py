@@ -145,7 +145,7 @@ def _refuse_parts(options: Options) -> None:
     if asked:
         raise MisconfigurationException(
             f"{asked[0]} with automatic_optimization=False: under manual optimization training_step runs once, on the "
-            "whole batch, and its layers as they are called. Leave it out, or set num_microbatches=1 alone."
+            "whole batch, and its layers as they are called. Leave it out."
         )
 
 

@@ -1,11 +1,8 @@
-"""Lets a run that is resumed within an epoch continue as it was, and warns if it cannot.
+"""Warns if a run that is resumed within an epoch cannot continue as it was.
 
 Weights, optimizer and dropout continue bit for bit, but the data are the loader's. Lightning saves a loader's
 ``state_dict()`` in its checkpoints if it has one. Otherwise the resumed epoch starts at the loader's first batch,
 perhaps shuffled anew, and ends after as many batches as remained: some samples come twice, others not at all.
-
-An accumulation window continues if it has as many batches as before. Lightning sets their scheduled number at the start
-of an epoch, and a resumed one does not start.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ from typing import Any
 
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_roundpipe.messages import PREFIX, warn
 
@@ -56,23 +52,3 @@ def warn_of_lost_place(trainer: Trainer, held: bool) -> None:
         "bit for bit. Use a loader with state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader, or "
         "resume from a checkpoint that was written at the end of an epoch."
     )
-
-
-def resume_accumulation(trainer: Trainer, was: int | None) -> None:
-    """Set the number of batches in a window that is scheduled for the resumed epoch; warn if an open one had another.
-
-    Args:
-        was: the number that the loaded checkpoint holds; None: none, it was not written within a window.
-    """
-    if trainer.fit_loop.restarted_mid_epoch:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, GradientAccumulationScheduler):
-                callback.on_train_epoch_start(trainer)
-    now = trainer.accumulate_grad_batches
-    if was not in (None, now):
-        warn(
-            f"{PREFIX}the checkpoint was written within a window of accumulate_grad_batches={was}, and training goes "
-            f"on with {now}: the next optimizer step is made of other batches, or weighs them otherwise, than that of "
-            f"either setting. Set accumulate_grad_batches={was}, or resume from a checkpoint that was written at the "
-            "end of a window."
-        )

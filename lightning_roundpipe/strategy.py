@@ -627,8 +627,8 @@ class RoundPipeStrategy(SeveralMachines):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step as the base class does. Callbacks may have replaced the optimizer or added groups to it before."""
         if self._engine is not None:
-            if self._running()[0].automatic_optimization:
-                self._attach()  # training_step runs within the optimizer's step
+            if self._running()[0].automatic_optimization and (self._window is None or self._window.ended):
+                self._attach()  # before the window's only batch, whose training_step runs within the optimizer's step
             former = {key for key, known in self._former.items() if known() is not None}  # these get no gradients
             refuse_foreign_parameters([optimizer], self._engine.model.bucket_of.keys() | former)
         run = functools.partial(super().optimizer_step, optimizer, *args, **kwargs)

@@ -9,7 +9,7 @@ data fetcher, and the microbatches of all of them run as one step. The loop gets
 
 The loop, its hooks and its counts see one batch at a time, as ever. The backward of the losses hands out the gradients
 of the window with the last of them. A window is as long as Lightning's: ``accumulate_grad_batches`` as of now, from the
-first batch of an epoch on, and shorter at its end.
+first batch of an epoch on, and shorter at its end. If a parameter has hooks, each batch is a step of its own.
 
 These names of Lightning are private: ``fit_loop._data_fetcher``, ``epoch_loop.batch_progress.current.ready``,
 ``automatic_optimization._skip_backward``.
@@ -29,6 +29,7 @@ from lightning_roundpipe.batches.logs import repeat_logs
 from lightning_roundpipe.batches.outputs import joined, joined_loss
 from lightning_roundpipe.batches.weights import LossWeights, given_weights
 from lightning_roundpipe.config import Options, RoundPipeError
+from lightning_roundpipe.hook_audit import hooked_parameter
 from lightning_roundpipe.lookahead import look_ahead
 from lightning_roundpipe.runtime.engine import Engine, WindowResult
 
@@ -52,7 +53,9 @@ class Window:
         to_come = -epoch.batch_progress.current.ready % self._accumulated
         fetcher = look_ahead(self._trainer.fit_loop._data_fetcher)
         batches: list[Any] = [args[0]]
-        if fetcher is not None and not epoch.automatic_optimization._skip_backward:  # a pass for BatchNorm statistics
+        alone = epoch.automatic_optimization._skip_backward  # a pass for BatchNorm statistics
+        alone = alone or hooked_parameter(module) is not None  # its hooks see the gradient of each batch
+        if fetcher is not None and not alone:
             batches += [batch for batch, *_ in fetcher.take(self._trainer, to_come)]
         self.span = len(batches)
         self.samples: list[int] = []
@@ -95,16 +98,19 @@ class Window:
         self._result = result = engine.train_window(functions, self._weights, seed, zero_grad=zero_grad)
         self._trainer.should_stop = stopping
         self._functions = []
+        losses: dict[int, tuple[Tensor, bool]] = {}
         for batch, microbatches in enumerate(self._all):
             runs = [result.microbatches[m] for m in microbatches if m < len(result.microbatches)]
             found = [(run.loss, run.weight) for run in runs if run.loss is not None]
             if found and len(runs) == len(microbatches):
                 value = joined_loss([loss for loss, _ in found], [w for _, w in found], adds=self._weights.adds)
-                differentiable = any(run.differentiable for run in runs)
-                if result.gradients is not None:
-                    self._losses[batch] = result.gradients.loss(value, differentiable=differentiable)
-                else:  # a later batch has failed, and no optimizer step follows
-                    self._losses[batch] = value.requires_grad_(differentiable)
+                losses[batch] = value, any(run.differentiable for run in runs)
+        if result.gradients is not None:
+            self._losses = dict(zip(losses, result.gradients.losses([*losses.values()]), strict=True))
+        else:  # a later batch has failed, and no optimizer step follows
+            self._losses = {
+                batch: value.requires_grad_(differentiable) for batch, (value, differentiable) in losses.items()
+            }
 
     def _step(self, microbatch: int) -> Any:
         output = self._functions[microbatch]()

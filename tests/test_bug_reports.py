@@ -305,6 +305,41 @@ script("a running mean as attribute", RunningMean, batches, **EPOCHS)
 script("a running mean as buffer", RunningMeanInBuffer, batches, **EPOCHS)
 
 
+# ---------------------------------------------------------------------------------------------- hooks and other modules
+
+
+def hooked() -> Script:
+    module = Script(blocks(), lambda m, x: m(x).square().mean())
+    for parameter in module.net[1].parameters():  # type: ignore[index]
+        parameter.register_hook(lambda grad: 0.1 * grad)
+    return module
+
+
+def with_reference() -> Script:
+    module = Script(blocks(), preferred)
+    module.reference = blocks().double().requires_grad_(False)
+    return module
+
+
+def preferred(module: Any, x: Tensor) -> Tensor:
+    y = module(x)
+    policy, module.net = module.net, module.reference
+    with torch.no_grad():
+        reference = module(x)
+    module.net = policy
+    return (y - reference).square().mean()
+
+
+def chosen(module: Any, x: Tensor) -> Tensor:
+    module.chosen = module.net[len(x) % 4]
+    return module.chosen(module(x)).square().mean()  # type: ignore[no-any-return]
+
+
+script("hooks of parameters", hooked, parts)
+script("another module in its place for a while", with_reference, parts, **EPOCHS)
+script("another module in its place from now on", lambda: Script(blocks(), chosen), parts, **EPOCHS)
+
+
 # ------------------------------------------------------------------------------------------------------ images and text
 
 

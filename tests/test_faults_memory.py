@@ -23,9 +23,7 @@ from lightning_roundpipe.devices import DeviceOutOfMemory, StreamError, emulated
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.runtime.core.worker import Worker
 
-REMEDY = (
-    "Set a smaller microbatch_size (or more num_microbatches), or a smaller memory_budget, so that stages get smaller"
-)
+REMEDY = "Use smaller microbatches (batches, or parts by num_microbatches), or a smaller memory_budget"
 
 
 @pytest.fixture(autouse=True)

@@ -150,11 +150,9 @@ OTHERS: list[Use] = [
 CUTS: dict[str, tuple[int, Mapping[str, Any]]] = {
     "whole": (1, {"num_microbatches": 1}),
     "in parts": (2, {"num_microbatches": 3}),
-    "calls cut": (2, {"num_microbatches": 3, "microbatch_scope": "model"}),
 }
 REFUSALS: dict[tuple[Use, str], str] = {
     (appends, "in parts"): "attribute '_size' of ParameterList",
-    (gives_it_to_a_layer, "calls cut"): "called 'blocks.0' where the first batches did not",
 }
 """What the first batches do not show is refused for another reason."""
 

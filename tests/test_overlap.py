@@ -158,16 +158,14 @@ def test_layers_are_stepped_while_earlier_ones_still_run_backward(
     assert gate.reached.is_set() and not gate.in_vain, stepped
 
 
-@pytest.mark.parametrize("way", ["accumulated", "stale"])
-def test_the_next_forward_begins_before_backward_is_over(way: str) -> None:
+def test_the_next_forward_begins_before_backward_is_over() -> None:
     gate = Gate(2, 1)
 
     def opens(module: Gated, batch: int) -> None:
         if batch == 3:  # user code of the next step, whose first layers run behind it
             gate.opened.set()
 
-    options: dict[str, Any] = {"accumulate_grad_batches": 5} if way == "accumulated" else {"staleness": 1}
-    fit(Gated(gate, opens), **options)
+    fit(Gated(gate, opens), staleness=1)
     assert gate.reached.is_set() and not gate.in_vain
 
 
@@ -181,17 +179,15 @@ class Ahead(Layer):
         return super().forward(x, which)
 
 
-@pytest.mark.parametrize("way", ["accumulated", "stale"])
-def test_layers_run_forward_before_their_own_backward_of_the_step_before_is_over(way: str) -> None:
-    """With staleness 1 the update of the step before that is published as soon as this one's uploads are over."""
+def test_layers_run_forward_before_their_own_backward_of_the_step_before_is_over() -> None:
+    """The update of the step before that is published as soon as this one's uploads are over."""
     gate = Gate(2, 1)
     module = Gated(gate)
     ahead = Ahead(gate)
     ahead.load_state_dict(module.layers[0].state_dict())
     module.layers[0] = ahead
-    late = way == "stale"
-    strategy = ours(num_microbatches=2, layers=["Layer", "Ahead"], plan=PLAN, staleness=int(late), watchdog_timeout=60)
-    run(strategy, module, BATCHES, devices=2, watch=False, accumulate_grad_batches=1 if late else 5)
+    strategy = ours(num_microbatches=2, layers=["Layer", "Ahead"], plan=PLAN, staleness=1, watchdog_timeout=60)
+    run(strategy, module, BATCHES, devices=2, watch=False)
     assert gate.reached.is_set() and not gate.in_vain
 
 
@@ -206,7 +202,7 @@ def test_a_step_beside_another_counts_from_the_end_of_that_one() -> None:
 
     began = time.perf_counter()
     with all_reports() as reports:
-        fit(Gated(gate, opens), accumulate_grad_batches=5)
+        fit(Gated(gate, opens), staleness=1)
     steps = [report() for report in reports]
     assert len(steps) == len(BATCHES) and not gate.in_vain
     assert sum(step["step_time_s"] for step in steps) <= time.perf_counter() - began

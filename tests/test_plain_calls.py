@@ -10,6 +10,7 @@ import copy
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,10 +38,12 @@ class Clock:
     """The number of the step, which layers read without the engine's knowledge."""
 
     step = 0
+    batch: ContextVar[int] = ContextVar("batch")
+    """In evaluation, where several batches are in flight."""
 
     @classmethod
     def is_late(cls) -> bool:
-        return cls.step >= LATE
+        return cls.batch.get(cls.step) >= LATE
 
 
 class Steps(zoo.PlainClassifier):
@@ -104,7 +107,8 @@ def plain_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
     def counted(self: PlainExecutor, *args: Any, **kwargs: Any) -> Any:
         ran = own(self, *args, **kwargs)
-        seen.append((Clock.step, ran.surprises))
+        call: Any = args[1]
+        seen.append((call.context.get(Clock.batch, Clock.step), ran.surprises))
         return ran
 
     monkeypatch.setattr(PlainExecutor, "run", counted)
@@ -256,7 +260,7 @@ class Predicts(Steps):
     """Returns logits, and the attributes that layers have set."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        Clock.step = batch_idx
+        Clock.batch.set(batch_idx)
         _, logits = self.loss_and_logits(batch)
         return logits, [getattr(block, "aux", None) for block in self.model.blocks]
 
@@ -267,7 +271,7 @@ def predicted(strategy: Any, late: Callable[[Any, Tensor], Tensor], inference_mo
         module = Predicts(Net(type("Turning", (Turning,), {"late": late})))
     trainer = trainer_of(strategy, devices=devices, inference_mode=inference_mode)
     with quiet():
-        return trainer.predict(module, loader(zoo.make_batches("mlp", STEPS)))
+        return copy_context().run(trainer.predict, module, loader(zoo.make_batches("mlp", STEPS)))
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])

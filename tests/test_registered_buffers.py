@@ -304,11 +304,14 @@ def test_buffers_that_code_between_layers_uses(use: str, said: list[str]) -> Non
         run(strategy, UsesAverages(USES[use]), batches, devices=devices, accumulate_grad_batches=4)
         for strategy, devices in (("auto", 1), (ours(), 2))
     )
+    assert len(said) == 1 and "code between layers reads or writes it" in said[0]
     for name, value in expected.state.items():
         torch.testing.assert_close(trained.state[name], value)
 
 
 def test_a_later_batch_that_uses_such_a_buffer_first_is_named(said: list[str]) -> None:
+    """It runs by the plan; those behind it run in order."""
     batches = list(torch.randn(16, 2, 8, dtype=torch.float64))
-    run(ours(), UsesAverages(USES["reads"], since=8), batches, devices=2, accumulate_grad_batches=4)
-    assert len(said) == 1 and "which this batch is the first to do" in said[0]
+    trained = run(ours(), UsesAverages(USES["reads"], since=8), batches, devices=2, accumulate_grad_batches=4)
+    assert trained.report is not None and trained.report["profiled"]
+    assert len(said) == 1 and "which this window is the first to do" in said[0]

@@ -17,8 +17,6 @@ from harness import assert_same, ours, run
 from torch import Tensor, nn
 from traps import Block, Trap, Traps, in_turn
 
-from lightning_roundpipe.config import RoundPipeError
-
 trap = Traps()
 
 
@@ -183,59 +181,6 @@ def _(net: Any, h: Tensor) -> Tensor:
     return first + h
 
 
-def flips_later(kind: str) -> Callable[[Any, Tensor], Tensor]:
-    def body(net: Any, h: Tensor) -> Tensor:
-        h = net.blocks[0](h)
-        if net.late:
-            if kind == "layer":
-                net.blocks[2].flag = 0.5
-            elif kind == "user code":
-                net.new = h
-            else:
-                net.blocks[2].requires_grad_(False)
-        return net.blocks[2](net.blocks[1](h))
-
-    return body
-
-
-WHERE = {
-    "layer": "'flag' of Block .in layer",
-    "user code": "'new' of Net .outside",
-    "weights": "requires_grad of a param",
-}
-
-
-@pytest.mark.parametrize("kind", WHERE)
-def test_what_user_code_begins_to_change_later_is_refused(kind: str) -> None:
-    traps = Traps()
-
-    def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
-        self.model.late = batch_idx > 0
-
-    refusal = f"{WHERE[kind]}.*did not happen in the first batch"
-    traps(kind, refusal, forward=reads, on_train_batch_start=on_train_batch_start)(flips_later(kind))
-    built, error = traps.refused[kind]
-    with pytest.raises(RoundPipeError, match=error):
-        run(ours(num_microbatches=3), traps.build(built), zoo.make_batches("mlp"), devices=2)
-
-
-def test_sums_go_on_over_microbatches_and_stashes_end_as_they_would() -> None:
-    class Summing(zoo.PlainClassifier):
-        seen, last = 0.0, None
-
-        def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
-            self.last = None
-            loss = super().training_step(batch, batch_idx)
-            self.last = batch["y"]
-            self.seen += float(batch["y"].sum())
-            return loss
-
-    batches = zoo.make_batches("mlp")
-    module: Any = run(ours(num_microbatches=3), Summing(zoo.MLP()), batches, devices=2).module
-    assert module.seen == sum(float(batch["y"].sum()) for batch in batches)
-    assert torch.equal(module.last, batches[-1]["y"])
-
-
 @pytest.mark.slow
 def test_adapters_switched_off_around_a_reference_pass() -> None:
     """What preference optimisation does; PEFT flips flags and requires_grad deep inside the layers."""
@@ -249,13 +194,11 @@ def test_adapters_switched_off_around_a_reference_pass() -> None:
             with model.disable_adapter():
                 again = model(**batch).logits
             assert torch.equal(reference, again)
-            return output.loss * (1 + (output.logits - reference).square().mean(dim=(1, 2)).sum() * 0), output.logits
+            return output.loss + 0.1 * (output.logits - reference).square().mean(), output.logits
 
     module = Preference(zoo.make_module("llama", lora=True).model)
-    batches = zoo.make_batches("llama", count=2, samples=4)
-    for batch in batches:  # ignored targets would make a mean over samples beside one over targets, which is refused
-        batch["labels"] = batch["input_ids"].clone()
-    assert_same(run("auto", module, batches), run(ours(num_microbatches=2), module, batches, devices=2))
+    script: dict[str, Any] = {"batches": zoo.make_batches("llama", 4, samples=2), "accumulate_grad_batches": 2}
+    assert_same(run("auto", module, **script), run(ours(), module, devices=2, **script))
 
 
 # ----------------------------------------------------------------------------------------------------- hooks on modules

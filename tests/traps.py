@@ -65,7 +65,6 @@ class Trap(zoo.PlainClassifier):
 
     calls = 5
     late = False
-    microbatches = 3
 
     def arrange(self, net: Any) -> None:
         """Done before training, or when training has been set up if ``late``."""
@@ -124,18 +123,21 @@ class Traps:
             return kind(type("Net", (Net,), {"body": body})(block))
 
     def check_equal(self, name: str) -> None:
-        """After a first batch that learns, a plan that recomputes the first calls and keeps the graphs of others."""
+        """After a first window that learns, a plan that recomputes the first calls and keeps the graphs of others."""
         kind = self.equal[name]
-        plain = run("auto", self.build(kind), zoo.make_batches("mlp"))
-        other = run(strategy(kind, plan=halves(kind.calls)), self.build(kind), zoo.make_batches("mlp"), devices=2)
-        assert_same(plain, other)
+        plain = run("auto", self.build(kind), **windows())
+        assert_same(plain, run(strategy(plan=halves(kind.calls)), self.build(kind), devices=2, **windows()))
 
     def check_refused(self, name: str) -> None:
         kind, error = self.refused[name]
-        batches = zoo.make_batches("mlp", count=2)
         with pytest.raises(RoundPipeError, match=error):
-            run(strategy(kind, watchdog_timeout=PATIENCE_S), self.build(kind), batches, devices=2)
+            run(strategy(watchdog_timeout=PATIENCE_S), self.build(kind), devices=2, **windows(2))
 
 
-def strategy(kind: type[Trap], **options: Any) -> Any:
-    return ours(num_microbatches=kind.microbatches, layers=[f"model.blocks.{i}" for i in range(3)], **options)
+def windows(count: int = 3) -> dict[str, Any]:
+    """Arguments of ``harness.run``: windows of three batches."""
+    return {"batches": zoo.make_batches("mlp", 3 * count, samples=2), "accumulate_grad_batches": 3}
+
+
+def strategy(**options: Any) -> Any:
+    return ours(layers=[f"model.blocks.{i}" for i in range(3)], **options)

@@ -24,6 +24,6 @@ def advice() -> str:
     known = getattr(torch._C, "_accelerator_getAllocatorSettings", str)() or said  # torch 2.11 returns nothing
     chosen = known.lower().replace(" ", "")
     if f"{_SETTING}:true" in chosen or "cudamallocasync" in chosen or sys.platform != "linux":
-        return "set a smaller microbatch_size (or more num_microbatches), or a smaller memory_budget"
+        return "use smaller microbatches (batches, or parts by num_microbatches), or a smaller memory_budget"
     others = [part for part in said.split(",") if part and not part.strip().startswith(_SETTING)]
     return f"set the environment variable {name}={','.join([*others, f'{_SETTING}:True'])} before the script starts"

@@ -107,6 +107,6 @@ def out_of_memory(
     more = ", or raise emulation.memory" if emulated else ""
     return DeviceOutOfMemory(
         f"{device} is out of memory: {sizeof(asked)} for {purpose} do not fit, {sizeof(sum(resident.values()))}{of} "
-        f"are in use ({held}). Set a smaller microbatch_size (or more num_microbatches), or a smaller memory_budget, "
-        f"so that stages get smaller{more}."
+        f"are in use ({held}). Use smaller microbatches (batches, or parts by num_microbatches), or a smaller "
+        f"memory_budget, so that stages get smaller{more}."
     )

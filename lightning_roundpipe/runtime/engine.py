@@ -240,7 +240,14 @@ class Engine:
                 self.hints.of_one_microbatch(len(self.worker_pool.workers))
             self._say_tiles()
             measured = self.tiles is None or not self.tiles.came  # else some calls were measured without tiles
-            if learned.plans and measured and step.has_loss:
+            if several and not learned.in_order and (buffer := step.met_buffer):
+                late = "which this window is the first to do, " if learned.plan is not None else ""
+                self._planner.run_in_order(
+                    f"{buffer} changes in calls of its layer, and code between layers reads or writes it, {late}and "
+                    "what is in it depends on their order",
+                    "leave plan out.",
+                )
+            elif learned.plans and measured and step.has_loss:
                 self._plan_from(step, len(functions))
             elif not several:
                 learned.recent = step.traces[0]
@@ -595,7 +602,7 @@ class Engine:
             self._planner.forget()
             with interrupts_allowed():  # as in `reserve_gradients`
                 self._gradients.reserve_again()
-        elif self.learned.unseen and self.learned.plan is not None:
+        elif self.learned.plan is not None and (self.learned.unseen or self.learned.in_order):
             self.settle()
             self._planner.learn_again()
         self._sync_weights(newest=False)

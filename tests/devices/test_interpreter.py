@@ -239,7 +239,6 @@ def short() -> float:
     [
         (Module, {}),
         (Module, {"staleness": 1}),
-        (Module, {"microbatch_scope": "model", "layers": ["Linear", "ResidualBlock"]}),
         (Manual, {"num_microbatches": 1}),
     ],
 )

@@ -288,7 +288,7 @@ MODULES = [
         SECTION,
         "several microbatches, or a plan, under manual optimization",
         "… with automatic_optimization=False: under manual optimization training_step runs once, on the whole batch",
-        "Leave it out, or set num_microbatches=1 alone",
+        "Leave it out",
         (
             lambda user: user.fit(Manual(mlp()), num_microbatches=2),
             lambda user: user.fit(Manual(mlp()), microbatch_size=2),

@@ -212,7 +212,7 @@ IN_EVALUATION = (
         "runtime.modes.evaluation_pipeline:EvaluationPipeline.wait_for",
         "self.engine.worker_pool.wait(batch.ended, self.cancel_scope)",
     ),
-    ("runtime.modes.evaluation_pipeline:PipelinedBatch._wait_until_over", "cancel_scope.wait(waiter)"),
+    ("runtime.modes.evaluation_pipeline:PipelinedBatch._wait_for_others", "self._cancel_scope.wait(waiter)"),
 )
 """Of batches that are evaluated together."""
 

@@ -195,5 +195,5 @@ def _refuse_other_number(call: Call, now: int, before: int) -> None:
     if now != before:
         raise RoundPipeError(
             f"layer {call.layer.name!r} returned {plural(now, 'tensor')} where the first batch had {before}: with "
-            "several microbatches it must return as many each time. Set num_microbatches=1."
+            "several microbatches it must return as many each time. Set overlap=False."
         )

@@ -35,7 +35,7 @@ class Learned:
         costs: the costs from which the plan was made.
         offloads: whether the plan fits only if outputs leave their worker while a microbatch waits for another one.
         plans: whether a plan is to be made from the running step.
-        in_order: see above; also where a plan would change the order of calls that change one buffer.
+        in_order: see above; also where a plan would change the order of calls and user code that change one buffer.
         order: which call followed which, for steps that call layers in any order.
         profiles: of each layer's last call in an evaluation, by the layer's index; None if it was not plain.
         module_state: attributes that microbatches set on modules.

@@ -363,8 +363,7 @@ class MicrobatchTask:
         if written := self.mode.written_by_data():
             raise RoundPipeError(
                 f"training_step writes to parameter {self.engine.model.name_of(written[0])!r} by its .data, while "
-                "microbatches compute with it. Write to parameters between steps, for example in on_train_batch_end, "
-                "or set num_microbatches=1."
+                "microbatches compute with it. Write to parameters between steps, for example in on_train_batch_end."
             )
 
     def _refuse_taped(self, layer: HostLayer) -> None:

@@ -39,7 +39,7 @@ class OtherCalls(RoundPipeError):
     """
 
     def __init__(self, why: str, rule: str) -> None:
-        super().__init__(f"{why}{rule} Set num_microbatches=1, without a plan, which allows any control flow.")
+        super().__init__(f"{why}{rule} Set overlap=False, without a plan, which allows any control flow.")
         self.why = why
 
 

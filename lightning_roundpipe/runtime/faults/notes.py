@@ -16,7 +16,8 @@ from lightning_roundpipe.runtime.threads.sync import Cancelled
 
 _MARK = "roundpipe: "
 _SMALLER = (
-    "Set a smaller microbatch_size (or more num_microbatches), or a smaller memory_budget, so that stages get smaller"
+    "Use smaller microbatches (batches, or parts by num_microbatches), or a smaller memory_budget, so that stages get "
+    "smaller"
 )
 _FLEX = "flex_attention.py"
 """Torch's file of an attention that is made for GPUs: on a CPU it has no backward, and compiles only some lengths."""
@@ -132,7 +133,7 @@ def add_off_plan_note(error: BaseException, call: str) -> None:
     if isinstance(error, torch.OutOfMemoryError):
         error.add_note(
             f"{_MARK}the microbatch has called {call}, which the batches before have not shown, and needs more memory "
-            "for it than the plan leaves. Set a smaller microbatch_size (or more num_microbatches), or use devices "
+            "for it than the plan leaves. Use smaller microbatches (batches, or parts by num_microbatches), or devices "
             "with more memory. Where the plan's stages take most of it, let the first batch make the call, so that the "
             "plan counts it."
         )

@@ -224,8 +224,7 @@ class HostLayer:
             if parameter._version != version or parameter.data_ptr() != pointer:
                 raise RoundPipeError(
                     f"parameter {key!r} of layer {self.name!r} was written to within the step, when its value was on "
-                    "its way to a worker. Write to parameters between steps, for example in on_train_batch_start, or "
-                    "set num_microbatches=1."
+                    "its way to a worker. Write to parameters between steps, for example in on_train_batch_start."
                 )
         if any(len(held) != len(now) or any(map(operator.is_not, held.values(), now)) for held, now in self._inner):
             raise RoundPipeError(

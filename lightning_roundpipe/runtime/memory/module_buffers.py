@@ -56,13 +56,14 @@ class BufferValue:
         of: the buffer that the values come from or will be settled in, and its version when it held ``base``.
         base: what the buffer holds until the values are settled.
         pending: whether the values are yet to be settled.
+        overwritten: whether user code has written to the buffer since.
     """
 
     def __init__(
         self, host: BufferOrAbsent, ready: Event | None, of: tuple[BufferOrAbsent, int], base: BufferOrAbsent = None
     ) -> None:
         self.host, self.ready, self.of, self.base = host, ready, of, base
-        self.pending = ready is not None
+        self.pending, self.overwritten = ready is not None, False
 
     def is_up_to_date(self, buffer: BufferOrAbsent) -> bool:
         """Return whether ``buffer`` is still the tensor in ``of``, with no write to it since."""
@@ -166,6 +167,12 @@ class HostBuffers:
         self._pending.pop(place, None)
         made.of, made.pending, made.base = made_of, False, None
 
+    def overwrite(self, buffer: Tensor) -> None:
+        """Note that user code writes to ``buffer``, so that it leaves other values than the calls before."""
+        with self._lock:
+            for _, made in self._made.values():
+                made.overwritten = made.overwritten or made.of[0] is buffer
+
     def take_history(self) -> BufferHistory:
         """Return what each microbatch has left since the last call. Call `settle` first."""
         with self._lock:
@@ -191,7 +198,8 @@ class BufferHistory:
     def show(self, microbatch: int) -> None:
         """Let modules hold what ``microbatch`` has left; -1: what was there before the step."""
         for (_, name), (module, value) in self._history.get(microbatch, {}).items():
-            _assign(module, name, value.host)
+            if not value.overwritten:
+                _assign(module, name, value.host)
 
 
 class _Loaded(NamedTuple):

@@ -127,7 +127,7 @@ class ManualStep(Step):
             worker.run(worker.device.weights_up.synchronize, self.cancel_scope)
         gradients = StepGradients(sums, [], 1.0)
         self.engine.worker_pool.workers[0].run(gradients.arrive, self.cancel_scope)
-        loss = gradients.loss(torch.zeros(()), differentiable=True)
+        (loss,) = gradients.losses([(torch.zeros(()), True)])
         try:
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]

@@ -4,11 +4,11 @@ Lightning divides each loss, may scale it, calls ``zero_grad`` and only then ``b
 in host buffers. Each returned loss is an autograd node, and the gradient that reaches the nodes, which is the same for
 all, is the factor to scale them by. Then there are two ways:
 
-* The nodes' inputs are the masters that have a gradient. The last node returns the gradients, and autograd adds them to
+* The last node's inputs are the masters that have a gradient. It returns the gradients, and autograd adds them to
   ``.grad``.
   Hooks, overridden parts of the step and any optimizer work as in plain training, but the step's backward must have
   ended.
-* The nodes' input is a dummy, and `async_optimizer` takes the gradients from the buffers, bucket by bucket. It may
+* All nodes' input is a dummy, and `async_optimizer` takes the gradients from the buffers, bucket by bucket. It may
   begin while the step's backward is still running.
 """
 
@@ -74,19 +74,25 @@ class StepGradients:
             found.update({id(master): master for master, _ in self._user_code()})
             self.masters = list(found.values())
 
-    def loss(self, value: Tensor, *, differentiable: bool) -> Tensor:
-        """Return ``value`` as a node whose backward hands out the gradients. Call it for all losses before a backward.
+    def losses(self, values: Sequence[tuple[Tensor, bool]]) -> list[Tensor]:
+        """Return the losses of the batches, in order, as nodes. The backward of the last one hands out the gradients.
+
+        The masters are inputs of the last one alone: hooks of a parameter run where there is a gradient.
 
         Args:
-            value: the loss of a batch.
-            differentiable: whether a microbatch's loss required grad. If not, backward raises, as it would on the loss
-                itself. If so and no master has a gradient, backward does nothing.
+            values: the value of each loss, and whether a microbatch's loss required grad. If not, backward raises, as
+                it would on the loss itself. If so and no master has a gradient, backward does nothing.
         """
-        self._losses += differentiable
+        last = max((i for i, (_, differentiable) in enumerate(values) if differentiable), default=None)
+        self._losses = sum(differentiable for _, differentiable in values)
+        found = []
         with torch.enable_grad():
-            anchors: list[Tensor] = [*self.masters] or [torch.zeros((), requires_grad=True)]
-            loss: Tensor = _StepLoss.apply(self if differentiable else None, value, *anchors)  # type: ignore[no-untyped-call]
-        return loss
+            for i, (value, differentiable) in enumerate(values):
+                masters = self.masters if i == last else []
+                anchors: list[Tensor] = [*masters] or [torch.zeros((), requires_grad=True)]
+                loss: Tensor = _StepLoss.apply(self if differentiable else None, value, *anchors)  # type: ignore[no-untyped-call]
+                found.append(loss)
+        return found
 
     def differentiated(self, scale: float) -> list[Tensor]:
         """Set `scale`: backward has reached one of the losses.

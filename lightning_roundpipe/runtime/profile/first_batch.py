@@ -225,15 +225,13 @@ class Planner:
         return replace(rules, host=host, links=links)
 
     def run_in_order(self, why: str, remedy: str) -> None:
-        """From now on, run microbatches one after another without a plan.
+        """Run microbatches one after another without a plan, from the next window on.
 
         Raises:
             ValueError: if the options give a plan; the message is ``why`` and ``remedy``.
         """
         if self._options.plan_text is not None:
             raise ValueError(f"{why}: {remedy}")
-        if self._learned.plan is not None:
-            self.forget()
         self._learned.in_order = True
         self._engine.hints.say("order", f"{why}, so microbatches run one after another, without a plan.")
 
@@ -262,7 +260,7 @@ class Planner:
             worker.reserve(Reserved(arena), at_least=limit is None)
 
     def learn_again(self) -> None:
-        """Drop the plan, but not the trace, as microbatches have left the plan: the next batches add their calls."""
+        """Drop the plan, but not the trace: microbatches have left the plan, or are to run one after another."""
         self._learned.plan = self._learned.costs = None
         self._learned.offloads = False
         for worker in self._workers:

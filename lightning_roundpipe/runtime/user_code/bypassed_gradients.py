@@ -154,7 +154,8 @@ def _arriving(master: nn.Parameter, grads: tuple[Tensor | None, ...]) -> tuple[N
     passed_by = getattr(current(), "passed_by", None)
     if passed_by is None or grads[0] is None:
         return None  # [2]
-    return (None,) if passed_by(master, grads[0]) else None
+    with torch._C.DisableTorchFunction():  # user code's mode is active in its backward
+        return (None,) if passed_by(master, grads[0]) else None
 
 
 def user_of(master: nn.Parameter) -> str:

@@ -201,8 +201,9 @@ class UserCodeMode(TorchFunctionMode):
             if func == DATA and self._train and id(args[0]) in self._masters:
                 return self._watched(args[0], result)
             return result
-        if self._train and args and isinstance(args[0], Tensor) and IN_PLACE.fullmatch(name):
-            about_to_write_in_place(args[0])
+        writes = self._train and args and isinstance(args[0], Tensor) and IN_PLACE.fullmatch(name)
+        if writes and about_to_write_in_place(args[0]):
+            self._buffers.overwrite(args[0])
         if torch.is_inference_mode_enabled() and name not in _OF_THE_SHAPE:
             touched_by(name, args, kwargs)
         if self._train and name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):

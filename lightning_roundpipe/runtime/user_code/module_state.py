@@ -43,17 +43,23 @@ class _Held(NamedTuple):
 
     Attributes:
         holder: the module, or the parameter whose ``requires_grad`` this is.
+        registry: the dict of the module that holds it: of its submodules, parameters, buffers or other attributes.
         value: the object; `_ABSENT` if there is none.
         values: of a tensor that was written in place, a copy.
     """
 
     holder: Holder
+    registry: dict[str, Any]
     value: Any
     values: Tensor | None = None
 
     def seen(self, name: str) -> Any:
         """Return what code that reads the attribute gets: of one that the module lacks, its class's."""
         return getattr(type(self.holder), name, _ABSENT) if self.value is _ABSENT else self.value
+
+    def copied(self) -> _Held:
+        """Return the same with a copy of the tensor that it holds."""
+        return self._replace(values=self.value.detach().clone())
 
     def put(self, name: str, *, in_place: bool = False) -> None:
         """Let the module hold the value; ``in_place``: also the values of a tensor that was written in place."""
@@ -62,25 +68,26 @@ class _Held(NamedTuple):
             if holder.requires_grad != value:
                 holder.requires_grad_(value)
             return
-        held = _buffers(holder) if name in _buffers(holder) else holder.__dict__
+        now = _registry(holder, name)
+        if value is _ABSENT or now is not self.registry:
+            now.pop(name, None)
         if value is _ABSENT:
-            held.pop(name, None)
             return
-        held[name] = value
+        self.registry[name] = value
         if in_place and self.values is not None:
             value.data.copy_(self.values)  # by way of ``data``: graphs that saved it go on
 
 
-def _read(holder: Holder, name: str) -> Any:
+def _read(holder: Holder, name: str) -> _Held:
     if isinstance(holder, nn.Parameter):
-        return holder.requires_grad
-    buffers = _buffers(holder)
-    return buffers[name] if name in buffers else holder.__dict__.get(name, _ABSENT)
+        return _Held(holder, {}, holder.requires_grad)
+    registry = _registry(holder, name)
+    return _Held(holder, registry, registry.get(name, _ABSENT))
 
 
-def _buffers(module: nn.Module) -> dict[str, Any]:
-    found: dict[str, Any] = module.__dict__.get("_buffers", {})  # none yet before ``Module.__init__``
-    return found
+def _registry(module: nn.Module, name: str) -> dict[str, Any]:
+    own = module.__dict__  # without registries before ``Module.__init__``
+    return next((own[key] for key in ("_buffers", "_modules", "_parameters") if name in own.get(key, ())), own)
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -93,11 +100,14 @@ def about_to_write(holder: Holder, name: str) -> None:
         view.about_to_write(holder, name)
 
 
-def about_to_write_in_place(tensor: Tensor) -> None:
-    """Tell the view whose user code runs on this thread, if any, that a tensor is about to be written."""
+def about_to_write_in_place(tensor: Tensor) -> bool:
+    """Tell the view whose user code runs on this thread that a tensor is about to be written; return if it is held."""
     view: AttributeView | None = getattr(_thread, "view", None)
-    if view is not None and (place := view.state.buffers.get(id(tensor))) is not None:
-        view.about_to_write(*place, in_place=True)
+    place = None if view is None else view.state.buffers.get(id(tensor))
+    if view is None or place is None:
+        return False
+    view.about_to_write(*place, in_place=True)
+    return True
 
 
 @shared_context
@@ -159,7 +169,7 @@ class SharedAttributes:
             if place in self.carried and to is not self.hooks:
                 held = self.latest.get(place, held)
             held = to.values.get(place, held) if to is not None else held
-            if not _alike(_read(held.holder, place[1]), held.value):
+            if not _alike(_read(held.holder, place[1]).value, held.value):
                 held.put(place[1])
         self.present = to
 
@@ -215,22 +225,23 @@ class AttributeView:
         """Note that the running section writes to an attribute, or in place to the tensor that it holds."""
         place = id(holder), name
         if place not in self._section:
-            value = _read(holder, name)
-            self._section[place] = _Held(holder, value, value.detach().clone() if in_place else None)
+            held = _read(holder, name)
+            self._section[place] = held.copied() if in_place else held
 
     def leave(self) -> None:
         """Leave the section. What it has set is its own from here on, also where it was the same before."""
         _thread.view = None
         state, section, self._section = self.state, self._section, {}
         for place, before in section.items():
-            now = _read(before.holder, place[1])
-            in_place = isinstance(now, Tensor) and now is before.value
-            self.values[place] = held = _Held(before.holder, now, now.detach().clone() if in_place else None)
+            held = _read(before.holder, place[1])
+            in_place = isinstance(held.value, Tensor) and held.value is before.value
+            in_place = in_place and not isinstance(held.value, nn.Parameter)  # an optimizer writes to those
+            self.values[place] = held = held.copied() if in_place else held
             self._found.setdefault(place, before.seen(place[1]))
             state.start.setdefault(place, before)
             if in_place:
                 state.carried.add(place)
-            if in_place or not _alike(now, before.value):
+            if in_place or not _alike(held.value, before.value):
                 state.places.add(place)
             if place not in state.carried:
                 self._new.add(place)

@@ -179,7 +179,7 @@ class Randomness:
                 raise RoundPipeError(
                     f"random numbers were drawn in {what} or beside it, where none were drawn in the first batch: "
                     "their recomputation could not draw the same. Let the model draw from the start (a dropout "
-                    "whose rate starts at 0 can start at a tiny rate), or set num_microbatches=1 with one device."
+                    "whose rate starts at 0 can start at a tiny rate)."
                 )
         finally:
             lock.release()
