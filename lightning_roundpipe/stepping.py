@@ -269,9 +269,7 @@ class Stepping:
 
     def starts_accumulation(self) -> bool:
         """Return, before a batch, whether Lightning drops the accumulated gradients."""
-        batches = self._trainer.accumulate_grad_batches
-        self._engine.formats.scales.batches = batches
-        return self._trainer.fit_loop.epoch_loop.batch_idx % batches == 0
+        return self._trainer.fit_loop.epoch_loop.batch_idx % self._trainer.accumulate_grad_batches == 0
 
     def batch_number(self) -> int:
         """Return the number of batches since training began, which continues after resuming."""

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import Result, assert_identical, assert_same, ours, run
+from harness import Result, assert_identical, assert_same, assert_tensors_same, ours, run
 from lightning.pytorch.plugins.precision import MixedPrecision
 from test_precision_true import SaveAt, by_hand
 from torch.amp import GradScaler
@@ -55,7 +55,7 @@ def plain(batches: Any = BATCHES, **options: Any) -> Result:
 
 def train(batches: Any = BATCHES, precision: str = "16-mixed", strategy: Any = None, **options: Any) -> Result:
     plugin = RoundPipePrecision(precision, options.pop("scaler", None) or scaler())
-    chosen = ours(**({"num_microbatches": 3} | (strategy or {})), precision_plugin=plugin)
+    chosen = ours(**(strategy or {}), precision_plugin=plugin)
     return run(chosen, Module(), batches, **({"devices": 2} | options))
 
 
@@ -84,27 +84,36 @@ WAYS: list[Any] = [
     {"gradient_clip_val": 0.3},
     pytest.param({"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}, marks=pytest.mark.slow),
     {"accumulate_grad_batches": 2},
+    {"accumulate_grad_batches": 3},
 ]
 
 
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("options", WAYS)
 def test_equals_lightnings(options: dict[str, Any], blocking: bool) -> None:
-    """Bit for bit with one microbatch. With several, sums are smaller, and may overflow where fewer were."""
+    """Bit for bit, and the sums of a window within rounding."""
     expected = plain(**options)
-    one = train(strategy={"num_microbatches": 1}, blocking=blocking, **options)
-    assert state(one) == state(expected)
-    assert_identical(without_gradients(expected), without_gradients(one))
-    several = train(blocking=blocking, **options)
-    if state(several)["scale"] == state(expected)["scale"]:
-        assert_same(expected, without_gradients(several), rtol=2e-3, atol=1e-4)
-    else:
-        assert "accumulate_grad_batches" in options
+    result = train(blocking=blocking, **options)
+    assert state(result) == state(expected)
+    same = assert_same if "accumulate_grad_batches" in options else assert_identical
+    same(without_gradients(expected), without_gradients(result))
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_in_parts(blocking: bool) -> None:
+    """As plain Lightning with a loader of the parts: each part's gradient is rounded, and may overflow, by itself."""
+    parts = [part for batch in BATCHES for part in harness.split(batch, 3)]
+    expected, result = (
+        plain(parts, accumulate_grad_batches=3),
+        train(strategy={"num_microbatches": 3}, blocking=blocking),
+    )
+    assert state(result) == state(expected)
+    assert_tensors_same(expected.state, result.state)
 
 
 def test_a_step_late() -> None:
     """The factor is that of the update whose weights a step computes with, whenever the later one is applied."""
-    results = [train(strategy={"staleness": 1}, devices=n) for n in (1, 3)]
+    results = [train(strategy={"staleness": 1, "num_microbatches": 3}, devices=n) for n in (1, 3)]
     assert_identical(*map(without_gradients, results))
     assert state(results[0]) == state(results[1])
 
@@ -119,7 +128,7 @@ def test_a_batch_without_a_loss_is_no_step() -> None:
     for blocking in (False, True):
         plugin = RoundPipePrecision("16-mixed", scaler())
         watch: list[pl.Callback] = [harness.WatchGradients(Result())] if blocking else []
-        strategy = ours(num_microbatches=1, precision_plugin=plugin)
+        strategy = ours(precision_plugin=plugin)
         result = run(strategy, Skipping(), BATCHES, watch=False, callbacks=watch)
         assert state(result) == state(expected)
         assert_identical(without_gradients(expected), without_gradients(result))
@@ -158,7 +167,7 @@ def test_resuming_goes_on_bit_for_bit(precision: str, staleness: int, done: int,
 @pytest.mark.parametrize("first", ["ours", "lightning"])
 def test_checkpoints_cross_over(first: str, tmp_path: Path) -> None:
     path, batches = tmp_path / "at.ckpt", BATCHES[:1] * 6
-    runs = {"lightning": plain, "ours": lambda *args, **o: train(*args, strategy={"num_microbatches": 1}, **o)}
+    runs = {"lightning": plain, "ours": train}
     whole = runs.pop(first)(batches, callbacks=[SaveAt(3, path)])
     [other] = runs.values()
     resumed = other(batches, fit={"ckpt_path": path})

@@ -6,7 +6,6 @@ Parameters and modules that a forward registers are refused: nothing else has th
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,6 @@ from harness import assert_same, halves, ours, per_call, run
 from torch import Tensor, nn
 from traps import Block, Net
 
-from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.reporting.hints import Hints
 
@@ -73,30 +71,26 @@ def train(change: Callable[[Any, Tensor], Tensor], strategy: Any, wrap: Any = zo
     block: Any = net.blocks[1]
     block.change = change
     block.register_buffer("table", torch.ones(2))
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        devices = 1 if strategy == "auto" else 2
-        # A buffer that is new by the next batch has the strategy set up again, and the optimizer's thread with it.
-        result = run(strategy, wrap(net), zoo.make_batches("mlp", 4), devices=devices, blocking=True)
+    devices = 1 if strategy == "auto" else 2
+    # A buffer that is new by the next batch has the strategy set up again, and the optimizer's thread with it.
+    result = run(strategy, wrap(net), zoo.make_batches("mlp", 4), devices=devices, blocking=True)
     assert result.module is not None
-    names = {name for name, _ in result.module.named_buffers()}
-    return result, names, [str(w.message) for w in seen if "every forward pass" in str(w.message)]
+    return result, {name for name, _ in result.module.named_buffers()}
 
 
 @pytest.mark.parametrize(("microbatches", "plan"), SETUPS)
 @pytest.mark.parametrize("change", [once, lazily, deleting])
 def test_it_comes_home(change: Any, microbatches: int, plan: str | None) -> None:
-    plain, expected, _ = train(change, "auto")
-    mine, names, warned = train(change, ours(num_microbatches=microbatches, plan=plan))
+    plain, expected = train(change, "auto")
+    mine, names = train(change, ours(num_microbatches=microbatches, plan=plan))
     assert names == expected and mine.state.keys() == plain.state.keys()
     assert_same(mine, plain)
-    assert not warned or change is deleting, "it never changes again"
 
 
 @pytest.mark.parametrize("change", [counting, growing])
 def test_what_changes_is_the_same_with_one_microbatch(change: Any) -> None:
-    plain, expected, _ = train(change, "auto")
-    mine, names, _ = train(change, ours(num_microbatches=1))
+    plain, expected = train(change, "auto")
+    mine, names = train(change, ours(num_microbatches=1))
     assert names == expected
     assert_same(mine, plain)
 
@@ -146,8 +140,8 @@ def by_flag(self: Any, x: Tensor) -> Tensor:
     ("module", "change"), [(Reading, once), (InStep, where_there), (Between, where_there), (Late, by_flag)]
 )
 def test_user_code_and_later_batches(module: Any, change: Any, microbatches: int, plan: str | None) -> None:
-    plain, expected, _ = train(change, "auto", module)
-    mine, names, _ = train(change, ours(num_microbatches=microbatches, plan=plan), module)
+    plain, expected = train(change, "auto", module)
+    mine, names = train(change, ours(num_microbatches=microbatches, plan=plan), module)
     assert names == expected and "model.blocks.1.seen" in names
     assert_same(mine, plain)
 
@@ -248,15 +242,14 @@ class AveragesTwice(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.filterwarnings("ignore::lightning_roundpipe.RoundPipeWarning")
 def test_a_plan_that_tears_the_changes_of_a_buffer_is_refused() -> None:
     """A microbatch's second call would find what the first calls of later ones have left."""
-    module, batches = AveragesTwice(), list(torch.randn(3, 6, 8))
-    strategy = ours(plan=per_call(3), layers=["Averages", "Linear"], num_microbatches=3)
+    module, batches = AveragesTwice(), list(torch.randn(9, 2, 8))
+    strategy = ours(plan=per_call(3), layers=["Averages", "Linear"])
     with pytest.raises(
         ValueError, match=r"buffer 'mean' of Averages .* plan must have these calls in one forward stage"
     ):
-        run(strategy, module, batches, devices=2)
+        run(strategy, module, batches, devices=2, accumulate_grad_batches=3)
 
 
 class UsesAverages(pl.LightningModule):
@@ -303,36 +296,19 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
-@pytest.mark.filterwarnings("ignore::lightning_roundpipe.RoundPipeWarning")
 @pytest.mark.parametrize("use", USES)
-def test_buffers_that_code_between_layers_uses_are_those_of_gradient_accumulation(use: str, said: list[str]) -> None:
-    """A microbatch found what later ones had left there, though the warning spoke of gradient accumulation."""
-    batches = list(torch.randn(3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
-    parts = [part for batch in batches for part in batch.chunk(4)]
-    expected = run("auto", UsesAverages(USES[use]), parts, accumulate_grad_batches=4)
-    strategy = ours(num_microbatches=4, loss_weight=lambda part: 1.0)
-    trained = run(strategy, UsesAverages(USES[use]), batches, devices=2)
-    assert len(said) == 1 and "code between layers reads or writes it" in said[0]
+def test_buffers_that_code_between_layers_uses(use: str, said: list[str]) -> None:
+    """A microbatch found what later ones had left there."""
+    batches = list(torch.randn(12, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    expected, trained = (
+        run(strategy, UsesAverages(USES[use]), batches, devices=devices, accumulate_grad_batches=4)
+        for strategy, devices in (("auto", 1), (ours(), 2))
+    )
     for name, value in expected.state.items():
         torch.testing.assert_close(trained.state[name], value)
 
 
-@pytest.mark.filterwarnings("ignore::lightning_roundpipe.RoundPipeWarning")
 def test_a_later_batch_that_uses_such_a_buffer_first_is_named(said: list[str]) -> None:
-    batches = list(torch.randn(4, 8, 8, dtype=torch.float64))
-    strategy = ours(num_microbatches=4, loss_weight=lambda part: 1.0)
-    run(strategy, UsesAverages(USES["reads"], since=2), batches, devices=2, steps=4)
+    batches = list(torch.randn(16, 2, 8, dtype=torch.float64))
+    run(ours(), UsesAverages(USES["reads"], since=8), batches, devices=2, accumulate_grad_batches=4)
     assert len(said) == 1 and "which this batch is the first to do" in said[0]
-
-
-@pytest.mark.parametrize(("scope", "text"), [("model", "of a call of the model"), ("auto", "as under gradient acc")])
-def test_what_is_said_of_buffers_is_true_of_calls_that_are_cut(scope: str, text: str) -> None:
-    """All parts of a call come before those of the next call, as under no gradient accumulation."""
-
-    class Twice(UsesAverages):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return (self.averages(batch) + self.averages(batch.flip(1))).mean()  # type: ignore[no-any-return]
-
-    strategy = ours(num_microbatches=2, microbatch_scope=scope, loss_weight=None if scope == "model" else len)
-    with pytest.warns(RoundPipeWarning, match=f"changes in every forward pass, so it is computed over .*{text}"):
-        run(strategy, Twice(writes), list(torch.randn(2, 8, 8, dtype=torch.float64)), devices=2)

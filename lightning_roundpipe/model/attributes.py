@@ -171,18 +171,25 @@ class ModuleState:
         return self._diff
 
     def _snapshot(self) -> None:
-        self._seen = [v for m in self.modules for v in list(m.__dict__.values())]
+        self._seen = [v for held in self._held() for v in list(held.values())]
         self._patched = self._forward()
         found = [v for m in self.modules for k, v in own_attributes(m).items() if isinstance(v, Container)]
         self._empty = [c for c in found if not c]
         self._filled = [(c, frozen(c)) for c in found if c]
+
+    def _held(self) -> list[dict[str, Any]]:
+        """Return the attributes of the modules, without the interceptor, which is there during steps only."""
+        first, *others = (m.__dict__ for m in self.modules)
+        if getattr(first.get("forward"), "is_interceptor", False):
+            first = {k: v for k, v in list(first.items()) if k != "forward"}
+        return [first, *others]
 
     def _forward(self) -> Any:
         forward: Any = self.modules[0].__dict__.get("forward")
         return forward.own if getattr(forward, "is_interceptor", False) else forward
 
     def _moved(self) -> bool:
-        if not same_objects([m.__dict__ for m in self.modules], self._seen):
+        if not same_objects(self._held(), self._seen):
             return True
         if any(self._empty) or self._forward() is not self._patched:
             return True
@@ -195,6 +202,8 @@ class ModuleState:
             differing = {k: frozen(v) for k, v in own.items() if k not in base or not same(base[k], v)}
             removed = tuple(k for k in base if k not in own)
             for key, value in own.items():
+                if holds_nothing(value):
+                    continue
                 tensors = [t for t in tensors_in(value) if not isinstance(t, nn.Parameter)]
                 if tensors and (key in differing or any(t.requires_grad for t in tensors)):
                     carried[index, key] = differing.setdefault(key, frozen(value))

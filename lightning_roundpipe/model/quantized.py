@@ -476,7 +476,8 @@ def _states(module: nn.Module) -> Iterator[Any]:
 
 def _inside(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
     for value in values:
-        if not _is_theirs(value) or isinstance(value, (Tensor, nn.Module, type)) or id(value) in seen:
+        kind: Any = type(value)
+        if not _may_hold(kind) or id(value) in seen:
             continue
         if not hasattr(value, "__dict__"):
             continue
@@ -487,3 +488,9 @@ def _inside(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
 
 def _is_theirs(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == _PACKAGE
+
+
+@functools.cache  # nearly all attributes of modules are of a few types
+def _may_hold(kind: type) -> bool:
+    """Return whether objects of this class may be states of bitsandbytes."""
+    return kind.__module__.partition(".")[0] == _PACKAGE and not issubclass(kind, (Tensor, nn.Module, type))

@@ -75,11 +75,12 @@ class Replica:
         # Not with the class's own __new__: torch.fx's creates another class for each instance.
         memo: dict[int, Any] = {id(m): object.__new__(m.__class__) for m in self.originals}
         self.modules: list[nn.Module] = [memo[id(m)] for m in self.originals]
-        self.parameters = [_placeholder(p, device, i in rounded) for i, p in enumerate(unique_parameters(layer))]
+        parameters = unique_parameters(layer)
+        self.parameters = [_placeholder(p, device, i in rounded) for i, p in enumerate(parameters)]
         # Some modules (recurrent ones) keep lists of their parameters.
-        memo.update({id(p): q for p, q in zip(unique_parameters(layer), self.parameters, strict=True)})
+        memo.update({id(p): q for p, q in zip(parameters, self.parameters, strict=True)})
         self._rebound = Rebinder(memo)
-        for position, (parameter, mine) in enumerate(zip(unique_parameters(layer), self.parameters, strict=True)):
+        for position, (parameter, mine) in enumerate(zip(parameters, self.parameters, strict=True)):
             if is_packed(parameter):
                 mine.__dict__.update({k: self._rebound(v) for k, v in parameter.__dict__.items()})
                 if (packing := mine.__dict__.get("quant_state")) is not None:

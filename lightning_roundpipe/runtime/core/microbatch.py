@@ -50,6 +50,7 @@ from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundin
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
+from lightning_roundpipe.runtime.threads.caller_modes import without_caller_modes
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.runtime.user_code.graph_cuts import GraphCut, driven_backward, witness
 from lightning_roundpipe.runtime.user_code.interception import calling
@@ -249,7 +250,8 @@ class MicrobatchTask:
 
     def _measure_user_code(self) -> None:
         if self.learning and self.engine.learned.plans:
-            self._user_memory.begin(self._device)
+            with without_caller_modes():  # it may compute something, which no checkpoint may take for user code
+                self._user_memory.begin(self._device)
 
     def _announce(self) -> None:
         if not self._announced:

@@ -2,7 +2,7 @@
 
 In the forward, the checkpoint's function calls a layer like any other code. In the backward it calls it once more:
 
-    the layer runs in the turn that the microbatch holds, on the calling thread ── [1]
+    the layer runs in the turn that the microbatch holds, on its worker ── [1]
     its weights are those of the open slot, or are brought for this run alone ── [2]
     it draws what the call of the forward has drawn, which the state of the generator tells ── [3]
     its outputs hang on a node that recomputes the layer and runs its backward if a gradient arrives ── [4]
@@ -11,8 +11,8 @@ A checkpoint that is not reentrant only takes the values that the function saves
 and gets the gradients; [4] never happens. A reentrant one has made the call of the forward without grad, so that it is
 not on the tape, and differentiates what it computes now before it returns: by then [4] must be over.
 
-[1] Autograd's thread of a device waits while it runs user code in a backward. A worker's thread could not run a
-backward on that device meanwhile, but autograd lets the waiting thread do so.
+[1] User code's backward runs on the microbatch's own thread (`graph_cuts.driven_backward`), which waits for the worker.
+If one of autograd's threads waited, the worker could run no backward on the device of that thread.
 
 [3] Each section of user code has a seed of its own. A checkpoint restores the generator's state of the forward, so the
 seed that the generator was given last names the section, and with it the call that follows.
@@ -149,7 +149,7 @@ class RepeatedCalls:
             with worker.weights_of(layer, slot), noted(lambda: self._place(layer, slot, "recomputation")):
                 return inputs, executor.forward(slot, call, self._activations)
 
-        inputs, result = self._in_place(worker, forward, position)
+        inputs, result = self._run(worker, forward, position)
         sides = {key: flat.tensors() for key, flat in result.side_outputs.items()}
         outputs = [*result.tensors(), *(t for tensors in sides.values() for t in tensors)]
         flags = [t.requires_grad for t in outputs]
@@ -197,7 +197,7 @@ class RepeatedCalls:
             with worker.weights_of(layer, slot), noted(lambda: self._place(layer, slot, "backward")):
                 return executor.repeated_backward(slot, recorded, self._activations, microbatch)
 
-        found, of_parameters = self._in_place(worker, backward, None)
+        found, of_parameters = self._run(worker, backward, None)
         for position, grad in of_parameters.items():
             host = self._activations.transfer(grad, worker.device, None)
             microbatch.add_gradient(layer.masters[position], host)
@@ -206,16 +206,16 @@ class RepeatedCalls:
             for g, home in zip(found, homes, strict=True)
         ]
 
-    def _in_place(self, worker: Worker, function: Callable[[], T], position: int | None) -> T:
-        """Return ``function()``, run in the place of ``worker`` [1]. Then let user code draw as behind a made call.
+    def _run(self, worker: Worker, function: Callable[[], T], position: int | None) -> T:
+        """Return ``function()``, run on the thread of ``worker`` [1]. Then let user code draw as behind a made call.
 
         Args:
             worker: the worker.
-            function: computes on its device.
+            function: runs a layer.
             position: of the call that is repeated; None: user code draws as before.
         """
         with yielded(self._engine.worker_pool.devices) as held:
-            result = worker.run_in_place(function, self._step.cancel_scope)
+            result = worker.run(function, self._step.cancel_scope)
         if position is not None and held:
             seed = derive(*self.segments.seed_of(position + 1))
             for generator in (torch.default_generator, self.made[position].device.generator):

@@ -409,7 +409,9 @@ class Step:
         return self._new_slot(stage.phase, calls, layers, sums, microbatches, round_, predecessor, unpacks_once=once)
 
     def _worker_of(self, index: int, layers: Sequence[HostLayer]) -> int:
-        return index % len(self.engine.worker_pool.workers)
+        """Return the worker of a slot. Without a plan, or one to be made, a layer always runs on the same worker."""
+        pinned = self.plan is None and not self.engine.learned.plans
+        return (layers[0].index if pinned else index) % len(self.engine.worker_pool.workers)
 
     def _close(self, slot: Slot) -> None:
         worker = self.engine.worker_pool.workers[slot.worker]

@@ -139,31 +139,6 @@ class Worker:
             raise Cancelled
         return result
 
-    def run_in_place(self, function: Callable[[], T], cancel_scope: CancelScope) -> T:
-        """Run ``function`` on the calling thread, after all that was submitted to the worker's thread.
-
-        Unlike that of `run_here`, it may run a backward while autograd's thread of the device waits for it.
-
-        Args:
-            function: see `run_here`.
-            cancel_scope: the step's cancel scope.
-
-        Returns:
-            What ``function`` returned.
-        """
-        if self._warming is not None:
-            self.run(lambda: None, cancel_scope)
-        go_on = self.thread.end_turn if self.thread.take_turn() else self.thread.pause(cancel_scope.wait)
-        try:
-            cancel_scope.check()
-            with self.device.activate(), without_caller_modes():
-                result = function()
-        finally:
-            go_on()
-        cancel_scope.progress += 1
-        cancel_scope.check()
-        return result
-
     def post(self, function: Callable[[], None], cancel_scope: CancelScope) -> None:
         """Submit ``function`` to the worker's thread without waiting. Its exceptions fail the step."""
 

@@ -21,8 +21,6 @@ class Scales(Versioned):
 
     Attributes:
         last: factor of the last step that had a loss.
-        batches: how many accumulated batches the loss of the running step is divided by. Plain training divides before
-            it scales; the same order makes the same values overflow.
         manual: factor of a loss that ``manual_backward`` differentiates; 1 if the loss is multiplied already.
     """
 
@@ -30,7 +28,6 @@ class Scales(Versioned):
         super().__init__()
         self.scale = scale
         self.last = scale.now() if scale is not None else 1.0
-        self.batches = 1
         self.manual = 1.0
         self._outer = outer
         self._known: dict[int, float] = {}
@@ -68,10 +65,10 @@ class Scales(Versioned):
         return self.scale is None or super().has(version)
 
     def of(self, version: int) -> float:
-        """Return the factor of a step of ``version``, divided by ``batches``. It must be known."""
+        """Return the factor of a step of ``version``. It must be known."""
         if self.scale is None:
             return 1.0
-        return self._known[version] / self.batches
+        return self._known[version]
 
     def outside(self, version: int) -> float:
         """Return the factor that the merged loss is multiplied by outside of the step, and update ``last``.
@@ -81,4 +78,4 @@ class Scales(Versioned):
         if self.scale is None:
             return 1.0
         self.last = self._known[version]
-        return (self.last if self._outer else 1.0) / self.batches
+        return self.last if self._outer else 1.0

@@ -85,6 +85,9 @@ class _Round(NamedTuple):
 class PipelinedBatch(Evaluation):
     """One of several batches in flight.
 
+    It has many attributes and collaborators because it is a batch alone (`Evaluation`) with a place among others: turns
+    in slots, an order of user code, and a view of modules.
+
     Args:
         pipeline: the pipeline.
         index: its number.
@@ -277,6 +280,9 @@ class PipelinedBatch(Evaluation):
 
 class EvaluationPipeline:
     """Runs evaluation steps, as many at once as the caller starts. Lives as long as the engine.
+
+    It has many attributes and collaborators because threads, slots, the user-code lock, attributes of modules and hooks
+    of the caller begin, take turns and end together here.
 
     Args:
         engine: the context of the engine.

@@ -20,7 +20,7 @@ step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,10 +89,6 @@ class ManualStep(Step):
         self.seconds = time.perf_counter() - self.started
         self.cancel_scope.raise_error()
         return output
-
-    def _worker_of(self, index: int, layers: Sequence[HostLayer]) -> int:
-        """Run a layer on the same worker in each step, so that each logged value stays on its device."""
-        return layers[0].index % len(self.engine.worker_pool.workers)
 
     def called(self, call: TracedCall, trainable: list[bool]) -> None:
         """Record which parameters were trainable at the call: ``toggle_optimizer`` changes that within the step."""

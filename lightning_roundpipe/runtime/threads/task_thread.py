@@ -130,29 +130,6 @@ class TaskThread:
             self._turn.acquire()  # free, since no task is left
         return True
 
-    def pause(self, wait: Callable[[Waiter], None]) -> Callable[[], None]:
-        """Wait until everything submitted so far has run, and then keep the thread from running anything.
-
-        Args:
-            wait: waits for a waiter.
-
-        Returns:
-            Function that lets the thread go on.
-        """
-        reached, ended = Waiter(), Waiter()
-
-        def paused() -> None:
-            reached.wake()
-            ended.wait()
-
-        self.submit(paused)
-        try:
-            wait(reached)
-        except BaseException:
-            ended.wake()
-            raise
-        return ended.wake
-
     def end_turn(self) -> None:
         """End the calling thread's turn."""
         self._turn.release()

@@ -41,8 +41,8 @@ from lightning_roundpipe.runtime.memory.peak_memory import GRADIENTS
 class _Driven:
     """Counts the backward passes that the engine runs now. While there are none, only user code can reach a boundary.
 
-    The count belongs to the process rather than the thread, because on a GPU autograd runs the engine's nodes on its
-    own threads. User code and these backward passes both run under the user-code lock, so they never overlap.
+    They run on the calling thread alone, without autograd's threads: user code in them may call layers, and waits for a
+    worker then. User code and these backward passes both run under the user-code lock, so they never overlap.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,8 @@ class _Driven:
             self.depth += 1
             self.root = root.grad_fn
         try:
-            yield
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
         finally:
             with self._lock:
                 self.depth -= 1
