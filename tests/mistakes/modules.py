@@ -462,7 +462,7 @@ MODULES = [
         "`staleness=1`, with a `*-true` precision of 16 bits, or in a later batch for the first time",
         "… uses parameter '…' itself, by another way than a torch function",
         "Give it parameter.clone() instead",
-        (lambda user: user.fit(_Scripted(mlp()), trainer={"precision": "bf16-true"}),),
+        (lambda user: user.fit(_Scripted(mlp()), staleness=1),),
     ),
     Mistake(
         SECTION,
