@@ -38,8 +38,7 @@ _TRAINER = (
 
 def of_trainer(trainer: Trainer) -> dict[str, str]:
     """Return the trainer's settings that decide what it calls, and when."""
-    found = {"reload_dataloaders_every_n_epochs": trainer._data_connector}  # where the trainer keeps it
-    return {name: _said(getattr(found.get(name, trainer), name, None)) for name in _TRAINER}
+    return {name: _said(getattr(trainer, name)) for name in _TRAINER}
 
 
 def of_modules(module: nn.Module) -> dict[str, str]:
