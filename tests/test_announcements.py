@@ -67,7 +67,7 @@ def test_what_will_happen_and_then_the_plan(said: list[str]) -> None:
     [
         ({"num_microbatches": 1}, "1 microbatch of 7 samples, "),
         ({"microbatch_size": 1}, "7 microbatches of 1 sample, "),
-        ({"num_microbatches": 3, "microbatch_scope": "model"}, "3 microbatches of 2 to 3 samples, "),
+        ({"num_microbatches": 3}, "3 microbatches of 2 to 3 samples, "),
     ],
 )
 def test_microbatches_are_said_in_the_right_number(said: list[str], options: dict[str, Any], words: str) -> None:

@@ -50,7 +50,8 @@ def _by_hand(
     optimizer = module.configure_optimizers()
     for number, batch in enumerate(_data()):
         parts = batch.chunk(MICROBATCHES)
-        together = round_microbatches if number else 1  # the first batch, from which the plan is made, has no rounds
+        # The first window, from which the plan is made, has no rounds.
+        together = round_microbatches if number >= accumulate else 1
         for start in range(0, MICROBATCHES, together):
             losses = [module.training_step(part, 0) for part in parts[start : start + together]]
             gradients = torch.autograd.grad(sum(losses), list(module.parameters()))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from typing import Any
 
 import fake_cuda
 import harness
-import lightning.pytorch as pl
 import pytest
 import stress
 import torch
@@ -159,28 +157,26 @@ def test_with_evaluation(staleness: int) -> None:
     assert_no_races(found)
 
 
-class Waits(pl.Callback):
-    """Which threads waited for the value of a tensor, in all steps but the first, from which the engine learns."""
-
-    roundpipe_looks_away = True
-
-    def __init__(self, found: HappensBefore) -> None:
-        # A rehearsal restores what callbacks hold, but not what they only refer to.
-        self._found = weakref.ref(found)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
-            found = self._found()
-            assert found is not None and found.waits, "the first batch asks for many"
-            found.waits.clear()
+class ReadsLoss(stress.StressModule):
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        loss.item()
+        return loss
 
 
 @pytest.mark.parametrize("name", [pytest.param("planned", marks=pytest.mark.slow), "overlapping"])
 def test_no_operation_of_a_step_makes_the_host_wait(name: str) -> None:
     """Of ours, or of user code that runs in the stream of the layer before it."""
     with races() as found:
-        stress.train(CASES[name], callbacks=[Waits(found)])
+        stress.train(CASES[name])
     assert [thread for thread, _ in found.waits if thread.startswith("roundpipe-")] == []
+
+
+def test_a_loss_that_is_read_makes_the_host_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stress, "StressModule", ReadsLoss)
+    with races() as found:
+        stress.train(CASES["overlapping"])
+    assert found.waits
 
 
 # ------------------------------------------------------------------------------------- what is taken out shows

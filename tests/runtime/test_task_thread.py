@@ -55,14 +55,6 @@ def test_a_thread_that_is_woken_gets_the_turn(thread: TaskThread) -> None:
         thread.end_turn()
 
 
-def test_a_thread_that_is_paused_runs_nothing(thread: TaskThread) -> None:
-    go_on = thread.pause(lambda reached: reached.wait())
-    task = thread.submit(lambda: None)
-    assert not task.waiter.wait_for(0.05)
-    go_on()
-    task.waiter.wait()
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_one_function_at_a_time(seed: int, thread: TaskThread) -> None:
     inside: list[int] = []
