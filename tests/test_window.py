@@ -356,7 +356,7 @@ def test_shuffling_by_the_default_generator(devices: int) -> None:
 
 
 @DEVICES
-@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size"])
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
 def test_two_loaders(devices: int, mode: Any) -> None:
     """A batch of several loaders is one batch."""
     assert_window(devices, loader=lambda: CombinedLoader({"a": loader(), "b": loader(6)}, mode))

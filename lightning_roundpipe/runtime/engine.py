@@ -404,7 +404,7 @@ class Engine:
         return (
             self.updates is not None
             and self.learned.plan is not None
-            and not self.learned.module_state.private
+            and not self.learned.module_state.put_back
             and not self.learned.randomness.draws_in_backward
             and not self.learned.logs_in_backward
             and not self.formats.sets_default

@@ -137,21 +137,40 @@ class SharedAttributes:
 
     Attributes:
         buffers: modules and names of the model's buffers, by their ids, at the beginning.
-        places: all attributes that were seen; what begins later knows what earlier views have shown.
-        carried: those that a view has left changed [2].
+        carried: those that views have set, unless they put them back [2].
+        put_back: those that a view has changed, so that others could see it, and no view has left changed [3].
         hooks: the view of hooks [4].
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self.places: set[Place] = set()
         self.carried: set[Place] = set()
+        self.put_back: set[Place] = set()
+        self._left: set[Place] = set()
+        """Those that a view has left changed."""
         self.begin()
 
-    @property
-    def private(self) -> bool:
-        """Whether some attributes are put back, which others must not see [3]."""
-        return not self.places <= self.carried
+    def carry(self, place: Place) -> None:
+        """Note that a view leaves an attribute changed."""
+        self._left.add(place)
+        self.carried.add(place)
+        self.put_back.discard(place)
+
+    def see_end(self, place: Place, *, left: bool, differed: bool) -> None:
+        """Note how a view has treated an attribute.
+
+        Args:
+            place: the attribute.
+            left: whether it leaves it changed.
+            differed: whether others could have seen it changed in between.
+        """
+        if left:
+            self.carry(place)
+        elif differed and place not in self._left:
+            self.put_back.add(place)
+            self.carried.discard(place)
+        elif place not in self.put_back:
+            self.carried.add(place)
 
     def begin(self) -> None:
         """Begin a window."""
@@ -208,6 +227,8 @@ class AttributeView:
         """What places held before it wrote to them for the first time."""
         self._section: dict[Place, _Held] = {}
         """What the running section has written to, as it was before."""
+        self._differed: set[Place] = set()
+        """What others could have seen changed."""
         self._new: set[Place] = set()
         """What it has set before anything has shown that it is carried on."""
 
@@ -239,10 +260,10 @@ class AttributeView:
             self.values[place] = held = held.copied() if in_place else held
             self._found.setdefault(place, before.seen(place[1]))
             state.start.setdefault(place, before)
-            if in_place:
-                state.carried.add(place)
-            if in_place or not _alike(held.value, before.value):
-                state.places.add(place)
+            if in_place or self._found[place] is _ABSENT:  # what a module has lacked cannot be put back
+                state.carry(place)
+            if not _alike(held.seen(place[1]), self._found[place]):
+                self._differed.add(place)
             if place not in state.carried:
                 self._new.add(place)
             elif self is not state.hooks:
@@ -252,9 +273,8 @@ class AttributeView:
         """Leave the last section, and find out which attributes are left changed."""
         self.leave()
         state = self.state
-        for place in self._new:  # of others, later ones have left the latest by now
-            held = self.values[place]
-            if not _alike(held.seen(place[1]), self._found[place]):
-                state.carried.add(place)
-            if place in state.carried:
+        for place, held in self.values.items():
+            left = not _alike(held.seen(place[1]), self._found[place])
+            state.see_end(place, left=left, differed=place in self._differed)
+            if place in self._new and place in state.carried:  # of others, later ones have left the latest by now
                 state.latest[place] = held
