@@ -196,12 +196,6 @@ def test_it_runs_with_all_numbers_of_parts(name: str, microbatches: int, devices
     assert_alike(*both(LATE[name], 2, microbatches, devices, at=at))
 
 
-@pytest.mark.parametrize("name", ["doubled", pytest.param("after_the_step", marks=pytest.mark.slow)])
-def test_it_may_come_within_an_accumulation_window(name: str) -> None:
-    """Of which the batches before have left their gradients."""
-    assert_alike(*both(LATE[name], 4, 2, 2, count=6, accumulate_grad_batches=3))
-
-
 @pytest.mark.slow
 def test_it_may_be_taken_away_again() -> None:
     plain, other = both(doubled, 1, 2, 2, last=3)

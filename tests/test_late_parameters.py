@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -147,14 +146,6 @@ OTHERS: list[Use] = [
     appends, registers_without_a_group, gives_it_to_a_layer, gives_it_to_a_function, trains_what_was_frozen,
     registers_a_buffer,
 ]  # fmt: skip
-CUTS: dict[str, tuple[int, Mapping[str, Any]]] = {
-    "whole": (1, {"num_microbatches": 1}),
-    "in parts": (2, {"num_microbatches": 3}),
-}
-REFUSALS: dict[tuple[Use, str], str] = {
-    (appends, "in parts"): "attribute '_size' of ParameterList",
-}
-"""What the first batches do not show is refused for another reason."""
 
 
 def train(strategy: Any, use: Use, late: int, devices: int = 1, **options: Any) -> Result:
@@ -170,50 +161,38 @@ class Reads(pl.Callback):
         self.read = [p.grad for p in module.parameters()]
 
 
-def equal(use: Use, cut: str, late: int, **options: Any) -> None:
-    devices, given = CUTS[cut]
-    plain, found = train("auto", use, late, **options), train(ours(**given), use, late, devices, **options)
+def equal(use: Use, late: int, **options: Any) -> None:
+    plain, found = train("auto", use, late, **options), train(ours(), use, late, **options)
     assert_tensors_same(plain.state, found.state)
 
 
 @pytest.mark.parametrize("use", [*SOME, *(pytest.param(use, marks=slow) for use in OTHERS)])
-@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("late", [3, pytest.param(1, marks=slow), 0])
-def test_as_in_plain_training(use: Use, cut: str, late: int) -> None:
-    refusal = REFUSALS.get((use, cut)) if late else None
-    with pytest.raises(RoundPipeError, match=refusal) if refusal else contextlib.nullcontext():
-        equal(use, cut, late)
+def test_as_in_plain_training(use: Use, late: int) -> None:
+    equal(use, late)
 
 
 @pytest.mark.parametrize("use", [registers, pytest.param(registers_a_module, marks=slow)])
-@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(
     "options",
     [
-        {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3},
         pytest.param({"callbacks": [Reads()]}, id="a callback that reads gradients"),
         pytest.param({"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}, marks=slow),
-        pytest.param({"accumulate_grad_batches": 2}, marks=slow),
         pytest.param({"precision": "64-true"}, marks=slow),
     ],
     ids=str,
 )
-def test_with_other_ways_of_stepping(use: Use, cut: str, options: dict[str, Any]) -> None:
-    equal(use, cut, 3, **options)
+def test_with_other_ways_of_stepping(use: Use, options: dict[str, Any]) -> None:
+    equal(use, 3, **options)
 
 
-def replaces_after_use(net: Any, h: Tensor) -> Tensor:
-    h = h * net.gain
-    return replaces(net, h)
-
-
-def test_a_parameter_replaced_after_use() -> None:
-    """The microbatches after the one that replaces it would compute with the new one only."""
-    with pytest.raises(RoundPipeError, match=r"registered parameter 'gain' and replaced 'gain'.*num_microbatches=1"):
-        train(ours(num_microbatches=3), replaces_after_use, 3, 2)
-    equal(replaces_after_use, "whole", 3)
+@pytest.mark.parametrize("use", [registers, replaces])
+def test_with_several_microbatches_it_is_refused(use: Use) -> None:
+    """Each microbatch would register its own."""
+    with pytest.raises(RoundPipeError, match=r"Replace it between steps, for example in on_train_batch_start"):
+        train(ours(num_microbatches=3), use, 3, 2)
 
 
 def test_staleness() -> None:
-    with pytest.raises(RoundPipeError, match=r"registered parameter 'extra'.*with staleness=1"):
+    with pytest.raises(RoundPipeError, match=r"registered parameter .*with staleness=1"):
         train(ours(num_microbatches=3, staleness=1), registers, 3, 2)

@@ -37,7 +37,8 @@ class Lean(zoo.CausalLM):
 
 def lean(name: str, lora: bool, devices: int = 2, **options: Any) -> harness.Result:
     module = Lean(zoo.make_module(name, lora).model)
-    result = run(ours(**({"num_microbatches": 3} | options)), module, zoo.make_batches(name), devices=devices)
+    given = {"num_microbatches": 3, "loss_weight": "targets"} | options
+    result = run(ours(**given), module, zoo.make_batches(name), devices=devices)
     result.logged, result.metrics = None, {}
     return result
 

@@ -29,7 +29,7 @@ def adapted(name: str, **config: Any) -> zoo.ZooModule:
 
 
 def trained(name: str, module: zoo.ZooModule | None = None, **options: Any) -> harness.Result:
-    chosen = ours(**({"num_microbatches": 3} | options))
+    chosen = ours(**({"num_microbatches": 3, "loss_weight": "targets"} | options))
     return run(chosen, module or zoo.make_module(name, lora=True), zoo.make_batches(name), devices=2)
 
 

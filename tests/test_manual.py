@@ -458,7 +458,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "torch.autograd.backward": (
         lambda self, optimizer, batch: torch.autograd.backward(self.losses(batch)[0]),
-        "torch.autograd.backward is not",
+        "a backward pass inside training_step reached layer",
     ),
     "torch.autograd.grad": (
         lambda self, optimizer, batch: torch.autograd.grad(self.losses(batch)[0], self.trunk[1].out.weight),

@@ -256,13 +256,6 @@ def test_between_batches(change: Change, hook: str) -> None:
     assert_same(plain(change, hook), train(ours(num_microbatches=2), change, hook, 2))
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_start", pytest.param("on_validation_start", marks=slow)])
-@pytest.mark.parametrize("change", [pruned, *(pytest.param(c, marks=slow) for c in (adapters, mask))])
-def test_within_an_accumulation_window(change: Change, hook: str) -> None:
-    options = {"accumulate_grad_batches": 4, "val_check_interval": 1 if hook == "on_validation_start" else 2}
-    assert_same(plain(change, hook, **options), train(ours(num_microbatches=2), change, hook, 2, **options))
-
-
 @slow
 @pytest.mark.parametrize(
     ("change", "precision"), [(pruned, "bf16-mixed"), (adapters, "bf16-mixed"), (pruned, "64-true")]

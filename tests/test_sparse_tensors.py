@@ -96,4 +96,6 @@ def test_buffers_of_layers(layout: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_in_the_batch(layout: str) -> None:
     module = Bags(copy.deepcopy(MLP))
     batches = [batch | {"words": LAYOUTS[layout](batch["x"].relu())} for batch in zoo.make_batches("mlp", 3)]
-    assert_same(run("auto", module, batches), run(ours(num_microbatches=2), module, batches, devices=2))
+    assert_same(run("auto", module, batches), run(ours(), module, batches, devices=2))
+    with pytest.raises(ValueError, match=r"batch\['words'\] is a sparse tensor"):
+        run(ours(num_microbatches=2), module, batches, devices=2)

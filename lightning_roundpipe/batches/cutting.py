@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_roundpipe.messages import plural
@@ -107,6 +108,8 @@ def _tensors(value: Any, path: str, asked: str) -> Iterator[tuple[str, Tensor]]:
     path = f"batch{path}"
     if not isinstance(value, Tensor):
         raise ValueError(f"{asked} cuts the tensors of a batch, and {path} is a {type(value).__name__}. {REMEDIES}")
+    if value.layout is not torch.strided:
+        raise ValueError(f"{asked} cuts the tensors of a batch, and {path} is a sparse tensor. {REMEDIES}")
     if not value.ndim:
         raise ValueError(f"{asked} cuts the tensors of a batch, and {path} has no dimension. {REMEDIES}")
     yield path, value
