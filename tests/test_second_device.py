@@ -17,7 +17,6 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++
 
 ORDINARY = {
     "test_logging.py": "",
-    "test_log_rules.py": "not numpy and not to_be_cut and not python_computes and not no_rule",  # they call numpy()
     "test_manual.py": "",
     "test_gradients_between_steps.py": "",
     "test_evaluation.py": "",

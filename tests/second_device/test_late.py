@@ -10,11 +10,7 @@ import torch
 import zoo
 from harness import ATOL, RTOL, assert_same, assert_tensors_same, ours, per_call, run
 from test_evaluation import Averaging, validate
-from test_log_rules import data as rows
-from test_log_rules import logging, nearly_alike, of_metrics, returning
-from test_logging import Metrics, both
 from test_manual import FrozenBetween
-from test_parts_are_the_whole import Module, cut_by, trained
 from without import take_out
 from zoo_runs import expected, train
 
@@ -227,29 +223,8 @@ def test_weights_are_uploaded_when_user_code_goes_on(devices: list[Any], idle: L
     assert_tensors_same(plain, found)
 
 
-def test_returned_numbers_are_copied_behind_what_computes_them(devices: list[Any], idle: Late) -> None:
-    """The comparison records them after training_step, in another stream; their rules showed in other numbers."""
-    data = nearly_alike(5)
-    plain, result = run("auto", Module(returning), data), trained(Module(returning), data, 4, 2)
-    for whole, parts in zip(plain.outputs, result.outputs, strict=True):
-        for key in whole.keys() - {"name"}:
-            assert float(parts[key]) == pytest.approx(float(whole[key]), rel=1e-4), key
-
-
-def test_copies_of_logged_values_are_no_operations_of_the_step(devices: list[Any]) -> None:
-    """Pinned memory is cut and viewed, which looked as if training_step read a number."""
-    result = trained(logging(of_metrics), rows(), 4, 2)
-    assert cut_by(result) == "step"
-    assert_same(run("auto", logging(of_metrics), rows()), result)
-
-
 def test_a_step_follows_what_user_code_has_enqueued_before_it(devices: list[Any], idle: Late) -> None:
     """It may still read what the step before has left, whose memory this one uses again."""
     module, data = FrozenBetween(), list(torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0)))
     plain, result = run("auto", module, data), run(ours(layers=["Linear"]), module, data)
-    assert_same(plain, result)
-
-
-def test_the_values_of_metrics_are_there_before_their_state_goes(devices: list[Any], idle: Late) -> None:
-    plain, result = both(Metrics(zoo.make_module("mlp").model), max_epochs=2)
     assert_same(plain, result)
