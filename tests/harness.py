@@ -24,7 +24,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -250,7 +250,8 @@ def run(
 
     Args:
         strategy: ``"auto"`` for plain Lightning, or a strategy.
-        module: is left untouched; the trained copy is ``result.module``.
+        module: is left untouched; the trained copy is ``result.module``. A batch that is cut is weighed as the module's
+            attribute ``weighs`` says, unless the strategy has a ``loss_weight`` of its own.
         batches: a list of batches (one epoch of them), or one batch that is repeated ``steps`` times.
         steps: only for a single batch.
         devices: how many workers; plain Lightning always gets one device.
@@ -266,6 +267,9 @@ def run(
     if strategy == "auto" and module is not given and not (callbacks or fit or options.keys() & WITH_STATE):
         same = {"val_batches": val_batches, "watch": watch, "seed": seed, **options}
         result.again = lambda nudge: run("auto", nudged(given, nudge), batches, **same)  # type: ignore[arg-type]
+    cut = getattr(strategy, "options", None)
+    if cut is not None and (cut.num_microbatches or 1) > 1 and cut.loss_weight is None:
+        strategy.options = replace(cut, loss_weight=getattr(module, "weighs", None))
     memory = MemoryLogger()
     options = {"logger": memory} | options
     watching: list[pl.Callback] = [Watch(result)] if watch else []

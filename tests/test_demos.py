@@ -16,9 +16,7 @@ import torch
 import torch.nn.functional as F
 from harness import assert_same, ours, run
 from lightning.pytorch.demos import LightningTransformer, boring_classes, lstm
-from torch import Tensor, nn
-
-from lightning_roundpipe.config import RoundPipeError
+from torch import Tensor
 
 VOCABULARY = 50
 
@@ -104,47 +102,3 @@ def test_with_their_own_data() -> None:
         evaluated = [trainer.validate(module, data, verbose=False), trainer.test(module, data, verbose=False)]
         found.append([dict(module.state_dict()), evaluated, trainer.predict(module, data)])
     harness.assert_tensors_same(*found)
-
-
-class Carries(pl.LightningModule):
-    """Keeps its hidden state for the next batch, in one of the ways in which that is written."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.rnn, self.head, self.way = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 1), way
-        self.hidden: Tensor | None = None
-        self.dict: dict[str, Tensor] = {}
-        self.mask: Tensor | None = None
-        self.total = torch.zeros(3)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.mask is None or self.mask.size(0) != batch.size(1):  # made again for another length: nobody's state
-            self.mask = torch.ones(batch.size(1), 1)
-        if self.way == "in a sum":
-            self.total = self.total + 1.0
-        hidden = self.dict.get("hidden") if self.way == "in a dict" else self.hidden
-        out, hidden = self.rnn(batch * self.mask, hidden)
-        if self.way == "in a dict":
-            self.dict["hidden"] = hidden.detach()
-        elif self.way == "in an attribute":
-            self.hidden = hidden.detach()
-        return self.head(out).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_state_that_goes_from_batch_to_batch() -> None:
-    """With several microbatches it is refused; masks that are made anew are none."""
-    batches = [torch.randn(6, length, 4) for length in (5, 7, 5, 5)]
-    options: Any = {"num_microbatches": 3, "layers": ["GRU", "Linear"]}
-    for way, name in (("in an attribute", "hidden"), ("in a dict", "dict")):
-        with pytest.raises(RoundPipeError, match=rf"another value in .*'{name}'.*num_microbatches=1"):
-            run(ours(**options), Carries(way), batches, devices=2)
-    with pytest.raises(RoundPipeError, match="another value in 'hidden', which"):
-        run(ours(num_microbatches=3), text_lstm(), tokens(), devices=2)
-    for way in ("not at all", "in a sum"):  # a sum is that of whole batches where training_step runs on these
-        plain, result = Carries(way), Carries(way)
-        plain.load_state_dict(result.state_dict())
-        assert_same(run("auto", plain, batches), run(ours(**options), result, batches, devices=2))
-        assert torch.equal(plain.total, result.total)

@@ -61,8 +61,7 @@ def test_tiles_train_as_plain_lightning(
     name: str, lora: bool, modules: set[str] | None, made: list[TokenTiles]
 ) -> None:
     module = zoo.make_module(name, lora)
-    strategy = ours(num_microbatches=3, token_tiles=4, loss_weight=getattr(module, "weighs", None))
-    result = run(strategy, module, zoo.make_batches(name), devices=2)
+    result = run(ours(num_microbatches=3, token_tiles=4), module, zoo.make_batches(name), devices=2)
     assert_same(expected(name, lora, 3), result)
     ran = made[-1].ran
     inside = {part for layer, names in ran.items() if layer.split(".")[-1].isdigit() for part in names}

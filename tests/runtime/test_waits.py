@@ -327,7 +327,6 @@ ELSEWHERE = {
     # test_outputs_are_computed_when_given
     ("runtime.modes.evaluation_pipeline:PipelinedBatch.wait_for_devices", "event.wait()"),
     ("runtime.modes.evaluation_pipeline:EvaluationPipeline.end", "self.engine.model.buffers.settle()"),
-    ("runtime.threads.task_thread:TaskThread.pause.paused", "ended.wait()"),  # test_task_thread.py
 }
 """Tested below, in a way of its own, or where it says."""
 
@@ -540,13 +539,21 @@ class Looking(pl.Callback):
 
 @pytest.mark.parametrize("missing", [None, *COMPUTED])
 def test_outputs_are_computed_when_given(missing: tuple[str, str] | None) -> None:
-    """The caller looks at them from another stream than those that they were computed in."""
+    """The caller looks at them from another stream than those that they were computed in.
+
+    Another wait may come between by chance, so a missing one has a few runs in which to show.
+    """
+    faults = [_faults_in_predictions(missing) for _ in range(8 if missing else 1)]
+    assert any(faults) is (missing is not None), faults
+
+
+def _faults_in_predictions(missing: tuple[str, str] | None) -> list[Any]:
     trainer = harness.trainer_of(ours(layers=["Sequential"]), devices=2, callbacks=[Looking()])
     with pytest.MonkeyPatch.context() as patch, Ordering() as ordering:
         if missing:
             take_out(patch, *missing)
         trainer.predict(Predicting(), harness.loader(torch.randn(4, 8, 8).unbind()))
-    assert bool(ordering.faults) is (missing is not None), ordering.faults
+    return list(ordering.faults)
 
 
 class Scoring(Normed):
