@@ -203,6 +203,42 @@ def test_state_in_evaluation(devices: int, kind: str) -> None:
     assert_equal(evaluate(PLAIN, kind, one, make=Counting), evaluate(devices, kind, one, make=Counting))
 
 
+class Switched(nn.Module):
+    """Has a switch, as adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.on = Block(norm=False), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) if self.on else x
+
+
+class BesideAReference(Evaluated):
+    """Calls its layers without adapters, too. The switch is put back only where it was on, as PEFT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Switched(), Switched()).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        switched = [block for block in self.blocks if block.on]
+        for block in switched:
+            block.on = False
+        reference = super().forward(x)
+        for block in switched:
+            block.on = True
+        return super().forward(x) - reference
+
+
+@DEVICES
+@KINDS
+def test_a_switch_that_a_step_puts_back(devices: int, kind: str) -> None:
+    """It is each batch's own, also while others compute between its calls."""
+    plain, found = (evaluate(d, kind, one, make=BesideAReference) for d in (PLAIN, devices))
+    assert_equal(plain, found)
+
+
 class Reading(Stream):
     """Notes how far it has been read."""
 

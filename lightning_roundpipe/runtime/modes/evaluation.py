@@ -50,6 +50,7 @@ from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.threads.sync import CancelScope
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
+from lightning_roundpipe.runtime.user_code.module_state import AttributeView
 
 OFTEN = 64
 """Layer calls between two searches for dead host copies: generating a long text makes thousands of calls in a step."""
@@ -83,6 +84,8 @@ class Evaluation:
         cancel_scope: CancelScope | None = None, index: int = 0, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         self._engine, self._forwards, self.index = engine, forwards, index
+        self.view: AttributeView | None = None
+        """What a batch that runs alone has set on modules."""
         self.called: list[HostLayer] = []
         self.alone = self.in_place = self.follows_writes = False
         self.device: Device | None = None
@@ -187,6 +190,9 @@ class Evaluation:
             if self.follows_writes:
                 layer.bucket.refresh()
             with noted(lambda: FaultPlace(layer.title, "evaluation", self.index, slot, worker.device)):
+                if self.view is not None:  # others would see here what the step sets and puts back
+                    self.view.leave()
+                    self.view.enter()
                 self._enter(slot, call)
                 forward = self._run_forward(slot, call, worker)
             self.go_on(worker.device)

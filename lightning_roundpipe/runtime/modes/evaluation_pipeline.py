@@ -327,7 +327,7 @@ class EvaluationPipeline:
         self._known.pop(kind, None)
         random_state = GlobalRandomState(self.engine.worker_pool.devices)
         module_state = SharedAttributes(self.engine.model.module)
-        kept = AttributeView(module_state)
+        kept = evaluation.view = AttributeView(module_state)
         with self._intercepted(), observed_writes():
             kept.enter()
             try:
