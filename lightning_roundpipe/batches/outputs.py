@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,13 +34,17 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 def detached(output: Any) -> Any:
-    """Return what ``training_step`` returned, detached and on the host."""
+    """Return what ``training_step`` returned, detached. It stays on its device: a copy would wait for the forward."""
+    return _mapped(Tensor.detach, output)
+
+
+def _mapped(function: Callable[[Tensor], Tensor], output: Any) -> Any:
     if isinstance(output, Tensor):
-        return output.detach().cpu()
+        return function(output)
     if isinstance(output, Mapping):
-        return {k: detached(v) for k, v in output.items()}
+        return {k: _mapped(function, v) for k, v in output.items()}
     if isinstance(output, (list, tuple)) and type(output) in (list, tuple):
-        return type(output)(map(detached, output))
+        return type(output)(_mapped(function, v) for v in output)
     return output
 
 
@@ -51,7 +55,7 @@ def joined_loss(losses: Sequence[Tensor], weights: Sequence[float], *, adds: boo
 
 
 def joined(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
-    """Return the output of a batch, apart from its loss.
+    """Return the output of a batch, apart from its loss, on the host.
 
     In a mapping, tensors with a row for each sample are joined. Of everything else, the last part's value is kept.
 
@@ -59,6 +63,7 @@ def joined(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
         outputs: what ``training_step`` returned for each part, detached.
         samples: samples of each part.
     """
+    outputs = [_mapped(Tensor.cpu, output) for output in outputs]
     last = outputs[-1]
     if len(outputs) == 1 or not isinstance(last, Mapping):
         return last

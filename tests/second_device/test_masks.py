@@ -48,6 +48,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "decoder_start_token_id": 0,
     },
 }
+READS = {
+    ("bert", "eager"), ("t5", "eager"),
+    *((family, "sdpa") for family in ("llama", "qwen2", "qwen3", "phi3", "gpt_neox", "opt", "gpt2", "bert", "t5")),
+}  # fmt: skip
+"""Families that read a number of a padded mask on the device, also under plain Lightning."""
 EAGER = {"gemma2", "bloom", "gptj"}
 """Those that have no other attention."""
 INSIDE = {"_split_heads"}
@@ -76,7 +81,9 @@ def _inputs(family: str, masked: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("family", "attention"), [(f, a) for f in FAMILIES for a in ("sdpa", "eager") if a == "eager" or f not in EAGER]
 )
-def test_masks(family: str, attention: str, masked: bool) -> None:
+def test_masks(family: str, attention: str, masked: bool, request: pytest.FixtureRequest) -> None:
+    if masked and (family, attention) in READS:
+        request.applymarker(pytest.mark.xfail(reason="transformers reads the mask on the device", strict=True))
     model, given = _model(family, attention).eval(), _inputs(family, masked)
     options = {} if family == "bert" else {"use_cache": False}
     expected = model(**given, **options)

@@ -7,6 +7,7 @@ waits in one place: it reads the losses that a step's microbatches have computed
 from __future__ import annotations
 
 import functools
+import re
 import threading
 import time
 from collections import defaultdict
@@ -66,7 +67,7 @@ class Listens(pl.Callback):
 
     def hear(self, wait: Wait) -> None:
         if self._listening and not (
-            wait.thread == "MainThread" and "step.py" in str(wait) and " finish <" in str(wait)
+            wait.thread == "MainThread" and "outputs.py" in str(wait) and re.search(r" joined(_loss)? <", str(wait))
         ):
             self.waits.append(wait)
             if getattr(self._mine, "held", False):
@@ -177,11 +178,14 @@ def test_a_wait_of_user_code_is_heard(devices: list[Any], monkeypatch: pytest.Mo
 
 
 QUICK = {"packaged task", "running statistics"}
+READS = pytest.mark.xfail(reason="transformers reads positions and masks on the device, in each forward", strict=True)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in TASKS]
-)
+def _marks(name: str) -> list[Any]:
+    return [*(() if name in QUICK else [pytest.mark.slow]), *([READS] if "packaged" in name else [])]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in TASKS])
 def test_no_thread_waits(name: str, devices: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     heard = _heard(name, monkeypatch)
     assert heard.holding == [], _told(heard.holding)
