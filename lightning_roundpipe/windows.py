@@ -57,6 +57,11 @@ class Window:
         alone = alone or hooked_parameter(module) is not None  # its hooks see the gradient of each batch
         if fetcher is not None and not alone:
             batches += [batch for batch, *_ in fetcher.take(self._trainer, to_come)]
+        if fetcher is None and (options.num_microbatches or options.microbatch_size):
+            raise ValueError(
+                "training_step takes dataloader_iter, so the strategy has no batch to cut: leave out num_microbatches "
+                "and microbatch_size, or let training_step take the batch."
+            )
         self.span = len(batches)
         self.samples: list[int] = []
         self._functions: list[Callable[[], Any]] = []

@@ -22,6 +22,7 @@ import transformers
 from harness import ours, quiet, trainer_of
 from lightning.pytorch.tuner import Tuner
 from plain_oracle import PLAIN, assert_equal, assert_plain, assert_same, kept, on_devices, train
+from test_cutting import Block
 from test_module_state import Outputs, RunningMean, RunningMeanInBuffer, batches
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
@@ -66,15 +67,6 @@ def generator(seed: int = 3) -> torch.Generator:
 
 def values(*size: int) -> Tensor:
     return torch.randn(*size, dtype=torch.float64, generator=generator())
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
 
 
 def blocks() -> nn.Sequential:
