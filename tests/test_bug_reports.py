@@ -575,7 +575,8 @@ def test_tuner_and_fit_without_a_false_warning(devices: int, kind: str, window: 
 @WINDOWS
 def test_float8(devices: int, window: int) -> None:
     """Layers of ``torchao.float8``, whose scales depend on the microbatch."""
-    float8 = pytest.importorskip("torchao.float8")
+    from torchao import float8
+
     config = float8.Float8LinearConfig(emulate=True)
 
     def make() -> Script:
