@@ -20,7 +20,6 @@ _TRAINER = (
     "min_epochs",
     "max_steps",
     "min_steps",
-    "val_check_interval",
     "check_val_every_n_epoch",
     "num_sanity_val_steps",
     "limit_train_batches",
@@ -38,7 +37,9 @@ _TRAINER = (
 
 def of_trainer(trainer: Trainer) -> dict[str, str]:
     """Return the trainer's settings that decide what it calls, and when."""
-    return {name: _said(getattr(trainer, name)) for name in _TRAINER}
+    found = {name: _said(getattr(trainer, name)) for name in _TRAINER}
+    time = getattr(trainer, "_val_check_time_interval", None)  # in seconds; then the other is missing
+    return found | {"val_check_interval": _said(trainer.val_check_interval if time is None else f"{time} s")}
 
 
 def of_modules(module: nn.Module) -> dict[str, str]:

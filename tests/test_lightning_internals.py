@@ -52,6 +52,7 @@ USED = {
     "_LRCallback": "hook_audit",
     "_signal_connector": "several_machines",
     "_sigterm_notifier_fn": "several_machines",
+    "_val_check_time_interval": "several_machines shared_settings",
 }
 """Each private name, and the modules that use it."""
 
