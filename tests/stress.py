@@ -168,6 +168,7 @@ class Case:
         arena: share of the largest arena beyond the smallest one.
         offloads: whether outputs leave a worker with their microbatch, as where the plan needs the memory.
         emulation: options of the emulated devices, but for the memory.
+        staleness: as in the strategy.
     """
 
     plan: str | None
@@ -184,6 +185,7 @@ class Case:
     arena: float = 1.0
     offloads: bool = False
     emulation: dict[str, Any] = field(default_factory=lambda: {"poison": True, "delay_seed": 0})
+    staleness: int = 0
 
 
 NO_GRADIENTS = Case(
@@ -238,6 +240,7 @@ def train(case: Case, callbacks: Sequence[pl.Callback] = (), **options: Any) -> 
             "plan": case.plan,
             "prefetch": case.prefetch,
             "emulation": case.emulation,
+            "staleness": case.staleness,
             "watchdog_timeout": WATCHDOG,
         }
         | options
@@ -294,13 +297,14 @@ def _highest() -> Iterator[list[int]]:
 def reference(case: Case) -> Result:
     """One worker without nuisances, everything in one stage."""
     return _reference(
-        case.microbatches, case.sizes, case.empty, case.skips, case.extra, case.accumulate, case.drops, case.blocking
-    )
+        case.microbatches, case.staleness, case.sizes, case.empty, case.skips, case.extra, case.accumulate, case.drops,
+        case.blocking,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)
-def _reference(microbatches: int, *others: Any) -> Result:
-    return train(Case(harness.single(CALLS), 1, microbatches, *others, emulation={})).result
+def _reference(microbatches: int, staleness: int, *others: Any) -> Result:
+    return train(Case(harness.single(CALLS), 1, microbatches, *others, emulation={}, staleness=staleness)).result
 
 
 def faults(case: Case) -> list[str]:

@@ -51,8 +51,8 @@ NOBODY = replace(WIDE, plan=WIDE.plan.replace("round 2", "round 1"), empty=(1, 0
 """The first microbatch of the planned step has no backward: slots that nobody enters."""
 TAIL = Case("forward 0-4; fused 5; backward 3-4 1-2 0; round 1", 1, 3, (6, 6), empty=(1, 2), blocking=True)
 """So has the last one: slots that come after all microbatches are done; then gradients are handed to ``.grad``."""
-SUMMED = Case(harness.per_call(CALLS, 4), 2, 4, (6, 6, 6, 6), accumulate=2)
-"""Sums of two batches are added: nothing else holds the second one's back."""
+STALE = Case(harness.per_call(CALLS, 4), 2, 4, (6, 6, 6, 6), drops=False, staleness=1)
+"""A step does not wait for the update before it: nothing else holds its sums back."""
 ON = replace(CUT, sizes=(6, 6, 6, 6), drops=False)
 """Steps go on when the next one begins."""
 UNTOUCHED = replace(WIDE, empty=(1, 2))
@@ -102,8 +102,8 @@ WAITS = [
         "runtime.memory.grad_buffers:HostGradSums.make_room",
         "cancel_scope.wait(before.consumed)",
         "numbers",
-        SUMMED,
-        "adding",
+        STALE,
+        "updating",
     ),
     Wait("runtime.core.arenas:Arena.release", "event.wait()", "numbers", FUSED, "gradients_down"),
     # Memory of the gradients: an arena is used again, a sum is continued, a sum is read.
@@ -385,15 +385,11 @@ def late(slow: str, times: float = 1.0) -> Iterator[None]:
             return 0.02 * times if self.late else super().next() / 10
 
     real_run, real_close = MicrobatchTask.run, Worker.close_slot
-    real_apply, real_add = AsyncOptimizer._apply, AsyncOptimizer._add
+    real_apply = AsyncOptimizer._apply
 
     def apply(self: AsyncOptimizer, *args: Any) -> None:
         time.sleep(0.02 * times)
         real_apply(self, *args)
-
-    def add(self: AsyncOptimizer, *args: Any) -> None:
-        time.sleep(0.02 * times)
-        real_add(self, *args)
 
     def run(self: MicrobatchTask, *args: Any) -> None:
         time.sleep((0.03 - 0.01 * self.index) * times)
@@ -413,8 +409,6 @@ def late(slow: str, times: float = 1.0) -> Iterator[None]:
                 patch.setattr(emulated, "Delays", Late)
         elif slow == "updating":
             patch.setattr(AsyncOptimizer, "_apply", apply)
-        elif slow == "adding":
-            patch.setattr(AsyncOptimizer, "_add", add)
         elif slow == "user code":
             patch.setattr(stress, "GLUE_S", 0.01 * times)
         elif slow:
@@ -479,7 +473,7 @@ def test_a_user_code_lock_that_is_missing_is_noticed() -> None:
         pytest.param(TAIL, "closing", id="tail"),
         pytest.param(ARRIVAL, "closing", id="arrival"),
         pytest.param(CUT, "updating", id="updates"),
-        pytest.param(SUMMED, "adding", id="summed"),
+        pytest.param(STALE, "updating", id="stale"),
         pytest.param(ON, "closing", id="on"),
     ],
 )
