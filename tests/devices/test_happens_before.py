@@ -149,7 +149,7 @@ def test_gradients_that_are_narrowed_or_in_parts(options: dict[str, Any], monkey
 def test_with_evaluation(staleness: int) -> None:
     """Several batches at a time, between steps."""
     module, batches = zoo.make_module("llama"), zoo.make_batches("llama", 3, 4)
-    with races() as found:
+    with races(shared=True) as found:
         run(
             ours(num_microbatches=2, plan=PLAN, staleness=staleness), module, batches, devices=2,
             val_batches=zoo.make_batches("llama", 4, 4), max_epochs=2,
