@@ -138,7 +138,7 @@ def test_the_note_says_where(where: str, sample: int, time: int, says: str) -> N
 
 def test_with_accumulation() -> None:
     """In the second of two accumulated batches; nothing of the first is left in the gradients afterwards."""
-    fail(3, "block 1 backward", 2, again=False, trainer={"accumulate_grad_batches": 2})
+    fail(2, "block 1 backward", 2, 1, again=False, trainer={"accumulate_grad_batches": 2})
     faulty.assert_trains()
 
 
