@@ -37,7 +37,7 @@ def test_the_first_lines_say_what_will_happen(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = ["experiment=random_tokens", "lora=all_linear", "lora.r=2", "trainer.max_steps=1", "prompt=null"]
-    given += ["trainer.accumulate_grad_batches=2", "strategy.microbatch_size=2", "trainer.precision=bf16-mixed"]
+    given += ["step_samples=8", "data.batch_size=4", "strategy.microbatch_size=2", "trainer.precision=bf16-mixed"]
     out, _ = run(monkeypatch, capfd, *given, "callbacks.checkpoint.every_n_minutes=5")
     said = header(out)
     assert said["run"] == "random_tokens"
@@ -47,7 +47,7 @@ def test_the_first_lines_say_what_will_happen(
     trained, total = (int(found[number].replace(",", "")) for number in (1, 2))
     assert 100 * trained / total == pytest.approx(float(found[3]), rel=0.05)
     assert said["optimizer"] == "AdamW, learning rate 0.01, constant"
-    assert said["batch"] == "4 sequences of 32 tokens, in 2 microbatches"
+    assert said["batch"] == "4 sequences of 32 tokens, cut into 2 microbatches"
     assert said["steps"] == "1 of 256 tokens, 2 batches each"
     assert said["precision"] == "bf16-mixed"
     assert said["devices"] == "4 emulated devices, strategy roundpipe"
