@@ -48,12 +48,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--turn", type=int, default=0, metavar="K", help="with --every N: which ones, 0 to N-1; all turns are all tests"
     )
+    parser.addoption("--engine", choices=["2", "3"], default="2", help="the edition of the engine; the third is new")
     parser.addoption(
         "--note-slow", type=float, metavar="SECONDS", help=f"add tests that take as long to {SLOW_TESTS.name}"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--engine") == "3":
+        from lightning_roundpipe import strategy
+        from lightning_roundpipe.engine.engine import Engine
+
+        strategy.Engine = Engine  # type: ignore[misc, assignment]
     if config.getoption("--note-slow") is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_SlowNotes(config.getoption("--note-slow")))
 

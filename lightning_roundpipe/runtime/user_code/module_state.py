@@ -110,6 +110,13 @@ def about_to_write_in_place(tensor: Tensor) -> bool:
     return True
 
 
+def observe(view: Any) -> Any:
+    """Let ``view`` be told of what this thread sets from now on; return who was told before."""
+    before = getattr(_thread, "view", None)
+    _thread.view = view
+    return before
+
+
 @shared_context
 def observed_writes() -> Iterator[None]:
     """Within this context, views are told of writes to modules."""
@@ -144,6 +151,8 @@ class SharedAttributes:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
+        self.touched: Callable[[Holder], object] = lambda holder: None
+        """Told of each module and parameter whose attributes change."""
         self.carried: set[Place] = set()
         self.put_back: set[Place] = set()
         self._left: set[Place] = set()
@@ -190,6 +199,7 @@ class SharedAttributes:
             held = to.values.get(place, held) if to is not None else held
             if not _alike(_read(held.holder, place[1]).value, held.value):
                 held.put(place[1])
+                self.touched(held.holder)
         self.present = to
 
     def come_to(self, view: AttributeView | None = None) -> None:
@@ -244,6 +254,7 @@ class AttributeView:
 
     def about_to_write(self, holder: Holder, name: str, *, in_place: bool = False) -> None:
         """Note that the running section writes to an attribute, or in place to the tensor that it holds."""
+        self.state.touched(holder)
         place = id(holder), name
         if place not in self._section:
             held = _read(holder, name)

@@ -1,0 +1,211 @@
+"""What a layer is called with, taken apart: its tensors, and a recipe to put equal arguments together again.
+
+A layer may write to lists, dicts and objects (caches, collectors) that it is given. It gets copies of them, and what it
+has written to a copy is written to the original. A recomputation starts from the same contents again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size, slice})
+_OPAQUE = (nn.Module, type, enum.Enum, torch.Generator)
+_FOREIGN = ("torch.", "builtins", "threading", "weakref", "logging", "_thread")
+"""Modules of types whose objects go in as they are."""
+
+
+class _Place:
+    """Stands for a tensor."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _Tuple:
+    __slots__ = ("items", "kind")
+
+    def __init__(self, kind: type, items: list[Any]) -> None:
+        self.kind, self.items = kind, items
+
+
+class _Box:
+    """A list, a dict or an object."""
+
+    __slots__ = ("attributes", "contents", "original")
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+        self.contents: Any = None
+        self.attributes: dict[str, Any] | None = None
+
+
+def is_box(value: Any) -> bool:
+    """Return whether a layer may write to ``value``."""
+    if isinstance(value, (list, dict)):
+        return True
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, _OPAQUE)
+        and not callable(value)
+        and not type(value).__module__.startswith(_FOREIGN)
+        and not type(value).__name__.endswith("Config")
+    )
+
+
+class Arguments:
+    """Arguments of one call.
+
+    Args:
+        value: the arguments, in tuples and dicts.
+        own: what a parameter among them is replaced by: the microbatch's own alias.
+
+    Attributes:
+        tensors: each once, in the order of appearance.
+    """
+
+    __slots__ = ("_boxes", "_own", "_places", "_recipe", "tensors")
+
+    def __init__(self, value: Any, own: Callable[[nn.Parameter], Tensor] | None = None) -> None:
+        self.tensors: list[Tensor] = []
+        self._places: dict[int, _Place] = {}
+        self._boxes: dict[int, _Box] = {}
+        self._own = own
+        self._recipe = self._freeze(value)
+
+    def _freeze(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if isinstance(value, Tensor):
+            if (place := self._places.get(id(value))) is None:
+                place = self._places[id(value)] = _Place(len(self.tensors))
+                own = self._own is not None and isinstance(value, nn.Parameter)
+                self.tensors.append(self._own(value) if own and self._own is not None else value)
+            return place
+        if isinstance(value, tuple):
+            return _Tuple(kind, [self._freeze(v) for v in value])
+        if not is_box(value):
+            return value
+        if (box := self._boxes.get(id(value))) is None:
+            box = self._boxes[id(value)] = _Box(value)
+            if isinstance(value, list):
+                box.contents = [self._freeze(v) for v in value]
+            elif isinstance(value, dict):
+                box.contents = {k: self._freeze(v) for k, v in value.items()}
+            if hasattr(value, "__dict__"):
+                box.attributes = {k: self._freeze(v) for k, v in value.__dict__.items()}
+        return box
+
+    def build(self, tensors: Sequence[Tensor]) -> tuple[Any, list[tuple[Any, Any]]]:
+        """Return arguments with ``tensors`` in the places of the ones taken out, and (original, copy) of each box."""
+        copies: dict[int, tuple[Any, Any]] = {}
+
+        def thaw(node: Any) -> Any:
+            kind = type(node)
+            if kind is _Place:
+                return tensors[node.index]
+            if kind is _Tuple:
+                items = [thaw(n) for n in node.items]
+                return tuple(items) if node.kind is tuple else node.kind(*items)
+            if kind is not _Box:
+                return node
+            if id(node) not in copies:
+                copy = node.original.__class__.__new__(node.original.__class__)
+                copies[id(node)] = node.original, copy
+                if isinstance(node.contents, list):
+                    list.extend(copy, map(thaw, node.contents))
+                elif isinstance(node.contents, dict):
+                    if hasattr(copy, "default_factory"):
+                        copy.default_factory = node.original.default_factory
+                    for k, v in node.contents.items():
+                        dict.__setitem__(copy, k, thaw(v))
+                if node.attributes is not None:
+                    copy.__dict__.update({k: thaw(v) for k, v in node.attributes.items()})
+            return copies[id(node)][1]
+
+        return thaw(self._recipe), list(copies.values())
+
+    def forget_originals(self) -> None:
+        """Keep none of the caller's tensors and boxes alive."""
+        self.tensors = []
+        self._places = {}
+        self._own = None
+        for box in self._boxes.values():
+            shell = box.original.__class__.__new__(box.original.__class__)
+            if hasattr(shell, "default_factory"):
+                shell.default_factory = box.original.default_factory
+            box.original = shell
+
+
+def collect(value: Any, seen: set[int], into: list[Tensor]) -> None:
+    """Append the tensors in ``value`` that are not ``seen``, each once."""
+    if type(value) in _ATOMS:
+        return
+    if isinstance(value, Tensor):
+        if id(value) not in seen:
+            seen.add(id(value))
+            into.append(value)
+    elif isinstance(value, tuple):
+        for v in value:
+            collect(v, seen, into)
+    elif is_box(value) and id(value) not in seen:
+        seen.add(id(value))
+        if isinstance(value, (list, dict)):
+            for v in value.values() if isinstance(value, dict) else value:
+                collect(v, seen, into)
+        for v in getattr(value, "__dict__", {}).values():
+            collect(v, seen, into)
+
+
+class Substitution:
+    """Gives the caller its own objects in place of the layer's, in whatever the layer returns or writes.
+
+    Args:
+        pairs: the caller's object, by the id of the layer's.
+    """
+
+    __slots__ = ("_pairs",)
+
+    def __init__(self, pairs: dict[int, Any]) -> None:
+        self._pairs = pairs
+
+    def __call__(self, value: Any) -> Any:
+        if type(value) in _ATOMS:
+            return value
+        if id(value) in self._pairs:
+            return self._pairs[id(value)]
+        if isinstance(value, Tensor):
+            return value
+        if isinstance(value, tuple):
+            items = [self(v) for v in value]
+            return tuple(items) if type(value) is tuple else type(value)(*items)
+        if is_box(value):
+            self._pairs[id(value)] = value
+            self.write(value, value)
+        return value
+
+    def write(self, original: Any, copy: Any) -> None:
+        """Write to ``original`` what is different in ``copy``."""
+        if isinstance(original, list):
+            new = [self(v) for v in copy]
+            if len(new) != len(original) or any(a is not b for a, b in zip(new, original, strict=True)):
+                original[:] = new
+        elif isinstance(original, dict):
+            self._write_items(original, dict(copy.items()))
+        if hasattr(original, "__dict__"):
+            self._write_items(original.__dict__, dict(copy.__dict__))
+
+    def _write_items(self, held: dict[Any, Any], new: dict[Any, Any]) -> None:
+        for key in [k for k in held if k not in new]:
+            dict.__delitem__(held, key)
+        for key, value in new.items():
+            value = self(value)
+            if held.get(key, self) is not value:
+                dict.__setitem__(held, key, value)

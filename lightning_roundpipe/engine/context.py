@@ -1,0 +1,110 @@
+"""What steps use and what outlives them: the engine makes it once."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from threading import local
+
+from lightning_roundpipe.config import Options
+from lightning_roundpipe.engine.attributes import LayerAttributes
+from lightning_roundpipe.engine.executor import Executor
+from lightning_roundpipe.engine.pool import Pool
+from lightning_roundpipe.engine.randomness import Randomness
+from lightning_roundpipe.engine.trace import Trace
+from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime.memory.grad_buffers import GradientMemory
+from lightning_roundpipe.runtime.memory.host_model import HostModel
+from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
+from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExchange
+from lightning_roundpipe.runtime.reporting.events import Recorder
+from lightning_roundpipe.runtime.threads.sync import CancelScope
+from lightning_roundpipe.runtime.user_code.module_state import SharedAttributes
+from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
+
+
+@dataclass
+class Learned:
+    """What the first window has shown.
+
+    Attributes:
+        plan: the stages that windows run in; None while there is none.
+        costs: what the plan was made from.
+        trace: the calls that the plan is of.
+        read_by_user_code: buckets that user code reads.
+        logs_in_backward: whether user code logs in backward.
+    """
+
+    plan: Plan | None = None
+    costs: Costs | None = None
+    trace: Trace | None = None
+    read_by_user_code: frozenset[ParamBucket] = frozenset()
+    logs_in_backward: bool = False
+
+
+@dataclass(frozen=True)
+class Context:
+    """The parts of the engine that outlive a step.
+
+    Attributes:
+        options: the strategy's options.
+        model: the user's model in host memory.
+        pool: workers and threads.
+        executors: one for each worker.
+        gradients: host memory for the gradients of calls.
+        attributes: attributes of layers' modules.
+        shared: attributes that microbatches set on modules.
+        randomness: seeds calls and user code.
+        learned: what the first window has shown.
+        thread_locals: thread-local objects of user code, whose values microbatches' threads take over.
+        exchange: sums gradients over several machines; None if there is only one.
+        slots: counts slots.
+    """
+
+    options: Options
+    model: HostModel
+    pool: Pool
+    executors: list[Executor]
+    gradients: GradientMemory
+    attributes: LayerAttributes
+    shared: SharedAttributes
+    randomness: Randomness
+    learned: Learned
+    thread_locals: tuple[local, ...]
+    exchange: GradientExchange | None = None
+    slots: itertools.count[int] = field(default_factory=itertools.count)
+
+    def thread_state(self) -> TorchThreadState:
+        """Capture the calling thread's torch modes."""
+        return TorchThreadState.capture(self.pool.device_types, self.thread_locals)
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """What is fixed when a step begins.
+
+    Attributes:
+        seed: numbers from which its random states derive.
+        first: number of its first microbatch among those of all machines.
+        version: version of the weights that it computes with.
+        several: whether it has several microbatches.
+        overlaps: whether its backward may go on beside the next step.
+        undisturbed: whether no update was writing to masters when it began.
+        updates: the optimizer's thread; None if gradients go to ``.grad``.
+        thread_state: torch's modes of the thread that began it.
+        recorder: records calls and copies.
+        scope: carries its first error to all its threads.
+    """
+
+    seed: tuple[int, ...]
+    first: int
+    version: int
+    several: bool
+    overlaps: bool
+    undisturbed: bool
+    updates: AsyncOptimizer | None
+    thread_state: TorchThreadState
+    recorder: Recorder
+    scope: CancelScope

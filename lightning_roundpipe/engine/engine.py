@@ -1,0 +1,441 @@
+"""The engine: all that outlives a step, and the entry points for training and evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_roundpipe.batches.weights import LossWeights
+from lightning_roundpipe.config import Options
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.engine.attributes import LayerAttributes
+from lightning_roundpipe.engine.context import Context, Learned
+from lightning_roundpipe.engine.evaluation import Evaluation, Evaluations
+from lightning_roundpipe.engine.executor import Executor
+from lightning_roundpipe.engine.microbatch import Microbatch
+from lightning_roundpipe.engine.planner import Planner
+from lightning_roundpipe.engine.pool import Pool
+from lightning_roundpipe.engine.randomness import CallerRandomState, Randomness
+from lightning_roundpipe.engine.report import report_of
+from lightning_roundpipe.engine.step import Step
+from lightning_roundpipe.machines.peers import Peers
+from lightning_roundpipe.model.structure import Structure
+from lightning_roundpipe.runtime.engine import MicrobatchResult, WindowResult
+from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed, interrupts_deferred
+from lightning_roundpipe.runtime.faults.notes import remedied
+from lightning_roundpipe.runtime.layer_calls.compiling import forwards_of
+from lightning_roundpipe.runtime.memory.budget import layers_that_fit
+from lightning_roundpipe.runtime.memory.dtypes import Formats
+from lightning_roundpipe.runtime.memory.grad_buffers import GradientMemory, Reduction
+from lightning_roundpipe.runtime.memory.host_model import HostModel
+from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExchange
+from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
+from lightning_roundpipe.runtime.report import Report
+from lightning_roundpipe.runtime.reporting.alloc_retries import Retries
+from lightning_roundpipe.runtime.reporting.hints import Hints
+from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
+from lightning_roundpipe.runtime.user_code.host_metrics import HostMetrics
+from lightning_roundpipe.runtime.user_code.interception import Interceptor, intercepted, without_caches
+from lightning_roundpipe.runtime.user_code.module_state import SharedAttributes
+from lightning_roundpipe.runtime.user_code.thread_state import thread_locals_of
+
+
+class Engine:
+    """Trains and evaluates one LightningModule on a set of devices.
+
+    Args:
+        module: the user's LightningModule, with its weights on the CPU.
+        devices: one for each worker.
+        options: the strategy's options, already checked.
+        inform: shows a message to the user.
+        formats: number formats of layers and user code.
+        fitting: whether the module will be trained. A module without layers is an error only then.
+        peers: the other machines that train the same model; None if there are none.
+    """
+
+    def __init__(
+        self, module: nn.Module, devices: list[Device], options: Options, inform: Callable[[str], None],
+        formats: Formats | None = None, *, fitting: bool = True, peers: Peers | None = None,
+    ) -> None:  # fmt: skip
+        compiler = forwards_of(options)
+        self.options, self.formats = options, formats or Formats()
+        with interrupts_allowed():  # copies all weights, and no thread has been started yet
+            found = layers_that_fit(module, options, devices, self.formats, fitting=fitting)
+            model = HostModel(module, found.layers, devices[0], self.formats, apart=bool(options.staleness))
+        self.model, self.learned = model, (learned := Learned())
+        self.updates: AsyncOptimizer | None = None
+        """The optimizer's thread. None while gradients go to ``.grad`` and the caller runs the optimizer."""
+        self.structure = Structure(module, [layer.module for layer in model.layers])
+        self.hints = Hints(inform)
+        self.hints.of_cuts(found)
+        self.windows_left: Callable[[], float] = lambda: 0.0
+        self.within_window: Callable[[], bool] = lambda: False
+        self.weights_uploaded = 0
+        dtype = options.reduce_dtype
+        self.worker_pool = pool = Pool(
+            devices, options.watchdog_timeout, prefetch=bool(options.prefetch),
+            elsewhere=peers.liveness.says if peers is not None else str,
+        )  # fmt: skip
+        reduction = Reduction(getattr(torch, dtype) if dtype is not None else None, pool.summing)
+        attributes, randomness = LayerAttributes(model.layers), Randomness(devices)
+        shared = SharedAttributes(module)
+        shared.touched = attributes.touched
+        self.context = Context(
+            options=options,
+            model=model,
+            pool=pool,
+            executors=[Executor(worker, pool.baton, randomness, compiler) for worker in pool.workers],
+            gradients=GradientMemory(model.layers, devices[0], reduction),
+            attributes=attributes,
+            shared=shared,
+            randomness=randomness,
+            learned=learned,
+            thread_locals=thread_locals_of(module),
+            exchange=_exchange_of(peers, model, options) if peers is not None else None,
+        )
+        self._interceptors = [Interceptor(layer) for layer in model.layers]
+        self._accumulators = Accumulators()
+        self._metrics = HostMetrics(module if pool.accelerator is not None else nn.Module())
+        self._retries = Retries(devices, self.hints)
+        self._planner = Planner(self.context, lambda: self.windows_left())
+        self._trained = model.trainable()
+        self._in_flight: Step | None = None
+        """The last window's step, if its outputs were returned and its backward may still run."""
+        self._given: StepGradients | None = None
+        """The gradients behind the losses that the last window returned."""
+        self._looked_at = False
+        """Whether user code may have read or written weights since the last window, or a step has failed."""
+        self._report: Callable[[], Report] | None = None
+        self._around = contextlib.ExitStack()
+        self._switched_off: list[str] | None = None
+        self.evaluations = Evaluations()
+        try:
+            self._planner.reserve_for_layers()
+        except BaseException:
+            self.close()
+            raise
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    @interrupts_deferred()
+    @remedied()
+    def train_window(
+        self, functions: Sequence[Callable[[], Any]], weights: LossWeights, seed: tuple[int, ...], *,
+        zero_grad: bool = True,
+    ) -> WindowResult:  # fmt: skip
+        """Run ``training_step`` on the microbatches of a window, and their backward.
+
+        Args:
+            functions: ``training_step`` with the arguments of each microbatch.
+            weights: how much the microbatches count.
+            seed: numbers that identify the window. Every random state of the step is derived from them.
+            zero_grad: whether to drop gradients that earlier windows accumulated and no optimizer step has used.
+
+        Returns:
+            The results of the microbatches. The backward of their losses puts gradients into ``.grad``, or sets the
+            factor with which `AsyncOptimizer` takes them.
+        """
+        self._prepare(zero_grad=zero_grad)
+        context, several = self.context, len(functions) > 1
+        overlaps = self._may_overlap
+        if not overlaps or (self._in_flight is not None and self._in_flight.spec.scope.failed):
+            self._drain()
+        step = Step(context, seed, weights, self.updates, self._in_flight, overlaps=overlaps)
+        caller = CallerRandomState(self.worker_pool.devices)
+        switched_off = self._set_up()
+        runs: list[Microbatch] = []
+        try:
+            with self._failing(step):
+                with intercepted(self._interceptors, step.spec.scope.fail):
+                    context.randomness.park()
+                    context.attributes.begin()
+                    context.shared.begin()
+                    try:
+                        step.run(functions, in_order=step.plan is None or not self.options.overlap)
+                    finally:
+                        caller.restore()
+                        runs = step.runs
+                before, self._in_flight = self._in_flight, step
+                if before is not None:
+                    self._end(before)
+                self.model.buffers.settle()
+                result = self._result_of(runs, step, None)
+                self._metrics.bring_to_host()
+            self.hints.after_step(switched_off)
+            if not several and len(self.worker_pool.workers) > 1:
+                self.hints.of_one_microbatch(len(self.worker_pool.workers))
+            if step.plan is None and self.options.overlap and all(run.loss is not None for run in runs):
+                self._planner.plan_from([run.made for run in runs])
+                context.randomness.learning = False
+            self._given = step.gradients
+            if self.updates is not None and step.gradients is not None:
+                self.updates.offer(step.gradients)
+        except Exception as error:
+            failed = next((run.index for run in runs if run.error is error), 0)
+            if not failed:
+                raise
+            return self._result_of(runs[:failed], step, runs[failed].error)
+        finally:
+            if not (step.spec.overlaps and step.gradients is not None):
+                self._drain()
+        return result
+
+    def _result_of(self, runs: Sequence[Microbatch], step: Step, error: Exception | None) -> WindowResult:
+        """Return what the microbatches have given, with modules as the last one has left them."""
+        shared, buffers = self.context.shared, self.model.buffers.take_history()
+        shared.show(None)
+        results = [MicrobatchResult(r.output, r.loss, r.weight, r.differentiable, r.logs, r.kept) for r in runs]
+        result = WindowResult(results, step.finish() if error is None else None, error)
+        kept = [run.kept for run in runs if run.kept is not None]
+        if kept:
+            if any(run.ended_early for run in runs):
+                shared.leave_latest(kept)
+            shared.rewind()
+            buffers.show(-1)
+
+            def show(microbatch: int) -> None:
+                kept[microbatch].put()
+                buffers.show(microbatch)
+
+            result.show = show
+        return result
+
+    def _prepare(self, *, zero_grad: bool) -> None:
+        """Settle the last window's gradients, then prepare the weights for a new one."""
+        given, self._given = self._given, None
+        unused = given is not None and not given.handed_out
+        if self.updates is not None:
+            if unused:
+                self._drain()
+            if given is not None and self._in_flight is None:
+                given.arrive()  # if this step fails, the devices stop, and the update would be incomplete
+            self.updates.begin(zero_grad=zero_grad)
+        elif given is not None and unused:
+            given.release()
+        self.worker_pool.refuse_broken()
+        if (now := self.model.trainable()) != self._trained:
+            self._trained = now
+            self.settle()
+            self._planner.forget()
+            with interrupts_allowed():
+                self.context.gradients.reserve_again()
+        self._sync_weights(newest=False)
+        self._accumulators.watch(self.model.masters)
+        for device in self.worker_pool.devices:
+            device.reset_peak()
+
+    @property
+    def _may_overlap(self) -> bool:
+        """Whether a step's backward may go on when its outputs were returned, beside the next step.
+
+        Updates must go through the optimizer's thread, and there must be a plan. Each other condition rules out
+        something that the main thread changes meanwhile: attributes of which each microbatch has its own, generators
+        that the backward draws from, the results that logs go to, torch's default dtype.
+        """
+        context = self.context
+        return (
+            self.updates is not None
+            and self.learned.plan is not None
+            and not context.shared.put_back
+            and not context.randomness.draws
+            and not self.learned.logs_in_backward
+            and not self.formats.sets_default
+        )
+
+    @contextlib.contextmanager
+    def _failing(self, step: Step) -> Iterator[None]:
+        """Tie ``step`` to the optimizer's thread, and clean up if it fails, together with the one before it."""
+        updates = self.updates
+        if updates is not None:
+            updates.accompany(step.spec.scope)
+        try:
+            yield
+        except BaseException as error:
+            if step.spec.overlaps and not step.spec.scope.failed:
+                step.stop(error)  # its microbatches go on, and would wait for what is dropped here
+            self._looked_at = True
+            self.context.gradients.drop()  # they hold part of a step, or wait for downloads that will never finish
+            self.model.buffers.drop()
+            before, self._in_flight = self._in_flight, None
+            for broken in (before, step):
+                if broken is not None:
+                    self._end(broken, failed=True)
+            if updates is not None:
+                updates.drop(error)
+            raise
+
+    def _drain(self) -> None:
+        """Wait for the step in flight, if any, and raise its error."""
+        step = self._in_flight
+        try:
+            if step is not None:
+                with self._failing(step):
+                    if step.spec.overlaps:
+                        step.drain()
+                    self._in_flight = None
+                self._end(step)
+        finally:
+            self._switched_off = None
+            self._around.close()
+
+    def _end(self, step: Step, *, failed: bool = False) -> None:
+        """Account for ``step``, of which nothing is in flight any more, and release it."""
+        if self.updates is not None:
+            self.updates.leave(step.spec.scope)
+        if not failed:
+            self.context.gradients.give_back()
+            self.weights_uploaded += sum(
+                step.spec.recorder.nbytes(("upload_weights",), len(self.worker_pool.workers))
+            )
+            self._retries.after_step(step.plan, step.retries)
+            self._report = report_of(step, self._retries.last, self.weights_uploaded)
+        step.release()
+
+    def _set_up(self) -> list[str]:
+        """Enter the settings that hold until no step is in flight. Returns what was switched off."""
+        for device in self.worker_pool.devices:
+            device.follow_caller()
+        if self._switched_off is None:
+            self._switched_off = self._around.enter_context(without_caches(self.model.module))
+            self._around.enter_context(self.worker_pool.devices[0].step_settings())
+        return self._switched_off
+
+    # -- the optimizer ------------------------------------------------------------------------------------------------
+
+    @interrupts_deferred()
+    def enable_async_optimizer(self, optimizer: Callable[[], Optimizer | None] | None) -> None:
+        """Choose who applies gradients from now on.
+
+        Args:
+            optimizer: returns the one that `AsyncOptimizer` steps, on its own thread. None: gradients go to ``.grad``,
+                and the caller runs the optimizer. What an open accumulation window has gathered moves to ``.grad``.
+        """
+        if (optimizer is not None) == (self.updates is not None):
+            return
+        exchange = self.context.exchange
+        if exchange is not None:
+            exchange.step_apart(optimizer is not None)
+        self._drain()
+        before, self.updates = self.updates, None
+        if optimizer is not None:
+            around = self.worker_pool.devices[0].host_thread_settings
+            self.updates = AsyncOptimizer(
+                self.model.buckets, optimizer, self.options.staleness, self.formats.scales, around, exchange
+            )
+        if before is not None:
+            before.retire()
+            gradients = before.accumulated()
+            for master in self.model.masters:
+                if (gradient := gradients.get(id(master))) is not None:
+                    master.grad = gradient.to(master)
+
+    @property
+    def machine(self) -> int:
+        """The number of this machine."""
+        return 0 if self.context.exchange is None else self.context.exchange.peers.rank
+
+    def owner_of(self, master: nn.Parameter) -> int | None:
+        """Return the machine that has the optimizer's state of ``master``; None if each has that of all."""
+        exchange = self.context.exchange
+        if exchange is None or self.updates is None or not exchange.owner:
+            return None
+        bucket = self.model.bucket_of.get(id(master))
+        return exchange.owner[bucket] if bucket is not None else 0
+
+    @interrupts_deferred()
+    @remedied()
+    def settle(self) -> None:
+        """Wait until nothing is in flight, so that the caller may read and write weights and optimizer state."""
+        self._looked_at = True
+        self._drain()
+        if self.updates is not None:
+            self.updates.settle(within_batch=self.within_window())
+
+    def _sync_weights(self, *, newest: bool) -> None:
+        """Bring what user code did to weights since the last window into the buffers that uploads read.
+
+        Args:
+            newest: whether uploads must see all updates, whatever the staleness. They are settled first.
+        """
+        updates = self.updates
+        if updates is not None and self._looked_at:
+            updates.settle()
+            updates.release_masters()  # `reattach` counts the tensors that share a master's memory
+        for layer in self.model.layers:
+            layer.reattach()
+        self.model.undisturbed = updates is None or self._looked_at or not updates.begun
+        if updates is None:
+            self.formats.scales.fix(0)
+            for bucket in self.model.buckets:
+                bucket.refresh()
+        elif self._looked_at or (newest and updates.wanted != updates.submitted):
+            updates.settle()
+            updates.publish_all()
+        self._looked_at = False
+        for layer in self.model.layers:
+            layer.snapshot()
+
+    @interrupts_deferred()
+    def reserve_gradients(self) -> None:
+        """Allocate host memory for the gradients of one call of each layer, before the first window, which is timed."""
+        with interrupts_allowed():
+            self.context.gradients.reserve()
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    @interrupts_deferred()
+    @remedied()
+    def evaluate(self, function: Callable[..., Any], *args: Any, kind: Hashable = ()) -> Any:
+        """Run ``function(*args)``, a validation, test or predict step of one batch, alone and forward only."""
+        self.worker_pool.refuse_broken()
+        self._drain()
+        if self.updates is not None:
+            self.updates.settle(within_batch=self.within_window())
+        self._sync_weights(newest=True)
+        self.context.attributes.begin()
+        for device in self.worker_pool.devices:
+            device.follow_caller()
+        version = self.updates.submitted if self.updates is not None else 0
+        evaluation = Evaluation(self.context, version)
+        try:
+            with intercepted(self._interceptors, None):
+                output = evaluation.run(function, args)
+            self.model.buffers.settle()
+            self.model.buffers.take_history()
+            self._metrics.bring_to_host()
+            return output
+        finally:
+            self.weights_uploaded += sum(
+                evaluation.recorder.nbytes(("upload_weights",), len(self.worker_pool.workers))
+            )
+
+    # -- afterwards ---------------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """Return the report of the last finished step; empty before there is one."""
+        return self._report() if self._report is not None else Report()
+
+    def close(self) -> None:
+        """Apply the updates that were submitted, stop all threads, and free all device memory."""
+        with contextlib.ExitStack() as rest:  # runs in reverse order, and each callback even if another one raises
+            rest.callback(self.worker_pool.close)
+            rest.callback(self._metrics.end)
+            rest.callback(self._accumulators.end)
+            if self.updates is not None:
+                rest.callback(self.updates.close)
+            rest.callback(self._drain)
+
+
+def _exchange_of(peers: Peers, model: HostModel, options: Options) -> GradientExchange:
+    dtype = None if options.network_dtype is None else getattr(torch, options.network_dtype)
+    return GradientExchange(peers, model.buckets, dtype, shards=options.shard_optimizer)
+
+
+__all__ = ["Engine", "functools"]

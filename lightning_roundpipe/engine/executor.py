@@ -1,0 +1,399 @@
+"""One layer call on a worker: its forward, and later its recomputation and backward.
+
+Forward and recomputation are one piece of code, always with a graph where the caller has grad mode on. Unless the stage
+is the fused one, the graph of the forward is dropped at once, and the call is repeated from what the tape keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.devices.thread_owner import working
+from lightning_roundpipe.engine.activations import Activations, Arriving
+from lightning_roundpipe.engine.arguments import Arguments, Substitution, collect
+from lightning_roundpipe.engine.attributes import LayerWrites
+from lightning_roundpipe.engine.graph_cut import Gradients, InputEdge, cut, inlet, run_backward
+from lightning_roundpipe.engine.randomness import Randomness, Seed
+from lightning_roundpipe.engine.slots import Slot
+from lightning_roundpipe.engine.sync import Baton, GivenUp, Runner
+from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.model.attributes import StateDiff
+from lightning_roundpipe.model.replica import Replica
+from lightning_roundpipe.runtime.layer_calls.compiling import LayerCompiler
+from lightning_roundpipe.runtime.layer_calls.output_collectors import collecting
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
+from lightning_roundpipe.runtime.memory.module_buffers import BufferValue, ReplicaBuffers
+from lightning_roundpipe.runtime.memory.peak_memory import INPUTS, OUTPUTS
+from lightning_roundpipe.runtime.reporting.events import EventSource
+from lightning_roundpipe.runtime.user_code.interception import Inside
+from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
+
+LONG_S = 3e-4
+"""Seconds of a layer's code from which on others run meanwhile: to hand the baton over and back takes some tens of
+microseconds."""
+
+
+class LayerCall:
+    """A call of a layer, and what the tape keeps of it.
+
+    Args:
+        layer: the layer.
+        index: its position in the trace; of a call that the trace has not, a number behind all of it.
+        microbatch: number of the microbatch.
+        seed: from which its random numbers derive.
+        state: how attributes of the layer's modules differ from those of its copies.
+        thread_state: torch's modes at the call.
+
+    Attributes:
+        arguments: what it is called with.
+        needs: for each tensor among the arguments, whether it needs a gradient.
+        edges: where the gradients of those go.
+        home: device that user code is on at the call.
+        saved: the tensors on the host; empty if the graph is kept.
+        mutated: positions of the tensors that the layer writes to.
+        gradients: of the outputs.
+        kinds: shape and dtype of each of these outputs.
+        graph: the outputs with their graph, and the gradients of the inputs; None if the graph was dropped.
+        trained: whether each of the layer's parameters is trained.
+        buffers: the layer's buffers in front of the forward, for the recomputation.
+        seconds: that the layer's code took.
+        slot: the slot of its backward, if the plan has none.
+        use: how often the microbatch has called the layer before.
+    """
+
+    __slots__ = (
+        "arguments", "buffers", "context", "edges", "gradients", "graph", "home", "index", "kinds", "layer",
+        "microbatch", "mutated", "needs", "saved", "seconds", "seed", "slot", "state", "thread_state", "trained", "use",
+    )  # fmt: skip
+
+    def __init__(
+        self, layer: HostLayer, index: int, microbatch: int, seed: Seed, state: StateDiff | None,
+        thread_state: TorchThreadState,
+    ) -> None:  # fmt: skip
+        self.layer, self.index, self.microbatch, self.seed, self.use = layer, index, microbatch, seed, seed[-1]
+        self.state, self.thread_state = state, thread_state
+        self.context = contextvars.copy_context()
+        self.trained = layer.trainable()
+        self.arguments: Arguments
+        self.needs: list[bool] = []
+        self.edges: list[InputEdge] = []
+        self.home: Device | None = None
+        self.saved: list[HostTensor] = []
+        self.mutated: list[int] = []
+        self.gradients: Gradients
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []
+        self.graph: tuple[list[Tensor], Gradients] | None = None
+        self.buffers: dict[int, BufferValue] | None = None
+        self.seconds = 0.0
+        self.slot: Slot | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return self.arguments.tensors
+
+
+class Run:
+    """What one run of a layer's code has given.
+
+    Attributes:
+        output: what it returned, and what output collectors have gathered.
+        copies: for each list, dict or object that it was given, the caller's and the copy.
+        written: attributes that it has set.
+        mutated: tensors that it was given and has written to, by position.
+        differentiable: the tensors in all of these that require grad.
+        caller: translates to what user code sees.
+    """
+
+    __slots__ = ("caller", "copies", "differentiable", "mutated", "output", "written")
+
+    def __init__(
+        self,
+        output: Any,
+        copies: list[tuple[Any, Any]],
+        written: list[tuple[int, str, Any]],
+        mutated: list[tuple[int, Tensor]],
+    ) -> None:
+        self.output, self.copies, self.written, self.mutated = output, copies, written, mutated
+        self.differentiable: list[Tensor] = []
+        self.caller: Substitution
+
+
+class Executor:
+    """Runs calls on one worker.
+
+    Args:
+        worker: the worker.
+        baton: the baton.
+        randomness: seeds calls.
+        compiler: how a layer's code runs.
+    """
+
+    def __init__(self, worker: Worker, baton: Baton, randomness: Randomness, compiler: LayerCompiler) -> None:
+        self.worker, self.device = worker, worker.device
+        self._baton, self._randomness, self._compiler = baton, randomness, compiler
+        self._buffers: dict[int, tuple[Replica, ReplicaBuffers]] = {}
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner, inside: Inside, *,
+        keep_graph: bool, evaluates: bool = False,
+    ) -> tuple[Any, Run]:  # fmt: skip
+        """Run a call.
+
+        Args:
+            call: the call.
+            slot: an open slot that has the layer's weights.
+            inputs: its tensors on this worker.
+            runner: the calling thread.
+            inside: the context of the layer's code.
+            keep_graph: whether the graph is kept for the backward.
+            evaluates: whether no backward will follow.
+
+        Returns:
+            What user code gets, and the run, of which `deliver` gives it the rest.
+        """
+        layer, worker = call.layer, self.worker
+        could = worker.wait_for_weights(slot, layer, runner)
+        tensors = self._arrived(inputs, runner)
+        if could is not None:
+            slot.recorder.waited(worker.index, could, self.device.compute.record(timed=True))
+        replica, buffers = self._copy(layer)
+        grad = call.thread_state.grad and not evaluates
+        before = buffers.snapshot() if buffers and grad and not keep_graph else None
+        if buffers:
+            buffers.load()
+        tracked = self.device.track(tensors, INPUTS)
+        with tracked:
+            run, aliases, sink = self._run(call, slot, tensors, replica, runner, "forward", inside, grad=grad)
+            self.device.track_until_freed(_all_tensors(run), OUTPUTS)
+        if buffers:
+            buffers.write_back(before, self._randomness.learning or layer.is_new_state(call.state), call.microbatch)
+            call.buffers = before
+        originals = dict(zip(map(id, aliases), call.tensors, strict=True))
+        originals |= {id(mine): theirs for mine, theirs in zip(replica.parameters, layer.masters, strict=True)}
+        originals |= {id(mine): theirs for mine, theirs in zip(replica.modules, replica.originals, strict=True)}
+        self._part_from_arenas(run, originals)
+        call.mutated = [position for position, _ in run.mutated]
+        if run.differentiable:
+            outputs, call.gradients = cut(run.differentiable, layer.name, self.device)
+            call.kinds = [(t.shape, t.dtype) for t in run.differentiable]
+            originals.update((id(t), o) for t, o in zip(run.differentiable, outputs, strict=True))
+            if keep_graph:
+                call.graph = run.differentiable, sink
+        worker.keep_until_computed(runner, tensors, run.differentiable)
+        originals.update((id(copy), original) for original, copy in run.copies)
+        run.mutated = [(i, originals[id(t)] if t.requires_grad else t) for i, t in run.mutated]
+        run.caller = caller = Substitution(originals)
+        result = caller(run.output)
+        return result, run
+
+    @staticmethod
+    def deliver(call: LayerCall, run: Run, inputs: Sequence[Tensor]) -> None:
+        """Let user code, which goes on, find what the layer has written: to its arguments, and to its modules.
+
+        Args:
+            call: the call.
+            run: what `forward` returned.
+            inputs: the tensors that the call was made with.
+        """
+        for original, copy in run.copies:
+            run.caller.write(original, copy)
+        for number, name, value in run.written:
+            setattr(call.layer.state.modules[number], name, run.caller(value))
+        for position, value in run.mutated:
+            if value.requires_grad or value.data_ptr() != inputs[position].data_ptr():
+                inputs[position].copy_(value)
+
+    def _arrived(self, inputs: Sequence[Arriving], runner: Runner) -> list[Tensor]:
+        for _, event in inputs:
+            if event is not None:
+                self.worker.follow(event, runner)
+        return [tensor for tensor, _ in inputs]
+
+    def _copy(self, layer: HostLayer) -> tuple[Replica, ReplicaBuffers]:
+        replica, known = self.worker.replica(layer), self._buffers.get(layer.index)
+        if known is None or known[0] is not replica:
+            known = self._buffers[layer.index] = replica, ReplicaBuffers(
+                layer.name, layer.buffers, layer.mutable_buffers, layer.buffer_places, replica, self.device
+            )
+        return known
+
+    def _run(
+        self, call: LayerCall, slot: Slot, tensors: list[Tensor], replica: Replica, runner: Runner, kind: str,
+        inside: Inside, *, grad: bool,
+    ) -> tuple[Run, list[Tensor], Gradients]:  # fmt: skip
+        """Run the layer's code; the caller has waited for all that it reads."""
+        layer, device = call.layer, self.device
+        replica.apply(call.state)
+        replica.train(call.trained)
+        if grad:
+            aliases, sink = inlet(tensors, call.needs, layer.name, device)
+        else:
+            aliases, sink = list(tensors), Gradients(0, layer.name, device)
+        (args, kwargs, carried, containers), copies = call.arguments.build(aliases)
+        replica.set({**containers, **carried})
+        versions = [0 if t.is_inference() else t._version for t in aliases]
+        own = [p._version for p in replica.parameters]
+        writes = LayerWrites(replica)
+        draws = self._randomness.begin(layer.index, device, call.seed)
+        forward = self._compiler.of(layer, replica)
+        saved = device.saved_for_backward() if grad else contextlib.nullcontext()
+        began = time.perf_counter()
+        with self._computing(call, slot, kind, runner, inside, alone=draws), torch.set_grad_enabled(grad), saved, writes:
+            output = collecting(forward, *args, **kwargs)
+        call.seconds = time.perf_counter() - began
+        layer.launched(call.seconds)
+        if draws:
+            self._randomness.end(layer.index)
+        if any(p._version != v for p, v in zip(replica.parameters, own, strict=True)):
+            raise RoundPipeError(
+                f"layer {layer.name!r} writes to its own parameters while it runs; on a worker that is lost. Write to "
+                "them between steps (in a hook of the LightningModule), or keep what changes in a buffer."
+            )
+        mutated = [(i, t) for i, t in enumerate(aliases) if not t.is_inference() and t._version != versions[i]]
+        run = Run(output, copies, writes.found(), mutated)
+        if run.written or carried or containers:
+            replica.drop_written()
+        if grad:
+            seen = {*map(id, aliases), *map(id, replica.parameters)} - {id(t) for _, t in mutated}
+            found: list[Tensor] = []
+            collect(output, seen, found)
+            for _, copy in copies:
+                collect(copy, seen, found)
+            for _, _, value in run.written:
+                collect(value, seen, found)
+            found += [t for _, t in mutated if id(t) not in seen]
+            run.differentiable = [t for t in found if t.requires_grad]
+        return run, aliases, sink
+
+    @contextlib.contextmanager
+    def _computing(self, call: LayerCall, slot: Slot, kind: str, runner: Runner, inside: Inside, *, alone: bool) -> Any:
+        """Hold a core, give the baton up if it takes long, and record when it began and ended."""
+        device = self.device
+        given_up = not alone and device.backward_needs_interpreter and call.layer.launch_seconds >= LONG_S
+        if given_up:
+            self._baton.release()
+        try:
+            with device.acquire_core(), working(inside), device.compute.running():
+                start = device.compute.record(timed=True)
+                yield
+                end = device.compute.record(timed=True)
+        finally:
+            if given_up:
+                self._baton.acquire(runner)
+        runner.scope.check()
+        where = EventSource(slot.index, slot.phase, call.index, call.layer.name)
+        slot.recorder.add(kind, self.worker.index, start, end, call.microbatch, 0, where)
+
+    def _part_from_arenas(self, run: Run, originals: dict[int, Any]) -> None:
+        """Let the caller have clones of outputs that lie in an arena, such as views of weights."""
+        found: list[Tensor] = []
+        collect(run.output, set(originals), found)
+        for tensor in found:
+            if self.worker.owns(tensor):
+                clone = tensor.clone()
+                if tensor.requires_grad:
+                    run.differentiable = [clone if t is tensor else t for t in run.differentiable]
+                originals[id(tensor)] = clone
+                run.copies.append((tensor, tensor))  # keeps the id
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def backward(
+        self, call: LayerCall, slot: Slot, activations: Activations, factor: float, runner: Runner, inside: Inside
+    ) -> list[Tensor | None]:
+        """Run a call's backward, after its recomputation unless its graph was kept.
+
+        Args:
+            call: the call, with the gradients of its outputs.
+            slot: an open slot that has the layer's weights.
+            activations: brings inputs and gradients to the worker.
+            factor: by which gradients of parameters are multiplied before they are added to the sums.
+            runner: the calling thread.
+            inside: the context of the layer's code.
+
+        Returns:
+            The gradient of each of the inputs that need one.
+        """
+        worker, layer, device = self.worker, call.layer, self.device
+        replica, buffers = self._copy(layer)
+        lent: list[Tensor] = []
+        if call.graph is None:
+            could = worker.wait_for_weights(slot, layer, runner)
+            arriving = [activations.bring(s, device, lent=True) for s in call.saved]
+            lent = self._arrived(arriving, runner)
+            if could is not None:
+                slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
+            if buffers:
+                buffers.load(call.buffers)
+            inputs = [t.clone() if i in call.mutated else t for i, t in enumerate(lent)]
+            with device.track(inputs, INPUTS), call.thread_state.entered():
+                run, _, sink = call.context.run(
+                    functools.partial(self._run, grad=True), call, slot, inputs, replica, runner, "recompute", inside
+                )
+            if buffers:
+                buffers.discard()
+            outputs = run.differentiable
+            self._check(call, outputs)
+            device.track_until_freed(outputs, OUTPUTS)
+            del run, inputs
+        else:
+            outputs, sink = call.graph
+            call.graph = None
+        pairs = []
+        for output, parts in zip(outputs, call.gradients.parts, strict=True):
+            brought = [activations.move(part, home or device, device) for part, home in parts]
+            if brought:
+                pairs.append((output, functools.reduce(torch.add, self._arrived(brought, runner))))
+        call.gradients.closed = True
+        call.gradients.parts = []
+        del outputs
+        sums = worker.gradients_of(slot, call.index)
+        replica.train(call.trained)
+        if sums is not None:
+            sums.attach(replica.parameters, factor)
+        if pairs:
+            with self._computing(call, slot, "backward", runner, inside, alone=layer.index in self._randomness.draws):
+                run_backward([o for o, _ in pairs], [g for _, g in pairs])
+        if sums is not None:
+            sums.detach(replica.parameters, factor)
+        sink.closed = True
+        found = [parts[0][0] if len(parts) == 1 else None for parts in sink.parts]
+        if lent:
+            device.free_after_compute(lent)
+        worker.keep_until_computed(runner, [g for _, g in pairs], [g for g in found if g is not None])
+        return found
+
+    @staticmethod
+    def _check(call: LayerCall, outputs: Sequence[Tensor]) -> None:
+        if [(t.shape, t.dtype) for t in outputs] != call.kinds:
+            raise RoundPipeError(
+                f"layer {call.layer.name!r} returned {_kinds(call.kinds)} with gradients, and "
+                f"{_kinds([(t.shape, t.dtype) for t in outputs])} when it was recomputed for its backward: what it "
+                "does must depend on its arguments, weights, buffers and random numbers alone."
+            )
+
+
+def _kinds(kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')} {tuple(shape)}" for shape, dtype in kinds) or "no tensor"
+
+
+def _all_tensors(run: Run) -> list[Tensor]:
+    found: list[Tensor] = []
+    collect(run.output, set(), found)
+    return found
+
+
+__all__ = ["Callable", "Event", "Executor", "LayerCall", "nn"]

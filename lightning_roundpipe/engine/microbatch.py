@@ -1,0 +1,555 @@
+"""One microbatch of a step, on a thread of its own: its ``training_step``, its calls, its tape.
+
+    user code ── with the baton, its own attributes and random state ── [1]
+    a layer is called ── its inputs are saved ── the turn of its slot ── its forward on the slot's worker ── [2]
+    the loss ── weighed ── backward through user code and the stages that keep their graph ── [3]
+    the tape, deepest call first ── the turn of its slot ── recomputation and backward ── gradients go on to the calls
+    and the user code in front ── [4]
+
+A planned call runs in its slot. Any other call (a layer that is called twice, a branch that the first window has not
+shown) runs in whatever turn the microbatch has, with weights that are brought for it: slower, and right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.batches.logs import LogRecorder
+from lightning_roundpipe.batches.outputs import detached, loss_of
+from lightning_roundpipe.batches.weights import LossWeights, TargetCounts
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.engine.activations import Activations, Arriving
+from lightning_roundpipe.engine.arguments import Arguments
+from lightning_roundpipe.engine.context import Context, StepSpec
+from lightning_roundpipe.engine.executor import LayerCall
+from lightning_roundpipe.engine.graph_cut import InputEdge, run_backward
+from lightning_roundpipe.engine.randomness import USER_CODE
+from lightning_roundpipe.engine.slots import Slot
+from lightning_roundpipe.engine.sync import Cancelled, Runner, Signal
+from lightning_roundpipe.engine.trace import Trace, TracedCall
+from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.planning.costs import Phase
+from lightning_roundpipe.runtime.core.loss_seeds import filled_like, seed_of
+from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
+from lightning_roundpipe.runtime.layer_calls.output_collectors import hand_over
+from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
+from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
+from lightning_roundpipe.runtime.memory.version_waits import Versioned
+from lightning_roundpipe.runtime.threads.caller_modes import without_caller_modes
+from lightning_roundpipe.runtime.user_code.interception import Inside, calling
+from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
+from lightning_roundpipe.runtime.user_code.module_state import AttributeView, observe
+
+
+class StepOfMicrobatch(Protocol):
+    """What a microbatch asks of its step."""
+
+    spec: StepSpec
+    weights: LossWeights
+    trace: Trace | None
+
+    def forward_slot(self, microbatch: int, call: int) -> int:
+        """Return the position of a call's forward among the slots of the microbatch's round."""
+
+    def backward_slot(self, microbatch: int, call: int) -> int | None:
+        """Return the position of its backward; None if no slot has room for its gradients."""
+
+    def on_demand(
+        self, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None, microbatch: int, worker: int
+    ) -> Slot:
+        """Return a slot for one call, which is not in turn."""
+
+    def sums_of(self, layer: HostLayer, use: int, microbatch: int | None) -> HostGradSums | None:
+        """Return the host sums of a call's gradients, of all microbatches or of one."""
+
+    def give_up(self, slot: Slot) -> None:
+        """Leave out a slot of `on_demand` that has not opened."""
+
+    def microbatch_ended(self) -> None:
+        """Count a microbatch of which nothing runs any more."""
+
+
+class Microbatch:
+    """See above.
+
+    Args:
+        context: the parts of the engine that outlive the step.
+        step: the step.
+        index: its number.
+        slots: the slots of its round, in order; empty without a plan.
+        after: reached when it may begin.
+
+    Attributes:
+        begun: reached when its user code in front of the first layer is over.
+        ready: reached when ``training_step`` has ended, and backward through user code, with ``output`` or ``error``.
+        ended: reached when nothing of it runs any more.
+    """
+
+    def __init__(
+        self, context: Context, step: StepOfMicrobatch, index: int, slots: Sequence[Slot], after: Signal | None
+    ) -> None:
+        spec = step.spec
+        self.index, self.context, self._step, self._slots, self._after = index, context, step, slots, after
+        self.runner = Runner(spec.scope, (slots[0].index if slots else 0) + index)
+        self.begun, self.ready, self.ended = Signal(), Signal(), Signal()
+        self.output: Any = None
+        self.loss: Tensor | None = None
+        self.computed: Event | None = None
+        self.error: Exception | None = None
+        self.weight, self.differentiable = 0.0, False
+        self.logs = LogRecorder(context.pool.devices)
+        self.kept = AttributeView(context.shared) if spec.several else None
+        self.read: set[ParamBucket] = set()
+        self.made = Trace()
+        """The calls that it has made."""
+        self.mode = UserCodeMode(
+            context.model.bucket_of, self._read_master, context.model.formats, train=True,
+            accelerator=context.pool.accelerator, devices=context.pool.devices, aside=self._aside,
+            buffers=context.model.buffers, targets=TargetCounts() if step.weights.counts_targets else None,
+        )  # fmt: skip
+        self._baton = context.pool.baton
+        self._activations = Activations(index, spec.recorder, context.pool.devices[0])
+        self._tape: list[LayerCall] = []
+        self._uses: Counter[int] = Counter()
+        self._next = 0
+        """The first position of the trace that it may still call."""
+        self._at = -1
+        """The position of the slot whose turn it has."""
+        self._left = 0
+        """Slots in front of this position have been left."""
+        self._worker: Worker | None = None
+        """The worker that it ran on last, where its newest tensors are."""
+        self._sections = 0
+        self._phase, self._last = "forward", "before the first layer"
+        self._draws = self._in_user_code = False
+        self._activated: contextlib.AbstractContextManager[None] | None = None
+        self._surroundings: Surroundings | None = None
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether it has not made the last call of the trace."""
+        return self._step.trace is not None and self._next < len(self._step.trace.calls)
+
+    @property
+    def device(self) -> Device | None:
+        return self._worker.device if self._worker is not None else None
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def run(self, function: Callable[[], Any], predecessors: Sequence[Microbatch]) -> None:
+        """Run ``training_step`` and the backward of its loss.
+
+        Errors fail the step, which raises them in the main thread. The microbatches before this one return their losses
+        first, as Lightning comes to them before.
+        """
+        self.runner.sleep()  # until the baton is handed over
+        scope = self._step.spec.scope
+        try:
+            scope.check()
+            if self._after is not None:
+                self._baton.wait(self.runner, self._after.then)
+            with calling(self), self._step.spec.thread_state.entered(), self.mode:
+                self._train(function)
+            with calling(self):
+                self._walk_tape()
+            if not self._step.spec.overlaps:  # else the main thread has its generators back
+                self.context.randomness.check()
+            self._leave(len(self._slots))
+        except BaseException as error:
+            if isinstance(error, Exception) and predecessors and self._phase == "forward":
+                self._let_pass(error, predecessors)
+            scope.fail(error)  # the main thread raises it
+        finally:
+            self._step.microbatch_ended()
+            self.begun.set()
+            self.ready.set()
+            self.ended.set()
+            self._baton.release()
+
+    def _let_pass(self, error: Exception, predecessors: Sequence[Microbatch]) -> None:
+        """After an ``error`` of user code, give up the turns, and wait for the losses of the microbatches before."""
+        try:
+            self._close_section()
+            self.begun.set()
+            self._leave(len(self._slots))
+            for other in predecessors:
+                self._baton.wait(self.runner, other.ready.then)
+        except BaseException:
+            return  # another one has failed
+        if all(other.error is None for other in predecessors):
+            self.error = error
+
+    def _train(self, function: Callable[[], Any]) -> None:
+        self._enter_user_code()
+        self._surroundings = Surroundings()
+        with self._noted():
+            output = function()
+            loss = loss_of(output)
+            with torch._C.DisableTorchFunction():
+                self._refuse_own_writes()
+                if loss is not None:
+                    self.weight = self._step.weights.of(self, loss, self.mode.targets)
+        self.begun.set()
+        self._phase, self.mode.returning = "backward", True
+        if loss is not None:
+            self._backward_of_loss(loss)
+            self.loss = loss.detach()
+        self.output = detached(output)
+        del output, loss
+        if self.kept is not None:
+            self.kept.end()
+        self.computed = self.device.compute.record() if self.device is not None else None
+        self._leave_user_code()
+        self.context.randomness.check()
+        self.ready.set()
+
+    def _backward_of_loss(self, loss: Tensor) -> None:
+        """Run backward from the loss through the user code behind the last layer [3]; hooks of user code run too."""
+        self.differentiable = loss.requires_grad
+        step, scales = self._step, self.context.model.formats.scales
+        self._wait_in_user_code(scales, step.spec.version)
+        scale = step.weights.share(self) * scales.of(step.spec.version)
+        if not loss.requires_grad or not scale:
+            return
+        seed, self.mode.proxies.factor = seed_of(scale, self.context.model.formats.low or loss.dtype)
+        with torch._C.DisableTorchFunction():
+            seeded = filled_like(loss, seed)
+        with self._noted():
+            torch.autograd.backward(loss, seeded, retain_graph=True)
+
+    def _noted(self) -> noted:
+        return noted(lambda: FaultPlace(f"the code {self._last}", self._phase, self.index, self._slot, self.device))
+
+    @property
+    def _slot(self) -> Slot | None:
+        return self._slots[self._at] if self._at >= 0 else None
+
+    # -- user code ----------------------------------------------------------------------------------------------------
+
+    def _enter_user_code(self) -> None:
+        """Enter a section of user code [1]."""
+        context, spec = self.context, self._step.spec
+        for bucket in context.learned.read_by_user_code:
+            self._wait_for(bucket, spec.version)
+        if self.kept is not None and (self._phase == "forward" or not spec.overlaps):
+            self.kept.enter()
+        elif self.kept is None:
+            observe(_Touched(context.attributes.touched))
+        device = self.device or context.pool.devices[0]
+        activated = device.activate()
+        activated.__enter__()
+        self._activated = activated
+        seed = (*spec.seed, spec.first + self.index, -1 - self._sections)
+        self._draws = context.randomness.begin(USER_CODE, device, seed)
+        self._sections += 1
+        self._in_user_code = True
+
+    def _leave_user_code(self) -> None:
+        self._close_section()
+
+    def _close_section(self) -> None:
+        if not self._in_user_code:
+            return
+        self._in_user_code = False
+        if self._draws:
+            self.context.randomness.end(USER_CODE)
+        if self.kept is not None:
+            self.kept.leave()
+        else:
+            observe(None)
+        activated, self._activated = self._activated, None
+        if activated is not None:
+            activated.__exit__(None, None, None)
+
+    def _read_master(self, master: nn.Parameter) -> Tensor:
+        """Return the values of a master that this step computes with."""
+        bucket, spec = self.context.model.bucket_of[id(master)], self._step.spec
+        known = self.context.learned.read_by_user_code
+        if self._phase == "backward" and spec.overlaps and bucket not in known:
+            raise RoundPipeError(
+                f"code that runs in backward reads parameter {self.context.model.name_of(master)!r}, which no earlier "
+                "batch read between layers, while the optimizer may be changing it. Let it read it from the first "
+                "batch on."
+            )
+        self.read.add(bucket)
+        self._wait_in_user_code(bucket, spec.version)
+        return bucket.read(master)
+
+    def _wait_for(self, what: Versioned, version: int) -> None:
+        if not what.has(version):
+            self._baton.wait(self.runner, functools.partial(what.when, version))
+
+    def _wait_in_user_code(self, what: Versioned, version: int) -> None:
+        if what.has(version):
+            return
+        if self._draws:
+            raise RoundPipeError(
+                "code between layers draws random numbers and reads weights that it did not read in the first batch, "
+                "while the optimizer is changing them. Let it read them from the first batch on."
+            )
+        with self._outside():
+            self._wait_for(what, version)
+
+    def _aside(self, wait: Callable[[], Any]) -> Any:
+        """Wait for a device while others run. A microbatch behind this one cannot come to the same code meanwhile."""
+        if self._draws or not self._in_user_code:
+            return wait()
+        with self._outside():
+            self._baton.release()
+            try:
+                return wait()
+            finally:
+                self._baton.acquire(self.runner)
+
+    @contextlib.contextmanager
+    def _outside(self) -> Iterator[None]:
+        """Leave the section of user code for a wait."""
+        if self.kept is not None:
+            self.kept.leave()
+        try:
+            yield
+        finally:
+            if self.kept is not None:
+                self.kept.enter()
+
+    def _refuse_own_writes(self) -> None:
+        if written := self.mode.written_by_data():
+            raise RoundPipeError(
+                f"training_step writes to parameter {self.context.model.name_of(written[0])!r} by its .data, while "
+                "microbatches compute with it. Write to parameters between steps, for example in on_train_batch_end."
+            )
+
+    def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
+        """Take a gradient that autograd is about to accumulate into ``master`` itself; see `bypassed_gradients`."""
+        bucket, spec = self.context.model.bucket_of.get(id(master)), self._step.spec
+        if bucket is not None:
+            known = bucket in self.context.learned.read_by_user_code
+            if bucket.read(master) is not master or (not known and not spec.undisturbed):
+                raise RoundPipeError(
+                    f"code uses parameter {self.context.model.name_of(master)!r} itself, by another way than a torch "
+                    "function, while the step computes with a copy of it, or the optimizer may change it. Give it "
+                    "parameter.clone() instead."
+                )
+            self.read.add(bucket)
+        self.mode.proxies.passed(master, grad)
+        return True
+
+    # -- turns --------------------------------------------------------------------------------------------------------
+
+    def _move(self, position: int) -> None:
+        """Leave the present slot and those in between, and wait for the turn of another one."""
+        if position == self._at:
+            return
+        self._leave(position)
+        self._at = position
+        slot = self._slots[position]
+        self.context.pool.workers[slot.worker].enter(slot, self.index, self.runner)
+
+    def _leave(self, position: int) -> None:
+        for slot in self._slots[self._left : position]:
+            self.context.pool.workers[slot.worker].turns.leave(slot, self.index)
+        self._left = max(self._left, position)
+
+    @contextlib.contextmanager
+    def _in_turn(self, position: int) -> Iterator[tuple[Worker, Slot]]:
+        """Return the worker and the slot of a planned call, in its turn."""
+        self._move(position)
+        slot = self._slots[position]
+        yield self.context.pool.workers[slot.worker], slot
+
+    @contextlib.contextmanager
+    def _on_demand(self, slot: Slot) -> Iterator[tuple[Worker, Slot]]:
+        """Open a slot that was made for one call, in whatever turn the microbatch has."""
+        worker = self.context.pool.workers[slot.worker]
+        memory = worker.spare if self._slots else worker.planned
+        worker.open(slot, memory, self.runner)
+        try:
+            yield worker, slot
+        finally:
+            worker.close_slot(slot, memory)
+
+    def _worker_on_demand(self, call: int) -> int:
+        """Return the worker of a call that is not planned: that of the turn which the microbatch has."""
+        if not self._slots:
+            return call % len(self.context.pool.workers)
+        self._move(max(self._at, 0))
+        return self._slots[self._at].worker
+
+    # -- layer calls --------------------------------------------------------------------------------------------------
+
+    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer call on a worker [2]. User code calls this by way of the intercepted layer."""
+        with torch._C.DisableTorchFunction():
+            if self._phase == "backward":
+                raise RoundPipeError(f"layer {layer.name!r} is called in a backward, which this engine cannot run yet.")
+            assert self._surroundings is not None
+            self._surroundings.refuse(layer.name)
+            self._refuse_own_writes()
+            layer.assert_unmodified()
+            call, traced = self._prepare(layer, args, kwargs)
+            given = call.tensors
+            self._leave_user_code()
+            self.begun.set()
+            result, run = self._forward(call, traced)
+            self._last = f"after layer {layer.name!r}"
+            self._enter_user_code()
+            self.context.executors[0].deliver(call, run, given)
+            if run.differentiable and call.thread_state.grad:
+                self._tape.append(call)
+            call.arguments.forget_originals()
+            return hand_over(result)
+
+    def _prepare(
+        self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[LayerCall, TracedCall]:
+        """Take the call's arguments apart, within user code."""
+        context, spec = self.context, self._step.spec
+        state = context.attributes.of(layer)
+        thread_state = context.thread_state()
+        use = self._uses[layer.index]
+        self._uses[layer.index] += 1
+        seed = (*spec.seed, spec.first + self.index, layer.index, use)
+        carried = state.carried if state is not None else {}
+        arguments = Arguments((args, kwargs, carried, context.attributes.containers(layer)), self.mode.stand_in)
+        call = LayerCall(layer, -1, self.index, seed, state, thread_state)
+        call.arguments = arguments
+        call.needs = [thread_state.grad and t.requires_grad for t in arguments.tensors]
+        taped = thread_state.grad and (any(call.needs) or any(call.trained))
+        call.edges = [InputEdge(t) for t, n in zip(arguments.tensors, call.needs, strict=True) if n]
+        call.home = self.device
+        traced = TracedCall(layer, use, taped)
+        self.made.calls.append(traced)
+        trace = self._step.trace
+        if trace is None:
+            call.index = len(self.made.calls) - 1
+            return call, traced
+        found = trace.find(layer, self._next, taped=taped)
+        if found is not None:
+            self._next = found + 1
+        call.index = found if found is not None else len(trace.calls) + len(self.made.calls)
+        return call, traced
+
+    def _forward(self, call: LayerCall, traced: TracedCall) -> tuple[Any, Any]:
+        trace, home, layer, given = self._step.trace, self.device, call.layer, call.tensors
+        planned = trace is not None and call.index < len(trace.calls)
+        position = self._step.forward_slot(self.index, call.index) if planned else None
+        keeps = position is not None and self._slots[position].phase == "fused"
+        before = self._activations.nbytes
+        if traced.taped and not keeps:
+            call.saved = [self._activations.save(t, home) for t in given]
+        traced.boundary_bytes = self._activations.nbytes - before
+        if position is not None:
+            where = self._in_turn(position)
+        else:
+            number = self._worker_on_demand(call.index)
+            where = self._on_demand(
+                self._step.on_demand("forward", call.index, layer, None, self.index, number)
+            )
+            if traced.taped and self._slots:
+                sums = self._step.sums_of(layer, call.use, self.index)
+                call.slot = self._step.on_demand("backward", call.index, layer, sums, self.index, number)
+        with where as (worker, slot):
+            device = worker.device
+            inputs = [Arriving(t, None) for t in given] if home is device else self._brought(call, given, home, device)
+            with noted(lambda: FaultPlace(layer.title, "forward", self.index, slot, device)), without_caller_modes():
+                result, run = self.context.executors[worker.index].forward(
+                    call, slot, inputs, self.runner, Inside(layer.name), keep_graph=keeps
+                )
+            self._worker = worker
+        traced.taped, traced.forward_s = bool(run.differentiable) and traced.taped, call.seconds
+        return result, run
+
+    def _brought(
+        self, call: LayerCall, given: Sequence[Tensor], home: Device | None, device: Device
+    ) -> list[Arriving]:
+        saved = call.saved or [self._activations.save(t, home) for t in given]
+        return [self._activations.bring(s, device) for s in saved]
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def _walk_tape(self) -> None:
+        """Run the backward of every call on the tape, deepest first [4]."""
+        while self._tape:
+            call = self._tape.pop()
+            if call.gradients:
+                self._backward(call)
+            elif call.slot is not None:
+                self._step.give_up(call.slot)
+            call.gradients.closed = True
+            call.graph = call.slot = None
+
+    def _backward(self, call: LayerCall) -> None:
+        trace, layer = self._step.trace, call.layer
+        planned = trace is not None and call.index < len(trace.calls)
+        position = self._step.backward_slot(self.index, call.index) if planned else None
+        if position is not None:
+            where = self._in_turn(position)
+        else:
+            if call.slot is None:
+                number = self._worker_on_demand(call.index)
+                sums = self._step.sums_of(layer, call.use, self.index if self._slots else None)
+                call.slot = self._step.on_demand("backward", call.index, layer, sums, self.index, number)
+            else:
+                call.slot.worker = self._worker_on_demand(call.index)
+            where = self._on_demand(call.slot)
+        with where as (worker, slot):
+            device = worker.device
+            with noted(lambda: FaultPlace(layer.title, "backward", self.index, slot, device)):
+                gradients = self.context.executors[worker.index].backward(
+                    call, slot, self._activations, self.mode.proxies.factor, self.runner,
+                    Inside(layer.name, self.passed_by),
+                )  # fmt: skip
+            if position is not None and self.index == slot.microbatches[-1] and call.index in slot.gradients:
+                worker.send(slot, [call.index])
+            self._worker = worker
+        self._hand_on(call, gradients, device)
+
+    def _hand_on(self, call: LayerCall, gradients: Sequence[Tensor | None], device: Device) -> None:
+        roots, values = [], []
+        home = call.home or self.context.pool.devices[0]
+        for edge, gradient in zip(call.edges, gradients, strict=True):
+            if gradient is None or edge.hand_over(gradient, device):
+                continue
+            moved, event = self._activations.move(gradient, device, home)
+            if event is not None:
+                self.context.pool.workers[home.index].follow(event, self.runner)
+            roots.append(edge.edge)
+            values.append(moved)
+        if not roots:
+            return
+        self._last = f"before layer {call.layer.name!r}"
+        before, self._worker = self._worker, self.context.pool.workers[home.index]
+        with self._step.spec.thread_state.entered(), self._noted():
+            self._enter_user_code()
+            try:
+                with self.mode:
+                    run_backward(roots, values, retain_graph=True)
+            finally:
+                self._leave_user_code()
+        self._worker = before
+
+
+class _Touched:
+    """Tells of what the only microbatch of a step sets on modules."""
+
+    buffers: ClassVar[dict[int, Any]] = {}
+
+    def __init__(self, touched: Callable[[Any], object]) -> None:
+        self._touched = touched
+        self.state = self
+
+    def about_to_write(self, holder: Any, name: str, *, in_place: bool = False) -> None:
+        self._touched(holder)
+
+
+__all__ = ["Cancelled", "Microbatch", "StepOfMicrobatch"]

@@ -1,0 +1,192 @@
+"""The engine's threads and devices: started, watched, brought to rest and closed together.
+
+The first error of a step fails its `CancelScope`: every thread of the step that waits is woken, and the devices abort.
+The main thread, which is to raise the error, waits until all threads have returned, and resets devices and workers. A
+thread that does not return in time breaks the pool: no further step runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.errors import is_sticky
+from lightning_roundpipe.devices.waiter import Waiter
+from lightning_roundpipe.engine.sync import Baton, CancelScope
+from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.runtime.core.worker_pool import GRACE, LOOK, stacks
+from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
+from lightning_roundpipe.runtime.faults.notes import add_remedy
+from lightning_roundpipe.runtime.threads.task_thread import Task, TaskThread, within
+from lightning_roundpipe.runtime.user_code.bypassed_gradients import functions_given_stand_ins
+
+
+class Pool:
+    """See above.
+
+    Args:
+        devices: one for each worker.
+        watchdog_timeout: seconds without progress after which a step fails.
+        prefetch: whether workers upload the weights of their next slot ahead.
+        elsewhere: returns what the step waits for from other machines, as a sentence or nothing.
+
+    Attributes:
+        baton: the engine's baton.
+        workers: the workers.
+        accelerator: the devices' type; None if they are emulated.
+        broken: whether no further step may run.
+    """
+
+    def __init__(
+        self, devices: Sequence[Device], watchdog_timeout: float, *, prefetch: bool, elsewhere: Callable[[], str] = str
+    ) -> None:
+        self.devices = list(devices)
+        self._limit, self._elsewhere = watchdog_timeout, elsewhere
+        self._around = contextlib.ExitStack()
+        self._around.enter_context(devices[0].process_settings())  # first, as new threads inherit the settings
+        self.baton = Baton()
+        self.workers = [Worker(device, self.baton, prefetch=prefetch) for device in devices]
+        types = {device.torch_device.type for device in devices}
+        self.device_types = tuple(sorted({"cpu", *types}))
+        self.accelerator = next(iter(types - {"cpu"}), None)
+        self.broken = False
+        self._threads: list[TaskThread] = []
+        self._summing: dict[int, TaskThread] = {}
+        self._around.enter_context(functions_given_stand_ins())
+
+    def thread(self, index: int) -> TaskThread:
+        """Return the thread of microbatch ``index``, and start it if needed."""
+        while len(self._threads) <= index:
+            self._threads.append(TaskThread(f"roundpipe-microbatch{len(self._threads)}"))
+        return self._threads[index]
+
+    def summing(self, worker: int) -> TaskThread:
+        """Return the thread that adds gradients of ``worker`` on the host, and start it if needed."""
+        if worker not in self._summing:
+            self._summing[worker] = TaskThread(f"roundpipe-sums{worker}")
+        return self._summing[worker]
+
+    def refuse_broken(self) -> None:
+        """Raise `RoundPipeError` if no further step may run."""
+        if self.broken:
+            raise RoundPipeError(
+                "a thread of an earlier step never came back, so this engine cannot go on: call the Trainer's fit() "
+                "again, or better start a new process, because the thread may still hold what others need."
+            )
+
+    def fail(self, scope: CancelScope) -> None:
+        """Wake everybody who takes part in a failed step."""
+        self.baton.wake(scope)
+        for device in self.devices:
+            device.abort()
+
+    def wait(self, waiter: Waiter, scope: CancelScope, *, unless_failed: bool = False) -> None:
+        """Wait in the main thread, under the watchdog. Interrupts are delivered here.
+
+        Raises:
+            TimeoutError: there was no progress for ``watchdog_timeout`` seconds.
+            RoundPipeError: a thread has died.
+        """
+        seen, since = scope.moved, time.monotonic()
+        with interrupts_allowed():
+            while not (unless_failed and scope.failed) and not waiter.wait_for(min(LOOK, self._limit)):
+                self._look_for_the_dead()
+                if scope.moved != seen:
+                    seen, since = scope.moved, time.monotonic()
+                elif time.monotonic() - since > self._limit:
+                    raise TimeoutError(
+                        f"nothing happened for watchdog_timeout={self._limit:g} seconds. Raise it if a layer, or the "
+                        f"code between layers, really takes that long. {self._elsewhere()}\nAll threads:\n{stacks()}"
+                    )
+
+    def _look_for_the_dead(self) -> None:
+        for thread in (*self._threads, *self._summing.values()):
+            if not thread.alive:
+                raise RoundPipeError(
+                    f"thread {thread.name!r} has died ({thread.died!r}), so the step cannot go on. All threads:\n"
+                    f"{stacks()}"
+                ) from thread.died
+
+    def rest(self, scope: CancelScope, tasks: Sequence[Task[None]], *, given_up: bool) -> None:
+        """Wait until nothing of a step runs. After a failure, also reset devices and workers.
+
+        Args:
+            scope: the step's cancel scope, which errors in here fail.
+            tasks: those of the microbatches.
+            given_up: whether the watchdog or the user has ended the wait: threads then get `GRACE` seconds.
+        """
+        late = []
+        for task in tasks:
+            if task.finished:
+                continue
+            if not given_up:
+                try:
+                    self.wait(task.waiter, scope)
+                    continue
+                except BaseException as error:
+                    scope.fail(error)
+                    given_up = True
+            late.append(task.waiter)
+        if not scope.failed:
+            try:
+                for worker in self.workers:
+                    worker.rest()
+            except BaseException as error:
+                scope.fail(error)
+        if scope.failed and not (self._all_return(late) and self._reset(scope)):
+            self.broken = True
+
+    @staticmethod
+    def _all_return(late: Sequence[Waiter]) -> bool:
+        deadline = time.monotonic() + GRACE
+        try:
+            with interrupts_allowed():
+                return all(waiter.wait_for(max(0.0, deadline - time.monotonic())) for waiter in late)
+        except BaseException:  # a second Ctrl-C
+            return False
+
+    def _reset(self, scope: CancelScope) -> bool:
+        def reset() -> None:
+            for device in self.devices:
+                device.reset()
+            for worker in self.workers:
+                worker.abandon()
+
+        try:
+            return within(GRACE, reset)
+        except Exception as error:
+            if scope.error is not None and is_sticky(error):
+                add_remedy(scope.error)
+            elif scope.error is not None:
+                scope.error.add_note(f"roundpipe: afterwards, the devices could not be reset: {error!r}")
+            return False
+
+    def close(self) -> None:
+        """Stop all threads and free all device memory. A thread that is stuck ends with the process."""
+        deadline = time.monotonic() + 1.0 if self.broken else None
+        threads = [*self._threads, *self._summing.values()]
+        for thread in threads:
+            thread.stop()
+        with contextlib.ExitStack() as rest:  # runs in reverse order, and each callback even if another one raises
+            if self.broken:  # a broken GPU raises again at each call, and its first error is being raised already
+                rest.enter_context(contextlib.suppress(torch.AcceleratorError))
+            rest.callback(self._around.close)
+            if self.broken:
+                rest.callback(within, GRACE, self._close_devices)
+            else:
+                rest.callback(self._close_devices)
+                for worker in self.workers:
+                    rest.callback(worker.close)
+            for thread in threads:
+                rest.callback(functools.partial(thread.join, deadline))
+
+    def _close_devices(self) -> None:
+        with contextlib.ExitStack() as rest:
+            for device in self.devices:
+                rest.callback(device.close)

@@ -1,0 +1,145 @@
+"""Slots and turns: which microbatch may run on a worker now.
+
+A slot is a stage of one step on one worker. Slot i runs on worker i mod N. A worker serves its slots in their order,
+and of each slot the microbatches in theirs: every pair has a ticket, and one counter says which ticket is served. This
+total order is why no wait can be part of a cycle.
+
+    enter ── wait until one's ticket is served ── the first to enter opens the slot ── [1]
+    leave ── pass on one's ticket, or give it up before it has come ── [2]
+    the last ticket of a slot ── the slot is closed: its gradients leave, and the next slot's weights come ── [3]
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_roundpipe.engine.sync import Baton, Runner, Signal
+from lightning_roundpipe.planning.costs import Phase
+from lightning_roundpipe.runtime.core.arenas import Place
+from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums, HostGradSums
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.reporting.events import Recorder
+from lightning_roundpipe.runtime.threads.sync import CancelScope
+
+
+class Slot:
+    """A stage of one step, on one worker.
+
+    Args:
+        index: position in the engine's sequence of slots.
+        worker: number of its worker.
+        phase: "forward", "fused" or "backward".
+        calls: calls of the trace.
+        layers: the layers of these, whose weights it needs.
+        sums: by call, the host sums of gradients that it adds to.
+        microbatches: the microbatches that it serves, in order.
+        version: version of the weights.
+        recorder: records its copies and computations.
+        scope: the step's cancel scope.
+        round: number of its round.
+
+    Attributes:
+        place: its part of an arena, once that is known.
+        segments: memory of each layer's weights, by the layer's number.
+        uploads: for each layer, reached once the upload is enqueued; `uploaded` then has its end.
+        gradients: by call, the sums on the worker that are not on their way to the host yet.
+        first: the ticket of its first microbatch.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        worker: int,
+        phase: Phase,
+        calls: Sequence[int],
+        layers: Sequence[HostLayer],
+        sums: dict[int, HostGradSums],
+        microbatches: Sequence[int],
+        version: int,
+        recorder: Recorder,
+        scope: CancelScope,
+        round: int = 0,
+    ) -> None:
+        self.index, self.worker, self.phase, self.calls = index, worker, phase, calls
+        self.layers, self.sums, self.microbatches = list(layers), sums, microbatches
+        self.version, self.recorder, self.cancel_scope, self.round = version, recorder, scope, round
+        self.place: Place | None = None
+        self.segments: dict[int, Tensor] = {}
+        self.uploads: dict[int, Signal] = {layer.index: Signal() for layer in self.layers}
+        self.uploaded: dict[int, Any] = {}
+        self.gradients: dict[int, DeviceGradSums] = {}
+        self.gradients_free: list[Any] = []
+        self.readiness: Any = None
+        self.opened = False
+        self.first = 0
+
+    def has(self, layer: HostLayer) -> bool:
+        """Return whether it has the layer's weights."""
+        return layer.index in self.uploads
+
+    def ticket(self, microbatch: int) -> int:
+        return self.first + microbatch - self.microbatches[0]
+
+    @property
+    def end(self) -> int:
+        """The ticket behind its last one."""
+        return self.first + len(self.microbatches)
+
+
+class Turns:
+    """The turns of one worker. Every method is called with the baton held.
+
+    Args:
+        baton: the baton.
+        close: called with each slot that has served its last microbatch [3].
+    """
+
+    def __init__(self, baton: Baton, close: Callable[[Slot], None]) -> None:
+        self._baton, self._close = baton, close
+        self.slots: deque[Slot] = deque()
+        """Those to come; the first one is served."""
+        self._tickets = self._serving = 0
+        self._given_up: set[int] = set()
+        self._waiting: dict[int, Callable[[], None]] = {}
+
+    def add(self, slot: Slot) -> None:
+        """Add a slot behind all others."""
+        slot.first = self._tickets
+        self._tickets = slot.end
+        self.slots.append(slot)
+
+    def enter(self, slot: Slot, microbatch: int, runner: Runner) -> None:
+        """Wait for the turn of ``microbatch`` in ``slot`` [1]."""
+        ticket = slot.ticket(microbatch)
+
+        def subscribe(callback: Callable[[], None]) -> bool:
+            if self._serving == ticket:
+                return False
+            self._waiting[ticket] = callback
+            return True
+
+        runner.rank = slot.index + microbatch  # the pipeline's diagonal: no worker is left without work for long
+        if not self._baton.wait(runner, subscribe):
+            self._baton.offer(runner)
+
+    def leave(self, slot: Slot, microbatch: int) -> None:
+        """End a turn, or give up one that has not come [2]."""
+        self._given_up.add(slot.ticket(microbatch))
+        while self._serving in self._given_up:
+            self._given_up.remove(self._serving)
+            self._serving += 1
+            if self._serving == self.slots[0].end:
+                self._close(self.slots.popleft())
+        if (callback := self._waiting.pop(self._serving, None)) is not None:
+            callback()
+
+    def clear(self) -> None:
+        """Forget all slots, after a failure."""
+        self.slots.clear()
+        self._given_up.clear()
+        self._waiting.clear()
+        self._serving = self._tickets

@@ -1,0 +1,195 @@
+"""Who runs when. Of the threads of microbatches, one runs Python at a time: the one that holds the `Baton`.
+
+The baton guards everything that microbatches share: turns, arenas' order, attributes of modules, random generators. So
+there is one way to wait, `Baton.wait`, and no other lock among them. Streams and the optimizer's thread meet them
+through a `Signal`. A layer that computes for long gives the baton up meanwhile (`Baton.given_up`).
+
+    wait ── give the baton up ── the lowest-ranked thread that can go on gets it ── the signal is set ── ready ── [1]
+    a step fails ── all its threads that wait are made ready, and raise `Cancelled` ── [2]
+
+Each thread sleeps on a semaphore of its own: waking all of 32 threads, so that one goes on, costs ten times as much.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections.abc import Callable
+
+from lightning_roundpipe.devices.waiter import Waiter
+from lightning_roundpipe.runtime.threads.sync import Cancelled, CancelScope
+
+Subscribe = Callable[[Callable[[], None]], bool]
+"""Has a callback called once something has come; returns False, and calls nothing, if it has come already."""
+
+
+class Signal:
+    """A point that is reached once. Any thread may reach it."""
+
+    __slots__ = ("_callbacks", "_lock", "is_set")
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+
+    def set(self) -> None:
+        """Reach it. Runs the callbacks in the calling thread."""
+        with self._lock:
+            self.is_set = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def then(self, callback: Callable[[], None]) -> bool:
+        """Have ``callback`` called when it is reached; see `Subscribe`."""
+        if self.is_set:
+            return False
+        with self._lock:
+            if not self.is_set:
+                self._callbacks.append(callback)
+            return not self.is_set
+
+    def wait(self, scope: CancelScope) -> None:
+        """Block a thread that takes no part in the baton until it is reached.
+
+        Raises:
+            Cancelled: the step has failed.
+        """
+        waiter = Waiter()
+        if self.then(waiter.wake):
+            scope.wait(waiter)
+
+
+class Runner:
+    """A thread that takes part: holds the baton, or waits for it.
+
+    Attributes:
+        rank: of threads that can go on, the one with the lowest rank goes first.
+        scope: whose failure ends the thread's waits.
+    """
+
+    __slots__ = ("_asleep", "rank", "scope")
+
+    def __init__(self, scope: CancelScope, rank: int = 0) -> None:
+        self.scope, self.rank = scope, rank
+        self._asleep = threading.Lock()
+        self._asleep.acquire()
+
+    def wake(self) -> None:
+        self._asleep.release()
+
+    def sleep(self) -> None:
+        """Sleep until `wake`. The thread then holds the baton."""
+        self._asleep.acquire()
+
+
+class Baton:
+    """A lock that goes to the lowest-ranked thread that can go on."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._held = False
+        self._ready: list[tuple[int, int, Runner]] = []
+        self._count = itertools.count()
+        self._parked: set[Runner] = set()
+
+    def acquire(self, runner: Runner) -> None:
+        """Wait for the baton, and hold it also if the step has failed meanwhile."""
+        with self._mutex:
+            free, self._held = not self._held, True
+            if not free:
+                self._push(runner)
+        if not free:
+            runner.sleep()
+
+    def enlist(self, runner: Runner) -> None:
+        """Make a thread ready that begins with ``runner.sleep()``. The caller holds the baton."""
+        with self._mutex:
+            self._push(runner)
+
+    def release(self) -> None:
+        """Hand the baton on."""
+        with self._mutex:
+            following = heapq.heappop(self._ready)[2] if self._ready else None
+            self._held = following is not None
+        if following is not None:
+            following.wake()
+
+    def wait(self, runner: Runner, subscribe: Subscribe) -> bool:
+        """Give the baton up until ``subscribe`` calls back [1].
+
+        Returns:
+            False if there was nothing to wait for.
+
+        Raises:
+            Cancelled: the step has failed [2]. The thread holds the baton.
+        """
+        with self._mutex:
+            self._parked.add(runner)
+        # After this, a failure finds the runner among the parked; before it, the runner finds the failure.
+        if runner.scope.failed or not subscribe(lambda: self._make_ready(runner)):
+            with self._mutex:
+                left = runner in self._parked
+                self._parked.discard(runner)
+            if not left:  # made ready in between: it is queued, or was handed the baton, which it holds
+                self.release()
+                runner.sleep()
+            runner.scope.check()
+            return False
+        self.release()
+        runner.sleep()
+        runner.scope.progress += 1
+        runner.scope.check()
+        return True
+
+    def offer(self, runner: Runner) -> None:
+        """Let a thread of lower rank that can go on go first."""
+        with self._mutex:
+            if not self._ready or self._ready[0][0] >= runner.rank:
+                return
+            self._push(runner)
+            following = heapq.heappop(self._ready)[2]
+        following.wake()
+        runner.sleep()
+        runner.scope.check()
+
+    def wake(self, scope: CancelScope) -> None:
+        """Make all threads of a failed step ready [2]."""
+        with self._mutex:
+            parked = [runner for runner in self._parked if runner.scope is scope]
+        for runner in parked:
+            self._make_ready(runner)
+
+    def _make_ready(self, runner: Runner) -> None:
+        with self._mutex:
+            if runner not in self._parked:
+                return
+            self._parked.remove(runner)
+            if self._held:
+                self._push(runner)
+                return
+            self._held = True
+        runner.wake()
+
+    def _push(self, runner: Runner) -> None:
+        heapq.heappush(self._ready, (runner.rank, next(self._count), runner))
+
+
+class GivenUp:
+    """A context in which the calling thread has given the baton up, while it computes or waits for a device."""
+
+    __slots__ = ("_baton", "_runner")
+
+    def __init__(self, baton: Baton, runner: Runner) -> None:
+        self._baton, self._runner = baton, runner
+
+    def __enter__(self) -> None:
+        self._baton.release()
+
+    def __exit__(self, *error: object) -> None:
+        self._baton.acquire(self._runner)
+
+
+__all__ = ["Baton", "CancelScope", "Cancelled", "GivenUp", "Runner", "Signal", "Subscribe"]

@@ -1,0 +1,101 @@
+"""Uploads of weights: a slot's layers go up to the worker's arena while the slot before it runs.
+
+    a slot gets its place in the arena ── its layers queue up ── [1]
+    the first of the queue: its place is free ── its weights are published ── its upload is enqueued ── the next ── [2]
+
+What is missing in [2] continues the queue when it comes: a slot that closes, or the optimizer, which publishes a
+bucket. So the queue is advanced by several threads, under a lock of its own, and nobody waits in it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.engine.slots import Slot
+from lightning_roundpipe.runtime.core.arenas import StageArena
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.reporting.events import EventSource
+
+
+class WeightUploads:
+    """The queue of one worker.
+
+    Args:
+        device: the worker's device.
+        arena: the arena that weights are uploaded to.
+
+    Attributes:
+        lock: held while anything looks at the arena's regions.
+    """
+
+    def __init__(self, device: Device, arena: StageArena) -> None:
+        self._device, self.arena = device, arena
+        self.lock = threading.RLock()
+        self._queue: deque[tuple[Slot, HostLayer, tuple[int, int]]] = deque()
+        self._awaited: tuple[int, int] | None = None
+        """Bucket and version that the first of the queue waits for."""
+
+    def prepare(self, slot: Slot) -> bool:
+        """Give a slot its place [1]. False if the arena is too small for it."""
+        sizes = [layer.nbytes for layer in slot.layers]
+        with self.lock:
+            if not self.arena.has(sum(sizes)):
+                return False
+            slot.place = self.arena.enter(sizes)
+            for layer, part in zip(slot.layers, slot.place.weights.parts, strict=True):
+                slot.segments[layer.index] = self.arena.bytes_of(*part)
+                self._queue.append((slot, layer, part))
+            self.proceed()
+        return True
+
+    def proceed(self) -> None:
+        """Enqueue the uploads that nothing is missing for [2]. Any thread may call this."""
+        with self.lock:
+            while self._queue:
+                slot, layer, (start, end) = self._queue[0]
+                if slot.cancel_scope.failed:
+                    self._queue.popleft()
+                    continue
+                assert slot.place is not None
+                if (before := self.arena.before(start, end, slot.place)) is None:
+                    return
+                wanted = layer.bucket.index, slot.version
+                if not layer.bucket.has(slot.version):
+                    if self._awaited == wanted:
+                        return
+                    self._awaited = wanted
+                    if layer.bucket.when(slot.version, self._published):
+                        return
+                self._awaited = None
+                self._queue.popleft()
+                self._upload(slot, layer, [region.last_use for region in before if region.last_use is not None])
+
+    def _published(self) -> None:
+        with self._device.activate():
+            self.proceed()
+
+    def _upload(self, slot: Slot, layer: HostLayer, before: list) -> None:  # type: ignore[type-arg]
+        try:
+            stream = self._device.weights_up
+            for event in before:
+                stream.wait(event)
+            start = stream.record(timed=True)
+            layer.upload(stream, slot.segments[layer.index])
+            end = stream.record(timed=True)
+        except BaseException as error:
+            slot.cancel_scope.fail(error)
+            return
+        slot.uploaded[layer.index] = end
+        where = EventSource(slot.index, slot.phase, -1, layer.name)
+        slot.recorder.add("upload_weights", self._device.index, start, end, -1, layer.nbytes, where)
+        if slot.readiness is not None:
+            slot.readiness.uploading(layer.bucket, end)
+        slot.uploads[layer.index].set()
+
+    def forget(self) -> None:
+        """Drop what is queued, after a failure."""
+        with self.lock:
+            self._queue.clear()
+            self._awaited = None

@@ -1,0 +1,356 @@
+"""One worker: a device, its turns, its memory for weights and gradients, and its copies of layers.
+
+    a slot becomes the first: bind copies of layers to their weights; prepare the slot behind it ── [1]
+    a call: wait for the upload of its own layer only ── [2]
+    the last microbatch's backward of a call: its gradients go to the host ── [3]
+    the slot is closed: gradients that are left go, too; its place is free behind them ── [4]
+
+Microbatches call everything here with the baton held. A download of gradients may have to wait until the optimizer has
+taken those of the step before; a thread of the worker does that [3].
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.engine.slots import Slot, Turns
+from lightning_roundpipe.engine.sync import Baton, GivenUp, Runner, Signal
+from lightning_roundpipe.engine.uploads import WeightUploads
+from lightning_roundpipe.model.replica import Replica
+from lightning_roundpipe.model.rounded import RoundedWeight
+from lightning_roundpipe.planning.memory import Reserved
+from lightning_roundpipe.runtime.core.arenas import Arena, StageArena, address_of
+from lightning_roundpipe.runtime.core.in_flight import IN_FLIGHT, InFlight
+from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.reporting.events import EventSource
+from lightning_roundpipe.runtime.threads.task_thread import TaskThread
+
+
+class Memory:
+    """An arena for slots, and the uploads to it.
+
+    Args:
+        device: the worker's device.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.arena = StageArena(device)
+        self.uploads = WeightUploads(device, self.arena)
+        self.late = Arena(device, "gradients")
+        """For a slot that has more gradients than when the arena was made."""
+        self.sent = Signal()
+        """Reached once the gradients of the slot that was closed last are on their way."""
+        self.sent.set()
+
+
+class Worker:
+    """See above.
+
+    Args:
+        device: the device.
+        baton: the baton.
+        prefetch: whether the slot behind the present one is prepared.
+
+    Attributes:
+        turns: the order of its slots.
+        planned: memory for slots in turn.
+        spare: memory for calls that no slot in turn was made for.
+    """
+
+    def __init__(self, device: Device, baton: Baton, *, prefetch: bool) -> None:
+        self.device, self.index = device, device.index
+        self._baton, self._prefetch = baton, prefetch
+        self.turns = Turns(baton, self.close_slot)
+        self.planned, self.spare = Memory(device), Memory(device)
+        self._replicas: dict[int, Replica] = {}
+        self.lead = 0
+        """Bytes that calls beyond the first `IN_FLIGHT` may keep alive; 0 allows no such calls."""
+        self._in_flight = InFlight()
+        self._sender = TaskThread(f"roundpipe-gradients{device.index}", device.activate)
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def reserve(self, reserved: Reserved, *, at_least: bool = False) -> None:
+        """Make the arena of the given size. Nothing runs."""
+        self.lead = reserved.lead
+        for memory, nbytes in ((self.planned, reserved.arena), (self.spare, 0)):
+            if not memory.arena.suits(nbytes, at_least=at_least) or memory.late.buffer is not None:
+                self.forget()  # copies of layers hold views of the arenas
+                memory.late.release()
+                memory.arena.release()
+                memory.arena.make(nbytes)
+
+    def replica(self, layer: HostLayer) -> Replica:
+        """Return the worker's copy of ``layer``. Its weights are there while a slot with the layer is open."""
+        if (known := self._replicas.get(layer.index)) is None:
+            known = self._replicas[layer.index] = Replica(
+                layer.module, self.device.torch_device, layer.state, layer.rounded, layer.copies_wanted
+            )
+        return known
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` lies in an arena, so that it must be copied to outlive its slot."""
+        if isinstance(tensor, RoundedWeight):
+            return True
+        found = address_of(tensor)
+        return found in (self.planned.arena.address, self.spare.arena.address) and found != 0
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def add(self, slot: Slot) -> None:
+        """Add a slot to those in turn."""
+        self.turns.add(slot)
+        self._prepare_next()
+
+    def _prepare_next(self) -> None:
+        """Prepare the first slot, and the one behind it once the first one is open."""
+        for slot in list(self.turns.slots)[:2]:
+            if slot.place is None and not self.planned.uploads.prepare(slot):
+                return
+            if not (slot.opened and self._prefetch):
+                return
+
+    def enter(self, slot: Slot, microbatch: int, runner: Runner) -> None:
+        """Wait for the turn of a microbatch, and open the slot if it is the first."""
+        self.turns.enter(slot, microbatch, runner)
+        if not slot.opened:
+            self.open(slot, self.planned, runner)
+            self._prepare_next()
+
+    def open(self, slot: Slot, memory: Memory, runner: Runner) -> None:
+        """Give a slot its weights' and gradients' memory [1]. The uploads may still be on their way."""
+        self._baton.wait(runner, memory.sent.then)
+        if slot.place is None and not memory.uploads.prepare(slot):
+            needed = sum(layer.nbytes for layer in slot.layers)
+            gradients = sum(host.layout.nbytes for host in slot.sums.values())
+            self._unbind()
+            with memory.uploads.lock:
+                memory.arena.grow(2 * (needed + gradients))  # a layer that the plan does not have
+            memory.uploads.prepare(slot)
+        slot.opened = True
+        for layer in slot.layers:
+            whole = functools.partial(self._whole, slot, layer)
+            self.replica(layer).bind(layer.views(slot.segments[layer.index]), layer.trainable(), whole)
+        self._open_gradients(slot, memory)
+
+    def _open_gradients(self, slot: Slot, memory: Memory) -> None:
+        sums = {call: s for call, s in slot.sums.items() if s.layout.nbytes}
+        if not sums:
+            return
+        assert slot.place is not None
+        sizes, arena = [host.layout.nbytes for host in sums.values()], memory.arena
+        with memory.uploads.lock:
+            if arena.add_gradients(slot.place, sizes):
+                assert slot.place.gradients is not None
+                region = slot.place.gradients
+                before = arena.before(region.start, region.end, slot.place) or []
+                segments, events = arena.tensors(region), [r.last_use for r in before if r.last_use is not None]
+            else:  # parameters that were frozen when arenas were reserved are trained now
+                if not memory.late.has(sum(sizes)):
+                    memory.late.grow(sum(sizes))
+                segments = memory.late.cut(sizes)
+                events = [] if memory.late.last_use is None else [memory.late.last_use]
+        slot.gradients_free = list(events)
+        stream = self.device.weights_up
+        for (call, host), segment in zip(sums.items(), segments, strict=True):
+            gradients = slot.gradients[call] = DeviceGradSums(host, segment)
+            if any(gradients.present):  # a sum that an earlier slot has begun goes on
+                for event in (*events, *([host.arrived] if host.arrived is not None else ())):
+                    stream.wait(event)
+                start = stream.record(timed=True)
+                gradients.upload(stream)
+                end = stream.record(timed=True)
+                slot.gradients_free.append(end)
+                where = EventSource(slot.index, slot.phase, call, host.layer.name)
+                slot.recorder.add("upload_gradients", self.index, start, end, -1, host.layout.nbytes, where)
+
+    def wait_for_weights(self, slot: Slot, layer: HostLayer, runner: Runner) -> Event | None:
+        """Have the compute stream wait for the upload of ``layer`` [2].
+
+        Returns:
+            Event in front of the wait, from which on the worker stands still; None if there is nothing to wait for.
+        """
+        self._baton.wait(runner, slot.uploads[layer.index].then)
+        upload: Event = slot.uploaded[layer.index]
+        could = None if upload.done() else self.device.compute.record(timed=True)
+        self.follow(upload, runner)
+        return could
+
+    def follow(self, event: Event, runner: Runner) -> None:
+        """Have the compute stream wait for ``event``."""
+        if self.device.backward_needs_interpreter and not event.done():  # compute is the calling thread itself
+            with GivenUp(self._baton, runner):
+                event.wait()
+        self.device.compute.wait(event)
+
+    def gradients_of(self, slot: Slot, call: int) -> DeviceGradSums | None:
+        """Return the sums that the backward of a call adds to; None if nothing in its layer is trained."""
+        for event in slot.gradients_free:
+            self.device.compute.wait(event)
+        slot.gradients_free = []
+        return slot.gradients.get(call)
+
+    def send(self, slot: Slot, calls: Iterable[int]) -> None:
+        """Send the gradients of calls, which no microbatch adds to any more, to the host [3]."""
+        for call in calls:
+            gradients = slot.gradients.pop(call)
+            if not any(gradients.present):
+                if slot.readiness is not None:
+                    slot.readiness.sent(slot, call)
+                continue
+            gradients.narrow()
+            end = self.device.compute.record()
+            self._sender.submit(functools.partial(self._send, slot, call, gradients, end))
+
+    def _send(self, slot: Slot, call: int, gradients: DeviceGradSums, end: Event) -> None:
+        scope = slot.cancel_scope
+        try:
+            if scope.failed:
+                return
+            stream = self.device.gradients_down
+            stream.wait(end)
+            gradients.host.make_room(scope)
+            start = stream.record(timed=True)
+            gradients.download(stream, self.index, failed=scope.fail)
+            left = stream.record(timed=True)
+            where = EventSource(slot.index, slot.phase, call, gradients.host.layer.name)
+            nbytes = gradients.host.layout.travel_nbytes
+            slot.recorder.add("download_gradients", self.index, start, left, -1, nbytes, where)
+            if slot.readiness is not None:
+                slot.readiness.sent(slot, call)
+        except BaseException as error:
+            scope.fail(error)
+
+    def close_slot(self, slot: Slot, memory: Memory | None = None) -> None:
+        """Free a slot's place behind what uses it [4]."""
+        memory = memory or self.planned
+        compute = self.device.compute
+        if (place := slot.place) is None:  # all its microbatches have left it out, and it was not prepared
+            self._sender.submit(functools.partial(self._report_closed, slot))
+            return self._prepare_next()
+        pending = [layer.index for layer in slot.layers if not slot.uploads[layer.index].is_set]
+        for layer in slot.layers:
+            if layer.index not in pending:
+                compute.wait(slot.uploaded[layer.index])
+        self.send(slot, list(slot.gradients))
+        with memory.uploads.lock:
+            if not pending:
+                compute.poison(memory.arena.bytes_of(place.weights.start, place.weights.end))
+                place.weights.last_use = compute.record()
+            memory.arena.retire(place)
+        memory.sent = sent = Signal()
+        end = compute.record()
+        self._sender.submit(functools.partial(self._sent, slot, memory, end, sent, pending))
+        memory.uploads.proceed()
+        if memory is self.planned:
+            self._prepare_next()
+
+    def _sent(self, slot: Slot, memory: Memory, end: Event, sent: Signal, pending: list[int]) -> None:
+        """On the sending thread, behind all of a slot's gradients: free their place.
+
+        Weights that no call has asked for may be ``pending``: not published yet, so that their upload is still to come.
+        """
+        try:
+            if not slot.cancel_scope.failed:
+                stream, place = self.device.gradients_down, slot.place
+                stream.wait(end)  # what comes to the place next waits for this stream alone
+                assert place is not None
+                for layer in pending:
+                    slot.uploads[layer].wait(slot.cancel_scope)
+                    stream.wait(slot.uploaded[layer])
+                with memory.uploads.lock:
+                    if pending:
+                        place.weights.last_use = stream.record()
+                    if (region := place.gradients) is not None:
+                        stream.poison(memory.arena.bytes_of(region.start, region.end))
+                        region.last_use = stream.record()
+                    else:
+                        memory.late.last_use = stream.record()
+                memory.uploads.proceed()
+                self._report_closed(slot)
+        except BaseException as error:
+            slot.cancel_scope.fail(error)
+        finally:
+            sent.set()
+
+    @staticmethod
+    def _report_closed(slot: Slot) -> None:
+        if slot.readiness is not None:
+            slot.readiness.closed(slot)
+
+    def _whole(self, slot: Slot, layer: HostLayer, position: int) -> Tensor:
+        """Return the unrounded values of a weight that was uploaded rounded, for a use other than autocast's cast."""
+        layer.uses.otherwise([position])
+        master = layer.masters[position]
+        if slot.readiness is not None and slot.version != layer.bucket.version:
+            raise RoundPipeError(
+                f"layer {layer.name!r} uses a weight otherwise than in the first batch, where autocast cast it each "
+                "time, so that it is sent cast; and with staleness=1 it may have changed since. Set staleness=0, or "
+                "let the first batch use it so, too."
+            )
+        return layer.read(master).detach().to(self.device.torch_device, copy=True)
+
+    # -- what is in flight ----------------------------------------------------------------------------------------------
+
+    def keep_until_computed(self, runner: Runner, *tensors: Any) -> None:
+        """Keep tensors until what is enqueued has been computed, and limit how far the host runs ahead."""
+        flying, end = self._in_flight, self.device.compute.record()
+        if not flying and end.done():
+            return
+        flying.add(end, tensors, counted=self.lead > 0)
+        while flying and flying.oldest.done():
+            flying.land()
+        while len(flying) > IN_FLIGHT and (not self.lead or flying.nbytes > self.lead):
+            oldest = flying.oldest
+            with GivenUp(self._baton, runner):
+                oldest.wait()
+            while flying and flying.oldest.done():
+                flying.land()
+
+    def rest(self) -> None:
+        """Wait until all gradients are on their way, and nothing computes."""
+        self._sender.submit(lambda: None).waiter.wait()
+        self.device.compute.synchronize()
+        while self._in_flight:
+            self._in_flight.land()
+
+    def _unbind(self) -> None:
+        for replica in self._replicas.values():
+            replica.unbind()
+
+    def forget(self) -> None:
+        """Drop the copies of layers, which refer to the arenas. Nothing runs."""
+        self._unbind()
+        self._replicas.clear()
+        self._in_flight = InFlight()
+
+    def abandon(self) -> None:
+        """Reset the worker after a failure, when the device is at rest."""
+        self._sender.submit(lambda: None).waiter.wait()
+        self.turns.clear()
+        for memory in (self.planned, self.spare):
+            memory.uploads.forget()
+            memory.arena.abandon()
+            memory.late.abandon()
+            memory.sent.set()
+        self.forget()
+
+    @property
+    def alive(self) -> bool:
+        return self._sender.alive
+
+    def close(self) -> None:
+        """End the thread and free the memory."""
+        self._sender.stop()
+        self._sender.join()
+        self.forget()
+        for memory in (self.planned, self.spare):
+            memory.arena.release()
+            memory.late.release()
