@@ -60,12 +60,7 @@ class Evaluation:
             raise
         finally:
             baton.release()
-            for worker in self._context.pool.workers:
-                worker.rest()
-            if self._scope.failed:
-                for worker in self._context.pool.workers:
-                    worker.device.reset()
-                    worker.abandon()
+            self._context.pool.rest(self._scope, (), given_up=False)
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer call on a worker."""

@@ -258,10 +258,7 @@ class Executor:
         if draws:
             self._randomness.end(layer.index)
         if any(p._version != v for p, v in zip(replica.parameters, own, strict=True)):
-            raise RoundPipeError(
-                f"layer {layer.name!r} writes to its own parameters while it runs; on a worker that is lost. Write to "
-                "them between steps (in a hook of the LightningModule), or keep what changes in a buffer."
-            )
+            _refuse_written(layer, replica, own)
         mutated = [(i, t) for i, t in enumerate(aliases) if not t.is_inference() and t._version != versions[i]]
         run = Run(output, copies, writes.found(), mutated)
         if run.written or carried or containers:
@@ -383,6 +380,19 @@ class Executor:
                 f"layer {call.layer.name!r} returned {_kinds(call.kinds)} with gradients, and "
                 f"{_kinds([(t.shape, t.dtype) for t in outputs])} when it was recomputed for its backward: what it "
                 "does must depend on its arguments, weights, buffers and random numbers alone."
+            )
+
+
+def _refuse_written(layer: HostLayer, replica: Replica, versions: Sequence[int]) -> None:
+    """Raise if a layer has changed its own parameters, as that is lost with the copy.
+
+    A write that leaves the same values is allowed: registering and removing a parametrization does that.
+    """
+    for master, mine, version in zip(layer.masters, replica.parameters, versions, strict=True):
+        if mine._version != version and not torch.equal(mine.detach().to(master.device), layer.read(master)):
+            raise RoundPipeError(
+                f"layer {layer.name!r} writes to its own parameters while it runs; on a worker that is lost. Write to "
+                "them between steps (in a hook of the LightningModule), or keep what changes in a buffer."
             )
 
 

@@ -152,7 +152,7 @@ class Microbatch:
         Errors fail the step, which raises them in the main thread. The microbatches before this one return their losses
         first, as Lightning comes to them before.
         """
-        self.runner.sleep()  # until the baton is handed over
+        self._baton.acquire(self.runner)
         scope = self._step.spec.scope
         try:
             scope.check()

@@ -48,6 +48,8 @@ class Slot:
         uploads: for each layer, reached once the upload is enqueued; `uploaded` then has its end.
         gradients: by call, the sums on the worker that are not on their way to the host yet.
         first: the ticket of its first microbatch.
+        after: slots that have added to the same sums before.
+        sent: reached once all its gradients are on their way.
     """
 
     def __init__(
@@ -76,6 +78,8 @@ class Slot:
         self.readiness: Any = None
         self.opened = False
         self.first = 0
+        self.after: list[Slot] = []
+        self.sent = Signal()
 
     def has(self, layer: HostLayer) -> bool:
         """Return whether it has the layer's weights."""

@@ -94,6 +94,8 @@ class Step:
         self.started, self.seconds = time.perf_counter(), 0.0
         self.retries = so_far(context.pool.devices)
         self._sums: dict[tuple[int, int], HostGradSums] = {}
+        self._adding: dict[int, Slot] = {}
+        """The last slot that adds to each sum, by the sum's id."""
         self._rounds: list[list[Slot]] = []
         self._round_size = count
         self._forward: dict[int, int] = {}
@@ -148,12 +150,12 @@ class Step:
                 if index:
                     after = self.runs[-1].ended if in_order else self.runs[-1].begun
                 self.runs.append(Microbatch(self.context, self, index, slots, after))
-            for run, function, around in zip(self.runs, functions, contexts, strict=True):
-                pool.baton.enlist(run.runner)
-                work = functools.partial(around.run, run.run, function, self.runs[: run.index])
-                self._tasks.append(pool.thread(run.index).submit(work))
         finally:
             pool.baton.release()
+        # A thread may still run a microbatch of the step before; so may all others of this step begin only later.
+        for run, function, around in zip(self.runs, functions, contexts, strict=True):
+            work = functools.partial(around.run, run.run, function, self.runs[: run.index])
+            self._tasks.append(pool.thread(run.index).submit(work))
 
     def _lay_out(self, stages: Sequence[Stage], trace: Trace, count: int) -> None:
         pool = self.context.pool
@@ -182,10 +184,19 @@ class Step:
             if call.taped and (found := self.sums_of(call.layer, call.use, None)) is not None:
                 sums[i] = found
         index = next(self.context.slots)
-        return Slot(
+        slot = Slot(
             index, index % len(self.context.pool.workers), stage.phase, calls, list(layers.values()), sums,
             microbatches, self.spec.version, self.spec.recorder, self.spec.scope, number,
         )  # fmt: skip
+        self._follow(slot)
+        return slot
+
+    def _follow(self, slot: Slot) -> None:
+        """Let a slot go on with the sums of those that add to them before."""
+        for sums in slot.sums.values():
+            if (before := self._adding.get(id(sums))) is not None:
+                slot.after.append(before)
+            self._adding[id(sums)] = slot
 
     # -- what microbatches ask ----------------------------------------------------------------------------------------
 
@@ -209,6 +220,7 @@ class Step:
             next(self.context.slots) if self.plan is None else -1, worker, phase, [call], [layer],
             {} if sums is None else {call: sums}, [microbatch], self.spec.version, self.spec.recorder, self.spec.scope,
         )  # fmt: skip
+        self._follow(slot)
         if self.plan is None:
             self.slots.append(slot)
         else:

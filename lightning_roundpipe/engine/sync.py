@@ -104,11 +104,6 @@ class Baton:
         if not free:
             runner.sleep()
 
-    def enlist(self, runner: Runner) -> None:
-        """Make a thread ready that begins with ``runner.sleep()``. The caller holds the baton."""
-        with self._mutex:
-            self._push(runner)
-
     def release(self) -> None:
         """Hand the baton on."""
         with self._mutex:

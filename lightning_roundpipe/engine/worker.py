@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.engine.slots import Slot, Turns
-from lightning_roundpipe.engine.sync import Baton, GivenUp, Runner, Signal
+from lightning_roundpipe.engine.sync import Baton, GivenUp, Runner
 from lightning_roundpipe.engine.uploads import WeightUploads
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.model.rounded import RoundedWeight
@@ -45,9 +45,16 @@ class Memory:
         self.uploads = WeightUploads(device, self.arena)
         self.late = Arena(device, "gradients")
         """For a slot that has more gradients than when the arena was made."""
-        self.sent = Signal()
-        """Reached once the gradients of the slot that was closed last are on their way."""
-        self.sent.set()
+        self.last: Slot | None = None
+        """The slot that was closed last."""
+        self.bound: dict[int, Replica] = {}
+        """The copies of layers whose weights are here, by number of the layer."""
+
+    def unbind(self) -> None:
+        """Let copies of layers let go of the memory."""
+        for replica in self.bound.values():
+            replica.unbind()
+        self.bound.clear()
 
 
 class Worker:
@@ -126,18 +133,24 @@ class Worker:
 
     def open(self, slot: Slot, memory: Memory, runner: Runner) -> None:
         """Give a slot its weights' and gradients' memory [1]. The uploads may still be on their way."""
-        self._baton.wait(runner, memory.sent.then)
+        for before in (*slot.after, *([memory.last] if memory.last is not None else ())):
+            self._baton.wait(runner, before.sent.then)
+        slot.after = []
         if slot.place is None and not memory.uploads.prepare(slot):
             needed = sum(layer.nbytes for layer in slot.layers)
             gradients = sum(host.layout.nbytes for host in slot.sums.values())
-            self._unbind()
+            memory.unbind()
             with memory.uploads.lock:
                 memory.arena.grow(2 * (needed + gradients))  # a layer that the plan does not have
             memory.uploads.prepare(slot)
         slot.opened = True
         for layer in slot.layers:
             whole = functools.partial(self._whole, slot, layer)
-            self.replica(layer).bind(layer.views(slot.segments[layer.index]), layer.trainable(), whole)
+            replica = self.replica(layer)
+            replica.bind(layer.views(slot.segments[layer.index]), layer.trainable(), whole)
+            for other in (self.planned, self.spare):
+                other.bound.pop(layer.index, None)
+            memory.bound[layer.index] = replica
         self._open_gradients(slot, memory)
 
     def _open_gradients(self, slot: Slot, memory: Memory) -> None:
@@ -234,6 +247,7 @@ class Worker:
         compute = self.device.compute
         if (place := slot.place) is None:  # all its microbatches have left it out, and it was not prepared
             self._sender.submit(functools.partial(self._report_closed, slot))
+            slot.sent.set()
             return self._prepare_next()
         pending = [layer.index for layer in slot.layers if not slot.uploads[layer.index].is_set]
         for layer in slot.layers:
@@ -245,14 +259,13 @@ class Worker:
                 compute.poison(memory.arena.bytes_of(place.weights.start, place.weights.end))
                 place.weights.last_use = compute.record()
             memory.arena.retire(place)
-        memory.sent = sent = Signal()
-        end = compute.record()
-        self._sender.submit(functools.partial(self._sent, slot, memory, end, sent, pending))
+        memory.last = slot
+        self._sender.submit(functools.partial(self._sent, slot, memory, compute.record(), pending))
         memory.uploads.proceed()
         if memory is self.planned:
             self._prepare_next()
 
-    def _sent(self, slot: Slot, memory: Memory, end: Event, sent: Signal, pending: list[int]) -> None:
+    def _sent(self, slot: Slot, memory: Memory, end: Event, pending: list[int]) -> None:
         """On the sending thread, behind all of a slot's gradients: free their place.
 
         Weights that no call has asked for may be ``pending``: not published yet, so that their upload is still to come.
@@ -278,7 +291,7 @@ class Worker:
         except BaseException as error:
             slot.cancel_scope.fail(error)
         finally:
-            sent.set()
+            slot.sent.set()
 
     @staticmethod
     def _report_closed(slot: Slot) -> None:
@@ -321,13 +334,10 @@ class Worker:
         while self._in_flight:
             self._in_flight.land()
 
-    def _unbind(self) -> None:
-        for replica in self._replicas.values():
-            replica.unbind()
-
     def forget(self) -> None:
         """Drop the copies of layers, which refer to the arenas. Nothing runs."""
-        self._unbind()
+        self.planned.unbind()
+        self.spare.unbind()
         self._replicas.clear()
         self._in_flight = InFlight()
 
@@ -339,7 +349,7 @@ class Worker:
             memory.uploads.forget()
             memory.arena.abandon()
             memory.late.abandon()
-            memory.sent.set()
+            memory.last = None
         self.forget()
 
     @property
