@@ -15,6 +15,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
@@ -97,9 +98,10 @@ class Worker:
     def replica(self, layer: HostLayer) -> Replica:
         """Return the worker's copy of ``layer``. Its weights are there while a slot with the layer is open."""
         if (known := self._replicas.get(layer.index)) is None:
-            known = self._replicas[layer.index] = Replica(
-                layer.module, self.device.torch_device, layer.state, layer.rounded, layer.copies_wanted
-            )
+            with torch.inference_mode(False):
+                known = self._replicas[layer.index] = Replica(
+                    layer.module, self.device.torch_device, layer.state, layer.rounded, layer.copies_wanted
+                )
         return known
 
     def owns(self, tensor: Tensor) -> bool:
