@@ -12,7 +12,7 @@ taken those of the step before; a thread of the worker does that [3].
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -222,7 +222,18 @@ class Worker:
                 continue
             gradients.narrow()
             end = self.device.compute.record()
-            self._sender.submit(functools.partial(self._send, slot, call, gradients, end))
+            work = functools.partial(self._send, slot, call, gradients, end)
+            self._in_order(work, waits=not gradients.host.has_room)
+
+    def _in_order(self, work: Callable[[], None], *, waits: bool) -> None:
+        """Run ``work`` here if it need not wait and nothing comes before it, else on the sending thread."""
+        if waits or not self._sender.take_turn():
+            self._sender.submit(work)
+            return
+        try:
+            work()
+        finally:
+            self._sender.end_turn()
 
     def _send(self, slot: Slot, call: int, gradients: DeviceGradSums, end: Event) -> None:
         scope = slot.cancel_scope
@@ -248,7 +259,7 @@ class Worker:
         memory = memory or self.planned
         compute = self.device.compute
         if (place := slot.place) is None:  # all its microbatches have left it out, and it was not prepared
-            self._sender.submit(functools.partial(self._report_closed, slot))
+            self._in_order(functools.partial(self._report_closed, slot), waits=False)
             slot.sent.set()
             return self._prepare_next()
         pending = [layer.index for layer in slot.layers if not slot.uploads[layer.index].is_set]
@@ -262,7 +273,7 @@ class Worker:
                 place.weights.last_use = compute.record()
             memory.arena.retire(place)
         memory.last = slot
-        self._sender.submit(functools.partial(self._sent, slot, memory, compute.record(), pending))
+        self._in_order(functools.partial(self._sent, slot, memory, compute.record(), pending), waits=bool(pending))
         memory.uploads.proceed()
         if memory is self.planned:
             self._prepare_next()
