@@ -160,7 +160,7 @@ def differences(a: Any, b: Any, path: str, rtol: float = RTOL) -> Iterator[str]:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.shape != b.shape or a.dtype != b.dtype:
             yield f"{path}: {a.dtype} of {tuple(a.shape)}, but {b.dtype} of {tuple(b.shape)}"
-        elif not torch.allclose(a.double(), b.double(), rtol=rtol, atol=rtol, equal_nan=True):
+        elif not torch.allclose(a.double().cpu(), b.double().cpu(), rtol=rtol, atol=rtol, equal_nan=True):
             yield f"{path}: {a.flatten()[:4].tolist()}, but {b.flatten()[:4].tolist()}"
     elif isinstance(a, Mapping) and isinstance(b, Mapping):
         yield from (f"{path}: only one has {key!r}" for key in a.keys() ^ b.keys())

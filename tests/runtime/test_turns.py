@@ -467,5 +467,7 @@ def test_a_slot_may_be_left_by_all_before_it_is_open() -> None:
         batch["y"][2:4] = -100
     plain = run("auto", module, batches)
     plan = "forward 0-1; fused 2-2; backward 0-1; round 1"
-    strategy = ours(num_microbatches=3, plan=plan, layers=["Linear"], watchdog_timeout=PATIENCE_S)
+    strategy = ours(
+        num_microbatches=3, loss_weight="targets", plan=plan, layers=["Linear"], watchdog_timeout=PATIENCE_S
+    )
     assert_same(plain, run(strategy, module, batches, devices=3))
