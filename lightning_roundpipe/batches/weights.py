@@ -78,6 +78,8 @@ class LossWeights:
         self.count = len(samples)
         self._samples = sum(samples)
         self._guess: float | None = None
+        self._unit = 1.0
+        """What a weight of 1 is in the user's numbers."""
         if self.counts_targets:
             self._known: list[float] = []
         elif by == "sum":
@@ -86,7 +88,8 @@ class LossWeights:
             totals = [sum(n for n, other in zip(samples, batches, strict=True) if other == b) for b in batches]
             self._known = [n / total if total else 1.0 for n, total in zip(samples, totals, strict=True)]
         else:
-            self._known = [weight / sum(given) * accumulated for weight in given]
+            self._unit = sum(given) / accumulated
+            self._known = [weight / self._unit for weight in given]
 
     @property
     def adds(self) -> bool:
@@ -119,7 +122,7 @@ class LossWeights:
     def contribution(self, runs: Iterable[Weighed]) -> Contribution:
         """Return how much the window counts beside those of other machines: [2] adds up, all else is weighed."""
         kind = "samples" if self._by is None else self._by if isinstance(self._by, str) else "a function"
-        total = float(self._samples) if self._by is None else sum(run.weight for run in runs)
+        total = float(self._samples) if self._by is None else self._unit * sum(run.weight for run in runs)
         return Contribution(kind, total)
 
 
