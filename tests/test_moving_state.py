@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import zoo
@@ -16,6 +17,8 @@ from harness import trainer_of as trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from traps import Block, Net
+
+from lightning_roundpipe import Microbatches
 
 OVERLAPPING = [
     (1, 1, None),
@@ -140,12 +143,19 @@ class UsesBatchBetween(zoo.PlainClassifier):
         return torch.nn.functional.cross_entropy(model.head(h), batch["y"])  # type: ignore[union-attr, operator]
 
 
-def refilled(strategy: Any, module: torch.nn.Module, devices: int, *, as_tensors: bool) -> dict[str, Tensor]:
+def refilled(
+    strategy: Any, module: torch.nn.Module, devices: int, *, as_tensors: bool, parts: int = 0
+) -> dict[str, Tensor]:
+    """Weights after training on batches as they come, or on their ``parts``: arrays are not cut."""
     module = copy.deepcopy(module)
     torch.manual_seed(1)
     data = DataLoader(Refilling(as_tensors=as_tensors), batch_size=None)
     if not as_tensors:
-        data.collate_fn = lambda batch: batch
+        data.collate_fn = lambda batch: (
+            Microbatches({k: np.array_split(v, parts)[i] for k, v in batch.items()} for i in range(parts))
+            if parts
+            else batch
+        )
     trainer(strategy, devices=devices).fit(module, data)  # type: ignore[arg-type]
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
@@ -160,7 +170,9 @@ def test_batches_in_the_same_memory(microbatches: int, devices: int, plan: str |
         torch.manual_seed(5)
         module = UsesBatchBetween(Net(Block))
     plain = refilled("auto", module, 1, as_tensors=as_tensors)
-    other = refilled(ours(num_microbatches=microbatches, plan=plan), module, devices, as_tensors=as_tensors)
+    options: dict[str, Any] = {"num_microbatches": microbatches} if as_tensors else {}
+    parts = 0 if as_tensors else microbatches
+    other = refilled(ours(**options, plan=plan), module, devices, as_tensors=as_tensors, parts=parts)
     for name, value in plain.items():
         torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-5)
 
