@@ -155,7 +155,7 @@ def install(wheel: Path, folder: Path) -> None:
     [packages] = (folder / "venv" / "lib").glob("python*/site-packages")
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     where = "import lightning_roundpipe; print(lightning_roundpipe.__file__)"
-    found = subprocess.run([python, "-c", where], cwd=folder, capture_output=True, text=True, check=True).stdout
+    found = subprocess.run([python, "-E", "-c", where], cwd=folder, capture_output=True, text=True, check=True).stdout
     assert Path(found.strip()).is_relative_to(folder / "venv"), found
 
 
