@@ -53,6 +53,8 @@ READS = {
     *((family, "sdpa") for family in ("llama", "qwen2", "qwen3", "phi3", "gpt_neox", "opt", "gpt2", "bert", "t5")),
 }  # fmt: skip
 """Families that read a number of a padded mask on the device, also under plain Lightning."""
+READS_POSITIONS = {"llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox", "gpt2", "gptj"}
+"""Those that, without a mask, read from positions on the device whether rows are packed, also under plain Lightning."""
 EAGER = {"gemma2", "bloom", "gptj"}
 """Those that have no other attention."""
 INSIDE = {"_split_heads"}
@@ -84,6 +86,8 @@ def _inputs(family: str, masked: bool) -> dict[str, Tensor]:
 def test_masks(family: str, attention: str, masked: bool, request: pytest.FixtureRequest) -> None:
     if masked and (family, attention) in READS:
         request.applymarker(pytest.mark.xfail(reason="transformers reads the mask on the device", strict=True))
+    if not masked and family in READS_POSITIONS:
+        request.applymarker(pytest.mark.xfail(reason="transformers reads positions on the device", strict=True))
     model, given = _model(family, attention).eval(), _inputs(family, masked)
     options = {} if family == "bert" else {"use_cache": False}
     expected = model(**given, **options)
