@@ -249,6 +249,7 @@ def test_a_terminal_that_closes_loses_nothing(closes: bool, working_folder: Path
     """As when a connection breaks. The run ended at once, without a checkpoint; prints fail from then on."""
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which tests may run, ignores it for them
         arguments = [*QUICK, "trainer.max_steps=3000", "hydra.run.dir=run"]
         os.execv(sys.executable, [sys.executable, "-m", "lightning_roundpipe.train", *arguments])
     shown = b""
