@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.apply_func import _TransferableDataType
@@ -71,10 +72,12 @@ _CPU = torch.device("cpu")
 
 
 def _apart(value: Any) -> Any:
-    """Return a copy of a host tensor, unless it is page-locked: then a data loader has made a copy already.
+    """Return a copy of an array or a host tensor. If it is page-locked, a data loader has made a copy already.
 
     Other objects that have a ``to`` decide themselves what that copies, here and on a GPU.
     """
+    if isinstance(value, np.ndarray):
+        return value.copy()
     if not isinstance(value, Tensor) or value.device.type != "cpu":
         return value
     has_pages = value.layout is torch.strided and not (value.is_nested or value.is_quantized)
@@ -470,7 +473,9 @@ class RoundPipeStrategy(SeveralMachines):
         if isinstance(batch, TakenBatch):
             return batch.batch
         moved = super().batch_to_device(batch, device=device or _CPU, dataloader_idx=dataloader_idx)
-        return apply_to_collection(moved, _TransferableDataType, _apart) if self._engine is not None else moved
+        if self._engine is None:
+            return moved
+        return apply_to_collection(moved, (_TransferableDataType, np.ndarray), _apart)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
