@@ -106,31 +106,7 @@ class Arguments:
     def build(self, tensors: Sequence[Tensor]) -> tuple[Any, list[tuple[Any, Any]]]:
         """Return arguments with ``tensors`` in the places of the ones taken out, and (original, copy) of each box."""
         copies: dict[int, tuple[Any, Any]] = {}
-
-        def thaw(node: Any) -> Any:
-            kind = type(node)
-            if kind is _Place:
-                return tensors[node.index]
-            if kind is _Tuple:
-                items = [thaw(n) for n in node.items]
-                return tuple(items) if node.kind is tuple else node.kind(*items)
-            if kind is not _Box:
-                return node
-            if id(node) not in copies:
-                copy = node.original.__class__.__new__(node.original.__class__)
-                copies[id(node)] = node.original, copy
-                if isinstance(node.contents, list):
-                    list.extend(copy, map(thaw, node.contents))
-                elif isinstance(node.contents, dict):
-                    if hasattr(copy, "default_factory"):
-                        copy.default_factory = node.original.default_factory
-                    for k, v in node.contents.items():
-                        dict.__setitem__(copy, k, thaw(v))
-                if node.attributes is not None:
-                    copy.__dict__.update({k: thaw(v) for k, v in node.attributes.items()})
-            return copies[id(node)][1]
-
-        return thaw(self._recipe), list(copies.values())
+        return _thaw(self._recipe, tensors, copies), list(copies.values())
 
     def forget_originals(self) -> None:
         """Keep none of the caller's tensors and boxes alive."""
@@ -142,6 +118,30 @@ class Arguments:
             if hasattr(shell, "default_factory"):
                 shell.default_factory = box.original.default_factory
             box.original = shell
+
+
+def _thaw(node: Any, tensors: Sequence[Tensor], copies: dict[int, tuple[Any, Any]]) -> Any:
+    kind = type(node)
+    if kind is _Place:
+        return tensors[node.index]
+    if kind is _Tuple:
+        items = [_thaw(n, tensors, copies) for n in node.items]
+        return tuple(items) if node.kind is tuple else node.kind(*items)
+    if kind is not _Box:
+        return node
+    if id(node) not in copies:
+        copy = node.original.__class__.__new__(node.original.__class__)
+        copies[id(node)] = node.original, copy
+        if isinstance(node.contents, list):
+            list.extend(copy, [_thaw(n, tensors, copies) for n in node.contents])
+        elif isinstance(node.contents, dict):
+            if hasattr(copy, "default_factory"):
+                copy.default_factory = node.original.default_factory
+            for k, n in node.contents.items():
+                dict.__setitem__(copy, k, _thaw(n, tensors, copies))
+        if node.attributes is not None:
+            copy.__dict__.update({k: _thaw(n, tensors, copies) for k, n in node.attributes.items()})
+    return copies[id(node)][1]
 
 
 def collect(value: Any, seen: set[int], into: list[Tensor]) -> None:

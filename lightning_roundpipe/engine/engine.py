@@ -106,7 +106,7 @@ class Engine:
         self._retries = Retries(devices, self.hints)
         self._planner = Planner(self.context, lambda: self.windows_left())
         self._trained = model.trainable()
-        self._in_flight: Step | None = None
+        self._step_in_flight: Step | None = None
         """The last window's step, if its outputs were returned and its backward may still run."""
         self._given: StepGradients | None = None
         """The gradients behind the losses that the last window returned."""
@@ -145,9 +145,9 @@ class Engine:
         self._prepare(zero_grad=zero_grad)
         context, several = self.context, len(functions) > 1
         overlaps = self._may_overlap
-        if not overlaps or (self._in_flight is not None and self._in_flight.spec.scope.failed):
+        if not overlaps or (self._step_in_flight is not None and self._step_in_flight.spec.scope.failed):
             self._drain()
-        step = Step(context, seed, weights, self.updates, self._in_flight, overlaps=overlaps)
+        step = Step(context, seed, weights, self.updates, self._step_in_flight, overlaps=overlaps)
         caller = CallerRandomState(self.worker_pool.devices)
         switched_off = self._set_up()
         runs: list[Microbatch] = []
@@ -162,7 +162,7 @@ class Engine:
                     finally:
                         caller.restore()
                         runs = step.runs
-                before, self._in_flight = self._in_flight, step
+                before, self._step_in_flight = self._step_in_flight, step
                 if before is not None:
                     self._end(before)
                 self.model.buffers.settle()
@@ -214,7 +214,7 @@ class Engine:
         if self.updates is not None:
             if unused:
                 self._drain()
-            if given is not None and self._in_flight is None:
+            if given is not None and self._step_in_flight is None:
                 given.arrive()  # if this step fails, the devices stop, and the update would be incomplete
             self.updates.begin(zero_grad=zero_grad)
         elif given is not None and unused:
@@ -263,7 +263,7 @@ class Engine:
             self._looked_at = True
             self.context.gradients.drop()  # they hold part of a step, or wait for downloads that will never finish
             self.model.buffers.drop()
-            before, self._in_flight = self._in_flight, None
+            before, self._step_in_flight = self._step_in_flight, None
             for broken in (before, step):
                 if broken is not None:
                     self._end(broken, failed=True)
@@ -273,13 +273,13 @@ class Engine:
 
     def _drain(self) -> None:
         """Wait for the step in flight, if any, and raise its error."""
-        step = self._in_flight
+        step = self._step_in_flight
         try:
             if step is not None:
                 with self._failing(step):
                     if step.spec.overlaps:
                         step.drain()
-                    self._in_flight = None
+                    self._step_in_flight = None
                 self._end(step)
         finally:
             self._switched_off = None

@@ -15,6 +15,7 @@ from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.executor import LayerCall
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import CancelScope, Runner
+from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
 from lightning_roundpipe.runtime.layer_calls.output_collectors import hand_over
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
@@ -52,8 +53,9 @@ class Evaluation:
         """Return what ``function(*args)`` returns."""
         baton = self._context.pool.baton
         baton.acquire(self._runner)
+        device = self._context.pool.devices[0]
         try:
-            with self._context.pool.devices[0].activate(), calling(self), self._mode:
+            with device.activate(), calling(self), self._mode, self._noted(), interrupts_allowed():
                 return function(*args)
         except BaseException as error:
             self._scope.fail(error)
@@ -62,10 +64,13 @@ class Evaluation:
             baton.release()
             self._context.pool.rest(self._scope, (), given_up=False)
 
+    def _noted(self) -> noted:
+        return noted(lambda: FaultPlace("the code between layers", "evaluation", -1, None, self._device))
+
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer call on a worker."""
         context = self._context
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), interrupts_allowed(False):
             number = self._calls % len(context.pool.workers)
             self._calls += 1
             context.attributes.touched(layer.module)

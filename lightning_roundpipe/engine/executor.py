@@ -29,6 +29,7 @@ from lightning_roundpipe.engine.sync import Baton, GivenUp, Runner
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.model.attributes import StateDiff
 from lightning_roundpipe.model.replica import Replica
+from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
 from lightning_roundpipe.runtime.layer_calls.compiling import LayerCompiler
 from lightning_roundpipe.runtime.layer_calls.output_collectors import collecting
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
@@ -169,7 +170,7 @@ class Executor:
         tensors = self._arrived(inputs, runner)
         if could is not None:
             slot.recorder.waited(worker.index, could, self.device.compute.record(timed=True))
-        replica, buffers = self._copy(layer)
+        replica, buffers = self._copy(slot, layer)
         grad = call.thread_state.grad and not evaluates
         before = buffers.snapshot() if buffers and grad and not keep_graph else None
         if buffers:
@@ -222,8 +223,8 @@ class Executor:
                 self.worker.follow(event, runner)
         return [tensor for tensor, _ in inputs]
 
-    def _copy(self, layer: HostLayer) -> tuple[Replica, ReplicaBuffers]:
-        replica, known = self.worker.replica(layer), self._buffers.get(layer.index)
+    def _copy(self, slot: Slot, layer: HostLayer) -> tuple[Replica, ReplicaBuffers]:
+        replica, known = self.worker.replica(slot, layer), self._buffers.get(layer.index)
         if known is None or known[0] is not replica:
             known = self._buffers[layer.index] = replica, ReplicaBuffers(
                 layer.name, layer.buffers, layer.mutable_buffers, layer.buffer_places, replica, self.device
@@ -325,7 +326,7 @@ class Executor:
             The gradient of each of the inputs that need one.
         """
         worker, layer, device = self.worker, call.layer, self.device
-        replica, buffers = self._copy(layer)
+        replica, buffers = self._copy(slot, layer)
         lent: list[Tensor] = []
         if call.graph is None:
             could = worker.wait_for_weights(slot, layer, runner)
@@ -336,7 +337,8 @@ class Executor:
             if buffers:
                 buffers.load(call.buffers)
             inputs = [t.clone() if i in call.mutated else t for i, t in enumerate(lent)]
-            with device.track(inputs, INPUTS), call.thread_state.entered():
+            again = noted(lambda: FaultPlace(layer.title, "recomputation", call.microbatch, slot, device))
+            with again, device.track(inputs, INPUTS), call.thread_state.entered():
                 run, _, sink = call.context.run(
                     functools.partial(self._run, grad=True), call, slot, inputs, replica, runner, "recompute", inside
                 )

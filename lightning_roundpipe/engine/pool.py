@@ -18,13 +18,18 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import is_sticky
 from lightning_roundpipe.devices.waiter import Waiter
-from lightning_roundpipe.engine.sync import Baton, CancelScope
+from lightning_roundpipe.engine.sync import Baton, CancelScope, Runner
 from lightning_roundpipe.engine.worker import Worker
-from lightning_roundpipe.runtime.core.worker_pool import GRACE, LOOK, stacks
+from lightning_roundpipe.runtime.core.worker_pool import stacks
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.runtime.faults.notes import add_remedy
 from lightning_roundpipe.runtime.threads.task_thread import Task, TaskThread, within
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import functions_given_stand_ins
+
+GRACE = 5.0
+"""Seconds that threads have to return after the main thread has stopped waiting for a failed step."""
+LOOK = 0.25
+"""Seconds between two looks of the watchdog."""
 
 
 class Pool:
@@ -86,7 +91,7 @@ class Pool:
         for device in self.devices:
             device.abort()
 
-    def wait(self, waiter: Waiter, scope: CancelScope, *, unless_failed: bool = False) -> None:
+    def wait(self, waiter: Waiter | Runner, scope: CancelScope, *, unless_failed: bool = False) -> None:
         """Wait in the main thread, under the watchdog. Interrupts are delivered here.
 
         Raises:
@@ -106,7 +111,7 @@ class Pool:
                     )
 
     def _look_for_the_dead(self) -> None:
-        for thread in (*self._threads, *self._summing.values()):
+        for thread in (*self._threads, *self._summing.values(), *(worker.sender for worker in self.workers)):
             if not thread.alive:
                 raise RoundPipeError(
                     f"thread {thread.name!r} has died ({thread.died!r}), so the step cannot go on. All threads:\n"

@@ -112,7 +112,7 @@ class Step:
             functions: ``training_step`` with the arguments of each microbatch.
             in_order: whether each begins when the one before has ended.
         """
-        pool, given_up = self.context.pool, False
+        given_up = False
         contexts = [contextvars.copy_context() for _ in functions]
         trainer = getattr(self.context.model.module, "_trainer", None)
         with recorded_logs(trainer, self._current_log), observed_writes():
@@ -137,7 +137,7 @@ class Step:
         """Lay out slots, and start the microbatches [1]."""
         pool, count = self.context.pool, len(functions)
         runner = Runner(self.spec.scope, -1)
-        pool.baton.acquire(runner)
+        pool.baton.acquire(runner, lambda: pool.wait(runner, self.spec.scope))
         try:
             if self.plan is not None and self.trace is not None:
                 self._round_size = min(self.plan.round_microbatches, count)

@@ -84,6 +84,10 @@ class Runner:
         """Sleep until `wake`. The thread then holds the baton."""
         self._asleep.acquire()
 
+    def wait_for(self, seconds: float) -> bool:
+        """Sleep for at most ``seconds``, and return whether the thread was woken."""
+        return self._asleep.acquire(timeout=seconds)
+
 
 class Baton:
     """A lock that goes to the lowest-ranked thread that can go on."""
@@ -95,14 +99,24 @@ class Baton:
         self._count = itertools.count()
         self._parked: set[Runner] = set()
 
-    def acquire(self, runner: Runner) -> None:
-        """Wait for the baton, and hold it also if the step has failed meanwhile."""
+    def acquire(self, runner: Runner, sleep: Callable[[], object] | None = None) -> None:
+        """Wait for the baton, and hold it also if the step has failed meanwhile.
+
+        Args:
+            runner: the calling thread.
+            sleep: sleeps until `Runner.wake`. If it raises, the baton is not held.
+        """
         with self._mutex:
             free, self._held = not self._held, True
             if not free:
                 self._push(runner)
-        if not free:
-            runner.sleep()
+        if free:
+            return
+        try:
+            (sleep or runner.sleep)()
+        except BaseException:
+            self._withdraw(runner)
+            raise
 
     def release(self) -> None:
         """Hand the baton on."""
@@ -167,6 +181,16 @@ class Baton:
                 return
             self._held = True
         runner.wake()
+
+    def _withdraw(self, runner: Runner) -> None:
+        """Let the baton go past a thread that waits for it no more, or on if it has been handed it already."""
+        with self._mutex:
+            others = [entry for entry in self._ready if entry[2] is not runner]
+            queued = len(others) < len(self._ready)
+            self._ready = others
+            heapq.heapify(others)
+        if not queued:
+            self.release()
 
     def _push(self, runner: Runner) -> None:
         heapq.heappush(self._ready, (runner.rank, next(self._count), runner))

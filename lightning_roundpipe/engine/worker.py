@@ -1,7 +1,7 @@
 """One worker: a device, its turns, its memory for weights and gradients, and its copies of layers.
 
-    a slot becomes the first: bind copies of layers to their weights; prepare the slot behind it ── [1]
-    a call: wait for the upload of its own layer only ── [2]
+    a slot becomes the first: it gets memory for gradients; prepare the slot behind it ── [1]
+    a call: bind the copy of its layer to the slot's weights; wait for the upload of its own layer only ── [2]
     the last microbatch's backward of a call: its gradients go to the host ── [3]
     the slot is closed: gradients that are left go, too; its place is free behind them ── [4]
 
@@ -48,14 +48,6 @@ class Memory:
         """For a slot that has more gradients than when the arena was made."""
         self.last: Slot | None = None
         """The slot that was closed last."""
-        self.bound: dict[int, Replica] = {}
-        """The copies of layers whose weights are here, by number of the layer."""
-
-    def unbind(self) -> None:
-        """Let copies of layers let go of the memory."""
-        for replica in self.bound.values():
-            replica.unbind()
-        self.bound.clear()
 
 
 class Worker:
@@ -70,6 +62,7 @@ class Worker:
         turns: the order of its slots.
         planned: memory for slots in turn.
         spare: memory for calls that no slot in turn was made for.
+        sender: the thread that sends gradients.
     """
 
     def __init__(self, device: Device, baton: Baton, *, prefetch: bool) -> None:
@@ -78,10 +71,12 @@ class Worker:
         self.turns = Turns(baton, self.close_slot)
         self.planned, self.spare = Memory(device), Memory(device)
         self._replicas: dict[int, Replica] = {}
+        self._bound: dict[int, Slot] = {}
+        """The slot whose weights each copy of a layer has, by number of the layer."""
         self.lead = 0
         """Bytes that calls beyond the first `IN_FLIGHT` may keep alive; 0 allows no such calls."""
         self._in_flight = InFlight()
-        self._sender = TaskThread(f"roundpipe-gradients{device.index}", device.activate)
+        self.sender = TaskThread(f"roundpipe-gradients{device.index}", device.activate)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -95,14 +90,27 @@ class Worker:
                 memory.arena.release()
                 memory.arena.make(nbytes)
 
-    def replica(self, layer: HostLayer) -> Replica:
-        """Return the worker's copy of ``layer``. Its weights are there while a slot with the layer is open."""
+    def replica(self, slot: Slot, layer: HostLayer) -> Replica:
+        """Return the worker's copy of ``layer`` with the weights of ``slot``, which is open.
+
+        A call outside of the plan may have bound it to weights of its own meanwhile.
+        """
         if (known := self._replicas.get(layer.index)) is None:
             with torch.inference_mode(False):
                 known = self._replicas[layer.index] = Replica(
                     layer.module, self.device.torch_device, layer.state, layer.rounded, layer.copies_wanted
                 )
+        if self._bound.get(layer.index) is not slot:
+            whole = functools.partial(self._whole, slot, layer)
+            known.bind(layer.views(slot.segments[layer.index]), layer.trainable(), whole)
+            self._bound[layer.index] = slot
         return known
+
+    def _unbind(self) -> None:
+        """Let copies of layers let go of the arenas."""
+        for replica in self._replicas.values():
+            replica.unbind()
+        self._bound.clear()
 
     def owns(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` lies in an arena, so that it must be copied to outlive its slot."""
@@ -141,18 +149,11 @@ class Worker:
         if slot.place is None and not memory.uploads.prepare(slot):
             needed = sum(layer.nbytes for layer in slot.layers)
             gradients = sum(host.layout.nbytes for host in slot.sums.values())
-            memory.unbind()
+            self._unbind()
             with memory.uploads.lock:
                 memory.arena.grow(2 * (needed + gradients))  # a layer that the plan does not have
             memory.uploads.prepare(slot)
         slot.opened = True
-        for layer in slot.layers:
-            whole = functools.partial(self._whole, slot, layer)
-            replica = self.replica(layer)
-            replica.bind(layer.views(slot.segments[layer.index]), layer.trainable(), whole)
-            for other in (self.planned, self.spare):
-                other.bound.pop(layer.index, None)
-            memory.bound[layer.index] = replica
         self._open_gradients(slot, memory)
 
     def _open_gradients(self, slot: Slot, memory: Memory) -> None:
@@ -227,13 +228,13 @@ class Worker:
 
     def _in_order(self, work: Callable[[], None], *, waits: bool) -> None:
         """Run ``work`` here if it need not wait and nothing comes before it, else on the sending thread."""
-        if waits or not self._sender.take_turn():
-            self._sender.submit(work)
+        if waits or not self.sender.take_turn():
+            self.sender.submit(work)
             return
         try:
             work()
         finally:
-            self._sender.end_turn()
+            self.sender.end_turn()
 
     def _send(self, slot: Slot, call: int, gradients: DeviceGradSums, end: Event) -> None:
         scope = slot.cancel_scope
@@ -342,21 +343,20 @@ class Worker:
 
     def rest(self) -> None:
         """Wait until all gradients are on their way, and nothing computes."""
-        self._sender.submit(lambda: None).waiter.wait()
+        self.sender.submit(lambda: None).waiter.wait()
         self.device.compute.synchronize()
         while self._in_flight:
             self._in_flight.land()
 
     def forget(self) -> None:
         """Drop the copies of layers, which refer to the arenas. Nothing runs."""
-        self.planned.unbind()
-        self.spare.unbind()
+        self._unbind()
         self._replicas.clear()
         self._in_flight = InFlight()
 
     def abandon(self) -> None:
         """Reset the worker after a failure, when the device is at rest."""
-        self._sender.submit(lambda: None).waiter.wait()
+        self.sender.submit(lambda: None).waiter.wait()
         self.turns.clear()
         for memory in (self.planned, self.spare):
             memory.uploads.forget()
@@ -365,14 +365,10 @@ class Worker:
             memory.last = None
         self.forget()
 
-    @property
-    def alive(self) -> bool:
-        return self._sender.alive
-
     def close(self) -> None:
         """End the thread and free the memory."""
-        self._sender.stop()
-        self._sender.join()
+        self.sender.stop()
+        self.sender.join()
         self.forget()
         for memory in (self.planned, self.spare):
             memory.arena.release()
