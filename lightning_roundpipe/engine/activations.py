@@ -4,8 +4,8 @@
     the call runs on another worker, or is recomputed there ── it comes from the host ── [2]
 
 The copy in [1] is made at once, so that nothing that user code or the layer writes later can reach it. Each tensor is
-saved once, however many layers take it. Copies of one direction run in order on streams of their own; whoever reads what
-they write waits for their events.
+saved once, however many layers take it. Copies of one direction run in order on streams of their own. Whoever reads
+what they write waits for their events.
 """
 
 from __future__ import annotations
@@ -65,16 +65,24 @@ class Activations:
         """Enqueue a copy of a saved tensor to ``device``; see `Device.device_like` for ``lent``."""
         return upload(saved, device, self._recorder, self._microbatch, lent=lent)
 
-    def move(self, tensor: Tensor, home: Device, to: Device) -> Arriving:
-        """Enqueue a copy of ``tensor``, which is on ``home``, to another device, through the host."""
+    def move(self, tensor: Tensor, home: Device, to: Device, made: Event | None = None) -> Arriving:
+        """Enqueue a copy of ``tensor``, which nobody writes to, to another device, through the host.
+
+        Args:
+            tensor: a tensor on ``home``.
+            home: its device.
+            to: the other device; if it is the same, nothing is copied.
+            made: the point of the device's work behind which it is there; by default now.
+        """
         if home is to:
             return Arriving(tensor, None)
-        return self.bring(download(tensor, home, self._recorder, self._microbatch, self._staging), to)
+        with torch.no_grad(), torch.inference_mode(False):
+            host = home.host_like(tensor)
+        made = made or home.compute.record()
+        return self.bring(_downloaded(host, tensor, home, made, self._recorder, self._microbatch), to)
 
 
-def download(
-    tensor: Tensor, home: Device | None, recorder: Recorder, microbatch: int, staging: Device
-) -> HostTensor:
+def download(tensor: Tensor, home: Device | None, recorder: Recorder, microbatch: int, staging: Device) -> HostTensor:
     """Enqueue a copy of ``tensor`` to the host. What is written to it afterwards does not matter."""
     with torch.no_grad(), torch.inference_mode(False):
         if home is None:
@@ -85,13 +93,20 @@ def download(
             host = home.host_like(tensor)
             to, of = check_copy(host, tensor)
             of = of.clone()
+    return _downloaded(to, of, home, home.compute.record(), recorder, microbatch, host)
+
+
+def _downloaded(
+    to: Tensor, of: Tensor, home: Device, made: Event, recorder: Recorder, microbatch: int, whole: Tensor | None = None
+) -> HostTensor:
+    """Enqueue a copy to the host, behind ``made``. Returns ``whole``, of which ``to`` is what is written."""
     stream = home.activations_down
-    stream.wait(home.compute.record())
+    stream.wait(made)
     start = stream.record(timed=True)
     stream.copy(to, of)
     end = stream.record(timed=True)
     recorder.add("download_activations", home.index, start, end, microbatch, of.nbytes)
-    return HostTensor(host, end)
+    return HostTensor(to if whole is None else whole, end)
 
 
 def upload(saved: HostTensor, device: Device, recorder: Recorder, microbatch: int, *, lent: bool = False) -> Arriving:

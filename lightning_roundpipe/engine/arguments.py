@@ -86,8 +86,8 @@ class Arguments:
         if isinstance(value, Tensor):
             if (place := self._places.get(id(value))) is None:
                 place = self._places[id(value)] = _Place(len(self.tensors))
-                own = self._own is not None and isinstance(value, nn.Parameter)
-                self.tensors.append(self._own(value) if own and self._own is not None else value)
+                replaced = self._own is not None and isinstance(value, nn.Parameter)
+                self.tensors.append(self._own(value) if replaced and self._own is not None else value)  # type: ignore[arg-type]
             return place
         if isinstance(value, tuple):
             return _Tuple(kind, [self._freeze(v) for v in value])

@@ -291,9 +291,7 @@ class Engine:
             self.updates.leave(step.spec.scope)
         if not failed:
             self.context.gradients.give_back()
-            self.weights_uploaded += sum(
-                step.spec.recorder.nbytes(("upload_weights",), len(self.worker_pool.workers))
-            )
+            self.weights_uploaded += sum(step.spec.recorder.nbytes(("upload_weights",), len(self.worker_pool.workers)))
             self._retries.after_step(step.plan, step.retries)
             self._report = report_of(step, self._retries.last, self.weights_uploaded)
         step.release()
@@ -412,9 +410,7 @@ class Engine:
             self._metrics.bring_to_host()
             return output
         finally:
-            self.weights_uploaded += sum(
-                evaluation.recorder.nbytes(("upload_weights",), len(self.worker_pool.workers))
-            )
+            self.weights_uploaded += sum(evaluation.recorder.nbytes(("upload_weights",), len(self.worker_pool.workers)))
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 

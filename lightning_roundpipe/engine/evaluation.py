@@ -82,9 +82,7 @@ class Evaluation:
             given = call.tensors
             call.needs = [False] * len(given)
             worker, home = context.pool.workers[number], self._device
-            slot = Slot(
-                -1, number, "forward", [0], [layer], {}, [0], self._version, self.recorder, self._scope
-            )
+            slot = Slot(-1, number, "forward", [0], [layer], {}, [0], self._version, self.recorder, self._scope)
             worker.open(slot, worker.planned, self._runner)
             try:
                 inputs = [
@@ -92,11 +90,11 @@ class Evaluation:
                     else self._activations.bring(self._activations.save(t, home), worker.device)
                     for t in given
                 ]  # fmt: skip
-                with noted(lambda: FaultPlace(layer.title, "evaluation", -1, slot, worker.device)):
-                    with without_caller_modes():
-                        result, run = context.executors[number].forward(
-                            call, slot, inputs, self._runner, Inside(layer.name), keep_graph=False, evaluates=True
-                        )
+                place = FaultPlace(layer.title, "evaluation", -1, slot, worker.device)
+                with noted(lambda: place), without_caller_modes():
+                    result, run = context.executors[number].forward(
+                        call, slot, inputs, self._runner, Inside(layer.name), keep_graph=False, evaluates=True
+                    )
             finally:
                 worker.close_slot(slot, worker.planned)
             self._device = worker.device

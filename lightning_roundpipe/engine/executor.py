@@ -25,11 +25,10 @@ from lightning_roundpipe.engine.attributes import LayerWrites
 from lightning_roundpipe.engine.graph_cut import Gradients, InputEdge, cut, inlet, run_backward
 from lightning_roundpipe.engine.randomness import Randomness, Seed
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.sync import Baton, GivenUp, Runner
+from lightning_roundpipe.engine.sync import Baton, Runner
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.model.attributes import StateDiff
 from lightning_roundpipe.model.replica import Replica
-from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
 from lightning_roundpipe.runtime.layer_calls.compiling import LayerCompiler
 from lightning_roundpipe.runtime.layer_calls.output_collectors import collecting
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
@@ -66,6 +65,7 @@ class LayerCall:
         gradients: of the outputs.
         kinds: shape and dtype of each of these outputs.
         graph: the outputs with their graph, and the gradients of the inputs; None if the graph was dropped.
+        lent: device copies of ``saved`` that the graph was made with.
         trained: whether each of the layer's parameters is trained.
         buffers: the layer's buffers in front of the forward, for the recomputation.
         seconds: that the layer's code took.
@@ -74,7 +74,7 @@ class LayerCall:
     """
 
     __slots__ = (
-        "arguments", "buffers", "context", "edges", "gradients", "graph", "home", "index", "kinds", "layer",
+        "arguments", "buffers", "context", "edges", "gradients", "graph", "home", "index", "kinds", "layer", "lent",
         "microbatch", "mutated", "needs", "saved", "seconds", "seed", "slot", "state", "thread_state", "trained", "use",
     )  # fmt: skip
 
@@ -95,6 +95,7 @@ class LayerCall:
         self.gradients: Gradients
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []
         self.graph: tuple[list[Tensor], Gradients] | None = None
+        self.lent: list[Tensor] = []
         self.buffers: dict[int, BufferValue] | None = None
         self.seconds = 0.0
         self.slot: Slot | None = None
@@ -182,7 +183,7 @@ class Executor:
         if buffers:
             buffers.write_back(before, self._randomness.learning or layer.is_new_state(call.state), call.microbatch)
             call.buffers = before
-        originals = dict(zip(map(id, aliases), call.tensors, strict=True))
+        originals: dict[int, Any] = dict(zip(map(id, aliases), call.tensors, strict=True))
         originals |= {id(mine): theirs for mine, theirs in zip(replica.parameters, layer.masters, strict=True)}
         originals |= {id(mine): theirs for mine, theirs in zip(replica.modules, replica.originals, strict=True)}
         self._part_from_arenas(run, originals)
@@ -226,8 +227,11 @@ class Executor:
     def _copy(self, slot: Slot, layer: HostLayer) -> tuple[Replica, ReplicaBuffers]:
         replica, known = self.worker.replica(slot, layer), self._buffers.get(layer.index)
         if known is None or known[0] is not replica:
-            known = self._buffers[layer.index] = replica, ReplicaBuffers(
-                layer.name, layer.buffers, layer.mutable_buffers, layer.buffer_places, replica, self.device
+            known = self._buffers[layer.index] = (
+                replica,
+                ReplicaBuffers(
+                    layer.name, layer.buffers, layer.mutable_buffers, layer.buffer_places, replica, self.device
+                ),
             )
         return known
 
@@ -252,7 +256,12 @@ class Executor:
         forward = self._compiler.of(layer, replica)
         saved = device.saved_for_backward() if grad else contextlib.nullcontext()
         began = time.perf_counter()
-        with self._computing(call, slot, kind, runner, inside, alone=draws), torch.set_grad_enabled(grad), saved, writes:
+        with (
+            self._computing(call, slot, kind, runner, inside, alone=draws),
+            torch.set_grad_enabled(grad),
+            saved,
+            writes,
+        ):
             output = collecting(forward, *args, **kwargs)
         call.seconds = time.perf_counter() - began
         layer.launched(call.seconds)
@@ -326,34 +335,15 @@ class Executor:
             The gradient of each of the inputs that need one.
         """
         worker, layer, device = self.worker, call.layer, self.device
-        replica, buffers = self._copy(slot, layer)
-        lent: list[Tensor] = []
+        replica, _ = self._copy(slot, layer)
         if call.graph is None:
-            could = worker.wait_for_weights(slot, layer, runner)
-            arriving = [activations.bring(s, device, lent=True) for s in call.saved]
-            lent = self._arrived(arriving, runner)
-            if could is not None:
-                slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
-            if buffers:
-                buffers.load(call.buffers)
-            inputs = [t.clone() if i in call.mutated else t for i, t in enumerate(lent)]
-            again = noted(lambda: FaultPlace(layer.title, "recomputation", call.microbatch, slot, device))
-            with again, device.track(inputs, INPUTS), call.thread_state.entered():
-                run, _, sink = call.context.run(
-                    functools.partial(self._run, grad=True), call, slot, inputs, replica, runner, "recompute", inside
-                )
-            if buffers:
-                buffers.discard()
-            outputs = run.differentiable
-            self._check(call, outputs)
-            device.track_until_freed(outputs, OUTPUTS)
-            del run, inputs
-        else:
-            outputs, sink = call.graph
-            call.graph = None
+            self.recompute(call, slot, activations, runner, inside)
+        assert call.graph is not None
+        (outputs, sink), lent = call.graph, call.lent
+        call.graph, call.lent = None, []
         pairs = []
         for output, parts in zip(outputs, call.gradients.parts, strict=True):
-            brought = [activations.move(part, home or device, device) for part, home in parts]
+            brought = [activations.move(part.tensor, part.home or device, device, part.made) for part in parts]
             if brought:
                 pairs.append((output, functools.reduce(torch.add, self._arrived(brought, runner))))
         call.gradients.closed = True
@@ -369,11 +359,32 @@ class Executor:
         if sums is not None:
             sums.detach(replica.parameters, factor)
         sink.closed = True
-        found = [parts[0][0] if len(parts) == 1 else None for parts in sink.parts]
+        found = [parts[0].tensor if parts else None for parts in sink.parts]
         if lent:
             device.free_after_compute(lent)
         worker.keep_until_computed(runner, [g for _, g in pairs], [g for g in found if g is not None])
         return found
+
+    def recompute(self, call: LayerCall, slot: Slot, activations: Activations, runner: Runner, inside: Inside) -> None:
+        """Repeat the forward of a call, now for its graph. Arguments as for `backward`."""
+        worker, layer, device = self.worker, call.layer, self.device
+        replica, buffers = self._copy(slot, layer)
+        could = worker.wait_for_weights(slot, layer, runner)
+        call.lent = self._arrived([activations.bring(s, device, lent=True) for s in call.saved], runner)
+        if could is not None:
+            slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
+        if buffers:
+            buffers.load(call.buffers)
+        inputs = [t.clone() if i in call.mutated else t for i, t in enumerate(call.lent)]
+        with device.track(inputs, INPUTS), call.thread_state.entered():
+            run, _, sink = call.context.run(
+                functools.partial(self._run, grad=True), call, slot, inputs, replica, runner, "recompute", inside
+            )
+        if buffers:
+            buffers.discard()
+        self._check(call, run.differentiable)
+        device.track_until_freed(run.differentiable, OUTPUTS)
+        call.graph = run.differentiable, sink
 
     @staticmethod
     def _check(call: LayerCall, outputs: Sequence[Tensor]) -> None:

@@ -10,16 +10,24 @@ memory alive. The engine walks the calls of a microbatch, deepest first: that is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices import Device, Event
 
 _ANCHOR = torch.empty(0, requires_grad=True)
+
+
+class Part(NamedTuple):
+    """A part of a gradient, the device that it is on, and the point of the device's work behind which it is there."""
+
+    tensor: Tensor
+    home: Device | None
+    made: Event | None
 
 
 class Gradients:
@@ -31,14 +39,14 @@ class Gradients:
         home: device on which autograd makes these gradients; None for the host.
 
     Attributes:
-        parts: by position, what has come so far, and the device that it is on.
+        parts: by position, what has come so far.
         closed: whether the call's backward has begun, or nobody will read more.
     """
 
     __slots__ = ("closed", "home", "layer", "parts")
 
     def __init__(self, count: int, layer: str, home: Device | None) -> None:
-        self.parts: list[list[tuple[Tensor, Device | None]]] = [[] for _ in range(count)]
+        self.parts: list[list[Part]] = [[] for _ in range(count)]
         self.layer, self.home = layer, home
         self.closed = False
 
@@ -58,7 +66,8 @@ class Gradients:
                 "microbatch, was kept by a hook, a list or an object that the strategy does not see. Return it from "
                 "the layer, or detach it."
             )
-        self.parts[index].append((gradient, home))
+        # Behind this point of the device's work, other microbatches may follow: whoever takes it waits for no more.
+        self.parts[index].append(Part(gradient, home, home.compute.record() if home is not None else None))
 
 
 class Boundary(torch.autograd.Function):
@@ -91,12 +100,10 @@ class _Inlet(torch.autograd.Function):
 _cut: Any = super(torch.autograd.Function, Boundary).apply
 _open: Any = super(torch.autograd.Function, _Inlet).apply
 """The C++ ``apply``, without the work of ``Function.apply`` for ``torch.func``."""
-_Node: Any = Boundary._backward_cls  # type: ignore[attr-defined]
+_Node: Any = Boundary._backward_cls
 
 
-def inlet(
-    tensors: Sequence[Tensor], needs: Sequence[bool], layer: str, home: Device
-) -> tuple[list[Tensor], Gradients]:
+def inlet(tensors: Sequence[Tensor], needs: Sequence[bool], layer: str, home: Device) -> tuple[list[Tensor], Gradients]:
     """Return a layer's inputs, and where the gradients of those that ``needs`` marks will be, in order.
 
     Those are no leaves, so that the layer may write to them. All share memory and version with ``tensors``.

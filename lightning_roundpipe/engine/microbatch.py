@@ -58,6 +58,10 @@ class StepOfMicrobatch(Protocol):
     weights: LossWeights
     trace: Trace | None
 
+    @property
+    def ahead(self) -> bool:
+        """Whether a stage is recomputed before the gradients of its last call are there."""
+
     def forward_slot(self, microbatch: int, call: int) -> int:
         """Return the position of a call's forward among the slots of the microbatch's round."""
 
@@ -409,9 +413,7 @@ class Microbatch:
             call.arguments.forget_originals()
             return hand_over(result)
 
-    def _prepare(
-        self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[LayerCall, TracedCall]:
+    def _prepare(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[LayerCall, TracedCall]:
         """Take the call's arguments apart, within user code."""
         context, spec = self.context, self._step.spec
         state = context.attributes.of(layer)
@@ -452,9 +454,7 @@ class Microbatch:
             where = self._in_turn(position)
         else:
             number = self._worker_on_demand(call.index)
-            where = self._on_demand(
-                self._step.on_demand("forward", call.index, layer, None, self.index, number)
-            )
+            where = self._on_demand(self._step.on_demand("forward", call.index, layer, None, self.index, number))
             if traced.taped and self._slots:
                 sums = self._step.sums_of(layer, call.use, self.index)
                 call.slot = self._step.on_demand("backward", call.index, layer, sums, self.index, number)
@@ -469,9 +469,7 @@ class Microbatch:
         traced.taped, traced.forward_s = bool(run.differentiable) and traced.taped, call.seconds
         return result, run
 
-    def _brought(
-        self, call: LayerCall, given: Sequence[Tensor], home: Device | None, device: Device
-    ) -> list[Arriving]:
+    def _brought(self, call: LayerCall, given: Sequence[Tensor], home: Device | None, device: Device) -> list[Arriving]:
         saved = call.saved or [self._activations.save(t, home) for t in given]
         return [self._activations.bring(s, device) for s in saved]
 
@@ -504,6 +502,8 @@ class Microbatch:
             where = self._on_demand(call.slot)
         with where as (worker, slot):
             device = worker.device
+            if position is not None and self._step.ahead:
+                self._recompute_ahead(call, worker, slot)
             with noted(lambda: FaultPlace(layer.title, "backward", self.index, slot, device)):
                 gradients = self.context.executors[worker.index].backward(
                     call, slot, self._activations, self.mode.proxies.factor, self.runner,
@@ -513,6 +513,17 @@ class Microbatch:
                 worker.send(slot, [call.index])
             self._worker = worker
         self._hand_on(call, gradients, device)
+
+    def _recompute_ahead(self, call: LayerCall, worker: Worker, slot: Slot) -> None:
+        """Recompute all calls of a stage before the first one's gradients are used, which a GPU may still wait for."""
+        for other in (call, *reversed(self._tape)):
+            if other.index not in slot.calls:
+                return
+            if other.graph is None:
+                place = FaultPlace(other.layer.title, "recomputation", self.index, slot, worker.device)
+                with noted(lambda place=place: place):  # type: ignore[misc]
+                    inside = Inside(other.layer.name)
+                    self.context.executors[worker.index].recompute(other, slot, self._activations, self.runner, inside)
 
     def _hand_on(self, call: LayerCall, gradients: Sequence[Tensor | None], device: Device) -> None:
         roots, values = [], []

@@ -68,9 +68,7 @@ class Planner:
         for worker in self._workers:
             own = worker.index if isinstance(limit, tuple) else None
             budget = limit[worker.index] if isinstance(limit, tuple) else limit
-            worker.reserve(
-                reserved_within(plan, costs, len(self._workers), budget, worker.device.lead_bytes, own)
-            )
+            worker.reserve(reserved_within(plan, costs, len(self._workers), budget, worker.device.lead_bytes, own))
         self._devices[0].reserve_host(boundary_bytes(plan, costs))
         learned.trace, learned.costs, learned.plan = trace, costs, plan
 

@@ -67,7 +67,8 @@ class Slot:
         round: int = 0,
     ) -> None:
         self.index, self.worker, self.phase, self.calls = index, worker, phase, calls
-        self.layers, self.sums, self.microbatches = list(layers), sums, microbatches
+        self.layers: Sequence[HostLayer] = list(layers)
+        self.sums, self.microbatches = sums, microbatches
         self.version, self.recorder, self.cancel_scope, self.round = version, recorder, scope, round
         self.place: Place | None = None
         self.segments: dict[int, Tensor] = {}

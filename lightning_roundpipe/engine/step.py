@@ -72,7 +72,7 @@ class Step:
         self.context, self.weights, self.before = context, weights, before
         peers, count = context.exchange.peers if context.exchange is not None else None, weights.count
         scope = CancelScope(self._failed, before.spec.scope if before is not None else None)
-        self.spec = StepSpec(
+        self.spec: StepSpec = StepSpec(
             seed=(*seed, count * (peers.size if peers is not None else 1)),
             first=count * (peers.rank if peers is not None else 0),
             version=updates.wanted if updates is not None else 0,
@@ -199,6 +199,10 @@ class Step:
             self._adding[id(sums)] = slot
 
     # -- what microbatches ask ----------------------------------------------------------------------------------------
+
+    @property
+    def ahead(self) -> bool:
+        return self.plan is not None and self.plan.recompute_ahead
 
     def forward_slot(self, microbatch: int, call: int) -> int:
         return self._forward[call]

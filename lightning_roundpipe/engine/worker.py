@@ -324,7 +324,7 @@ class Worker:
             )
         return layer.read(master).detach().to(self.device.torch_device, copy=True)
 
-    # -- what is in flight ----------------------------------------------------------------------------------------------
+    # -- what is in flight --------------------------------------------------------------------------------------------
 
     def keep_until_computed(self, runner: Runner, *tensors: Any) -> None:
         """Keep tensors until what is enqueued has been computed, and limit how far the host runs ahead."""
