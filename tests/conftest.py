@@ -56,10 +56,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--engine") == "3":
-        from lightning_roundpipe import strategy
-        from lightning_roundpipe.engine.engine import Engine
+        sys.path.insert(0, str(Path(__file__).parent))
+        import editions
 
-        strategy.Engine = Engine  # type: ignore[misc, assignment]
+        editions.choose("3")
     if config.getoption("--note-slow") is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_SlowNotes(config.getoption("--note-slow")))
 

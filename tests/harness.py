@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import editions
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -38,10 +39,10 @@ from torch.utils.data import DataLoader
 
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.memory import Reserved, arena_bytes
-from lightning_roundpipe.runtime.profile import first_batch
 
 Gradients = dict[str, Tensor | None]
 
+editions.follow()
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
 """The models are too small for more, and on two cores emulated devices then compute two layers at once."""
 
@@ -376,14 +377,16 @@ def _copied(value: Any) -> Any:
 @contextlib.contextmanager
 def arenas_of(share: float) -> Iterator[None]:
     """Workers reserve the smallest arena, and ``share`` of what the largest one has more, as if memory were short."""
-    real = first_batch.reserved_within
+    planner = editions.planner_module()
+    real = planner.reserved_within
 
     def reserved(plan: Plan, costs: Costs, workers: int, *args: Any) -> Reserved:
         least, most = arena_bytes(plan, costs, workers)
-        return real(plan, costs, workers, *args)._replace(arena=least + int(share * (most - least)))
+        made: Reserved = real(plan, costs, workers, *args)
+        return made._replace(arena=least + int(share * (most - least)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(first_batch, "reserved_within", reserved)
+        patch.setattr(planner, "reserved_within", reserved)
         yield
 
 

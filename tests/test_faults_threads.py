@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import editions
 import faulty
 import harness
 import lightning.pytorch as pl
@@ -20,7 +21,6 @@ from patience import PATIENCE_S, join, longer_each_try, until
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.core import worker_pool
 from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 
 # ----------------------------------------------------------------------------------------------------------------- dead
@@ -40,7 +40,9 @@ class End(pl.Callback):
 
     def _end(self, engine: Any) -> None:
         worker_pool: Any = engine.worker_pool
-        thread = worker_pool.workers[1].thread if self.which == "worker" else worker_pool.thread(1)
+        worker = worker_pool.workers[1]
+        own = worker.sender if editions.third() else worker.thread
+        thread = own if self.which == "worker" else worker_pool.thread(1)
         if not self.after_s:
             end(thread)
         else:
@@ -161,7 +163,7 @@ class StickAt(pl.Callback):
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
     """Afterwards it is let go, and the thread that was left behind ends."""
-    monkeypatch.setattr(worker_pool, "GRACE", 0.2)
+    monkeypatch.setattr(editions.pool_module(), "GRACE", 0.2)
     STUCK.release.clear()
     STUCK.reached.clear()
     yield STUCK

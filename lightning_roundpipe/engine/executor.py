@@ -215,8 +215,12 @@ class Executor:
         for number, name, value in run.written:
             setattr(call.layer.state.modules[number], name, run.caller(value))
         for position, value in run.mutated:
-            if value.requires_grad or value.data_ptr() != inputs[position].data_ptr():
-                inputs[position].copy_(value)
+            own = inputs[position]
+            if value.data_ptr() != own.data_ptr():
+                own.copy_(value)
+            elif value.requires_grad:  # the values are there: only the history is missing
+                with torch.autograd._unsafe_preserve_version_counter(own):
+                    own.copy_(value)
 
     def _arrived(self, inputs: Sequence[Arriving], runner: Runner) -> list[Tensor]:
         for _, event in inputs:

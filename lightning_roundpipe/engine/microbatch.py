@@ -174,6 +174,7 @@ class Microbatch:
                 self._let_pass(error, predecessors)
             scope.fail(error)  # the main thread raises it
         finally:
+            self._tape.clear()  # a failed microbatch hangs in circles
             self._step.microbatch_ended()
             self.begun.set()
             self.ready.set()
