@@ -16,7 +16,7 @@ from lightning_roundpipe.config import Options
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.engine.attributes import LayerAttributes
 from lightning_roundpipe.engine.context import Context, Learned
-from lightning_roundpipe.engine.evaluation import Evaluation, Evaluations
+from lightning_roundpipe.engine.evaluation import Evaluations
 from lightning_roundpipe.engine.executor import Executor
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.planner import Planner
@@ -39,6 +39,7 @@ from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExch
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 from lightning_roundpipe.runtime.report import Report
 from lightning_roundpipe.runtime.reporting.alloc_retries import Retries
+from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.reporting.hints import Hints
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.runtime.user_code.host_metrics import HostMetrics
@@ -115,7 +116,9 @@ class Engine:
         self._report: Callable[[], Report] | None = None
         self._around = contextlib.ExitStack()
         self._switched_off: list[str] | None = None
-        self.evaluations = Evaluations()
+        self.evaluations = Evaluations(
+            self.context, self._interceptors, self._metrics.bring_to_host, self._count_uploads, self.hints.say
+        )
         try:
             self._planner.reserve_for_layers()
         except BaseException:
@@ -209,6 +212,7 @@ class Engine:
 
     def _prepare(self, *, zero_grad: bool) -> None:
         """Settle the last window's gradients, then prepare the weights for a new one."""
+        self.evaluations.end()
         given, self._given = self._given, None
         unused = given is not None and not given.handed_out
         if self.updates is not None:
@@ -291,7 +295,7 @@ class Engine:
             self.updates.leave(step.spec.scope)
         if not failed:
             self.context.gradients.give_back()
-            self.weights_uploaded += sum(step.spec.recorder.nbytes(("upload_weights",), len(self.worker_pool.workers)))
+            self._count_uploads(step.spec.recorder)
             self._retries.after_step(step.plan, step.retries)
             self._report = report_of(step, self._retries.last, self.weights_uploaded)
         step.release()
@@ -391,26 +395,43 @@ class Engine:
     @interrupts_deferred()
     @remedied()
     def evaluate(self, function: Callable[..., Any], *args: Any, kind: Hashable = ()) -> Any:
-        """Run ``function(*args)``, a validation, test or predict step of one batch, alone and forward only."""
+        """Run ``function(*args)``, a validation, test or predict step of one batch, alone and forward only.
+
+        Args:
+            function: the step.
+            args: its arguments.
+            kind: under which `evaluations` will know the step's calls; empty if it need not.
+
+        Returns:
+            What ``function`` returned.
+        """
+        self.begin_evaluations(kind, 1, alone=True)
+        try:
+            batch = self.evaluations.start(functools.partial(function, *args))
+            assert batch is not None
+            self.evaluations.wait_for(batch)
+            self.evaluations.show(batch)
+            return self.evaluations.result(batch)
+        finally:
+            self.evaluations.end()
+
+    @interrupts_deferred()
+    @remedied()
+    def begin_evaluations(self, kind: Hashable, in_flight: int, *, alone: bool = False) -> None:
+        """Let `evaluations` run several batches of ``kind`` at a time, or one ``alone``."""
+        self.evaluations.end()
         self.worker_pool.refuse_broken()
         self._drain()
         if self.updates is not None:
             self.updates.settle(within_batch=self.within_window())
         self._sync_weights(newest=True)
-        self.context.attributes.begin()
         for device in self.worker_pool.devices:
             device.follow_caller()
         version = self.updates.submitted if self.updates is not None else 0
-        evaluation = Evaluation(self.context, version)
-        try:
-            with intercepted(self._interceptors, None):
-                output = evaluation.run(function, args)
-            self.model.buffers.settle()
-            self.model.buffers.take_history()
-            self._metrics.bring_to_host()
-            return output
-        finally:
-            self.weights_uploaded += sum(evaluation.recorder.nbytes(("upload_weights",), len(self.worker_pool.workers)))
+        self.evaluations.begin(kind, version, in_flight, alone=alone)
+
+    def _count_uploads(self, recorder: Recorder) -> None:
+        self.weights_uploaded += sum(recorder.nbytes(("upload_weights",), len(self.worker_pool.workers)))
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
@@ -427,6 +448,7 @@ class Engine:
             if self.updates is not None:
                 rest.callback(self.updates.close)
             rest.callback(self._drain)
+            rest.callback(self.evaluations.end)
 
 
 def _exchange_of(peers: Peers, model: HostModel, options: Options) -> GradientExchange:

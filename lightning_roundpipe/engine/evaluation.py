@@ -1,112 +1,638 @@
-"""Evaluation: forward only, with the newest weights."""
+"""Evaluation: validation, test and prediction batches, forward only. Several are in flight at once.
+
+A batch is a microbatch without a tape, and its step runs whole, once. The first batch of a kind runs alone, with a slot
+for each call. It shows the calls, how long they take, and which attributes of modules a step leaves changed. Batches
+that are started ahead then follow one another through the stages of a forward plan:
+
+    start ── user code, in the order of batches ── a call in the turn of its slot ── user code ── ... ── [1]
+    the last call has returned ── the turn is left ── the step goes on when the batch before has ended ── [2]
+    anything that the plan lacks ── the batch leaves its turns; when the batches before have ended and all slots are
+    closed, it goes on alone; no more batches start ── [3]
+    wait_for, show ── the caller holds the baton while its hooks see what the batch has left ── [4]
+
+Alone in any case are steps that draw random numbers, write to weights, want gradients, have layers that set attributes,
+or give a layer an object again, as `generate` does with a key-value cache. A batch alone stays on one worker, so that
+a cache need not move. A call for which user code wants gradients runs in place, on the user's own weights: autograd
+then sees what it sees in plain Lightning. So does every later call of the batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
+import contextlib
+import contextvars
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from lightning_roundpipe.devices import Device
-from lightning_roundpipe.engine.activations import Activations, Arriving
-from lightning_roundpipe.engine.arguments import Arguments
-from lightning_roundpipe.engine.context import Context
-from lightning_roundpipe.engine.executor import LayerCall
+from lightning_roundpipe.batches.weights import LossWeights
+from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.devices.waiter import Waiter
+from lightning_roundpipe.engine.arguments import collect, is_box
+from lightning_roundpipe.engine.context import Context, StepSpec
+from lightning_roundpipe.engine.executor import LayerCall, Run
+from lightning_roundpipe.engine.microbatch import Microbatch
+from lightning_roundpipe.engine.randomness import CallerRandomState
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.sync import CancelScope, Runner
-from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
-from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
-from lightning_roundpipe.runtime.layer_calls.output_collectors import hand_over
+from lightning_roundpipe.engine.sync import Cancelled, CancelScope, Runner, Signal
+from lightning_roundpipe.engine.trace import Trace, TracedCall
+from lightning_roundpipe.planning.costs import Phase
+from lightning_roundpipe.planning.forward_plan import ForwardPlan, plan_forward
+from lightning_roundpipe.planning.memory import BESIDE
+from lightning_roundpipe.runtime.faults.interrupts import interrupts_deferred
+from lightning_roundpipe.runtime.faults.notes import remedied
+from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
+from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.reporting.events import Recorder
-from lightning_roundpipe.runtime.threads.caller_modes import without_caller_modes
-from lightning_roundpipe.runtime.user_code.interception import Inside, calling
-from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
+from lightning_roundpipe.runtime.threads.task_thread import Task
+from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
+from lightning_roundpipe.runtime.user_code.interception import Interceptor, calling, intercepted
+from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode
+from lightning_roundpipe.runtime.user_code.module_state import AttributeView, SharedAttributes, observed_writes
+from lightning_roundpipe.runtime.user_code.thread_state import apply_context
 
 
-class Evaluation:
-    """A batch that runs alone on the calling thread; each call has a slot of its own.
+class Kind(NamedTuple):
+    """What batches of one kind of step have shown.
+
+    Attributes:
+        trace: the calls that they make.
+        shared: the attributes of modules that they set.
+    """
+
+    trace: Trace
+    shared: SharedAttributes
+
+    def see(self, recorder: Recorder) -> None:
+        """Take over the times of calls, which have ended."""
+        for (_, _, position), times in recorder.call_seconds().items():
+            call = self.trace.calls[position]
+            call.forward_s = min(call.forward_s, *times)
+
+
+class Round:
+    """The slots that some batches share.
 
     Args:
         context: the engine's parts.
-        version: version of the weights.
+        spec: what is fixed for these batches.
+        batches: their numbers.
+        trace: the calls of the plan.
+        plan: the stages; None if each call has a slot of its own.
     """
 
-    def __init__(self, context: Context, version: int) -> None:
-        self._context, self._version = context, version
-        self.recorder = Recorder()
-        self._scope = CancelScope(lambda: context.pool.fail(self._scope))
-        self._runner = Runner(self._scope)
-        self._activations = Activations(-1, self.recorder, context.pool.devices[0])
-        self._device: Device | None = None
-        self._calls = 0
-        self._mode = UserCodeMode(
-            context.model.bucket_of, self._read, context.model.formats, train=False,
-            accelerator=context.pool.accelerator, devices=context.pool.devices, buffers=context.model.buffers,
-        )  # fmt: skip
+    weights = LossWeights(None, [1], [0])
 
-    def _read(self, master: Any) -> Tensor:
-        return self._context.model.bucket_of[id(master)].read(master)
+    def __init__(
+        self, context: Context, spec: StepSpec, batches: range, trace: Trace | None = None,
+        plan: ForwardPlan | None = None,
+    ) -> None:  # fmt: skip
+        self.spec, self.batches, self.trace = spec, batches, trace
+        self._context = context
+        self._positions = plan.stage_of_forward if plan is not None else {}
+        self.slots: list[Slot] = []
+        workers = context.pool.workers
+        calls = trace.calls if trace is not None else []
+        for span in plan.forward if plan is not None else ():
+            layers = {call.layer.index: call.layer for call in calls[span.first : span.last + 1]}
+            index = next(context.slots)
+            slot = Slot(
+                index, index % len(workers), "forward", span.calls(), list(layers.values()), {}, batches, spec.version,
+                spec.recorder, spec.scope,
+            )  # fmt: skip
+            self.slots.append(slot)
+            workers[slot.worker].add(slot)
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Return what ``function(*args)`` returns."""
-        baton = self._context.pool.baton
-        baton.acquire(self._runner)
-        device = self._context.pool.devices[0]
+    def forward_slot(self, microbatch: int, call: int) -> int:
+        return self._positions[call]
+
+    def on_demand(
+        self, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None, microbatch: int, worker: int
+    ) -> Slot:
+        spec = self.spec
+        return Slot(-1, worker, phase, [call], [layer], {}, [microbatch], spec.version, spec.recorder, spec.scope)
+
+    def give_up_turns(self, batches: range) -> None:
+        """Give up the turns of batches. The caller holds the baton."""
+        for batch in batches:
+            for slot in self.slots:
+                self._context.pool.workers[slot.worker].turns.leave(slot, batch)
+
+    # What a microbatch with a tape asks.
+
+    def backward_slot(self, microbatch: int, call: int) -> int | None: ...
+
+    def sums_of(self, layer: HostLayer, use: int, microbatch: int | None) -> HostGradSums | None: ...
+
+    def give_up(self, slot: Slot) -> None: ...
+
+    def microbatch_ended(self) -> None: ...
+
+
+class Batch(Microbatch):
+    """A batch of an evaluation.
+
+    Args:
+        flight: those that it is among.
+        round_: the slots that it runs in.
+        index: its number.
+        before: the batch before, if any is in flight.
+
+    Attributes:
+        over: for each section of user code, reached when it is over; the last one with the batch, and those before it.
+        alone: whether it has done what only a batch alone may do [3].
+        failure: what its step has raised.
+        done: ends of what it has enqueued on devices.
+        around: the context variables of its step.
+    """
+
+    def __init__(self, flight: Flight, round_: Round, index: int, before: Batch | None) -> None:
+        self._flight, self._before = flight, before
+        super().__init__(flight.context, round_, index, round_.slots, None)
+        calls = len(round_.trace.calls) if round_.trace is not None else 0
+        self.over = [*(Signal() for _ in range(calls)), self.ended]
+        self.kept: AttributeView = AttributeView(flight.shared)
+        self.alone = False
+        self.failure: BaseException | None = None
+        self.done: list[Event] = []
+        self.around = contextvars.copy_context()
+        self._passed = 0
+        self._in_place = self._writes = False
+        self._given: defaultdict[int, list[Any]] = defaultdict(list)
+        """Lists, dicts and objects that each layer was given."""
+        self._used: set[Device] = set()
+
+    def _user_code_mode(self) -> UserCodeMode:
+        return _UserCode(self.context, self.touched, self._aside)
+
+    def touched(self) -> None:
+        """Be alone, as user code is about to write to weights. From now on, calls read what it has written."""
+        if not self._writes:
+            self._writes = True
+            self.be_alone()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def run_step(self, function: Callable[[], Any], finish: Callable[[], None]) -> None:
+        """Run the step. ``finish`` is called in its last section of user code."""
+        self._baton.acquire(self.runner)
         try:
-            with device.activate(), calling(self), self._mode, self._noted(), interrupts_allowed():
-                return function(*args)
+            with calling(self), self._step.spec.thread_state.entered(), self.mode:
+                self._enter_user_code()
+                self._surroundings = Surroundings()
+                with self._noted():
+                    self.output = function()
+                finish()
+                for bucket in self.context.model.buckets if self._writes else ():
+                    bucket.refresh()
+                self.kept.end()
+                self.done = [device.compute.record() for device in self._used]
+        except Cancelled:
+            pass
         except BaseException as error:
-            self._scope.fail(error)
-            raise
+            self.failure = error
         finally:
-            baton.release()
-            self._context.pool.rest(self._scope, (), given_up=False)
+            self._end()
 
-    def _noted(self) -> noted:
-        return noted(lambda: FaultPlace("the code between layers", "evaluation", -1, None, self._device))
+    def _end(self) -> None:
+        try:
+            self._close_section()
+            self._leave(len(self._slots))
+            self._pass(len(self.over) - 1)
+            self._wait_for_section(-1)
+        except Cancelled:
+            pass
+        except BaseException as error:
+            self._step.spec.scope.fail(error)
+        finally:
+            self._before = None
+            self._given.clear()
+            self._pass(len(self.over))
+            self._baton.release()
+
+    # -- sections of user code ----------------------------------------------------------------------------------------
+
+    def _wait_for_section(self, section: int) -> None:
+        """Wait until the batches before have left a section. One that makes no more calls has, and others may not."""
+        before = self._before
+        while before is not None:
+            if not (signal := before.over[section]).is_set:
+                self._baton.wait(self.runner, signal.then)
+            before = before._before
+
+    def _enter_user_code(self) -> None:
+        """Enter a section when the batches before have left it [1], without a turn if it is the last one [2]."""
+        if self._next == len(self.over) - 1:
+            self._leave(len(self._slots))
+        self._wait_for_section(self._next)
+        super()._enter_user_code()
+
+    def _leave_user_code(self) -> None:
+        super()._leave_user_code()
+        self._pass(self._next)
+
+    def _pass(self, sections: int) -> None:
+        for signal in self.over[self._passed : sections]:
+            signal.set()
+        self._passed = max(self._passed, sections)
+
+    def be_alone(self) -> None:
+        """Wait until nothing else is in flight [3]. User code calls this."""
+        if self.alone:
+            return
+        self.alone = True
+        self._flight.close()
+        self._leave(len(self._slots))
+        self._close_section()
+        self._pass(len(self.over) - 1)
+        self._wait_for_section(-1)
+        for slot in self._flight.slots():
+            self._baton.wait(self.runner, slot.sent.then)
+        self._step, self._slots, self._at, self._left = self._flight.without_plan, [], -1, 0
+        super()._enter_user_code()
+
+    # -- layer calls --------------------------------------------------------------------------------------------------
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a layer call on a worker."""
-        context = self._context
-        with torch._C.DisableTorchFunction(), interrupts_allowed(False):
-            number = self._calls % len(context.pool.workers)
-            self._calls += 1
-            context.attributes.touched(layer.module)
-            state = context.attributes.of(layer)
-            carried = state.carried if state is not None else {}
-            call = LayerCall(layer, self._calls, -1, (0,), state, context.thread_state())
-            containers = context.attributes.containers(layer)
-            call.arguments = Arguments((args, kwargs, carried, containers), self._mode.stand_in)
-            given = call.tensors
-            call.needs = [False] * len(given)
-            worker, home = context.pool.workers[number], self._device
-            slot = Slot(-1, number, "forward", [0], [layer], {}, [0], self._version, self.recorder, self._scope)
-            worker.open(slot, worker.planned, self._runner)
-            try:
-                inputs = [
-                    Arriving(t, None) if home is worker.device
-                    else self._activations.bring(self._activations.save(t, home), worker.device)
-                    for t in given
-                ]  # fmt: skip
-                place = FaultPlace(layer.title, "evaluation", -1, slot, worker.device)
-                with noted(lambda: place), without_caller_modes():
-                    result, run = context.executors[number].forward(
-                        call, slot, inputs, self._runner, Inside(layer.name), keep_graph=False, evaluates=True
-                    )
-            finally:
-                worker.close_slot(slot, worker.planned)
-            self._device = worker.device
-            context.executors[number].deliver(call, run, given)
-            return hand_over(result)
+        with torch._C.DisableTorchFunction():
+            in_place = self._runs_in_place(layer, args, kwargs)
+            if in_place or self._is_other(layer) or self._is_given_again(layer, args, kwargs):
+                self.be_alone()
+            if in_place:
+                self.context.model.buffers.settle()
+            elif self._writes:
+                layer.bucket.refresh()
+        if in_place:
+            return self._flight.in_place(layer, args, kwargs)
+        result = super().call(layer, args, kwargs)
+        assert self.device is not None
+        self._used.add(self.device)
+        return result
+
+    def _forward(self, call: LayerCall, traced: TracedCall) -> tuple[Any, Run]:
+        result, run = super()._forward(call, traced)
+        if run.written and not call.layer.sets_attributes:
+            call.layer.sets_attributes = True
+            self._flight.close()
+        return result, run
+
+    def _is_other(self, layer: HostLayer) -> bool:
+        """Return whether the plan does not have the next call."""
+        trace = self._step.trace
+        return trace is not None and trace.find(layer, self._next, taped=False) is None
+
+    def _is_given_again(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether the layer gets an object that it may have written to before."""
+        known, given = self._given[layer.index], [v for v in (*args, *kwargs.values()) if is_box(v)]
+        again = any(one is other for one in given for other in known)
+        known += given
+        return again
+
+    def _runs_in_place(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether user code wants gradients of the call, or has wanted some: an optimizer may have stepped."""
+        if not self._in_place and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            found: list[Tensor] = []
+            collect((args, kwargs), set(), found)
+            self._in_place = any(layer.trainable()) or any(tensor.requires_grad for tensor in found)
+        return self._in_place
+
+    def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
+        """Leave a gradient that reached ``master`` itself to autograd, which adds it to ``.grad``."""
+        return False
+
+    def _worker_on_demand(self, call: int) -> int:
+        return 0
+
+
+class _UserCode(UserCodeMode):
+    """The torch function mode of a batch; tells before user code writes to weights.
+
+    Args:
+        context: the engine's parts.
+        touched: called before user code writes to a weight, or reads its ``.data``, through which it may write to it.
+        aside: see `UserCodeMode`.
+    """
+
+    def __init__(
+        self, context: Context, touched: Callable[[], None], aside: Callable[[Callable[[], Any]], Any]
+    ) -> None:
+        model, pool = context.model, context.pool
+        super().__init__(
+            model.bucket_of, lambda p: p.to(model.formats.of(p)), model.formats, train=False,
+            accelerator=pool.accelerator, devices=pool.devices, aside=aside, buffers=model.buffers,
+        )  # fmt: skip
+        self._all, self._touched = model.bucket_of, touched
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        target, name = args[0] if args else None, getattr(func, "__name__", "")
+        writes = func == DATA or (IN_PLACE.fullmatch(name) and name != "requires_grad_")
+        if writes and isinstance(target, nn.Parameter) and id(target) in self._all:
+            self._touched()
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class Flight:
+    """Batches that are in flight together, from the first to the last.
+
+    Args:
+        context: the engine's parts.
+        known: what their kind has shown; None for a batch alone.
+        version: version of the weights.
+        size: how many are in flight at a time.
+        in_place: runs a call of a layer on the user's own weights.
+
+    Attributes:
+        closed: whether no more may start [3].
+        last: the batch that was started last.
+    """
+
+    def __init__(
+        self, context: Context, known: Kind | None, version: int, size: int,
+        in_place: Callable[[HostLayer, tuple[Any, ...], dict[str, Any]], Any],
+    ) -> None:  # fmt: skip
+        self.context, self.known, self.in_place = context, known, in_place
+        self.scope = CancelScope(lambda: context.pool.fail(self.scope))
+        self.caller = Runner(self.scope, -1)
+        self.shared = known.shared if known is not None else SharedAttributes(context.model.module)
+        self.shared.begin()
+        self.shared.touched = context.attributes.touched
+        self.closed = False
+        self.last: Batch | None = None
+        self.tasks: list[Task[None]] = []
+        self._version, self._size, self._count = version, size, 0
+        self.without_plan = self._round(range(1 if known is None else 0))
+        self._rounds = [self.without_plan]
+
+    def _round(self, batches: range, plan: ForwardPlan | None = None) -> Round:
+        context = self.context
+        spec = StepSpec(
+            seed=(), first=0, version=self._version, several=True, overlaps=False, undisturbed=True, updates=None,
+            thread_state=context.thread_state(), recorder=Recorder(), scope=self.scope,
+        )  # fmt: skip
+        return Round(context, spec, batches, self.known.trace if plan is not None and self.known else None, plan)
+
+    def slots(self) -> list[Slot]:
+        """Return the slots that may be open."""
+        return [slot for round_ in self._rounds for slot in round_.slots]
+
+    def start(self, function: Callable[[], Any], finish: Callable[[], None]) -> Batch:
+        """Start a batch. The caller holds the baton."""
+        index, self._count = self._count, self._count + 1
+        if self.known is not None and index not in self._rounds[-1].batches:
+            self._add_round(self.known, index)
+        batch = self.last = Batch(self, self._rounds[-1], index, self.last)
+        work = functools.partial(batch.around.run, batch.run_step, function, finish)
+        self.tasks = [task for task in self.tasks if not task.finished]
+        self.tasks.append(self.context.pool.thread(index % self._size).submit(work))
+        return batch
+
+    def _add_round(self, known: Kind, first: int) -> None:
+        """Make the slots of the next batches, with the times that calls have taken so far."""
+        workers, calls = self.context.pool.workers, known.trace.calls
+        rooms = [w.planned.arena.buffer.numel() // BESIDE for w in workers if w.planned.arena.buffer is not None]
+        nbytes = {call.layer.index: call.layer.nbytes for call in calls}
+        plan = plan_forward(
+            [call.forward_s for call in calls], [call.layer.index for call in calls], nbytes, len(workers),
+            min(rooms, default=None),
+        )  # fmt: skip
+        batches = range(first, first + plan.round_batches(len(workers), self._size))
+        self._rounds.append(self._round(batches, plan))
+
+    def close_round(self) -> None:
+        """Give up the turns of batches that are not started. Others make a new round. The caller holds the baton."""
+        last = self._rounds[-1]
+        rest = range(max(self._count, last.batches.start), last.batches.stop)
+        last.batches = range(last.batches.start, min(self._count, last.batches.stop))
+        last.give_up_turns(rest)
+
+    def close(self) -> None:
+        """Let no more batches start."""
+        self.closed = True
+        self.close_round()
+
+    def forget(self, shown: float) -> Iterator[Recorder]:
+        """Forget rounds whose batches have all ended; yield what was recorded of them."""
+        for round_ in [r for r in self._rounds if r.batches.stop <= shown]:
+            if round_ is not self.without_plan or shown == math.inf:
+                self._rounds.remove(round_)
+                yield round_.spec.recorder
 
 
 class Evaluations:
-    """Batches of an evaluation that are in flight together. So far each runs alone."""
+    """Evaluates as many batches at once as the caller starts. Lives as long as the engine.
+
+    Args:
+        context: the engine's parts.
+        interceptors: of the layers.
+        finish: called behind each batch's step, in its last section of user code.
+        account: called with what was recorded of batches.
+        say: shows a hint to the user.
+    """
+
+    def __init__(
+        self, context: Context, interceptors: Sequence[Interceptor], finish: Callable[[], None],
+        account: Callable[[Recorder], None], say: Callable[[str, str], object],
+    ) -> None:  # fmt: skip
+        self._context, self._interceptors, self._say = context, interceptors, say
+        self._finish, self._account = finish, account
+        self._known: dict[Hashable, Kind] = {}
+        self._kind: Hashable = None
+        self._flight: Flight | None = None
+        self._around, self._streams = contextlib.ExitStack(), contextlib.ExitStack()
+        self._before: CallerRandomState | None = None
+        self._has_baton = False
 
     def knows(self, kind: Hashable) -> bool:
-        return False
+        """Return whether several batches of this kind of step may be in flight."""
+        return kind in self._known
 
-    def end(self) -> None:
-        """End what is in flight."""
+    @interrupts_deferred()
+    def begin(self, kind: Hashable, version: int, in_flight: int, *, alone: bool = False) -> None:
+        """Begin to run batches of ``kind``, at most ``in_flight`` at a time, or one ``alone``, which shows its kind."""
+        context, self._kind = self._context, kind
+        known = self._known.pop(kind) if kind in self._known and alone else self._known.get(kind)
+        context.attributes.begin()
+        self._before = CallerRandomState(context.pool.devices) if alone else None
+        self._flight = Flight(context, None if alone else known, version, in_flight, self._run_in_place)
+        for around in (
+            intercepted(self._interceptors),
+            observed_writes(),
+            context.pool.devices[0].step_settings(),
+            context.randomness.paused(),
+        ):
+            self._around.enter_context(around)
+
+    @interrupts_deferred()
+    def start(self, function: Callable[[], Any]) -> Batch | None:
+        """Start a batch's step. Return None if no more may start [3]."""
+        flight = self._flight
+        if flight is None or flight.scope.failed:
+            return None
+        batch = None
+        with self._failing(), self._holding(flight):
+            if not flight.closed:
+                batch = flight.start(function, self._finish)
+        return batch
+
+    def close_round(self) -> None:
+        """Give up the turns of batches that are not started, for which slots would wait."""
+        if (flight := self._flight) is not None:
+            with self._failing(), self._holding(flight):
+                flight.close_round()
+
+    def _run_in_place(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forward, accelerator = self._interceptors[layer.index].run, self._context.pool.accelerator
+        if accelerator is None:
+            return forward(*args, **kwargs)
+        self._say(
+            "gradients",
+            f"layer {layer.name!r} is called with gradients (torch.enable_grad) in a validation, test or predict step, "
+            "in which GPUs only run forward: from there on, the step's layers run on the CPU.",
+        )
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("cpu"), (args, kwargs))
+        enabled, dtype = torch.is_autocast_enabled(accelerator), torch.get_autocast_dtype(accelerator)
+        with torch.autocast("cpu", dtype) if enabled else contextlib.nullcontext():
+            return forward(*args, **kwargs)
+
+    # -- the caller, between batches ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """End everything if an error comes up here, or has come up in the engine, and raise the first one."""
+        flight = self._flight
+        assert flight is not None
+        try:
+            yield
+        except BaseException as error:
+            flight.scope.fail(error)
+            self.end(given_up=not isinstance(error, Cancelled))
+            flight.scope.raise_error()
+            raise
+
+    @contextlib.contextmanager
+    def _holding(self, flight: Flight) -> Iterator[None]:
+        """Hold the baton, under the watchdog."""
+        if self._has_baton:
+            yield
+            return
+        pool = self._context.pool
+        pool.baton.acquire(flight.caller, lambda: pool.wait(flight.caller, flight.scope))
+        try:
+            yield
+        finally:
+            pool.baton.release()
+
+    @interrupts_deferred()
+    @remedied()
+    def wait_for(self, batch: Batch) -> None:
+        """Wait until ``batch``, the oldest one, has ended. Hooks have no turn any more."""
+        self.pause_hooks()
+        flight, waiter = self._flight, Waiter()
+        assert flight is not None
+        with self._failing():
+            if batch.ended.then(waiter.wake):
+                self._context.pool.wait(waiter, flight.scope)
+            flight.scope.check()
+            for event in batch.done:
+                event.wait()
+        self._see(flight, batch.index + 1)
+
+    def _see(self, flight: Flight, shown: float) -> None:
+        for recorder in flight.forget(shown):
+            self._account(recorder)
+            if flight.known is not None and not flight.closed and not flight.scope.failed:
+                flight.known.see(recorder)
+
+    @interrupts_deferred()
+    @remedied()
+    def show(self, batch: Batch) -> None:
+        """Let hooks find what ``batch`` has left, and no batch run user code until the next `wait_for` [4]."""
+        with self._failing():
+            self._give_turn(batch.kept)
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Context of hooks that run while batches do."""
+        self._give_turn()
+        try:
+            yield
+        finally:
+            self.pause_hooks()
+
+    def _give_turn(self, view: AttributeView | None = None) -> None:
+        """Give the caller's hooks the baton, a view of modules, and the streams that outputs are on."""
+        flight = self._flight
+        assert flight is not None
+        if not self._has_baton:
+            self._streams.enter_context(self._holding(flight))
+            self._has_baton = True
+            self._streams.enter_context(self._context.pool.devices[0].activate())
+        flight.shared.come_to(view)
+
+    def pause_hooks(self) -> None:
+        """Let batches run user code."""
+        if self._flight is not None:
+            self._flight.shared.hooks.leave()
+        self._streams.close()
+        self._has_baton = False
+
+    @remedied()
+    def result(self, batch: Batch) -> Any:
+        """Return what the step of ``batch`` has returned, or raise what it has raised."""
+        apply_context(batch.around)
+        error, batch.failure = batch.failure, None  # the traceback refers to the batch
+        try:
+            if error is not None:
+                raise error
+            return batch.output
+        finally:
+            del error
+
+    @interrupts_deferred()
+    def end(self, *, given_up: bool = False) -> None:
+        """Bring everything to rest. Batches that have not ended are given up."""
+        if (flight := self._flight) is None:
+            return
+        scope, model = flight.scope, self._context.model
+        self.pause_hooks()
+        self._flight = None
+        try:
+            if flight.last is not None and not flight.last.ended.is_set:
+                scope.fail(Cancelled())
+            with self._holding(flight):
+                flight.close_round()
+        except BaseException as error:
+            scope.fail(error)
+        self._context.pool.rest(scope, flight.tasks, given_up=given_up)
+        if scope.failed:
+            self._context.gradients.drop()  # downloads into them may have been aborted
+        flight.shared.come_to()
+        flight.shared.hooks.leave()
+        self._around.close()
+        self._learn(flight)
+        self._see(flight, math.inf)
+        if not scope.failed:
+            model.buffers.settle()
+        model.buffers.take_history()
+
+    def _learn(self, flight: Flight) -> None:
+        """Take note of what a batch alone has shown, or that one has made other calls than those that are known."""
+        before, self._before = self._before, None
+        if flight.closed:
+            self._known.pop(self._kind, None)
+        batch = flight.last
+        if before is None or batch is None or batch.alone or batch.failure or flight.scope.failed or self._kind == ():
+            return
+        calls = batch.made.calls
+        if calls and not before.has_moved and not any(call.layer.sets_attributes for call in calls):
+            for call in calls:
+                call.forward_s = math.inf
+            self._known[self._kind] = flight.known = Kind(batch.made, flight.shared)

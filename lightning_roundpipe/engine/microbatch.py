@@ -116,11 +116,7 @@ class Microbatch:
         self.read: set[ParamBucket] = set()
         self.made = Trace()
         """The calls that it has made."""
-        self.mode = UserCodeMode(
-            context.model.bucket_of, self._read_master, context.model.formats, train=True,
-            accelerator=context.pool.accelerator, devices=context.pool.devices, aside=self._aside,
-            buffers=context.model.buffers, targets=TargetCounts() if step.weights.counts_targets else None,
-        )  # fmt: skip
+        self.mode = self._user_code_mode()
         self._baton = context.pool.baton
         self._activations = Activations(index, spec.recorder, context.pool.devices[0])
         self._tape: list[LayerCall] = []
@@ -138,6 +134,14 @@ class Microbatch:
         self._draws = self._in_user_code = False
         self._activated: contextlib.AbstractContextManager[None] | None = None
         self._surroundings: Surroundings | None = None
+
+    def _user_code_mode(self) -> UserCodeMode:
+        context = self.context
+        return UserCodeMode(
+            context.model.bucket_of, self._read_master, context.model.formats, train=True,
+            accelerator=context.pool.accelerator, devices=context.pool.devices, aside=self._aside,
+            buffers=context.model.buffers, targets=TargetCounts() if self._step.weights.counts_targets else None,
+        )  # fmt: skip
 
     @property
     def ended_early(self) -> bool:

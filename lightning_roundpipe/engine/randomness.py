@@ -10,8 +10,9 @@ generator is not in its parked state, and the step is refused: a recomputation c
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,16 @@ class Randomness:
                 self.draws.add(who)
         self.park()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let everything draw from the caller's generators, as evaluation does. Nothing else runs."""
+        before = self.learning, self.draws
+        self.learning, self.draws = False, set()
+        try:
+            yield
+        finally:
+            self.learning, self.draws = before
+
     def park(self) -> None:
         """Leave the generators as they are when nothing draws."""
         for generator in self._generators:
@@ -111,7 +122,12 @@ class CallerRandomState:
         generators = {id(d.generator): d.generator for d in devices}
         generators[id(torch.default_generator)] = torch.default_generator
         self._states = [(g, g.get_state()) for g in generators.values()]
-        self._host = random.getstate(), np.random.get_state()
+        self._host, self._seen = (random.getstate(), np.random.get_state()), host_state()
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether anything has drawn from the generators since."""
+        return self._seen != host_state() or any(not torch.equal(g.get_state(), s) for g, s in self._states)
 
     def restore(self) -> None:
         for generator, state in self._states:
