@@ -2,15 +2,17 @@
 
     a layer is called ── a copy of each input is made on its device ── that goes to the host ── [1]
     the call runs on another worker, or is recomputed there ── it comes from the host ── [2]
+    its turn is next ── it comes already, if the worker has room beside what the plan needs ── [3]
 
 The copy in [1] is made at once, so that nothing that user code or the layer writes later can reach it. Each tensor is
-saved once, however many layers take it. Copies of one direction run in order on streams of their own. Whoever reads
-what they write waits for their events.
+saved once, however many layers take it, and comes once for neighbouring calls of a stage. Copies of one direction run
+in order on streams of their own; whoever reads what they write waits for their events.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -18,7 +20,9 @@ from torch import Tensor
 
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.base import check_copy, stage
+from lightning_roundpipe.planning.crossing import tensor_bytes
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
+from lightning_roundpipe.runtime.memory.peak_memory import INPUTS
 from lightning_roundpipe.runtime.reporting.events import Recorder
 
 
@@ -27,6 +31,46 @@ class Arriving(NamedTuple):
 
     tensor: Tensor
     event: Event | None
+
+
+class Room:
+    """The bytes of a worker's memory that tensors may take before the turn of the call that needs them.
+
+    Attributes:
+        limit: how many; None: any number.
+        taken: how many do.
+    """
+
+    def __init__(self) -> None:
+        self.limit: int | None = 0
+        self.taken = 0
+
+    def take(self, nbytes: int) -> bool:
+        """Take so many bytes, and return whether they are there."""
+        if self.limit is not None and self.taken + nbytes > self.limit:
+            return False
+        self.taken += nbytes
+        return True
+
+
+class _Here:
+    """A saved tensor on a worker.
+
+    Attributes:
+        room: what its bytes are taken from, until its call begins.
+        lent: whether it goes back at `Activations.drop`; else whoever refers to it keeps it.
+    """
+
+    __slots__ = ("arriving", "lent", "room", "saved")
+
+    def __init__(self, saved: HostTensor, arriving: Arriving, room: Room | None, *, lent: bool) -> None:
+        self.saved, self.arriving, self.room, self.lent = saved, arriving, room, lent
+
+    def used(self) -> None:
+        """Give the bytes back to the room: from now on the call needs them."""
+        if self.room is not None:
+            self.room.taken -= tensor_bytes(self.saved.tensor)
+            self.room = None
 
 
 class Activations:
@@ -41,6 +85,8 @@ class Activations:
     def __init__(self, microbatch: int, recorder: Recorder, staging: Device) -> None:
         self._microbatch, self._recorder, self._staging = microbatch, recorder, staging
         self._known: dict[int, tuple[weakref.ref[Tensor], int, HostTensor]] = {}
+        self._here: dict[int, _Here] = {}
+        """What has been brought for calls on the worker that it is on, or moves to next."""
         self.nbytes = 0
         """Of what has been saved."""
 
@@ -61,25 +107,55 @@ class Activations:
         self.nbytes += saved.nbytes
         return saved
 
-    def bring(self, saved: HostTensor, device: Device, *, lent: bool = False) -> Arriving:
-        """Enqueue a copy of a saved tensor to ``device``; see `Device.device_like` for ``lent``."""
-        return upload(saved, device, self._recorder, self._microbatch, lent=lent)
+    def bring(self, saved: HostTensor, device: Device) -> Arriving:
+        """Enqueue a copy of a saved tensor to ``device``, for good [2]."""
+        return upload(saved, device, self._recorder, self._microbatch)
 
-    def move(self, tensor: Tensor, home: Device, to: Device, made: Event | None = None) -> Arriving:
-        """Enqueue a copy of ``tensor``, which nobody writes to, to another device, through the host.
+    def send(self, tensor: Tensor, home: Device, to: Device, made: Event | None = None) -> HostTensor | Tensor:
+        """Return a tensor that nobody writes to, or begin to copy it to the host if another device needs it.
 
         Args:
             tensor: a tensor on ``home``.
             home: its device.
-            to: the other device; if it is the same, nothing is copied.
-            made: the point of the device's work behind which it is there; by default now.
+            to: the device that needs it.
+            made: the point of the work of ``home`` behind which it is there; by default now.
         """
         if home is to:
-            return Arriving(tensor, None)
+            return tensor
         with torch.no_grad(), torch.inference_mode(False):
             host = home.host_like(tensor)
         made = made or home.compute.record()
-        return self.bring(_downloaded(host, tensor, home, made, self._recorder, self._microbatch), to)
+        return _downloaded(host, tensor, home, made, self._recorder, self._microbatch)
+
+    def move(self, tensor: Tensor, home: Device, to: Device) -> Arriving:
+        """Enqueue a copy of ``tensor``, which nobody writes to, from ``home`` to another device, through the host."""
+        sent = self.send(tensor, home, to)
+        return self.bring(sent, to) if isinstance(sent, HostTensor) else Arriving(sent, None)
+
+    def bring_ahead(self, saved: Iterable[HostTensor], device: Device, room: Room, *, lent: bool = True) -> None:
+        """Begin to bring what the next call on ``device`` needs, as far as there is room [3]."""
+        for each in saved:
+            if id(each) not in self._here and room.take(tensor_bytes(each.tensor)):
+                arriving = upload(each, device, self._recorder, self._microbatch, lent=lent)
+                self._here[id(each)] = _Here(each, arriving, room, lent=lent)
+
+    def on(self, saved: HostTensor, device: Device, *, lent: bool = True) -> Arriving:
+        """Return a saved tensor on ``device``, for a call whose turn it is. It is there until `drop`."""
+        here = self._here.get(id(saved))
+        if here is None:
+            arriving = upload(saved, device, self._recorder, self._microbatch, lent=lent)
+            here = self._here[id(saved)] = _Here(saved, arriving, None, lent=lent)
+        here.used()
+        return here.arriving
+
+    def drop(self, device: Device | None, keep: Collection[HostTensor] = ()) -> None:
+        """Drop what is on ``device``, after a call, except for what the next call needs, too."""
+        kept = set(map(id, keep))
+        gone = [self._here.pop(key) for key in list(self._here) if key not in kept]
+        for here in gone:
+            here.used()
+        if gone and device is not None:
+            device.free_after_compute([here.arriving.tensor for here in gone if here.lent])
 
 
 def download(tensor: Tensor, home: Device | None, recorder: Recorder, microbatch: int, staging: Device) -> HostTensor:
@@ -115,6 +191,7 @@ def upload(saved: HostTensor, device: Device, recorder: Recorder, microbatch: in
         return Arriving(saved.tensor.to(device.torch_device, copy=True), None)
     stream = device.activations_up if saved.ready is None or saved.ready.done() else device.arrivals_up
     there = device.device_like(saved.tensor, stream, lent=lent)
+    device.track_until_freed([there], INPUTS)
     if saved.ready is not None:
         stream.wait(saved.ready)
     start = stream.record(timed=True)

@@ -19,7 +19,7 @@ from lightning_roundpipe.engine.context import Context, Learned
 from lightning_roundpipe.engine.evaluation import Evaluations
 from lightning_roundpipe.engine.executor import Executor
 from lightning_roundpipe.engine.microbatch import Microbatch
-from lightning_roundpipe.engine.planner import Planner
+from lightning_roundpipe.engine.planner import Planner, rates_of
 from lightning_roundpipe.engine.pool import Pool
 from lightning_roundpipe.engine.randomness import CallerRandomState, Randomness
 from lightning_roundpipe.engine.report import report_of
@@ -85,6 +85,8 @@ class Engine:
             elsewhere=peers.liveness.says if peers is not None else str,
         )  # fmt: skip
         reduction = Reduction(getattr(torch, dtype) if dtype is not None else None, pool.summing)
+        casts = self.formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights
+        rates = rates_of(devices[0]) if options.plan == "static" else None
         attributes, randomness = LayerAttributes(model.layers), Randomness(devices)
         shared = SharedAttributes(module)
         shared.touched = attributes.touched
@@ -92,7 +94,9 @@ class Engine:
             options=options,
             model=model,
             pool=pool,
-            executors=[Executor(worker, pool.baton, randomness, compiler) for worker in pool.workers],
+            executors=[
+                Executor(worker, pool.baton, randomness, compiler, rates, casts=casts) for worker in pool.workers
+            ],
             gradients=GradientMemory(model.layers, devices[0], reduction),
             attributes=attributes,
             shared=shared,
@@ -105,7 +109,7 @@ class Engine:
         self._accumulators = Accumulators()
         self._metrics = HostMetrics(module if pool.accelerator is not None else nn.Module())
         self._retries = Retries(devices, self.hints)
-        self._planner = Planner(self.context, lambda: self.windows_left())
+        self._planner = Planner(self.context, self.hints, lambda: self.windows_left())
         self._trained = model.trainable()
         self._step_in_flight: Step | None = None
         """The last window's step, if its outputs were returned and its backward may still run."""
@@ -175,7 +179,7 @@ class Engine:
             if not several and len(self.worker_pool.workers) > 1:
                 self.hints.of_one_microbatch(len(self.worker_pool.workers))
             if step.plan is None and self.options.overlap and all(run.loss is not None for run in runs):
-                self._planner.plan_from([run.made for run in runs])
+                self._planner.plan_from([run.made for run in runs], step.spec.recorder)
                 context.randomness.learning = False
             self._given = step.gradients
             if self.updates is not None and step.gradients is not None:

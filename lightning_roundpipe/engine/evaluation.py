@@ -88,6 +88,7 @@ class Round:
     """
 
     weights = LossWeights(None, [1], [0])
+    ahead = measures = False
 
     def __init__(
         self, context: Context, spec: StepSpec, batches: range, trace: Trace | None = None,

@@ -10,31 +10,38 @@ import contextlib
 import contextvars
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.thread_owner import working
-from lightning_roundpipe.engine.activations import Activations, Arriving
+from lightning_roundpipe.engine.activations import Arriving
 from lightning_roundpipe.engine.arguments import Arguments, Substitution, collect
 from lightning_roundpipe.engine.attributes import LayerWrites
 from lightning_roundpipe.engine.graph_cut import Gradients, InputEdge, cut, inlet, run_backward
 from lightning_roundpipe.engine.randomness import Randomness, Seed
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import Baton, Runner
+from lightning_roundpipe.engine.trace import TracedCall
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.model.attributes import StateDiff
+from lightning_roundpipe.model.cast_weights import CastWatcher
 from lightning_roundpipe.model.replica import Replica
+from lightning_roundpipe.planning.crossing import storage_bytes
+from lightning_roundpipe.planning.meter import Counter
+from lightning_roundpipe.planning.profile import Hardware
+from lightning_roundpipe.runtime.core.arenas import address_of
 from lightning_roundpipe.runtime.layer_calls.compiling import LayerCompiler
 from lightning_roundpipe.runtime.layer_calls.output_collectors import collecting
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.module_buffers import BufferValue, ReplicaBuffers
-from lightning_roundpipe.runtime.memory.peak_memory import INPUTS, OUTPUTS
+from lightning_roundpipe.runtime.memory.peak_memory import GRADIENTS, INPUTS, OUTPUTS, PeakMemoryMeter
 from lightning_roundpipe.runtime.reporting.events import EventSource
 from lightning_roundpipe.runtime.user_code.interception import Inside
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
@@ -65,17 +72,18 @@ class LayerCall:
         gradients: of the outputs.
         kinds: shape and dtype of each of these outputs.
         graph: the outputs with their graph, and the gradients of the inputs; None if the graph was dropped.
-        lent: device copies of ``saved`` that the graph was made with.
         trained: whether each of the layer's parameters is trained.
         buffers: the layer's buffers in front of the forward, for the recomputation.
         seconds: that the layer's code took.
         slot: the slot of its backward, if the plan has none.
         use: how often the microbatch has called the layer before.
+        traced: what the first window learns about the call; None after it.
     """
 
     __slots__ = (
-        "arguments", "buffers", "context", "edges", "gradients", "graph", "home", "index", "kinds", "layer", "lent",
-        "microbatch", "mutated", "needs", "saved", "seconds", "seed", "slot", "state", "thread_state", "trained", "use",
+        "arguments", "buffers", "context", "edges", "gradients", "graph", "home", "index", "kinds", "layer",
+        "microbatch", "mutated", "needs", "saved", "seconds", "seed", "slot", "state", "thread_state", "traced",
+        "trained", "use",
     )  # fmt: skip
 
     def __init__(
@@ -95,10 +103,10 @@ class LayerCall:
         self.gradients: Gradients
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []
         self.graph: tuple[list[Tensor], Gradients] | None = None
-        self.lent: list[Tensor] = []
         self.buffers: dict[int, BufferValue] | None = None
         self.seconds = 0.0
         self.slot: Slot | None = None
+        self.traced: TracedCall | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -139,11 +147,17 @@ class Executor:
         baton: the baton.
         randomness: seeds calls.
         compiler: how a layer's code runs.
+        rates: rates by which the first window's operations are counted, for a static plan; None: they are not.
+        casts: whether the first window looks for weights that autocast casts wherever they are used.
     """
 
-    def __init__(self, worker: Worker, baton: Baton, randomness: Randomness, compiler: LayerCompiler) -> None:
+    def __init__(
+        self, worker: Worker, baton: Baton, randomness: Randomness, compiler: LayerCompiler, rates: Hardware | None,
+        *, casts: bool,
+    ) -> None:  # fmt: skip
         self.worker, self.device = worker, worker.device
         self._baton, self._randomness, self._compiler = baton, randomness, compiler
+        self._rates, self._casts = rates, casts
         self._buffers: dict[int, tuple[Replica, ReplicaBuffers]] = {}
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -176,17 +190,21 @@ class Executor:
         before = buffers.snapshot() if buffers and grad and not keep_graph else None
         if buffers:
             buffers.load()
-        tracked = self.device.track(tensors, INPUTS)
-        with tracked:
+        with self.device.track(tensors, INPUTS):
+            meter = self._meter(call, tensors)
             run, aliases, sink = self._run(call, slot, tensors, replica, runner, "forward", inside, grad=grad)
-            self.device.track_until_freed(_all_tensors(run), OUTPUTS)
+            found = _all_tensors(run)
+            self.device.track_until_freed(found, OUTPUTS)
+            if meter is not None and call.traced is not None:
+                call.traced.kept_bytes = meter.read()
         if buffers:
             buffers.write_back(before, self._randomness.learning or layer.is_new_state(call.state), call.microbatch)
             call.buffers = before
         originals: dict[int, Any] = dict(zip(map(id, aliases), call.tensors, strict=True))
         originals |= {id(mine): theirs for mine, theirs in zip(replica.parameters, layer.masters, strict=True)}
         originals |= {id(mine): theirs for mine, theirs in zip(replica.modules, replica.originals, strict=True)}
-        self._part_from_arenas(run, originals)
+        lent = {address_of(tensor) for tensor, event in inputs if event is not None}
+        self._part_from_lent(run, found, lent, originals)
         call.mutated = [position for position, _ in run.mutated]
         if run.differentiable:
             outputs, call.gradients = cut(run.differentiable, layer.name, self.device)
@@ -199,6 +217,7 @@ class Executor:
         run.mutated = [(i, originals[id(t)] if t.requires_grad else t) for i, t in run.mutated]
         run.caller = caller = Substitution(originals)
         result = caller(run.output)
+        run.output, run.differentiable = None, []  # the graph ends here
         return result, run
 
     @staticmethod
@@ -219,7 +238,7 @@ class Executor:
             if value.data_ptr() != own.data_ptr():
                 own.copy_(value)
             elif value.requires_grad:  # the values are there: only the history is missing
-                with torch.autograd._unsafe_preserve_version_counter(own):
+                with torch.autograd._unsafe_preserve_version_counter(own):  # type: ignore[attr-defined]
                     own.copy_(value)
 
     def _arrived(self, inputs: Sequence[Arriving], runner: Runner) -> list[Tensor]:
@@ -260,12 +279,9 @@ class Executor:
         forward = self._compiler.of(layer, replica)
         saved = device.saved_for_backward() if grad else contextlib.nullcontext()
         began = time.perf_counter()
-        with (
-            self._computing(call, slot, kind, runner, inside, alone=draws),
-            torch.set_grad_enabled(grad),
-            saved,
-            writes,
-        ):
+        watched = self._watched(call, slot, kind, replica)
+        computing = self._computing(call, slot, kind, runner, inside, alone=draws)
+        with computing, torch.set_grad_enabled(grad), saved, writes, watched:
             output = collecting(forward, *args, **kwargs)
         call.seconds = time.perf_counter() - began
         layer.launched(call.seconds)
@@ -308,12 +324,30 @@ class Executor:
         where = EventSource(slot.index, slot.phase, call.index, call.layer.name)
         slot.recorder.add(kind, self.worker.index, start, end, call.microbatch, 0, where)
 
-    def _part_from_arenas(self, run: Run, originals: dict[int, Any]) -> None:
-        """Let the caller have clones of outputs that lie in an arena, such as views of weights."""
-        found: list[Tensor] = []
-        collect(run.output, set(originals), found)
+    def _meter(self, call: LayerCall, given: Iterable[Tensor]) -> PeakMemoryMeter | None:
+        """Return what measures the call's memory in the first window."""
+        if call.traced is None:
+            return None
+        self.worker.land()
+        return PeakMemoryMeter(self.device, given)
+
+    @contextlib.contextmanager
+    def _watched(self, call: LayerCall, slot: Slot, kind: str, replica: Replica) -> Iterator[None]:
+        """In the first window, see how weights are used, and count operations if the plan is made from them."""
+        counter = None
+        with contextlib.ExitStack() as around:
+            if call.traced is not None and self._casts:
+                around.enter_context(CastWatcher(call.layer.uses, replica.parameters))
+            if call.traced is not None and self._rates is not None and kind != "recompute":
+                counter = around.enter_context(Counter(self._rates))
+            yield
+        if counter is not None:
+            slot.recorder.count(kind, call.microbatch, call.index, counter.work.seconds)
+
+    def _part_from_lent(self, run: Run, found: list[Tensor], lent: set[int], originals: dict[int, Any]) -> None:
+        """Let the caller have clones of outputs in memory that others get next: views of weights, and of inputs."""
         for tensor in found:
-            if self.worker.owns(tensor):
+            if id(tensor) not in originals and (self.worker.owns(tensor) or address_of(tensor) in lent):
                 clone = tensor.clone()
                 if tensor.requires_grad:
                     run.differentiable = [clone if t is tensor else t for t in run.differentiable]
@@ -323,14 +357,16 @@ class Executor:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def backward(
-        self, call: LayerCall, slot: Slot, activations: Activations, factor: float, runner: Runner, inside: Inside
-    ) -> list[Tensor | None]:
+        self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], gradients: Sequence[Sequence[Arriving]],
+        factor: float, runner: Runner, inside: Inside,
+    ) -> list[Tensor | None]:  # fmt: skip
         """Run a call's backward, after its recomputation unless its graph was kept.
 
         Args:
-            call: the call, with the gradients of its outputs.
+            call: the call.
             slot: an open slot that has the layer's weights.
-            activations: brings inputs and gradients to the worker.
+            inputs: its saved tensors on this worker.
+            gradients: of each of its outputs, in parts.
             factor: by which gradients of parameters are multiplied before they are added to the sums.
             runner: the calling thread.
             inside: the context of the layer's code.
@@ -340,49 +376,53 @@ class Executor:
         """
         worker, layer, device = self.worker, call.layer, self.device
         replica, _ = self._copy(slot, layer)
+        device.track_until_freed([part.tensor for parts in gradients for part in parts], GRADIENTS)
+        meter = self._meter(call, [a.tensor for a in (*inputs, *(part for parts in gradients for part in parts))])
         if call.graph is None:
-            self.recompute(call, slot, activations, runner, inside)
+            self.recompute(call, slot, inputs, runner, inside)
         assert call.graph is not None
-        (outputs, sink), lent = call.graph, call.lent
-        call.graph, call.lent = None, []
-        pairs = []
-        for output, parts in zip(outputs, call.gradients.parts, strict=True):
-            brought = [activations.move(part.tensor, part.home or device, device, part.made) for part in parts]
-            if brought:
-                pairs.append((output, functools.reduce(torch.add, self._arrived(brought, runner))))
-        call.gradients.closed = True
-        call.gradients.parts = []
+        (outputs, sink), call.graph = call.graph, None
+        roots = [_root(output) for output, parts in zip(outputs, gradients, strict=True) if parts]
         del outputs
+        values = [functools.reduce(torch.add, self._arrived(parts, runner)) for parts in gradients if parts]
+        device.track_until_freed(values, GRADIENTS)
         sums = worker.gradients_of(slot, call.index)
         replica.train(call.trained)
         if sums is not None:
             sums.attach(replica.parameters, factor)
-        if pairs:
-            with self._computing(call, slot, "backward", runner, inside, alone=layer.index in self._randomness.draws):
-                run_backward([o for o, _ in pairs], [g for _, g in pairs])
+        if roots:
+            watched = self._watched(call, slot, "backward", replica)
+            alone = layer.index in self._randomness.draws
+            with self._computing(call, slot, "backward", runner, inside, alone=alone), watched:
+                run_backward(roots, values)
         if sums is not None:
             sums.detach(replica.parameters, factor)
         sink.closed = True
         found = [parts[0].tensor if parts else None for parts in sink.parts]
-        if lent:
-            device.free_after_compute(lent)
-        worker.keep_until_computed(runner, [g for _, g in pairs], [g for g in found if g is not None])
+        given = [g for g in found if g is not None]
+        device.track_until_freed(given, GRADIENTS)
+        if meter is not None and call.traced is not None:
+            call.traced.activation_bytes = max(call.traced.activation_bytes, meter.read())
+            call.traced.returning_bytes = storage_bytes(values)
+        worker.keep_until_computed(runner, values, given)
         return found
 
-    def recompute(self, call: LayerCall, slot: Slot, activations: Activations, runner: Runner, inside: Inside) -> None:
+    def recompute(
+        self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner, inside: Inside
+    ) -> None:
         """Repeat the forward of a call, now for its graph. Arguments as for `backward`."""
         worker, layer, device = self.worker, call.layer, self.device
         replica, buffers = self._copy(slot, layer)
         could = worker.wait_for_weights(slot, layer, runner)
-        call.lent = self._arrived([activations.bring(s, device, lent=True) for s in call.saved], runner)
+        there = self._arrived(inputs, runner)
         if could is not None:
             slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
         if buffers:
             buffers.load(call.buffers)
-        inputs = [t.clone() if i in call.mutated else t for i, t in enumerate(call.lent)]
-        with device.track(inputs, INPUTS), call.thread_state.entered():
+        given = [t.clone() if i in call.mutated else t for i, t in enumerate(there)]
+        with device.track(given, INPUTS), call.thread_state.entered():
             run, _, sink = call.context.run(
-                functools.partial(self._run, grad=True), call, slot, inputs, replica, runner, "recompute", inside
+                functools.partial(self._run, grad=True), call, slot, given, replica, runner, "recompute", inside
             )
         if buffers:
             buffers.discard()
@@ -418,9 +458,19 @@ def _kinds(kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
 
 
 def _all_tensors(run: Run) -> list[Tensor]:
+    """Return the tensors in all that a run has given."""
     found: list[Tensor] = []
-    collect(run.output, set(), found)
+    collect((run.output, tuple(copy for _, copy in run.copies), tuple(v for *_, v in run.written)), set(), found)
     return found
+
+
+def _root(output: Tensor) -> Any:
+    """Return where the backward of ``output`` begins, without its memory.
+
+    That of a sparse or nested tensor, or of a subclass, is the tensor itself.
+    """
+    plain = type(output) in (Tensor, nn.Parameter) and output.layout is torch.strided and not output.is_nested
+    return get_gradient_edge(output) if plain else output
 
 
 __all__ = ["Callable", "Event", "Executor", "LayerCall", "nn"]

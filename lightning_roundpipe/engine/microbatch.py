@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
@@ -27,22 +28,25 @@ from lightning_roundpipe.batches.weights import LossWeights, TargetCounts
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.engine.activations import Activations, Arriving
-from lightning_roundpipe.engine.arguments import Arguments
+from lightning_roundpipe.engine.arguments import Arguments, collect
 from lightning_roundpipe.engine.context import Context, StepSpec
 from lightning_roundpipe.engine.executor import LayerCall
 from lightning_roundpipe.engine.graph_cut import InputEdge, run_backward
+from lightning_roundpipe.engine.measured import MeasuredMemory
 from lightning_roundpipe.engine.randomness import USER_CODE
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import Cancelled, Runner, Signal
 from lightning_roundpipe.engine.trace import Trace, TracedCall
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.planning.costs import Phase
+from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.runtime.core.loss_seeds import filled_like, seed_of
 from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
 from lightning_roundpipe.runtime.layer_calls.output_collectors import hand_over
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.memory.version_waits import Versioned
 from lightning_roundpipe.runtime.threads.caller_modes import without_caller_modes
@@ -57,10 +61,11 @@ class StepOfMicrobatch(Protocol):
     spec: StepSpec
     weights: LossWeights
     trace: Trace | None
+    measures: bool
+    """Whether a plan is to be made from it."""
 
-    @property
-    def ahead(self) -> bool:
-        """Whether a stage is recomputed before the gradients of its last call are there."""
+    ahead: bool
+    """Whether a stage is recomputed before the gradients of its last call are there."""
 
     def forward_slot(self, microbatch: int, call: int) -> int:
         """Return the position of a call's forward among the slots of the microbatch's round."""
@@ -116,6 +121,7 @@ class Microbatch:
         self.read: set[ParamBucket] = set()
         self.made = Trace()
         """The calls that it has made."""
+        self._memory = MeasuredMemory(context.pool) if step.measures else None
         self.mode = self._user_code_mode()
         self._baton = context.pool.baton
         self._activations = Activations(index, spec.recorder, context.pool.devices[0])
@@ -179,6 +185,7 @@ class Microbatch:
             scope.fail(error)  # the main thread raises it
         finally:
             self._tape.clear()  # a failed microbatch hangs in circles
+            self._activations.drop(self.device)
             self._step.microbatch_ended()
             self.begun.set()
             self.ready.set()
@@ -262,6 +269,8 @@ class Microbatch:
         self._draws = context.randomness.begin(USER_CODE, device, seed)
         self._sections += 1
         self._in_user_code = True
+        if self._memory is not None and self._phase == "forward":
+            self._memory.enter(device)
 
     def _leave_user_code(self) -> None:
         self._close_section()
@@ -270,6 +279,8 @@ class Microbatch:
         if not self._in_user_code:
             return
         self._in_user_code = False
+        if self._memory is not None:
+            self._memory.leave(self.made.calls[-1] if self.made.calls else None)
         if self._draws:
             self.context.randomness.end(USER_CODE)
         if self.kept is not None:
@@ -355,14 +366,26 @@ class Microbatch:
 
     # -- turns --------------------------------------------------------------------------------------------------------
 
-    def _move(self, position: int) -> None:
-        """Leave the present slot and those in between, and wait for the turn of another one."""
+    def _move(self, position: int, saved: Sequence[HostTensor] = (), *, lent: bool = True) -> None:
+        """Leave the present slot and those in between, and wait for the turn of another one.
+
+        ``saved``: what the coming call needs. It is brought once the turn is the next one, see `Activations.on`.
+        """
         if position == self._at:
             return
         self._leave(position)
         self._at = position
         slot = self._slots[position]
-        self.context.pool.workers[slot.worker].enter(slot, self.index, self.runner)
+        worker = self.context.pool.workers[slot.worker]
+        coming = functools.partial(self._bring_ahead, worker, saved, lent=lent) if saved else None
+        worker.enter(slot, self.index, self.runner, coming)
+
+    def _bring_ahead(self, worker: Worker, saved: Sequence[HostTensor], *, lent: bool = True) -> None:
+        try:
+            with worker.device.activate():
+                self._activations.bring_ahead(saved, worker.device, worker.room, lent=lent)
+        except Exception:
+            return  # this may be another one's thread; the call brings what is not there, and raises the error
 
     def _leave(self, position: int) -> None:
         for slot in self._slots[self._left : position]:
@@ -370,9 +393,11 @@ class Microbatch:
         self._left = max(self._left, position)
 
     @contextlib.contextmanager
-    def _in_turn(self, position: int) -> Iterator[tuple[Worker, Slot]]:
-        """Return the worker and the slot of a planned call, in its turn."""
-        self._move(position)
+    def _in_turn(
+        self, position: int, saved: Sequence[HostTensor] = (), *, lent: bool = True
+    ) -> Iterator[tuple[Worker, Slot]]:
+        """Return the worker and the slot of a planned call, in its turn. For ``saved`` and ``lent`` see `_move`."""
+        self._move(position, saved, lent=lent)
         slot = self._slots[position]
         yield self.context.pool.workers[slot.worker], slot
 
@@ -411,9 +436,15 @@ class Microbatch:
             self.begun.set()
             result, run = self._forward(call, traced)
             self._last = f"after layer {layer.name!r}"
+            if self._memory is not None:
+                outputs: list[Tensor] = []
+                collect(result, set(), outputs)
+                self._memory.called(traced, given, outputs)
+                del outputs
             self._enter_user_code()
             self.context.executors[0].deliver(call, run, given)
-            if run.differentiable and call.thread_state.grad:
+            self._activations.drop(self.device)
+            if call.kinds and call.thread_state.grad:
                 self._tape.append(call)
             call.arguments.forget_originals()
             return hand_over(result)
@@ -435,10 +466,11 @@ class Microbatch:
         call.edges = [InputEdge(t) for t, n in zip(arguments.tensors, call.needs, strict=True) if n]
         call.home = self.device
         traced = TracedCall(layer, use, taped)
-        self.made.calls.append(traced)
+        if self._memory is not None:
+            call.traced = traced
         trace = self._step.trace
         if trace is None:
-            call.index = len(self.made.calls) - 1
+            call.index = len(self.made.calls)
             return call, traced
         found = trace.find(layer, self._next, taped=taped)
         if found is not None:
@@ -451,32 +483,35 @@ class Microbatch:
         planned = trace is not None and call.index < len(trace.calls)
         position = self._step.forward_slot(self.index, call.index) if planned else None
         keeps = position is not None and self._slots[position].phase == "fused"
-        before = self._activations.nbytes
         if traced.taped and not keeps:
             call.saved = [self._activations.save(t, home) for t in given]
-        traced.boundary_bytes = self._activations.nbytes - before
+        workers = self.context.pool.workers
         if position is not None:
-            where = self._in_turn(position)
+            elsewhere = home is not workers[self._slots[position].worker].device
+            coming = (call.saved or [self._activations.save(t, home) for t in given]) if elsewhere else []
+            where = self._in_turn(position, coming, lent=not keeps)
         else:
             number = self._worker_on_demand(call.index)
+            elsewhere = home is not workers[number].device
+            coming = (call.saved or [self._activations.save(t, home) for t in given]) if elsewhere else []
             where = self._on_demand(self._step.on_demand("forward", call.index, layer, None, self.index, number))
             if traced.taped and self._slots:
                 sums = self._step.sums_of(layer, call.use, self.index)
                 call.slot = self._step.on_demand("backward", call.index, layer, sums, self.index, number)
         with where as (worker, slot):
-            device = worker.device
-            inputs = [Arriving(t, None) for t in given] if home is device else self._brought(call, given, home, device)
+            device, bring = worker.device, self._activations.on
+            if elsewhere:
+                inputs = [bring(saved, device, lent=not keeps) for saved in coming]
+            else:
+                inputs = [Arriving(tensor, None) for tensor in given]
             with noted(lambda: FaultPlace(layer.title, "forward", self.index, slot, device)), without_caller_modes():
                 result, run = self.context.executors[worker.index].forward(
                     call, slot, inputs, self.runner, Inside(layer.name), keep_graph=keeps
                 )
             self._worker = worker
-        traced.taped, traced.forward_s = bool(run.differentiable) and traced.taped, call.seconds
+        traced.taped = bool(call.kinds) and traced.taped
+        self.made.calls.append(traced)
         return result, run
-
-    def _brought(self, call: LayerCall, given: Sequence[Tensor], home: Device | None, device: Device) -> list[Arriving]:
-        saved = call.saved or [self._activations.save(t, home) for t in given]
-        return [self._activations.bring(s, device) for s in saved]
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -496,24 +531,40 @@ class Microbatch:
         planned = trace is not None and call.index < len(trace.calls)
         position = self._step.backward_slot(self.index, call.index) if planned else None
         if position is not None:
-            where = self._in_turn(position)
+            number = self._slots[position].worker
+        else:
+            number = self._worker_on_demand(call.index)
+        device = self.context.pool.workers[number].device
+        parts = self._gradients_of(call, device)
+        saved = call.saved if call.graph is None else []
+        if position is not None:
+            sent = [part for of_output in parts for part in of_output if isinstance(part, HostTensor)]
+            where = self._in_turn(position, [*saved, *sent])
         else:
             if call.slot is None:
-                number = self._worker_on_demand(call.index)
                 sums = self._step.sums_of(layer, call.use, self.index if self._slots else None)
                 call.slot = self._step.on_demand("backward", call.index, layer, sums, self.index, number)
-            else:
-                call.slot.worker = self._worker_on_demand(call.index)
+            call.slot.worker = number
             where = self._on_demand(call.slot)
         with where as (worker, slot):
-            device = worker.device
+            bring = self._activations.on
+            inputs = [bring(each, device) for each in saved]
+            arriving = [
+                [bring(part, device) if isinstance(part, HostTensor) else Arriving(part, None) for part in of_output]
+                for of_output in parts
+            ]
+            del parts
             if position is not None and self._step.ahead:
                 self._recompute_ahead(call, worker, slot)
+            following = self._following(slot)
             with noted(lambda: FaultPlace(layer.title, "backward", self.index, slot, device)):
+                self._activations.bring_ahead(following, device, worker.room)
                 gradients = self.context.executors[worker.index].backward(
-                    call, slot, self._activations, self.mode.proxies.factor, self.runner,
+                    call, slot, inputs, arriving, self.mode.proxies.factor, self.runner,
                     Inside(layer.name, self.passed_by),
                 )  # fmt: skip
+            del inputs, arriving
+            self._activations.drop(device, following)
             if position is not None and self.index == slot.microbatches[-1] and call.index in slot.gradients:
                 worker.send(slot, [call.index])
             self._worker = worker
@@ -525,10 +576,30 @@ class Microbatch:
             if other.index not in slot.calls:
                 return
             if other.graph is None:
+                inputs = [self._activations.on(each, worker.device) for each in other.saved]
                 place = FaultPlace(other.layer.title, "recomputation", self.index, slot, worker.device)
                 with noted(lambda place=place: place):  # type: ignore[misc]
                     inside = Inside(other.layer.name)
-                    self.context.executors[worker.index].recompute(other, slot, self._activations, self.runner, inside)
+                    self.context.executors[worker.index].recompute(other, slot, inputs, self.runner, inside)
+
+    def _gradients_of(self, call: LayerCall, device: Device) -> list[list[HostTensor | Tensor]]:
+        """Take the gradients of a call's outputs. Those that are not on ``device`` begin to go to the host."""
+        home = call.gradients.home or device
+        parts, send = call.gradients.parts, self._activations.send
+        if self._memory is not None and call.traced is not None:
+            own, *others = (
+                [part.tensor for of_output in each.gradients.parts for part in of_output]
+                for each in (call, *self._tape)
+            )
+            self._memory.before_backward(call.traced, call.index, own, [*own, *itertools.chain(*others)])
+        call.gradients.closed, call.gradients.parts = True, []
+        return [[send(p.tensor, p.home or home, device, p.made) for p in of_output] for of_output in parts]
+
+    def _following(self, slot: Slot) -> list[HostTensor]:
+        """Return what the next call on the tape is recomputed from, or all that are recomputed ahead, in ``slot``."""
+        calls = reversed(self._tape) if self._step.ahead else self._tape[-1:]
+        mine = itertools.takewhile(lambda call: call.index in slot.calls and slot.phase == "backward", calls)
+        return [saved for call in mine for saved in call.saved]
 
     def _hand_on(self, call: LayerCall, gradients: Sequence[Tensor | None], device: Device) -> None:
         roots, values = [], []
@@ -547,9 +618,13 @@ class Microbatch:
         before, self._worker = self._worker, self.context.pool.workers[home.index]
         with self._step.spec.thread_state.entered(), self._noted():
             self._enter_user_code()
+            meter = self._memory.meter(home) if self._memory is not None else None
             try:
                 with self.mode:
                     run_backward(roots, values, retain_graph=True)
+                if meter is not None and call.traced is not None:
+                    peak = storage_bytes(values) + meter.read()
+                    call.traced.activation_bytes = max(call.traced.activation_bytes, peak)
             finally:
                 self._leave_user_code()
         self._worker = before

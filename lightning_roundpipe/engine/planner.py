@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.engine.context import Context
-from lightning_roundpipe.engine.trace import Trace, TracedCall
-from lightning_roundpipe.planning.costs import CallCost, Costs
+from lightning_roundpipe.engine.trace import Trace
+from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.host_time import HostTime
+from lightning_roundpipe.planning.limits import Limits
+from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.memory import (
     BESIDE,
     Memory,
@@ -17,8 +22,14 @@ from lightning_roundpipe.planning.memory import (
     boundary_bytes,
     partition_within,
     reserved_within,
+    unpacked_within,
 )
+from lightning_roundpipe.planning.nominal import nominal, with_times_of_bytes
+from lightning_roundpipe.planning.pipeline import Rules, period_of_ends, step_ends
+from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.search import SEARCH_SECONDS, partly_fused, search_partition, unpacking_plans
+from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.runtime.memory.budget import (
     check_plan_fits,
     libraries_note,
@@ -27,6 +38,24 @@ from lightning_roundpipe.runtime.memory.budget import (
 )
 from lightning_roundpipe.runtime.memory.grad_buffers import GradientLayout
 from lightning_roundpipe.runtime.memory.host_layer import begin_to_train
+from lightning_roundpipe.runtime.profile.speeds import worker_speeds
+from lightning_roundpipe.runtime.reporting.events import Recorder
+from lightning_roundpipe.runtime.reporting.hints import Hints
+
+WORTH_S = 0.5
+"""A step that takes at least this many seconds is worth a search for a better plan, however few steps follow."""
+_SHORTEST_SEARCH_S = 2.0
+"""Its search may take so long, which is what it needs to come within 3 % of what a longer one finds."""
+_SEARCH_STEPS = 2.0
+"""A search may take as long as so many steps, where that is longer."""
+_SEARCH_SHARE = 0.1
+"""For shorter steps it may take this share of the training that follows, as far as that is known."""
+_LEAST_SEARCH_S = 0.1
+"""A shorter one finds too little."""
+_STEPS = 4
+"""Plans are compared by the mean of so many steps, after as many that fill the pipeline."""
+_MOST_TURNS = 60_000
+"""Most turns that are simulated, to choose among the plans that the search has found, if no steps repeat."""
 
 
 class Planner:
@@ -34,68 +63,149 @@ class Planner:
 
     Args:
         context: the engine's parts.
+        hints: tells the user of a search.
         windows_left: returns how many windows will be trained on.
     """
 
-    def __init__(self, context: Context, windows_left: Callable[[], float]) -> None:
+    def __init__(self, context: Context, hints: Hints, windows_left: Callable[[], float]) -> None:
         self._context, self._options, self._windows_left = context, context.options, windows_left
-        self._workers, self._devices = context.pool.workers, context.pool.devices
+        self._workers, self._devices, self._hints = context.pool.workers, context.pool.devices, hints
 
-    def plan_from(self, traces: Sequence[Trace]) -> None:
+    def plan_from(self, traces: Sequence[Trace], recorder: Recorder) -> None:
         """Make a plan from the calls of a window's microbatches.
+
+        Args:
+            traces: the calls of each.
+            recorder: the window's events.
 
         Raises:
             RoundPipeError: ``training_step`` called no layer.
             DoesNotFit: no plan fits the memory budget.
             ValueError: the plan in the options does not fit the calls or the budget.
         """
-        learned, options = self._context.learned, self._options
+        learned, options, workers = self._context.learned, self._options, len(self._workers)
+        layers = self._context.model.layers
+        alike = {layer.name: (type(layer.module), layer.nbytes) for layer in layers}
+        static = options.plan == "static"
+        speeds = [] if static else worker_speeds(recorder, self._devices, alike)
+        seconds = recorder.nominal_seconds if static else recorder.call_seconds(speeds)
+        for microbatch, trace in enumerate(traces):
+            trace.measure(seconds, microbatch)
         trace = Trace.of(traces)
         if not trace.calls:
-            names = ", ".join(layer.name for layer in self._context.model.layers)
+            names = ", ".join(layer.name for layer in layers)
             raise RoundPipeError(
                 f"training_step called none of the layers that were found ({names}): name the modules it calls with "
                 "layers=[...]."
             )
-        costs = Costs(tuple(map(self._cost, trace.calls)))
+        self._send_rounded()
+        self._devices[0].settle_libraries(self._devices, len(traces))
+        dtype, rates = self._context.gradients.reduction.dtype, rates_of(self._devices[0])
+        costs = Costs(tuple(c.cost(dtype, lambda nbytes: rates.product_s(0.0, nbytes, "fp32")) for c in trace.calls))
+        if static:
+            costs = with_times_of_bytes(costs, rates)
+        elif speeds:
+            costs = costs.at_speeds(speeds)
         limit = memory_of_workers(options, self._devices)
         if (text := options.plan_text) is not None:
             plan = Plan.parse(text)
-            plan.validate(trace.names)
+            self._validate(plan, trace)
             check_plan_fits(plan, costs, options, self._devices)
         else:
-            plan = self._cut(costs, len(traces), limit)
+            try:
+                with interrupts_allowed():  # the search may be long, and an interrupt leaves nothing half done
+                    plan = self._cut(costs, len(traces), limit)
+                if not plan.unpack_once:  # beside the largest arena, stages unpack once wherever there is room
+                    plan = unpacked_within(plan, costs, workers, len(traces), limit, most=True)
+            except ValueError as error:
+                raise DoesNotFit(f"{error}{libraries_note(options, self._devices)}") from None
         for worker in self._workers:
             own = worker.index if isinstance(limit, tuple) else None
             budget = limit[worker.index] if isinstance(limit, tuple) else limit
-            worker.reserve(reserved_within(plan, costs, len(self._workers), budget, worker.device.lead_bytes, own))
+            worker.reserve(reserved_within(plan, costs, workers, budget, worker.device.lead_bytes, own))
         self._devices[0].reserve_host(boundary_bytes(plan, costs))
         learned.trace, learned.costs, learned.plan = trace, costs, plan
 
-    def _cut(self, costs: Costs, microbatches: int, limit: Memory | None) -> Plan:
-        options, workers = self._options, len(self._workers)
-        size, stage_s = options.round_microbatches, options.stage_seconds
+    def _validate(self, plan: Plan, trace: Trace) -> None:
         try:
-            plan = partition_within(costs, workers, microbatches, size, limit, stage_s=stage_s)
-            return ahead_within(plan, costs, workers, limit)
+            plan.validate(trace.names)
         except ValueError as error:
-            raise DoesNotFit(f"{error}{libraries_note(options, self._devices)}") from None
+            if cuts := self._hints.cuts:
+                finer = f" A plan made with more memory does not know that layers are cut here: {cuts}."
+                raise ValueError(f"{error}{finer}") from None
+            raise
 
-    def _cost(self, call: TracedCall) -> CallCost:
-        dtype = self._context.gradients.reduction.dtype
-        gradients = GradientLayout(call.layer, dtype=dtype) if call.taped else None
-        return CallCost(
-            layer=call.layer.name,
-            forward_s=call.forward_s,
-            backward_s=call.backward_s,
-            weight_bytes=call.layer.nbytes,
-            gradient_bytes=gradients.nbytes if gradients is not None else 0,
-            boundary_bytes=call.boundary_bytes,
-            activation_bytes=max(call.activation_bytes, call.kept_bytes),
-            needs_backward=call.taped,
-            kept_bytes=call.kept_bytes,
-            reduced_bytes=gradients.travel_nbytes if gradients is not None and gradients.narrowed else None,
+    def _send_rounded(self) -> None:
+        """From here on, upload weights in low precision that autocast casts at every use."""
+        rounding = {layer: found for layer in self._context.model.layers if (found := layer.uses.only_cast())}
+        for layer, formats in rounding.items():
+            layer.round(formats)
+        if rounding:
+            for worker in self._workers:
+                worker.forget()
+            self.reserve_for_layers()
+
+    def _cut(self, costs: Costs, microbatches: int, limit: Memory | None) -> Plan:
+        """Return the plan of the paper's algorithm, or a better one where the training is long enough for a search."""
+        options, workers, size = self._options, len(self._workers), self._options.round_microbatches
+        stage_s, rules = options.stage_seconds, replace(self._rules(costs), memory=limit)
+
+        def step_s(plan: Plan) -> float:
+            """Seconds of each of several steps, with their copies and updates, as `roundpipe-plan` counts them."""
+            ends = step_ends(plan, costs, workers, microbatches, rules, 2 * _STEPS)
+            return period_of_ends(ends, _STEPS)
+
+        plan = partition_within(costs, workers, microbatches, size, limit, stage_s=stage_s)
+        plan = ahead_within(plan, costs, workers, limit)
+        [seconds] = step_ends(plan, costs, workers, microbatches)
+        limits = Limits.usual(costs, workers, microbatches, limit)
+        if size is None and stage_s is None:
+            plan = min(unpacking_plans([plan], costs, workers, microbatches, limits, ahead=True), key=step_s)
+            if not plan.forward:
+                plan = min([plan, *partly_fused(costs, workers, microbatches, limits)], key=step_s)
+        if workers == 1 or size is not None or stage_s is not None:
+            return plan
+        if beside := limits.beside(costs, workers, microbatches):
+            plan = min([plan, *beside], key=step_s)
+        search_s = min(SEARCH_SECONDS, max(_SHORTEST_SEARCH_S, _SEARCH_STEPS * seconds))
+        # The paper's algorithm knows no unequal workers.
+        if seconds >= WORTH_S or costs.unequal or isinstance(limit, tuple):
+            self._say_search(seconds, search_s)
+        else:
+            search_s = min(search_s, _SEARCH_SHARE * seconds * self._windows_left())
+            if search_s < _LEAST_SEARCH_S:
+                return plan
+        turns = 2 * _STEPS * microbatches * (2 * len(costs) - 1)
+        found = search_partition(
+            costs, workers, microbatches, limits, 1 if options.staleness else 0, rules.host, search_s, judge=step_s,
+            judged=max(1, min(16, _MOST_TURNS // turns)),
+        )  # fmt: skip
+        return found if step_s(found) < step_s(plan) else plan
+
+    def _say_search(self, seconds: float, search_s: float) -> None:
+        text = "searching for a faster plan by the shapes of the calls, which takes some seconds."
+        if self._options.plan != "static":
+            text = f"a step takes {seconds:.3g} s: searching for a faster plan, which takes about {search_s:.0f} s."
+        self._hints.say("plan", text)
+
+    def _rules(self, costs: Costs) -> Rules:
+        """Return what takes time beside computing. It is not measured, and has its nominal rates.
+
+        Emulated devices have the links of the options. Whether gradients are clipped shows only later.
+        """
+        options, formats, reduction = self._options, self._context.model.formats, self._context.gradients.reduction
+        copied = [p for p in self._context.model.masters if p.requires_grad and formats.differ(p)]
+        copy_bytes = max((formats.of(master).itemsize for master in copied), default=0)
+        reduced = reduction.dtype is not None and any(call.reduced_bytes is not None for call in costs)
+        rules = rates_of(self._devices[0]).rules(
+            1 if options.staleness else 0, copy_bytes, reduction.dtype.itemsize if reduced and reduction.dtype else None
         )
+        if self._devices[0].torch_device.type != "cpu":
+            return rules
+        rate = options.emulation.bandwidth
+        links = None if rate is None else Links(float(rate), float(rate))
+        host = HostTime(hop_s=2 * options.emulation.latency)  # from the device to the host, and to the next device
+        return replace(rules, host=host, links=links)
 
     def reserve_for_layers(self) -> None:
         """Make the arenas large enough for a layer and the next one: without a plan, each call has a slot."""
@@ -120,3 +230,8 @@ class Planner:
         for worker in self._workers:
             worker.forget()
         self.reserve_for_layers()
+
+
+def rates_of(device: Device) -> Hardware:
+    """Return the rates that the times of a static plan are computed from."""
+    return nominal(device.torch_device.type)

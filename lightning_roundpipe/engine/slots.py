@@ -110,6 +110,7 @@ class Turns:
         self._tickets = self._serving = 0
         self._given_up: set[int] = set()
         self._waiting: dict[int, Callable[[], None]] = {}
+        self._coming: dict[int, Callable[[], None]] = {}
 
     def add(self, slot: Slot) -> None:
         """Add a slot behind all others."""
@@ -117,9 +118,17 @@ class Turns:
         self._tickets = slot.end
         self.slots.append(slot)
 
-    def enter(self, slot: Slot, microbatch: int, runner: Runner) -> None:
-        """Wait for the turn of ``microbatch`` in ``slot`` [1]."""
+    def enter(self, slot: Slot, microbatch: int, runner: Runner, coming: Callable[[], None] | None = None) -> None:
+        """Wait for the turn of ``microbatch`` in ``slot`` [1].
+
+        ``coming`` is called once the turn is the next one, on any thread that holds the baton, unless it has come.
+        """
         ticket = slot.ticket(microbatch)
+        if coming is not None and self._serving < ticket:
+            if self._serving == ticket - 1:
+                coming()
+            else:
+                self._coming[ticket] = coming
 
         def subscribe(callback: Callable[[], None]) -> bool:
             if self._serving == ticket:
@@ -140,11 +149,15 @@ class Turns:
             if self._serving == self.slots[0].end:
                 self._close(self.slots.popleft())
         if (callback := self._waiting.pop(self._serving, None)) is not None:
+            self._coming.pop(self._serving, None)
             callback()
+        if (coming := self._coming.pop(self._serving + 1, None)) is not None:
+            coming()
 
     def clear(self) -> None:
         """Forget all slots, after a failure."""
         self.slots.clear()
         self._given_up.clear()
         self._waiting.clear()
+        self._coming.clear()
         self._serving = self._tickets

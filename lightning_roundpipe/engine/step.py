@@ -60,6 +60,7 @@ class Step:
     Attributes:
         plan: the plan that it runs under; None if each call has a slot of its own.
         trace: the calls of the plan.
+        measures: whether a plan is to be made from it.
         slots: the slots of the plan, in order, or those that calls were given.
         runs: the microbatches.
         started, seconds: its time on the clock of ``time.perf_counter()``.
@@ -87,6 +88,8 @@ class Step:
         learned = context.learned
         self.plan: Plan | None = learned.plan
         self.trace: Trace | None = learned.trace if learned.plan is not None else None
+        self.ahead = self.plan is not None and self.plan.recompute_ahead
+        self.measures = self.plan is None and context.options.overlap
         self.readiness = GradReadiness(context.model.buckets)
         self.slots: list[Slot] = []
         self.runs: list[Microbatch] = []
@@ -199,10 +202,6 @@ class Step:
             self._adding[id(sums)] = slot
 
     # -- what microbatches ask ----------------------------------------------------------------------------------------
-
-    @property
-    def ahead(self) -> bool:
-        return self.plan is not None and self.plan.recompute_ahead
 
     def forward_slot(self, microbatch: int, call: int) -> int:
         return self._forward[call]

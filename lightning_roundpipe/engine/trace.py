@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from lightning_roundpipe.planning.costs import CallCost
+from lightning_roundpipe.planning.crossing import Crossed
+from lightning_roundpipe.runtime.memory.grad_buffers import GradientLayout
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 
@@ -17,9 +23,12 @@ class TracedCall:
         use: how often the microbatch has called the layer before.
         taped: whether a backward follows.
         forward_s, backward_s: seconds that they take.
-        boundary_bytes: host memory of its saved inputs, without those that earlier calls have saved.
         activation_bytes: peak memory of the call on its worker, backward included.
         kept_bytes: peak memory of the forward, with its graph.
+        forward_bytes: the same, and of user code behind it, when the graph has been dropped.
+        returning_bytes: size of the gradients of its outputs.
+        backward_held_bytes: outputs of calls, and what user code has made, that are alive when its backward begins.
+        crossed: tensors that it shares with earlier calls.
     """
 
     layer: HostLayer
@@ -27,9 +36,45 @@ class TracedCall:
     taped: bool = False
     forward_s: float = 0.0
     backward_s: float = 0.0
-    boundary_bytes: int = 0
     activation_bytes: int = 0
     kept_bytes: int = 0
+    forward_bytes: int = 0
+    returning_bytes: int = 0
+    backward_held_bytes: int = 0
+    crossed: Crossed = field(default_factory=Crossed)
+
+    def cost(self, dtype: torch.dtype | None, unpack_s: Callable[[int], float]) -> CallCost:
+        """Return its cost for the planner.
+
+        Args:
+            dtype: in which gradients travel; None: in their own.
+            unpack_s: seconds in which packed weights are unpacked, by the bytes that are read and written.
+        """
+        layer, copies = self.layer, self.layer.copies_nbytes
+        gradients = GradientLayout(layer, dtype=dtype) if self.taped else None
+
+        def unpacking_s(nbytes: int) -> float:
+            return unpack_s(nbytes + layer.nbytes) if nbytes else 0.0
+
+        return CallCost(
+            layer=layer.name,
+            forward_s=self.forward_s,
+            backward_s=self.backward_s,
+            weight_bytes=layer.nbytes,
+            gradient_bytes=gradients.nbytes if gradients is not None else 0,
+            boundary_bytes=self.crossed.input_bytes - sum(size for _, size in self.crossed.shared),
+            activation_bytes=max(self.activation_bytes, self.kept_bytes),
+            needs_backward=self.taped,
+            kept_bytes=self.kept_bytes,
+            forward_bytes=self.forward_bytes,
+            returning_bytes=self.returning_bytes,
+            backward_held_bytes=self.backward_held_bytes,
+            reduced_bytes=gradients.travel_nbytes if gradients is not None and gradients.narrowed else None,
+            unpacked_bytes=copies,
+            unpack_s=unpacking_s(layer.copies_of_forward_nbytes),
+            backward_unpack_s=unpacking_s(copies) if self.taped else 0.0,
+            **dataclasses.asdict(self.crossed),
+        )
 
 
 @dataclass
@@ -49,6 +94,18 @@ class Trace:
             None,
         )
 
+    def measure(self, seconds: Mapping[tuple[str, int, int], list[float]], microbatch: int) -> None:
+        """Set the times of the calls. A recomputation takes as long as a forward, and is not the first to compile.
+
+        Args:
+            seconds: by kind of event, microbatch and call; of several, the least counts.
+            microbatch: whose trace this is.
+        """
+        for index, call in enumerate(self.calls):
+            forwards = [s for kind in ("forward", "recompute") for s in seconds.get((kind, microbatch, index), ())]
+            call.forward_s = min(forwards, default=0.0)
+            call.backward_s = min(seconds.get(("backward", microbatch, index), [0.0]))
+
     @classmethod
     def of(cls, traces: Sequence[Trace]) -> Trace:
         """Return the longest of several microbatches' traces, with the shorter times and the larger memory of all."""
@@ -57,9 +114,8 @@ class Trace:
             if other is longest or other.names != longest.names:
                 continue
             for mine, theirs in zip(longest.calls, other.calls, strict=True):
-                mine.forward_s = min(mine.forward_s, theirs.forward_s)
-                mine.backward_s = min(mine.backward_s, theirs.backward_s)
-                mine.activation_bytes = max(mine.activation_bytes, theirs.activation_bytes)
-                mine.kept_bytes = max(mine.kept_bytes, theirs.kept_bytes)
-                mine.boundary_bytes = max(mine.boundary_bytes, theirs.boundary_bytes)
+                for name in ("forward_s", "backward_s"):
+                    setattr(mine, name, min(getattr(mine, name), getattr(theirs, name)))
+                for name in ("activation_bytes", "kept_bytes", "forward_bytes", "backward_held_bytes"):
+                    setattr(mine, name, max(getattr(mine, name), getattr(theirs, name)))
         return longest

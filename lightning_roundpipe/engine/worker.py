@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.engine.activations import Room
 from lightning_roundpipe.engine.slots import Slot, Turns
 from lightning_roundpipe.engine.sync import Baton, GivenUp, Runner
 from lightning_roundpipe.engine.uploads import WeightUploads
@@ -75,6 +76,7 @@ class Worker:
         """The slot whose weights each copy of a layer has, by number of the layer."""
         self.lead = 0
         """Bytes that calls beyond the first `IN_FLIGHT` may keep alive; 0 allows no such calls."""
+        self.room = Room()
         self._in_flight = InFlight()
         self.sender = TaskThread(f"roundpipe-gradients{device.index}", device.activate)
 
@@ -82,7 +84,7 @@ class Worker:
 
     def reserve(self, reserved: Reserved, *, at_least: bool = False) -> None:
         """Make the arena of the given size. Nothing runs."""
-        self.lead = reserved.lead
+        self.lead, self.room.limit = reserved.lead, reserved.room
         for memory, nbytes in ((self.planned, reserved.arena), (self.spare, 0)):
             if not memory.arena.suits(nbytes, at_least=at_least) or memory.late.buffer is not None:
                 self.forget()  # copies of layers hold views of the arenas
@@ -134,9 +136,9 @@ class Worker:
             if not (slot.opened and self._prefetch):
                 return
 
-    def enter(self, slot: Slot, microbatch: int, runner: Runner) -> None:
-        """Wait for the turn of a microbatch, and open the slot if it is the first."""
-        self.turns.enter(slot, microbatch, runner)
+    def enter(self, slot: Slot, microbatch: int, runner: Runner, coming: Callable[[], None] | None = None) -> None:
+        """Wait for the turn of a microbatch, and open the slot if it is the first. For ``coming`` see `Turns.enter`."""
+        self.turns.enter(slot, microbatch, runner, coming)
         if not slot.opened:
             self.open(slot, self.planned, runner)
             self._prepare_next()
@@ -344,6 +346,10 @@ class Worker:
     def rest(self) -> None:
         """Wait until all gradients are on their way, and nothing computes."""
         self.sender.submit(lambda: None).waiter.wait()
+        self.land()
+
+    def land(self) -> None:
+        """Wait until nothing computes, and let go of what was computed with."""
         self.device.compute.synchronize()
         while self._in_flight:
             self._in_flight.land()
@@ -358,6 +364,7 @@ class Worker:
         """Reset the worker after a failure, when the device is at rest."""
         self.sender.submit(lambda: None).waiter.wait()
         self.turns.clear()
+        self.room.taken = 0
         for memory in (self.planned, self.spare):
             memory.uploads.forget()
             memory.arena.abandon()

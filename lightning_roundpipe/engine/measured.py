@@ -1,0 +1,96 @@
+"""The memory of calls, as the first window shows it. Stages are sized from it.
+
+Its microbatches run one after another, so that whatever else a worker holds was there before.
+
+    a call ── its peak, from its inputs on, with its graph ── what it shares with earlier calls ── [1]
+    the user code behind it ── its peak, and what it has made and still holds ── [2]
+    the call's backward ── its peak, from the gradients of its outputs on ── what is held beside it ── [3]
+
+Emulated devices count the tensors that cross calls and those that autograd saves, a GPU all that is allocated: there
+user code's own tensors count, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.engine.pool import Pool
+from lightning_roundpipe.engine.trace import TracedCall
+from lightning_roundpipe.planning.crossing import Crossing, storage_bytes
+from lightning_roundpipe.runtime.memory.peak_memory import PeakMemoryMeter
+
+
+class MeasuredMemory:
+    """Measures one microbatch.
+
+    Args:
+        pool: the workers.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._crossing = Crossing()
+        self._made = 0
+        """Bytes that user code has made on workers and holds."""
+        self._section: tuple[PeakMemoryMeter, int, int] | None = None
+        """Of the present section of user code: its meter, what is resident, and what of it are outputs of calls."""
+        self._warm: set[Device] = set()
+
+    def meter(self, device: Device | None) -> PeakMemoryMeter:
+        """Return a meter that begins now, when nothing is in flight that could be freed later."""
+        device = device or self._pool.devices[0]
+        if device not in self._warm:  # what libraries keep for the thread is allocated before
+            self._warm.add(device)
+            device.warm_up()
+        for worker in self._pool.workers:
+            worker.land()
+            worker.device.activations_down.synchronize()
+        return PeakMemoryMeter(device, ())
+
+    def called(self, traced: TracedCall, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
+        """Note what a call shares with earlier ones [1]. User code has not gone on yet."""
+        traced.forward_bytes = traced.kept_bytes
+        traced.crossed = self._crossing.see(_strided(inputs), _strided(outputs), (), self._made)
+
+    def enter(self, device: Device | None) -> None:
+        """Begin a section of user code [2]."""
+        self._section = self.meter(device), self._resident(), self._crossing.held_bytes()
+
+    def leave(self, before: TracedCall | None) -> None:
+        """End it; ``before`` is the call before it."""
+        if self._section is None:
+            return
+        (meter, resident, outputs), self._section = self._section, None
+        peak = meter.read()
+        if before is not None:
+            held = outputs + self._made
+            before.activation_bytes = max(before.activation_bytes, before.kept_bytes + peak)
+            before.forward_bytes = max(before.forward_bytes, held + peak - before.crossed.held_bytes)
+        dropped = outputs - self._crossing.held_bytes()
+        self._made = max(0, self._made + self._resident() - resident + dropped)
+
+    def before_backward(self, traced: TracedCall, call: int, own: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Note what is held on workers when the backward of ``call`` begins [3].
+
+        Args:
+            traced: the call.
+            call: its position.
+            own: the gradients of its outputs, in parts.
+            others: those, and the gradients that other calls have got.
+        """
+        waiting = storage_bytes(others) - storage_bytes(own)
+        traced.backward_held_bytes = self._crossing.backward_held_bytes(call) + waiting
+
+    def _resident(self) -> int:
+        """Return the bytes on all workers. Those of workers that share a GPU count once."""
+        emulated = self._pool.accelerator is None
+        known = {each.index if emulated else each.torch_device: each for each in self._pool.devices}
+        return sum(device.resident_bytes() for device in known.values())
+
+
+def _strided(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.layout is torch.strided]
