@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.model.attributes import StateDiff, tensors_in
+from lightning_roundpipe.model.attributes import StateDiff, frozen
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.user_code.module_state import Holder, observe
@@ -93,11 +92,7 @@ class LayerWrites:
         self._places[id(holder), name] = holder
 
     def found(self) -> list[tuple[int, str, Any]]:
-        """Return the attributes that were set: number of the module, name and value, as the user's module has it.
-
-        Raises:
-            RoundPipeError: a parameter or a module was registered, or an attribute refers to the copy's parameter.
-        """
+        """Return the attributes that were set: number of the module, name and value, as the user's module has it."""
         written = []
         for (_, name), holder in self._places.items():
             number = next((i for i, m in enumerate(self._replica.modules) if m is holder), None)
@@ -106,12 +101,8 @@ class LayerWrites:
             value = holder.__dict__.get(name, self)
             if value is self:
                 continue
-            if any(isinstance(t, nn.Parameter) for t in tensors_in(value)):
-                raise RoundPipeError(
-                    f"a layer sets attribute {name!r} to a parameter of its own during the call. Set it once, before "
-                    "training."
-                )
-            written.append((number, name, self._replica.original(value)))
+            # Parameters of the copy are translated in the containers themselves, which are therefore the caller's own.
+            written.append((number, name, frozen(self._replica.original(value))))
         return written
 
 

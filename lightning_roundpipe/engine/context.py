@@ -35,6 +35,7 @@ class Learned:
         trace: the calls that the plan is of.
         read_by_user_code: buckets that user code reads.
         logs_in_backward: whether user code logs in backward.
+        in_order: whether microbatches run one after another, without a plan, as what they do depends on their order.
     """
 
     plan: Plan | None = None
@@ -42,6 +43,7 @@ class Learned:
     trace: Trace | None = None
     read_by_user_code: frozenset[ParamBucket] = frozenset()
     logs_in_backward: bool = False
+    in_order: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_roundpipe.batches.weights import LossWeights
-from lightning_roundpipe.config import Options
+from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.engine.attributes import LayerAttributes
 from lightning_roundpipe.engine.context import Context, Learned
@@ -21,6 +21,7 @@ from lightning_roundpipe.engine.executor import Executor
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.planner import Planner, rates_of
 from lightning_roundpipe.engine.pool import Pool
+from lightning_roundpipe.engine.process_state import USER_CODE, changes
 from lightning_roundpipe.engine.randomness import CallerRandomState, Randomness
 from lightning_roundpipe.engine.report import report_of
 from lightning_roundpipe.engine.step import Step
@@ -44,7 +45,7 @@ from lightning_roundpipe.runtime.reporting.hints import Hints
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.runtime.user_code.host_metrics import HostMetrics
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, intercepted, without_caches
-from lightning_roundpipe.runtime.user_code.module_state import SharedAttributes
+from lightning_roundpipe.runtime.user_code.module_state import SharedAttributes, observed_writes
 from lightning_roundpipe.runtime.user_code.thread_state import thread_locals_of
 
 
@@ -95,7 +96,8 @@ class Engine:
             model=model,
             pool=pool,
             executors=[
-                Executor(worker, pool.baton, randomness, compiler, rates, casts=casts) for worker in pool.workers
+                Executor(worker, pool.baton, randomness, compiler, model.bucket_of, rates, casts=casts)
+                for worker in pool.workers
             ],
             gradients=GradientMemory(model.layers, devices[0], reduction),
             attributes=attributes,
@@ -178,11 +180,31 @@ class Engine:
             self.hints.after_step(switched_off)
             if not several and len(self.worker_pool.workers) > 1:
                 self.hints.of_one_microbatch(len(self.worker_pool.workers))
-            if step.plan is None and self.options.overlap and all(run.loss is not None for run in runs):
+            learned = self.learned
+            if (
+                several
+                and not learned.in_order
+                and (buffer := next((r.mode.met_buffer for r in runs if r.mode.met_buffer), ""))
+            ):
+                late = "which this window is the first to do, " if step.plan is not None else ""
+                self._drain()
+                self._planner.run_in_order(
+                    f"{buffer} changes in calls of its layer, and code between layers reads or writes it, {late}and "
+                    "what is in it depends on their order",
+                    "leave plan out.",
+                )
+            elif (
+                step.plan is None
+                and self.options.overlap
+                and not learned.in_order
+                and all(r.loss is not None for r in runs)
+            ):
                 self._planner.plan_from([run.made for run in runs], step.spec.recorder)
                 context.randomness.learning = False
+            if step.late:
+                self._refuse_late(step)
             self._given = step.gradients
-            if self.updates is not None and step.gradients is not None:
+            if self.updates is not None and step.gradients is not None and not step.late:
                 self.updates.offer(step.gradients)
         except Exception as error:
             failed = next((run.index for run in runs if run.error is error), 0)
@@ -192,7 +214,31 @@ class Engine:
         finally:
             if not (step.spec.overlaps and step.gradients is not None):
                 self._drain()
+        if step.late:
+            self.enable_async_optimizer(None)  # until the engine is set up again, before the next batch
         return result
+
+    def _refuse_late(self, step: Step) -> None:
+        """Raise if the step's late parameters cannot be trained from here on.
+
+        Raises:
+            RoundPipeError: an option needs to know all parameters before the step, or microbatches have computed with
+                a parameter that others have replaced.
+        """
+        registered = f"training_step registered parameter {self.model.name_of(step.late[0])!r}"
+        if self.options.staleness or self.context.exchange is not None:
+            why = "with staleness=1" if self.options.staleness else "on several machines"
+            raise RoundPipeError(
+                f"{registered} and computes with it, which is not possible {why}: the optimizer knows its parameters "
+                "before a step. Register it between steps, for example in on_train_batch_start."
+            )
+        assert step.gradients is not None
+        now = set(map(id, self.model.module.parameters()))
+        if step.spec.several and any(id(p) not in now for p in step.gradients.masters):
+            raise RoundPipeError(
+                f"{registered} and replaced another one, with which other microbatches have computed. Replace it "
+                "between steps, for example in on_train_batch_start, or set overlap=False."
+            )
 
     def _result_of(self, runs: Sequence[Microbatch], step: Step, error: Exception | None) -> WindowResult:
         """Return what the microbatches have given, with modules as the last one has left them."""
@@ -254,6 +300,7 @@ class Engine:
             and not context.shared.put_back
             and not context.randomness.draws
             and not self.learned.logs_in_backward
+            and not changes(USER_CODE)
             and not self.formats.sets_default
         )
 
@@ -311,6 +358,7 @@ class Engine:
         if self._switched_off is None:
             self._switched_off = self._around.enter_context(without_caches(self.model.module))
             self._around.enter_context(self.worker_pool.devices[0].step_settings())
+            self._around.enter_context(observed_writes())
         return self._switched_off
 
     # -- the optimizer ------------------------------------------------------------------------------------------------

@@ -10,12 +10,13 @@ import contextlib
 import contextvars
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils import parametrize
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
@@ -23,7 +24,8 @@ from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.engine.activations import Arriving
 from lightning_roundpipe.engine.arguments import Arguments, Substitution, collect
 from lightning_roundpipe.engine.attributes import LayerWrites
-from lightning_roundpipe.engine.graph_cut import Gradients, InputEdge, cut, inlet, run_backward
+from lightning_roundpipe.engine.graph_cut import Gradients, InputEdge, cut, inlet, reaches_out, run_backward
+from lightning_roundpipe.engine.process_state import changes
 from lightning_roundpipe.engine.randomness import Randomness, Seed
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import Baton, Runner
@@ -43,6 +45,7 @@ from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.module_buffers import BufferValue, ReplicaBuffers
 from lightning_roundpipe.runtime.memory.peak_memory import GRADIENTS, INPUTS, OUTPUTS, PeakMemoryMeter
 from lightning_roundpipe.runtime.reporting.events import EventSource
+from lightning_roundpipe.runtime.user_code.bypassed_gradients import Borrowing, Lender
 from lightning_roundpipe.runtime.user_code.interception import Inside
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
@@ -61,6 +64,7 @@ class LayerCall:
         seed: from which its random numbers derive.
         state: how attributes of the layer's modules differ from those of its copies.
         thread_state: torch's modes at the call.
+        lender: provides stand-ins for parameters of other modules.
 
     Attributes:
         arguments: what it is called with.
@@ -78,18 +82,20 @@ class LayerCall:
         slot: the slot of its backward, if the plan has none.
         use: how often the microbatch has called the layer before.
         traced: what the first window learns about the call; None after it.
+        place: gives user code the outputs of a repeated call; None for other calls.
     """
 
     __slots__ = (
-        "arguments", "buffers", "context", "edges", "gradients", "graph", "home", "index", "kinds", "layer",
-        "microbatch", "mutated", "needs", "saved", "seconds", "seed", "slot", "state", "thread_state", "traced",
-        "trained", "use",
+        "arguments", "buffers", "context", "edges", "gradients", "graph", "home", "index", "kinds", "layer", "lender",
+        "microbatch", "mutated", "needs", "place", "saved", "seconds", "seed", "slot", "state", "thread_state",
+        "traced", "trained", "use",
     )  # fmt: skip
 
     def __init__(
         self, layer: HostLayer, index: int, microbatch: int, seed: Seed, state: StateDiff | None,
-        thread_state: TorchThreadState,
+        thread_state: TorchThreadState, lender: Lender,
     ) -> None:  # fmt: skip
+        self.lender = lender
         self.layer, self.index, self.microbatch, self.seed, self.use = layer, index, microbatch, seed, seed[-1]
         self.state, self.thread_state = state, thread_state
         self.context = contextvars.copy_context()
@@ -107,6 +113,7 @@ class LayerCall:
         self.seconds = 0.0
         self.slot: Slot | None = None
         self.traced: TracedCall | None = None
+        self.place: Callable[[list[Tensor], Device], list[Tensor]] | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -147,15 +154,16 @@ class Executor:
         baton: the baton.
         randomness: seeds calls.
         compiler: how a layer's code runs.
+        masters: ids of all parameters of the model.
         rates: rates by which the first window's operations are counted, for a static plan; None: they are not.
         casts: whether the first window looks for weights that autocast casts wherever they are used.
     """
 
     def __init__(
-        self, worker: Worker, baton: Baton, randomness: Randomness, compiler: LayerCompiler, rates: Hardware | None,
-        *, casts: bool,
+        self, worker: Worker, baton: Baton, randomness: Randomness, compiler: LayerCompiler, masters: Container[int],
+        rates: Hardware | None, *, casts: bool,
     ) -> None:  # fmt: skip
-        self.worker, self.device = worker, worker.device
+        self.worker, self.device, self._masters = worker, worker.device, masters
         self._baton, self._randomness, self._compiler = baton, randomness, compiler
         self._rates, self._casts = rates, casts
         self._buffers: dict[int, tuple[Replica, ReplicaBuffers]] = {}
@@ -208,11 +216,14 @@ class Executor:
         call.mutated = [position for position, _ in run.mutated]
         if run.differentiable:
             outputs, call.gradients = cut(run.differentiable, layer.name, self.device)
+            call.gradients.edges, call.gradients.masters = call.edges, layer.masters
             call.kinds = [(t.shape, t.dtype) for t in run.differentiable]
             originals.update((id(t), o) for t, o in zip(run.differentiable, outputs, strict=True))
             if keep_graph:
                 call.graph = run.differentiable, sink
         worker.keep_until_computed(runner, tensors, run.differentiable)
+        if call.place is not None:
+            self._place_again(call, run, originals)
         originals.update((id(copy), original) for original, copy in run.copies)
         run.mutated = [(i, originals[id(t)] if t.requires_grad else t) for i, t in run.mutated]
         run.caller = caller = Substitution(originals)
@@ -263,7 +274,7 @@ class Executor:
         inside: Inside, *, grad: bool,
     ) -> tuple[Run, list[Tensor], Gradients]:  # fmt: skip
         """Run the layer's code; the caller has waited for all that it reads."""
-        layer, device = call.layer, self.device
+        layer, device, again = call.layer, self.device, kind == "recompute"
         replica.apply(call.state)
         replica.train(call.trained)
         if grad:
@@ -271,26 +282,45 @@ class Executor:
         else:
             aliases, sink = list(tensors), Gradients(0, layer.name, device)
         (args, kwargs, carried, containers), copies = call.arguments.build(aliases)
-        replica.set({**containers, **carried})
+        replica.set(carried)
+        replica.hold(containers)
         versions = [0 if t.is_inference() else t._version for t in aliases]
         own = [p._version for p in replica.parameters]
         writes = LayerWrites(replica)
         draws = self._randomness.begin(layer.index, device, call.seed)
         forward = self._compiler.of(layer, replica)
         saved = device.saved_for_backward() if grad else contextlib.nullcontext()
+        unmoved = replica.unregistered_tensors.unmoved(layer.name) if again else contextlib.nullcontext()
+        borrowing, cache = self._borrowing(call, replica), parametrize._cache
+        observed = layer.observers.watched(replica.modules, again=again)
         began = time.perf_counter()
         watched = self._watched(call, slot, kind, replica)
         computing = self._computing(call, slot, kind, runner, inside, alone=draws)
-        with computing, torch.set_grad_enabled(grad), saved, writes, watched:
+        with computing, torch.set_grad_enabled(grad), saved, unmoved, writes, watched, borrowing, observed:
             output = collecting(forward, *args, **kwargs)
         call.seconds = time.perf_counter() - began
+        layer.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict
         layer.launched(call.seconds)
         if draws:
             self._randomness.end(layer.index)
-        if any(p._version != v for p, v in zip(replica.parameters, own, strict=True)):
-            _refuse_written(layer, replica, own)
+        written = {i for i, p in enumerate(replica.parameters) if p._version != own[i]}
+        if isinstance(borrowing, Borrowing):
+            layer.borrows = borrowing.found
+            layer.reads_data |= borrowing.reads_data
+            written |= borrowing.written_by_data()
+        if written:
+            _refuse_written(layer, replica, written)
+        if replica.has_registered():
+            _refuse_registered(layer, replica)
+        if grad and any(p.requires_grad and not t for p, t in zip(replica.parameters, call.trained, strict=True)):
+            raise RoundPipeError(
+                f"layer {layer.name!r} switches on requires_grad of its own parameters while it runs; on a worker that "
+                "is lost. Set requires_grad between steps, for example in on_train_batch_start."
+            )
         mutated = [(i, t) for i, t in enumerate(aliases) if not t.is_inference() and t._version != versions[i]]
         run = Run(output, copies, writes.found(), mutated)
+        if run.written or output[1]:
+            layer.observers.act()
         if run.written or carried or containers:
             replica.drop_written()
         if grad:
@@ -303,13 +333,24 @@ class Executor:
                 collect(value, seen, found)
             found += [t for _, t in mutated if id(t) not in seen]
             run.differentiable = [t for t in found if t.requires_grad]
+            if self._randomness.learning and reaches_out(run.differentiable, layer.name):
+                layer.reaches_out = True
         return run, aliases, sink
+
+    def _borrowing(self, call: LayerCall, replica: Replica) -> contextlib.AbstractContextManager[Any]:
+        """Return the mode that lends stand-ins for parameters of other modules. Most layers were seen to need none."""
+        layer = call.layer
+        if layer.borrows == [] and not layer.reads_data:
+            return contextlib.nullcontext()
+        return Borrowing(self._masters, call.lender, self.device.torch_device, layer.borrows or [], replica.parameters)
 
     @contextlib.contextmanager
     def _computing(self, call: LayerCall, slot: Slot, kind: str, runner: Runner, inside: Inside, *, alone: bool) -> Any:
         """Hold a core, give the baton up if it takes long, and record when it began and ended."""
         device = self.device
-        given_up = not alone and device.backward_needs_interpreter and call.layer.launch_seconds >= LONG_S
+        layer = call.layer
+        alone = alone or layer.caches_parametrizations or changes(layer.name)
+        given_up = not alone and device.backward_needs_interpreter and layer.launch_seconds >= LONG_S
         if given_up:
             self._baton.release()
         try:
@@ -321,7 +362,7 @@ class Executor:
             if given_up:
                 self._baton.acquire(runner)
         runner.scope.check()
-        where = EventSource(slot.index, slot.phase, call.index, call.layer.name)
+        where = EventSource(slot.index, slot.phase, call.index, layer.name)
         slot.recorder.add(kind, self.worker.index, start, end, call.microbatch, 0, where)
 
     def _meter(self, call: LayerCall, given: Iterable[Tensor]) -> PeakMemoryMeter | None:
@@ -354,6 +395,14 @@ class Executor:
                 originals[id(tensor)] = clone
                 run.copies.append((tensor, tensor))  # keeps the id
 
+    def _place_again(self, call: LayerCall, run: Run, originals: dict[int, Any]) -> None:
+        """Let user code have the outputs of a repeated call where it has had them."""
+        assert call.place is not None
+        found = list(run.differentiable)
+        collect([run.output, [c for _, c in run.copies], run.written], {*originals, *map(id, found)}, found)
+        seen = [originals.get(id(t), t) for t in found]
+        originals.update(zip(map(id, found), call.place(seen, self.device), strict=True))
+
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def backward(
@@ -375,7 +424,7 @@ class Executor:
             The gradient of each of the inputs that need one.
         """
         worker, layer, device = self.worker, call.layer, self.device
-        replica, _ = self._copy(slot, layer)
+        replica, buffers = self._copy(slot, layer)
         device.track_until_freed([part.tensor for parts in gradients for part in parts], GRADIENTS)
         meter = self._meter(call, [a.tensor for a in (*inputs, *(part for parts in gradients for part in parts))])
         if call.graph is None:
@@ -390,11 +439,16 @@ class Executor:
         replica.train(call.trained)
         if sums is not None:
             sums.attach(replica.parameters, factor)
+        sink.closed = False
+        held = buffers.written() if buffers else {}
         if roots:
             watched = self._watched(call, slot, "backward", replica)
             alone = layer.index in self._randomness.draws
             with self._computing(call, slot, "backward", runner, inside, alone=alone), watched:
-                run_backward(roots, values)
+                # Other calls may reach the same stand-in's graph.
+                run_backward(roots, values, retain_graph=bool(layer.reaches_out))
+        if buffers:
+            buffers.refuse_written(held)
         if sums is not None:
             sums.detach(replica.parameters, factor)
         sink.closed = True
@@ -440,17 +494,37 @@ class Executor:
             )
 
 
-def _refuse_written(layer: HostLayer, replica: Replica, versions: Sequence[int]) -> None:
+def _refuse_written(layer: HostLayer, replica: Replica, positions: Collection[int]) -> None:
     """Raise if a layer has changed its own parameters, as that is lost with the copy.
 
     A write that leaves the same values is allowed: registering and removing a parametrization does that.
     """
-    for master, mine, version in zip(layer.masters, replica.parameters, versions, strict=True):
-        if mine._version != version and not torch.equal(mine.detach().to(master.device), layer.read(master)):
+    for i in positions:
+        mine, master = replica.parameters[i], layer.masters[i]
+        if not torch.equal(mine.detach().to(master.device), layer.read(master)):
             raise RoundPipeError(
                 f"layer {layer.name!r} writes to its own parameters while it runs; on a worker that is lost. Write to "
                 "them between steps (in a hook of the LightningModule), or keep what changes in a buffer."
             )
+
+
+def _refuse_registered(layer: HostLayer, replica: Replica) -> None:
+    """Raise if a layer has registered or removed parameters or modules, which is lost with the copy.
+
+    A parameter that is not trained may be replaced by an equal one, as PEFT does where it unpacks base weights.
+    """
+    for module, name, before, now in replica.changed_registrations():
+        if isinstance(before, Tensor) and isinstance(now, Tensor):
+            master = layer.masters[next(i for i, p in enumerate(replica.parameters) if p is before)]
+            trains = master.requires_grad or now.requires_grad
+            if not trains and torch.equal(now.detach().to(master.device), layer.read(master)):
+                continue
+        what = "parameter" if isinstance(before, Tensor) or isinstance(now, Tensor) else "module"
+        raise RoundPipeError(
+            f"layer {layer.name!r} registers, replaces or removes the {what} {name!r} of its {module} while it runs; "
+            "on a worker that is lost. Do it between steps (in a hook of the LightningModule), or keep what changes in "
+            "a buffer, which a layer may register."
+        )
 
 
 def _kinds(kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> str:

@@ -9,15 +9,20 @@ memory alive. The engine walks the calls of a microbatch, deepest first: that is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.model.graph_nodes import nodes_of
+from lightning_roundpipe.runtime.user_code.mode import is_stand_in
 
 _ANCHOR = torch.empty(0, requires_grad=True)
 
@@ -40,15 +45,24 @@ class Gradients:
 
     Attributes:
         parts: by position, what has come so far.
+        arrivals: how often a backward through user code has brought gradients.
+        expected: whether the engine runs the microbatch's backward; before that only user code can.
         closed: whether the call's backward has begun, or nobody will read more.
+        hooks: the user's gradient hooks, by position.
+        edges: where the gradients of the call's inputs go.
+        masters: the parameters that the outputs may be computed with.
     """
 
-    __slots__ = ("closed", "home", "layer", "parts")
+    __slots__ = ("arrivals", "closed", "edges", "expected", "home", "hooks", "layer", "masters", "parts")
 
     def __init__(self, count: int, layer: str, home: Device | None) -> None:
         self.parts: list[list[Part]] = [[] for _ in range(count)]
         self.layer, self.home = layer, home
-        self.closed = False
+        self.arrivals = 0
+        self.expected = self.closed = False
+        self.hooks: dict[int, dict[int, Callable[[Tensor], Tensor | None]]] = {}
+        self.edges: Sequence[InputEdge] = ()
+        self.masters: Sequence[nn.Parameter] = ()
 
     def __bool__(self) -> bool:
         """Whether any gradient has come."""
@@ -58,8 +72,10 @@ class Gradients:
         """Add a part of one gradient, which is on ``home``.
 
         Raises:
-            RoundPipeError: the backward of the call is over.
+            RoundPipeError: the backward of the call is over, or has not begun.
         """
+        if not self.expected:
+            _refuse_across(self.layer)
         if self.closed:
             raise RoundPipeError(
                 f"a gradient entered layer {self.layer!r} past its outputs: a tensor computed inside, or in another "
@@ -68,6 +84,11 @@ class Gradients:
             )
         # Behind this point of the device's work, other microbatches may follow: whoever takes it waits for no more.
         self.parts[index].append(Part(gradient, home, home.compute.record() if home is not None else None))
+
+    def close(self) -> None:
+        """Take no more, and keep nothing alive."""
+        self.closed = True
+        self.parts, self.edges, self.hooks = [], (), {}
 
 
 class Boundary(torch.autograd.Function):
@@ -81,6 +102,7 @@ class Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[None, None, None]:
+        ctx.gradients.arrivals += 1
         for index, gradient in enumerate(incoming):
             if gradient is not None:
                 ctx.gradients.add(index, gradient, ctx.gradients.home)
@@ -111,6 +133,7 @@ def inlet(tensors: Sequence[Tensor], needs: Sequence[bool], layer: str, home: De
     aliases = [t.detach() for t in tensors]
     chosen = [a for a, n in zip(aliases, needs, strict=True) if n]
     gradients = Gradients(len(chosen), layer, home)
+    gradients.expected = gradients.closed = True  # until the layer's backward runs
     if not chosen:
         return aliases, gradients
     opened = iter(_open(_ANCHOR, gradients, chosen))
@@ -144,3 +167,98 @@ class InputEdge:
         if self._direct:
             self.edge.node.gradients.add(self.edge.output_nr, gradient, home)  # type: ignore[attr-defined]
         return self._direct
+
+
+def refuse_across(
+    outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], masters: Iterable[nn.Parameter] = ()
+) -> None:
+    """Refuse user code that differentiates ``outputs`` by ``inputs`` across a layer: gradients would stop there.
+
+    Args:
+        outputs, inputs: the arguments of `torch.autograd.grad`.
+        masters: those that inputs stand for.
+
+    Raises:
+        RoundPipeError: an input is reached through a layer alone, or through a layer, too.
+    """
+    wanted = {t.grad_fn or t for t in ([inputs] if isinstance(inputs, Tensor) else inputs)}
+    near = nodes_of(t.grad_fn for t in ([outputs] if isinstance(outputs, Tensor) else outputs))
+    waiting = [node.gradients for node in near if isinstance(node, _Node)]
+    if waiting and wanted.difference(near, (getattr(node, "variable", node) for node in near)):
+        _refuse_across(waiting[0].layer)
+    seen = set(map(id, waiting))
+    while waiting:
+        cut = waiting.pop()
+        far = nodes_of(edge.edge.node for edge in cut.edges)
+        if not wanted.isdisjoint(far) or not wanted.isdisjoint(getattr(node, "variable", node) for node in far):
+            _refuse_across(cut.layer)
+        if any(mine is master for mine in cut.masters for master in masters):
+            _refuse_across(cut.layer)
+        for node in far:
+            if isinstance(node, _Node) and id(node.gradients) not in seen:
+                seen.add(id(node.gradients))
+                waiting.append(node.gradients)
+
+
+def reaches_out(outputs: Sequence[Tensor], layer: str) -> bool:
+    """Return whether the graph of a layer's outputs ends in a stand-in for a parameter of another module.
+
+    Raises:
+        RoundPipeError: it leads into the graph of user code, on another device.
+    """
+    found = nodes_of(t.grad_fn for t in outputs)
+    if any(isinstance(node, _Node) for node in found):
+        raise RoundPipeError(
+            f"layer {layer!r} uses a tensor that it was not given as an argument (through a closure, a global or an "
+            "object), and gradients cannot flow there. Pass it to the layer."
+        )
+    return any(is_stand_in(getattr(node, "variable", None)) for node in found)
+
+
+def _refuse_across(layer: str) -> NoReturn:
+    raise RoundPipeError(
+        f"a backward pass inside training_step reached layer {layer!r}: gradients across layers (torch.autograd.grad, "
+        "loss.backward(), create_graph) are not supported. For a loss in chunks, pass the weight of the last layer, "
+        "such as lm_head.weight, into the code that computes a chunk. Under manual optimization "
+        "self.manual_backward(loss) and loss.backward() are supported."
+    )
+
+
+def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """Do what ``tensor.register_hook(hook)`` does, for user code.
+
+    A gradient may come in parts, one for each layer that takes ``tensor``, and a hook must see their sum. On a layer's
+    output it therefore runs when the call's backward is due. On any other tensor a second part is refused.
+    """
+    if isinstance(tensor.grad_fn, _Node):
+        hooks = tensor.grad_fn.gradients.hooks.setdefault(tensor.output_nr, OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+    calls = 0
+
+    def once(grad: Tensor) -> Tensor | None:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise RoundPipeError(
+                "a hook on a tensor between layers would be called with parts of its gradient, because the tensor "
+                "goes to several layers. Put the hook on what a layer returns, or inside a layer."
+            )
+        return hook(grad)
+
+    return tensor.register_hook(once)  # type: ignore[no-untyped-call]
+
+
+def keep_gradient(tensor: Tensor) -> None:
+    """Do what ``tensor.retain_grad()`` does, for user code."""
+    alive = weakref.ref(tensor)
+
+    def keep(grad: Tensor) -> None:
+        if (kept := alive()) is not None:
+            kept.grad = grad.detach().clone()
+
+    if isinstance(tensor.grad_fn, _Node):
+        hook_gradient(tensor, keep)
+    else:
+        tensor.retain_grad()

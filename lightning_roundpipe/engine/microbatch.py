@@ -5,6 +5,7 @@
     the loss ── weighed ── backward through user code and the stages that keep their graph ── [3]
     the tape, deepest call first ── the turn of its slot ── recomputation and backward ── gradients go on to the calls
     and the user code in front ── [4]
+    a layer is called in a backward of user code, by a checkpoint ── see `repeated_calls` ── [5]
 
 A planned call runs in its slot. Any other call (a layer that is called twice, a branch that the first window has not
 shown) runs in whatever turn the microbatch has, with weights that are brought for it: slower, and right.
@@ -31,12 +32,14 @@ from lightning_roundpipe.engine.activations import Activations, Arriving
 from lightning_roundpipe.engine.arguments import Arguments, collect
 from lightning_roundpipe.engine.context import Context, StepSpec
 from lightning_roundpipe.engine.executor import LayerCall
-from lightning_roundpipe.engine.graph_cut import InputEdge, run_backward
+from lightning_roundpipe.engine.graph_cut import InputEdge, Part, run_backward
 from lightning_roundpipe.engine.measured import MeasuredMemory
-from lightning_roundpipe.engine.randomness import USER_CODE
+from lightning_roundpipe.engine.randomness import USER_CODE, Seed
+from lightning_roundpipe.engine.repeated_calls import connected, repeated
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import Cancelled, Runner, Signal
 from lightning_roundpipe.engine.trace import Trace, TracedCall
+from lightning_roundpipe.engine.user_code import UserCode
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.crossing import storage_bytes
@@ -50,6 +53,7 @@ from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.memory.version_waits import Versioned
 from lightning_roundpipe.runtime.threads.caller_modes import without_caller_modes
+from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.runtime.user_code.interception import Inside, calling
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 from lightning_roundpipe.runtime.user_code.module_state import AttributeView, observe
@@ -102,6 +106,7 @@ class Microbatch:
         begun: reached when its user code in front of the first layer is over.
         ready: reached when ``training_step`` has ended, and backward through user code, with ``output`` or ``error``.
         ended: reached when nothing of it runs any more.
+        late: parameters that its user code has registered outside the layers, and computed with.
     """
 
     def __init__(
@@ -140,10 +145,16 @@ class Microbatch:
         self._draws = self._in_user_code = False
         self._activated: contextlib.AbstractContextManager[None] | None = None
         self._surroundings: Surroundings | None = None
+        self._written: list[nn.Parameter] = []
+        """Parameters that user code has written to by their ``.data``, and that no call was made with since."""
+        self._rewritten: set[int] = set()
+        """Layers whose weights user code has written to: their calls run outside of the plan."""
+        self.late: list[nn.Parameter] = []
+        self._accumulators = Accumulators()
 
     def _user_code_mode(self) -> UserCodeMode:
         context = self.context
-        return UserCodeMode(
+        return UserCode(
             context.model.bucket_of, self._read_master, context.model.formats, train=True,
             accelerator=context.pool.accelerator, devices=context.pool.devices, aside=self._aside,
             buffers=context.model.buffers, targets=TargetCounts() if self._step.weights.counts_targets else None,
@@ -186,6 +197,7 @@ class Microbatch:
         finally:
             self._tape.clear()  # a failed microbatch hangs in circles
             self._activations.drop(self.device)
+            self._accumulators.end()
             self._step.microbatch_ended()
             self.begun.set()
             self.ready.set()
@@ -212,9 +224,10 @@ class Microbatch:
             output = function()
             loss = loss_of(output)
             with torch._C.DisableTorchFunction():
-                self._refuse_own_writes()
+                self._check_after()
                 if loss is not None:
                     self.weight = self._step.weights.of(self, loss, self.mode.targets)
+            self._watch_late()
         self.begun.set()
         self._phase, self.mode.returning = "backward", True
         if loss is not None:
@@ -229,6 +242,17 @@ class Microbatch:
         self.context.randomness.check()
         self.ready.set()
 
+    def _watch_late(self) -> None:
+        """Find the parameters that user code has registered and computed with, and take their gradients.
+
+        Autograd would add them to ``.grad`` at once, where ``zero_grad`` comes after them, and without the weight of
+        the microbatch.
+        """
+        if self.mode.met_others:
+            model = self.context.model
+            self.late = [p for p in model.module.parameters() if p.requires_grad and id(p) not in model.bucket_of]
+            self._accumulators.watch(self.late)
+
     def _backward_of_loss(self, loss: Tensor) -> None:
         """Run backward from the loss through the user code behind the last layer [3]; hooks of user code run too."""
         self.differentiable = loss.requires_grad
@@ -240,7 +264,9 @@ class Microbatch:
         seed, self.mode.proxies.factor = seed_of(scale, self.context.model.formats.low or loss.dtype)
         with torch._C.DisableTorchFunction():
             seeded = filled_like(loss, seed)
-        with self._noted():
+        for call in self._tape:
+            call.gradients.expected = True
+        with self._noted(), torch.autograd.set_multithreading_enabled(False):  # user code in it may call layers
             torch.autograd.backward(loss, seeded, retain_graph=True)
 
     def _noted(self) -> noted:
@@ -252,8 +278,8 @@ class Microbatch:
 
     # -- user code ----------------------------------------------------------------------------------------------------
 
-    def _enter_user_code(self) -> None:
-        """Enter a section of user code [1]."""
+    def _enter_user_code(self, behind: int | None = None) -> None:
+        """Enter a section of user code [1]; ``behind``: the call of the forward that the section is behind again."""
         context, spec = self.context, self._step.spec
         for bucket in context.learned.read_by_user_code:
             self._wait_for(bucket, spec.version)
@@ -261,16 +287,22 @@ class Microbatch:
             self.kept.enter()
         elif self.kept is None:
             observe(_Touched(context.attributes.touched))
+        if context.model.buffers.replaced:
+            context.model.buffers.settle()
         device = self.device or context.pool.devices[0]
         activated = device.activate()
         activated.__enter__()
         self._activated = activated
-        seed = (*spec.seed, spec.first + self.index, -1 - self._sections)
+        seed = self._seed_of(self._sections if behind is None else behind + 1)
         self._draws = context.randomness.begin(USER_CODE, device, seed)
-        self._sections += 1
+        self._sections += behind is None
         self._in_user_code = True
         if self._memory is not None and self._phase == "forward":
             self._memory.enter(device)
+
+    def _seed_of(self, section: int) -> Seed:
+        """Return the seed of a section of user code. Call number i of the forward ends section i."""
+        return (*self._step.spec.seed, self._step.spec.first + self.index, -1 - section)
 
     def _leave_user_code(self) -> None:
         self._close_section()
@@ -342,6 +374,43 @@ class Microbatch:
             if self.kept is not None:
                 self.kept.enter()
 
+    def _check_weights(self, layer: HostLayer) -> None:
+        """Make sure that a call computes with the weights that ``layer`` has now.
+
+        A step of one microbatch may write to the weights of a layer that has no call on the tape, as momentum teachers
+        do: its calls then run outside of the plan. A write that every microbatch would repeat is an error.
+        """
+        if self._step.spec.several:
+            self._refuse_own_writes()
+            layer.assert_unmodified()
+            return
+        self._written += self.mode.written_by_data()
+        mine = [master for master in layer.masters if any(master is other for other in self._written)]
+        if not (mine or layer.is_written()):
+            layer.assert_unmodified()
+            return
+        self._refuse_taped(layer)
+        if self.context.options.staleness or self.context.model.formats.low is not None:
+            torch.autograd.graph.increment_version(mine)
+            layer.assert_unmodified()
+        if (updates := self._step.spec.updates) is not None:
+            self._aside(updates.settle)
+        layer.reattach()
+        layer.bucket.refresh()
+        layer.snapshot()
+        self._rewritten.add(layer.index)
+        self._written = [master for master in self._written if not any(master is other for other in mine)]
+
+    def _check_after(self) -> None:
+        """Check for writes to weights after ``training_step`` has returned."""
+        if self._step.spec.several:
+            self._refuse_own_writes()
+            return
+        self._written += self.mode.written_by_data()
+        for layer in {call.layer.index: call.layer for call in self._tape}.values():
+            if layer.is_written() or any(master is other for master in layer.masters for other in self._written):
+                self._refuse_taped(layer)
+
     def _refuse_own_writes(self) -> None:
         if written := self.mode.written_by_data():
             raise RoundPipeError(
@@ -349,16 +418,35 @@ class Microbatch:
                 "microbatches compute with it. Write to parameters between steps, for example in on_train_batch_end."
             )
 
+    def _refuse_taped(self, layer: HostLayer) -> None:
+        """Raise if a call of ``layer`` is on the tape: its recomputation would use other weights than its forward."""
+        if any(call.layer is layer for call in self._tape):
+            raise RoundPipeError(
+                f"parameters of layer {layer.name!r} were written to within training_step, after a call whose backward "
+                "computes it once more. Write to them between steps, for example in on_train_batch_end."
+            )
+
+    def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
+        """Return the stand-in of ``master`` for a layer on ``device``."""
+        if not self.context.model.bucket_of[id(master)].has(self._step.spec.version):
+            raise RoundPipeError(
+                f"a layer computes with parameter {self.context.model.name_of(master)!r} of another module, which it "
+                "did not in the first batch, while the optimizer is changing it. Let it do so from the first batch on."
+            )
+        proxy = self.mode.proxies.of(master)
+        return proxy if proxy.device == device else self.mode.proxies.on(proxy, device)
+
     def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
         """Take a gradient that autograd is about to accumulate into ``master`` itself; see `bypassed_gradients`."""
         bucket, spec = self.context.model.bucket_of.get(id(master)), self._step.spec
         if bucket is not None:
             known = bucket in self.context.learned.read_by_user_code
-            if bucket.read(master) is not master or (not known and not spec.undisturbed):
+            copied = bucket.read(master) is not master
+            if copied or master._backward_hooks or (not known and not spec.undisturbed):
                 raise RoundPipeError(
                     f"code uses parameter {self.context.model.name_of(master)!r} itself, by another way than a torch "
-                    "function, while the step computes with a copy of it, or the optimizer may change it. Give it "
-                    "parameter.clone() instead."
+                    "function, while the step computes with a copy of it, the optimizer may change it, or a hook on it "
+                    "waits for its whole gradient. Give it parameter.clone() instead."
                 )
             self.read.add(bucket)
         self.mode.proxies.passed(master, grad)
@@ -406,7 +494,8 @@ class Microbatch:
         """Open a slot that was made for one call, in whatever turn the microbatch has."""
         worker = self.context.pool.workers[slot.worker]
         memory = worker.spare if self._slots else worker.planned
-        worker.open(slot, memory, self.runner)
+        fresh = any(layer.index in self._rewritten for layer in slot.layers)
+        worker.open(slot, memory, self.runner, None if fresh else self._slot)
         try:
             yield worker, slot
         finally:
@@ -424,51 +513,71 @@ class Microbatch:
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer call on a worker [2]. User code calls this by way of the intercepted layer."""
         with torch._C.DisableTorchFunction():
-            if self._phase == "backward":
-                raise RoundPipeError(f"layer {layer.name!r} is called in a backward, which this engine cannot run yet.")
             assert self._surroundings is not None
             self._surroundings.refuse(layer.name)
-            self._refuse_own_writes()
-            layer.assert_unmodified()
-            call, traced = self._prepare(layer, args, kwargs)
+            self._check_weights(layer)
+            again = self._made_before(layer) if self._phase == "backward" else None
+            call, traced = self._prepare(layer, args, kwargs, again)
             given = call.tensors
             self._leave_user_code()
             self.begun.set()
             result, run = self._forward(call, traced)
             self._last = f"after layer {layer.name!r}"
-            if self._memory is not None:
+            if self._memory is not None and again is None:
                 outputs: list[Tensor] = []
                 collect(result, set(), outputs)
                 self._memory.called(traced, given, outputs)
                 del outputs
-            self._enter_user_code()
+            self._enter_user_code(again)
             self.context.executors[0].deliver(call, run, given)
             self._activations.drop(self.device)
-            if call.kinds and call.thread_state.grad:
+            if again is not None:
+                pass
+            elif call.kinds and call.thread_state.grad:
                 self._tape.append(call)
+            elif call.slot is not None:
+                self._step.give_up(call.slot)
             call.arguments.forget_originals()
             return hand_over(result)
 
-    def _prepare(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[LayerCall, TracedCall]:
-        """Take the call's arguments apart, within user code."""
+    def _made_before(self, layer: HostLayer) -> int:
+        """Return which call of the forward is repeated [5], and let the optimizer wait for it."""
+        bucket, spec, context = layer.bucket, self._step.spec, self.context
+        if spec.overlaps and bucket not in context.learned.read_by_user_code:
+            raise RoundPipeError(
+                f"layer {layer.name!r} is called in a backward, which no earlier batch did, while the optimizer may be "
+                "changing its weights. Let it be called so from the first batch on."
+            )
+        self.read.add(bucket)
+        return repeated(layer, self.made.calls, self._seed_of, draws=layer.index in context.randomness.draws)
+
+    def _prepare(
+        self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any], again: int | None
+    ) -> tuple[LayerCall, TracedCall]:
+        """Take the call's arguments apart, within user code; ``again``: the call that is repeated."""
         context, spec = self.context, self._step.spec
         state = context.attributes.of(layer)
         thread_state = context.thread_state()
-        use = self._uses[layer.index]
-        self._uses[layer.index] += 1
+        use = self._uses[layer.index] if again is None else self.made.calls[again].use
+        self._uses[layer.index] += again is None
         seed = (*spec.seed, spec.first + self.index, layer.index, use)
         carried = state.carried if state is not None else {}
         arguments = Arguments((args, kwargs, carried, context.attributes.containers(layer)), self.mode.stand_in)
-        call = LayerCall(layer, -1, self.index, seed, state, thread_state)
+        call = LayerCall(layer, -1, self.index, seed, state, thread_state, self)
         call.arguments = arguments
         call.needs = [thread_state.grad and t.requires_grad for t in arguments.tensors]
-        taped = thread_state.grad and (any(call.needs) or any(call.trained))
+        taped = thread_state.grad and (any(call.needs) or any(call.trained) or bool(layer.borrows))
         call.edges = [InputEdge(t) for t, n in zip(arguments.tensors, call.needs, strict=True) if n]
         call.home = self.device
         traced = TracedCall(layer, use, taped)
-        if self._memory is not None:
+        if self._memory is not None and again is None:
             call.traced = traced
         trace = self._step.trace
+        if again is not None:
+            call.index = again + len(trace.calls if trace is not None else self.made.calls)
+            call.place = functools.partial(self._give_again, call, self.made.calls[again], arguments.tensors)
+            return call, traced
+        self.made.calls.append(traced)
         if trace is None:
             call.index = len(self.made.calls)
             return call, traced
@@ -480,7 +589,7 @@ class Microbatch:
 
     def _forward(self, call: LayerCall, traced: TracedCall) -> tuple[Any, Any]:
         trace, home, layer, given = self._step.trace, self.device, call.layer, call.tensors
-        planned = trace is not None and call.index < len(trace.calls)
+        planned = trace is not None and call.index < len(trace.calls) and layer.index not in self._rewritten
         position = self._step.forward_slot(self.index, call.index) if planned else None
         keeps = position is not None and self._slots[position].phase == "fused"
         if traced.taped and not keeps:
@@ -495,7 +604,7 @@ class Microbatch:
             elsewhere = home is not workers[number].device
             coming = (call.saved or [self._activations.save(t, home) for t in given]) if elsewhere else []
             where = self._on_demand(self._step.on_demand("forward", call.index, layer, None, self.index, number))
-            if traced.taped and self._slots:
+            if traced.taped and self._slots and call.place is None:
                 sums = self._step.sums_of(layer, call.use, self.index)
                 call.slot = self._step.on_demand("backward", call.index, layer, sums, self.index, number)
         with where as (worker, slot):
@@ -508,9 +617,12 @@ class Microbatch:
                 result, run = self.context.executors[worker.index].forward(
                     call, slot, inputs, self.runner, Inside(layer.name), keep_graph=keeps
                 )
-            self._worker = worker
-        traced.taped = bool(call.kinds) and traced.taped
-        self.made.calls.append(traced)
+            self._worker = worker if call.place is None else self._worker
+            if call.kinds and not (traced.taped or keeps):  # it computes with a parameter of another module
+                call.saved = [self._activations.save(t, home) for t in given]
+        traced.taped, traced.worker = bool(call.kinds), worker.index
+        if call.place is None:
+            self.made.calls.append(traced)
         return result, run
 
     # -- backward -----------------------------------------------------------------------------------------------------
@@ -523,12 +635,38 @@ class Microbatch:
                 self._backward(call)
             elif call.slot is not None:
                 self._step.give_up(call.slot)
-            call.gradients.closed = True
+            call.gradients.close()
             call.graph = call.slot = None
 
     def _backward(self, call: LayerCall) -> None:
+        self._run_hooks(call)
+        gradients, device = self._through(call)
+        self._hand_on(call, gradients, device)
+
+    def _run_hooks(self, call: LayerCall) -> None:
+        """Run the user's hooks on outputs of a call, whose gradients are complete."""
+        gradients, module = call.gradients, call.layer.module
+        if gradients.arrivals > 1 and (module._backward_hooks or module._backward_pre_hooks):
+            raise RoundPipeError(
+                f"layer {call.layer.name!r} has backward hooks, which would be called with parts of its gradient, "
+                "because what it returns goes to several layers. Put them on a module inside it."
+            )
+        home = gradients.home
+        for index, hooks in gradients.hooks.items():
+            if home is None or not hooks or not gradients.parts[index]:
+                continue
+            parts = [self._moved(part.tensor, part.home or home, home) for part in gradients.parts[index]]
+            total = functools.reduce(torch.add, parts)
+            with self._user_code_in_backward(home, f"after layer {call.layer.name!r}"):
+                for hook in list(hooks.values()):
+                    changed = hook(total)
+                    total = total if changed is None else changed
+            gradients.parts[index] = [Part(total, home, None)]
+
+    def _through(self, call: LayerCall) -> tuple[list[Tensor | None], Device]:
+        """Run a call's backward in its slot. Returns the gradients of its inputs, and the device that they are on."""
         trace, layer = self._step.trace, call.layer
-        planned = trace is not None and call.index < len(trace.calls)
+        planned = trace is not None and call.index < len(trace.calls) and layer.index not in self._rewritten
         position = self._step.backward_slot(self.index, call.index) if planned else None
         if position is not None:
             number = self._slots[position].worker
@@ -568,7 +706,14 @@ class Microbatch:
             if position is not None and self.index == slot.microbatches[-1] and call.index in slot.gradients:
                 worker.send(slot, [call.index])
             self._worker = worker
-        self._hand_on(call, gradients, device)
+        return gradients, device
+
+    def _moved(self, tensor: Tensor, device: Device, to: Device) -> Tensor:
+        """Return a tensor on another device, whose compute stream waits for it."""
+        moved, event = self._activations.move(tensor, device, to)
+        if event is not None:
+            self.context.pool.workers[to.index].follow(event, self.runner)
+        return moved
 
     def _recompute_ahead(self, call: LayerCall, worker: Worker, slot: Slot) -> None:
         """Recompute all calls of a stage before the first one's gradients are used, which a GPU may still wait for."""
@@ -592,7 +737,7 @@ class Microbatch:
                 for each in (call, *self._tape)
             )
             self._memory.before_backward(call.traced, call.index, own, [*own, *itertools.chain(*others)])
-        call.gradients.closed, call.gradients.parts = True, []
+        call.gradients.close()
         return [[send(p.tensor, p.home or home, device, p.made) for p in of_output] for of_output in parts]
 
     def _following(self, slot: Slot) -> list[HostTensor]:
@@ -607,27 +752,57 @@ class Microbatch:
         for edge, gradient in zip(call.edges, gradients, strict=True):
             if gradient is None or edge.hand_over(gradient, device):
                 continue
-            moved, event = self._activations.move(gradient, device, home)
-            if event is not None:
-                self.context.pool.workers[home.index].follow(event, self.runner)
             roots.append(edge.edge)
-            values.append(moved)
+            values.append(self._moved(gradient, device, home))
         if not roots:
             return
-        self._last = f"before layer {call.layer.name!r}"
+        with self._user_code_in_backward(home, f"before layer {call.layer.name!r}"):
+            meter = self._memory.meter(home) if self._memory is not None else None
+            run_backward(roots, values, retain_graph=True)
+            if meter is not None and call.traced is not None:
+                peak = storage_bytes(values) + meter.read()
+                call.traced.activation_bytes = max(call.traced.activation_bytes, peak)
+
+    @contextlib.contextmanager
+    def _user_code_in_backward(self, home: Device, where: str) -> Iterator[None]:
+        self._last = where
         before, self._worker = self._worker, self.context.pool.workers[home.index]
         with self._step.spec.thread_state.entered(), self._noted():
             self._enter_user_code()
-            meter = self._memory.meter(home) if self._memory is not None else None
             try:
-                with self.mode:
-                    run_backward(roots, values, retain_graph=True)
-                if meter is not None and call.traced is not None:
-                    peak = storage_bytes(values) + meter.read()
-                    call.traced.activation_bytes = max(call.traced.activation_bytes, peak)
+                with self.mode, torch.autograd.set_multithreading_enabled(False):
+                    yield
             finally:
                 self._leave_user_code()
         self._worker = before
+
+    # -- calls in backward --------------------------------------------------------------------------------------------
+
+    def _give_again(
+        self, call: LayerCall, made: TracedCall, inputs: Sequence[Tensor], outputs: list[Tensor], device: Device
+    ) -> list[Tensor]:
+        """Return the outputs of a repeated call on the device that the call of the forward left them on [5]."""
+        self._worker = self.context.pool.workers[made.worker]
+        home = self._worker.device
+        moved = [self._moved(t.detach(), device, home) for t in outputs]
+        if not call.thread_state.grad or not any(t.requires_grad for t in outputs):
+            return moved
+        call.gradients.home = home
+        call.gradients.expected = True
+        differentiate = functools.partial(self._differentiate_again, call)
+        return connected(differentiate, outputs, moved, [t for t, n in zip(inputs, call.needs, strict=True) if n])
+
+    def _differentiate_again(self, call: LayerCall) -> list[Tensor | None]:
+        """Run the backward of a repeated call, whose gradients have come, within the backward of user code."""
+        home = call.home or self.context.pool.devices[0]
+        before = self._worker
+        self._leave_user_code()
+        gradients, device = self._through(call)
+        given = [None if g is None else self._moved(g, device, home) for g in gradients]
+        self._worker = before
+        call.slot = None
+        self._enter_user_code()
+        return given
 
 
 class _Touched:

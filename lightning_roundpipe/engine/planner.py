@@ -65,6 +65,7 @@ class Planner:
         context: the engine's parts.
         hints: tells the user of a search.
         windows_left: returns how many windows will be trained on.
+        hints: shows messages to the user.
     """
 
     def __init__(self, context: Context, hints: Hints, windows_left: Callable[[], float]) -> None:
@@ -119,6 +120,9 @@ class Planner:
                     plan = unpacked_within(plan, costs, workers, len(traces), limit, most=True)
             except ValueError as error:
                 raise DoesNotFit(f"{error}{libraries_note(options, self._devices)}") from None
+        if len(traces) > 1 and (buffer := _torn(plan, trace)):
+            why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
+            return self.run_in_order(why, "plan must have these calls in one forward stage, or be left out.")
         for worker in self._workers:
             own = worker.index if isinstance(limit, tuple) else None
             budget = limit[worker.index] if isinstance(limit, tuple) else limit
@@ -218,6 +222,19 @@ class Planner:
         for worker in self._workers:
             worker.reserve(Reserved(arena), at_least=limit is None)
 
+    def run_in_order(self, why: str, remedy: str) -> None:
+        """Run microbatches one after another without a plan, from the next window on.
+
+        Raises:
+            ValueError: the options give a plan; the message is ``why`` and ``remedy``.
+        """
+        if self._options.plan_text is not None:
+            raise ValueError(f"{why}: {remedy}")
+        if self._context.learned.plan is not None:
+            self.forget()
+        self._context.learned.in_order = True
+        self._hints.say("order", f"{why}, so microbatches run one after another, without a plan.")
+
     def forget(self) -> None:
         """Drop the plan, to learn it again: other parameters are trained, or weights are used otherwise."""
         context = self._context
@@ -235,3 +252,16 @@ class Planner:
 def rates_of(device: Device) -> Hardware:
     """Return the rates that the times of a static plan are computed from."""
     return nominal(device.torch_device.type)
+
+
+def _torn(plan: Plan, trace: Trace) -> str:
+    """Return a buffer that a layer changes in calls of several forward stages; empty if there is none.
+
+    A microbatch's second call would find what the first calls of later ones have left.
+    """
+    stages = {call: s for s in plan.stages() if s.phase != "backward" for call in range(s.first, s.last + 1)}
+    for layer in {call.layer.index: call.layer for call in trace.calls}.values():
+        if len({stages[i].first for i, call in enumerate(trace.calls) if call.layer is layer}) > 1:
+            for module, name in layer.mutable_buffers.values():
+                return f"buffer {name!r} of {type(module).__name__}"
+    return ""

@@ -18,6 +18,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import is_sticky
 from lightning_roundpipe.devices.waiter import Waiter
+from lightning_roundpipe.engine.process_state import noticed_changes
 from lightning_roundpipe.engine.sync import Baton, CancelScope, Runner
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.runtime.core.worker_pool import stacks
@@ -64,6 +65,7 @@ class Pool:
         self._threads: list[TaskThread] = []
         self._summing: dict[int, TaskThread] = {}
         self._around.enter_context(functions_given_stand_ins())
+        self._around.enter_context(noticed_changes())
 
     def thread(self, index: int) -> TaskThread:
         """Return the thread of microbatch ``index``, and start it if needed."""

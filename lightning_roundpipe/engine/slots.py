@@ -46,6 +46,7 @@ class Slot:
         place: its part of an arena, once that is known.
         segments: memory of each layer's weights, by the layer's number.
         uploads: for each layer, reached once the upload is enqueued; `uploaded` then has its end.
+        shares: whether the weights are those of another slot.
         gradients: by call, the sums on the worker that are not on their way to the host yet.
         first: the ticket of its first microbatch.
         after: slots that have added to the same sums before.
@@ -77,7 +78,7 @@ class Slot:
         self.gradients: dict[int, DeviceGradSums] = {}
         self.gradients_free: list[Any] = []
         self.readiness: Any = None
-        self.opened = False
+        self.opened = self.shares = False
         self.first = 0
         self.after: list[Slot] = []
         self.sent = Signal()

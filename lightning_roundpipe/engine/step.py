@@ -39,7 +39,6 @@ from lightning_roundpipe.runtime.reporting.alloc_retries import so_far
 from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.threads.task_thread import Task
 from lightning_roundpipe.runtime.user_code.interception import Inside, current
-from lightning_roundpipe.runtime.user_code.module_state import observed_writes
 from lightning_roundpipe.runtime.user_code.thread_state import apply_context
 
 _ALONE = 1_000_000
@@ -63,6 +62,7 @@ class Step:
         measures: whether a plan is to be made from it.
         slots: the slots of the plan, in order, or those that calls were given.
         runs: the microbatches.
+        late: parameters that user code has registered outside the layers, and computed with.
         started, seconds: its time on the clock of ``time.perf_counter()``.
     """
 
@@ -94,6 +94,7 @@ class Step:
         self.slots: list[Slot] = []
         self.runs: list[Microbatch] = []
         self.gradients: StepGradients | None = None
+        self.late: list[nn.Parameter] = []
         self.started, self.seconds = time.perf_counter(), 0.0
         self.retries = so_far(context.pool.devices)
         self._sums: dict[tuple[int, int], HostGradSums] = {}
@@ -118,7 +119,7 @@ class Step:
         given_up = False
         contexts = [contextvars.copy_context() for _ in functions]
         trainer = getattr(self.context.model.module, "_trainer", None)
-        with recorded_logs(trainer, self._current_log), observed_writes():
+        with recorded_logs(trainer, self._current_log):
             try:
                 self._begin(functions, contexts, in_order=in_order)
                 if self.spec.overlaps:
@@ -268,6 +269,8 @@ class Step:
         for run in self.runs:
             if run.computed is not None and not self.spec.scope.failed:
                 run.computed.wait()
+        if any(run.late for run in self.runs):
+            self._wait_for_end()  # gradients are needed before the next step
 
     def _wait_for_end(self) -> None:
         """Wait until all microbatches have ended; then all slots are closed [3]."""
@@ -356,7 +359,9 @@ class Step:
         sums = [self._sums[key] for key in sorted(self._sums)]  # an order that does not depend on the plan
         proxies = [run.mode.proxies for run in self.runs]
         factor = self.weights.factor(self.runs) / context.model.formats.scales.outside(self.spec.version)
-        readiness = self.readiness if self.spec.updates is not None else None
+        # The optimizer's thread does not know late parameters, so gradients of this batch go to `.grad`.
+        self.late = list({id(p): p for run in self.runs for p in run.late}.values())
+        readiness = self.readiness if self.spec.updates is not None and not self.late else None
         if context.exchange is None:
             self.gradients = StepGradients(sums, proxies, factor, readiness)
         else:

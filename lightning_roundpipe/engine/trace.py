@@ -29,6 +29,7 @@ class TracedCall:
         returning_bytes: size of the gradients of its outputs.
         backward_held_bytes: outputs of calls, and what user code has made, that are alive when its backward begins.
         crossed: tensors that it shares with earlier calls.
+        worker: number of the worker that it ran on.
     """
 
     layer: HostLayer
@@ -38,6 +39,7 @@ class TracedCall:
     backward_s: float = 0.0
     activation_bytes: int = 0
     kept_bytes: int = 0
+    worker: int = 0
     forward_bytes: int = 0
     returning_bytes: int = 0
     backward_held_bytes: int = 0

@@ -39,12 +39,13 @@ class WeightUploads:
 
     def prepare(self, slot: Slot) -> bool:
         """Give a slot its place [1]. False if the arena is too small for it."""
-        sizes = [layer.nbytes for layer in slot.layers]
+        layers = [] if slot.shares else slot.layers
+        sizes = [layer.nbytes for layer in layers]
         with self.lock:
             if not self.arena.has(sum(sizes)):
                 return False
             slot.place = self.arena.enter(sizes)
-            for layer, part in zip(slot.layers, slot.place.weights.parts, strict=True):
+            for layer, part in zip(layers, slot.place.weights.parts, strict=True):
                 slot.segments[layer.index] = self.arena.bytes_of(*part)
                 self._queue.append((slot, layer, part))
             self.proceed()

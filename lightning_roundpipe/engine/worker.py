@@ -143,11 +143,20 @@ class Worker:
             self.open(slot, self.planned, runner)
             self._prepare_next()
 
-    def open(self, slot: Slot, memory: Memory, runner: Runner) -> None:
-        """Give a slot its weights' and gradients' memory [1]. The uploads may still be on their way."""
+    def open(self, slot: Slot, memory: Memory, runner: Runner, present: Slot | None = None) -> None:
+        """Give a slot its weights' and gradients' memory [1]. The uploads may still be on their way.
+
+        Args:
+            slot: the slot.
+            memory: where.
+            runner: the calling thread.
+            present: the slot in whose turn one is opened for a single call, which takes its weights if it has them.
+        """
         for before in (*slot.after, *([memory.last] if memory.last is not None else ())):
             self._baton.wait(runner, before.sent.then)
         slot.after = []
+        if present is not None and all(map(present.has, slot.layers)):
+            self._share(slot, present, runner)
         if slot.place is None and not memory.uploads.prepare(slot):
             needed = sum(layer.nbytes for layer in slot.layers)
             gradients = sum(host.layout.nbytes for host in slot.sums.values())
@@ -157,6 +166,15 @@ class Worker:
             memory.uploads.prepare(slot)
         slot.opened = True
         self._open_gradients(slot, memory)
+
+    def _share(self, slot: Slot, present: Slot, runner: Runner) -> None:
+        """Let a slot have the weights of the present one."""
+        slot.shares = True
+        slot.uploads, slot.uploaded, slot.segments = present.uploads, present.uploaded, present.segments
+        for layer in slot.layers:
+            self._baton.wait(runner, slot.uploads[layer.index].then)
+            if slot.readiness is not None:
+                slot.readiness.uploading(layer.bucket, slot.uploaded[layer.index])
 
     def _open_gradients(self, slot: Slot, memory: Memory) -> None:
         sums = {call: s for call, s in slot.sums.items() if s.layout.nbytes}

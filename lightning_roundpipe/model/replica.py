@@ -187,6 +187,12 @@ class Replica:
             self.modules[index].__dict__[key] = self.localized(value)
             self._held = None
 
+    def hold(self, containers: dict[tuple[int, str], Any]) -> None:
+        """Set attributes to containers that are this call's own; what the layer's code changes is found in them."""
+        for (index, key), value in containers.items():
+            self.modules[index].__dict__[key] = value
+            self._held = None
+
     def has_hooks(self) -> bool:
         """Return whether a module has forward hooks."""
         return any(chain.from_iterable(map(_HOOKS, self.modules)))

@@ -139,6 +139,10 @@ class UserCodeMode(TorchFunctionMode):
             if there is none.
     """
 
+    refuse_across = staticmethod(refuse_layers_between)
+    hook_gradient = staticmethod(hook_gradient)
+    keep_gradient = staticmethod(keep_gradient)
+
     def __init__(
         self,
         masters: Container[int],
@@ -207,15 +211,15 @@ class UserCodeMode(TorchFunctionMode):
         if torch.is_inference_mode_enabled() and name not in _OF_THE_SHAPE:
             touched_by(name, args, kwargs)
         if self._train and name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
-            return _hooked(func, args, kwargs)
+            return self._hooked(func, args, kwargs)
         if self._replaces and not self._writes(name, args):
             args, kwargs = self._with_proxies(args, kwargs)
         if self._train:
             if func is torch.autograd.grad:
                 given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
-                refuse_layers_between(given["outputs"], given["inputs"], self.proxies.masters_of(given["inputs"]))
+                self.refuse_across(given["outputs"], given["inputs"], self.proxies.masters_of(given["inputs"]))
             if func is Tensor.backward and kwargs.get("inputs") is not None:
-                refuse_layers_between(args[0], kwargs["inputs"], self.proxies.masters_of(kwargs["inputs"]))
+                self.refuse_across(args[0], kwargs["inputs"], self.proxies.masters_of(kwargs["inputs"]))
             result = self._call(func, name, args, kwargs)
             if self._counts_targets and not self.returning:
                 self.targets.note(func, args, kwargs, result)
@@ -339,6 +343,20 @@ class UserCodeMode(TorchFunctionMode):
             return type(value)(map(self.stand_in, value))
         return self.stand_in(value)
 
+    def _hooked(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        if isinstance(tensor, nn.Parameter):
+            raise RoundPipeError(
+                f"{getattr(func, '__name__', '')} was called on a parameter within training_step, once for each "
+                "microbatch. Do it between batches, for example in on_fit_start or on_train_batch_start."
+            )
+        if not tensor.requires_grad or func is Tensor.register_post_accumulate_grad_hook:
+            return func(*args, **kwargs)
+        if func is Tensor.register_hook:
+            return self.hook_gradient(tensor, *args[1:], **kwargs)
+        self.keep_gradient(tensor)
+        return None
+
     def _on_one_device(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -411,17 +429,3 @@ def _newest(there: list[torch.device]) -> torch.device:
     """Return the GPU of several that the microbatch is on now, so that its tensor need not move; else the last one."""
     now = torch.device(there[0].type, torch.accelerator.current_device_index())
     return now if now in there else there[-1]
-
-
-def _hooked(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    if isinstance(tensor, nn.Parameter):
-        raise RoundPipeError(
-            f"{getattr(func, '__name__', '')} was called on a parameter within training_step, once for each "
-            "microbatch. Do it between batches, for example in on_fit_start or on_train_batch_start."
-        )
-    if not tensor.requires_grad or func is Tensor.register_post_accumulate_grad_hook:
-        return func(*args, **kwargs)
-    if func is Tensor.register_hook:
-        return hook_gradient(tensor, *args[1:], **kwargs)
-    return keep_gradient(tensor)

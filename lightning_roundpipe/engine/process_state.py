@@ -1,0 +1,58 @@
+"""torch's process-wide state: code that changes it runs alone, with the baton.
+
+* The level of forward-mode differentiation, and the nesting depth of `torch.func.jvp`.
+* Generators within `torch.random.fork_rng`, which checkpoints use in their backward: others would draw from the state
+  that is put in, and the fork would undo their draws.
+
+The first window, which runs one microbatch after another, shows what does so. So torch's functions note who calls them,
+for as long as there is an engine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
+
+from lightning_roundpipe.devices.process_context import shared_context
+from lightning_roundpipe.runtime.user_code.interception import current
+
+_FUNCTIONS = (
+    (forward_ad, "enter_dual_level"), (eager_transforms, "enter_jvp_nesting"), (torch.random, "fork_rng"),
+)  # fmt: skip
+USER_CODE = ""
+"""Stands for user code among the names of layers."""
+_alone: set[str] = set()
+
+
+@shared_context
+def noticed_changes() -> Iterator[None]:
+    """Note who changes torch's state, until the last context of several has exited."""
+    _alone.clear()
+    own = [(module, name, getattr(module, name)) for module, name in _FUNCTIONS]
+    for module, name, function in own:
+        setattr(module, name, _noting(function))
+    try:
+        yield
+    finally:
+        for module, name, function in own:
+            setattr(module, name, function)
+
+
+def changes(name: str) -> bool:
+    """Return whether the layer of that name, or `USER_CODE`, changes torch's state."""
+    return name in _alone
+
+
+def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        if (context := current()) is not None:
+            _alone.add(getattr(context, "name", USER_CODE))
+        return function(*args, **kwargs)
+
+    return noting

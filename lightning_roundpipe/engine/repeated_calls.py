@@ -1,0 +1,99 @@
+"""Layer calls in a backward of user code, such as those of a `torch.utils.checkpoint` around layers.
+
+In the forward, the checkpoint's function calls a layer like any other code. In the backward it calls it once more:
+
+    the layer runs in the turn that the microbatch holds ── it draws what the call of the forward has drawn ── [1]
+    its outputs hang on a node that recomputes the layer and runs its backward if a gradient arrives ── [2]
+
+A checkpoint that is not reentrant only takes the values that its function saves. The call of the forward is on the tape
+and gets the gradients; [2] never happens. A reentrant one has made the call of the forward without grad, so that it is
+not on the tape, and differentiates what it computes now before it returns: by then [2] must be over.
+
+Which call is repeated [1] the generator tells. Each section of user code has a seed of its own, and a checkpoint
+restores the generator's state of the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.engine.randomness import Seed
+from lightning_roundpipe.engine.trace import TracedCall
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.user_code.rng import derive
+
+_ANCHOR = torch.empty(0, requires_grad=True)
+
+
+def repeated(layer: HostLayer, made: Sequence[TracedCall], seed_of: Callable[[int], Seed], *, draws: bool) -> int:
+    """Return which of the calls ``made`` is repeated [1]; the layer's last one if the generator does not tell.
+
+    Args:
+        layer: the layer that is called.
+        made: the calls of the forward.
+        seed_of: returns the seed of the section of user code in front of a call.
+        draws: whether the layer draws random numbers.
+
+    Raises:
+        RoundPipeError: the layer has not been called, or nothing tells which of its random numbers are repeated.
+    """
+    mine = [number for number, call in enumerate(made) if call.layer is layer]
+    if not mine:
+        raise RoundPipeError(
+            f"layer {layer.name!r} was called in a backward of user code, and not before: call it in training_step."
+        )
+    now = torch.default_generator.initial_seed()
+    found = next((number for number in mine if derive(*seed_of(number)) == now), None)
+    if found is None and draws and len(mine) > 1:
+        raise RoundPipeError(
+            f"layer {layer.name!r}, which draws random numbers, was called several times and again in a backward, and "
+            "nothing tells which call is repeated. Let checkpoints preserve the state of the random generators."
+        )
+    return found if found is not None else mine[-1]
+
+
+class _Node(torch.autograd.Function):
+    """The outputs of a repeated call. It saves no tensor: a checkpoint counts them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, differentiate: Callable[..., list[Tensor | None]], inner: list[Any],
+        outputs: list[Tensor], *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.differentiate, ctx.inner = differentiate, inner
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(o for o, i in zip(outputs, inner, strict=True) if i is None))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        with torch._C.DisableTorchFunction():
+            for inner, gradient in zip(ctx.inner, gradients, strict=True):
+                if inner is not None and gradient is not None:
+                    inner[0].add(inner[1], gradient, inner[0].home)
+            return None, None, None, None, *ctx.differentiate()
+
+
+_connect: Any = super(torch.autograd.Function, _Node).apply
+
+
+def connected(
+    differentiate: Callable[[], list[Tensor | None]], inner: list[Tensor], outputs: list[Tensor],
+    inputs: Sequence[Tensor],
+) -> list[Tensor]:  # fmt: skip
+    """Return ``outputs`` as user code sees them, connected to the call's ``inputs`` [2].
+
+    Args:
+        differentiate: runs the call's backward, and returns the gradients of ``inputs``.
+        inner: the outputs as the call gives them, with their boundary.
+        outputs: their values.
+        inputs: the arguments that need a gradient.
+    """
+    ends = [(t.grad_fn.gradients, t.output_nr) if t.grad_fn is not None else None for t in inner]  # type: ignore[attr-defined]
+    with torch.enable_grad():
+        return list(_connect(_ANCHOR, differentiate, ends, outputs, *inputs))
