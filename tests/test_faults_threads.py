@@ -72,8 +72,10 @@ def test_a_dead_thread_is_reported(which: str, batch: int, after_s: float) -> No
         trainer.fit(module, harness.loader(batches), harness.loader(BATCHES[:1]))
     assert time.monotonic() - ended.at < faulty.WITHIN_S
     said = str(caught.value)
-    assert re.match(rf"thread 'roundpipe-{which}\d' has died \(AttributeError", said), said
-    for name in ("MainThread", "roundpipe-worker0"):
+    worker = "gradients" if editions.third() else "worker"
+    died = worker if which == "worker" else which
+    assert re.match(rf"thread 'roundpipe-{died}\d' has died \(AttributeError", said), said
+    for name in ("MainThread", f"roundpipe-{worker}0"):
         assert f"Thread {name!r}" in said
     assert isinstance(caught.value.__cause__, AttributeError)
     until(lambda: harness.roundpipe_threads() == [], "a thread is left")  # who closes waits a second, and no longer
@@ -196,7 +198,7 @@ def test_a_stuck_thread_is_reported(where: str, stuck: Stuck) -> None:
     said = str(caught.value)
     assert said.startswith("nothing happened for watchdog_timeout=0.5 seconds")
     assert "wait_for_nothing" in said, "no stack shows where it is stuck"
-    assert "Thread 'MainThread'" in said and "Thread 'roundpipe-worker" in said
+    assert "Thread 'MainThread'" in said and f"Thread 'roundpipe-{'gradients' if editions.third() else 'worker'}" in said
     assert len(go_on.refused) == 2 and all("never came back" in text for text in go_on.refused)
 
     def as_expected() -> bool:

@@ -38,6 +38,7 @@ from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.runtime.core.arenas import address_of
+from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
 from lightning_roundpipe.runtime.layer_calls.compiling import LayerCompiler
 from lightning_roundpipe.runtime.layer_calls.output_collectors import collecting
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
@@ -474,7 +475,8 @@ class Executor:
         if buffers:
             buffers.load(call.buffers)
         given = [t.clone() if i in call.mutated else t for i, t in enumerate(there)]
-        with device.track(given, INPUTS), call.thread_state.entered():
+        again = noted(lambda: FaultPlace(layer.title, "recomputation", call.microbatch, slot, device))
+        with again, device.track(given, INPUTS), call.thread_state.entered():
             run, _, sink = call.context.run(
                 functools.partial(self._run, grad=True), call, slot, given, replica, runner, "recompute", inside
             )

@@ -195,7 +195,8 @@ class Microbatch:
                 self._let_pass(error, predecessors)
             scope.fail(error)  # the main thread raises it
         finally:
-            self._tape.clear()  # a failed microbatch hangs in circles
+            self._tape.clear()
+            self._surroundings = None  # which knows the mode, and that this
             self._activations.drop(self.device)
             self._accumulators.end()
             self._step.microbatch_ended()

@@ -113,12 +113,15 @@ class Pool:
                     )
 
     def _look_for_the_dead(self) -> None:
-        for thread in (*self._threads, *self._summing.values(), *(worker.sender for worker in self.workers)):
+        for thread in self._everybody():
             if not thread.alive:
                 raise RoundPipeError(
                     f"thread {thread.name!r} has died ({thread.died!r}), so the step cannot go on. All threads:\n"
                     f"{stacks()}"
                 ) from thread.died
+
+    def _everybody(self) -> list[TaskThread]:
+        return [*self._threads, *self._summing.values(), *(worker.sender for worker in self.workers)]
 
     def rest(self, scope: CancelScope, tasks: Sequence[Task[None]], *, given_up: bool) -> None:
         """Wait until nothing of a step runs. After a failure, also reset devices and workers.
@@ -129,21 +132,19 @@ class Pool:
             given_up: whether the watchdog or the user has ended the wait: threads then get `GRACE` seconds.
         """
         late = []
-        for task in tasks:
-            if task.finished:
-                continue
+        for waiter in (*(t.waiter for t in tasks if not t.finished), *(w.fence() for w in self.workers)):
             if not given_up:
                 try:
-                    self.wait(task.waiter, scope)
+                    self.wait(waiter, scope)
                     continue
                 except BaseException as error:
                     scope.fail(error)
                     given_up = True
-            late.append(task.waiter)
+            late.append(waiter)
         if not scope.failed:
             try:
                 for worker in self.workers:
-                    worker.rest()
+                    worker.land()
             except BaseException as error:
                 scope.fail(error)
         if scope.failed and not (self._all_return(late) and self._reset(scope)):
@@ -177,7 +178,7 @@ class Pool:
     def close(self) -> None:
         """Stop all threads and free all device memory. A thread that is stuck ends with the process."""
         deadline = time.monotonic() + 1.0 if self.broken else None
-        threads = [*self._threads, *self._summing.values()]
+        threads = self._everybody()
         for thread in threads:
             thread.stop()
         with contextlib.ExitStack() as rest:  # runs in reverse order, and each callback even if another one raises

@@ -324,6 +324,8 @@ class Step:
         try:
             if not self.spec.scope.failed:
                 self._wait_for_end()
+                for worker in self.context.pool.workers:
+                    self.context.pool.wait(worker.fence(), self.spec.scope)
                 for sums in self._sums.values():
                     sums.wait()
         except BaseException as error:  # a second Ctrl-C, or an error of this step
@@ -371,6 +373,8 @@ class Step:
 
     def release(self) -> None:
         """Break reference cycles, and release the sums if no optimizer step will use them."""
+        for run in self.runs:
+            del run.mode  # which knows the microbatch
         self.runs, self.before = [], None
         self.spec.scope.end()
         for sums in self._sums.values():

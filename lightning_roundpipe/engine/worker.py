@@ -20,9 +20,10 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.activations import Room
 from lightning_roundpipe.engine.slots import Slot, Turns
-from lightning_roundpipe.engine.sync import Baton, GivenUp, Runner
+from lightning_roundpipe.engine.sync import Baton, GivenUp, Runner, Signal
 from lightning_roundpipe.engine.uploads import WeightUploads
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.model.rounded import RoundedWeight
@@ -47,8 +48,8 @@ class Memory:
         self.uploads = WeightUploads(device, self.arena)
         self.late = Arena(device, "gradients")
         """For a slot that has more gradients than when the arena was made."""
-        self.last: Slot | None = None
-        """The slot that was closed last."""
+        self.last: Signal | None = None
+        """Reached once the gradients of the slot that was closed last are on their way."""
 
 
 class Worker:
@@ -72,8 +73,8 @@ class Worker:
         self.turns = Turns(baton, self.close_slot)
         self.planned, self.spare = Memory(device), Memory(device)
         self._replicas: dict[int, Replica] = {}
-        self._bound: dict[int, Slot] = {}
-        """The slot whose weights each copy of a layer has, by number of the layer."""
+        self._bound: dict[int, Tensor] = {}
+        """The weights that each copy of a layer has, by number of the layer."""
         self.lead = 0
         """Bytes that calls beyond the first `IN_FLIGHT` may keep alive; 0 allows no such calls."""
         self.room = Room()
@@ -102,10 +103,9 @@ class Worker:
                 known = self._replicas[layer.index] = Replica(
                     layer.module, self.device.torch_device, layer.state, layer.rounded, layer.copies_wanted
                 )
-        if self._bound.get(layer.index) is not slot:
-            whole = functools.partial(self._whole, slot, layer)
-            known.bind(layer.views(slot.segments[layer.index]), layer.trainable(), whole)
-            self._bound[layer.index] = slot
+        if self._bound.get(layer.index) is not (segment := slot.segments[layer.index]):
+            known.bind(layer.views(segment), layer.trainable(), functools.partial(self._whole, slot, layer))
+            self._bound[layer.index] = segment
         return known
 
     def _unbind(self) -> None:
@@ -152,8 +152,8 @@ class Worker:
             runner: the calling thread.
             present: the slot in whose turn one is opened for a single call, which takes its weights if it has them.
         """
-        for before in (*slot.after, *([memory.last] if memory.last is not None else ())):
-            self._baton.wait(runner, before.sent.then)
+        for sent in (*(before.sent for before in slot.after), *([memory.last] if memory.last is not None else ())):
+            self._baton.wait(runner, sent.then)
         slot.after = []
         if present is not None and all(map(present.has, slot.layers)):
             self._share(slot, present, runner)
@@ -293,7 +293,7 @@ class Worker:
                 compute.poison(memory.arena.bytes_of(place.weights.start, place.weights.end))
                 place.weights.last_use = compute.record()
             memory.arena.retire(place)
-        memory.last = slot
+        memory.last = slot.sent
         self._in_order(functools.partial(self._sent, slot, memory, compute.record(), pending), waits=bool(pending))
         memory.uploads.proceed()
         if memory is self.planned:
@@ -361,10 +361,9 @@ class Worker:
             while flying and flying.oldest.done():
                 flying.land()
 
-    def rest(self) -> None:
-        """Wait until all gradients are on their way, and nothing computes."""
-        self.sender.submit(lambda: None).waiter.wait()
-        self.land()
+    def fence(self) -> Waiter:
+        """Return what is woken when all gradients are on their way."""
+        return self.sender.submit(lambda: None).waiter
 
     def land(self) -> None:
         """Wait until nothing computes, and let go of what was computed with."""
@@ -379,8 +378,7 @@ class Worker:
         self._in_flight = InFlight()
 
     def abandon(self) -> None:
-        """Reset the worker after a failure, when the device is at rest."""
-        self.sender.submit(lambda: None).waiter.wait()
+        """Reset the worker after a failure, when its thread and the device are at rest."""
         self.turns.clear()
         self.room.taken = 0
         for memory in (self.planned, self.spare):
@@ -391,9 +389,7 @@ class Worker:
         self.forget()
 
     def close(self) -> None:
-        """End the thread and free the memory."""
-        self.sender.stop()
-        self.sender.join()
+        """Free the memory. The thread has ended."""
         self.forget()
         for memory in (self.planned, self.spare):
             memory.arena.release()
