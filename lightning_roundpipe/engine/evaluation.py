@@ -169,6 +169,9 @@ class Batch(Microbatch):
         """Lists, dicts and objects that each layer was given."""
         self._used: set[Device] = set()
 
+    def _kind(self) -> str:
+        return "evaluation"
+
     def _user_code_mode(self) -> UserCodeMode:
         return _UserCode(self.context, self.touched, self._aside)
 
@@ -623,6 +626,8 @@ class Evaluations:
         if not scope.failed:
             model.buffers.settle()
         model.buffers.take_history()
+        if not isinstance(scope.error, Cancelled):
+            scope.raise_error()
 
     def _learn(self, flight: Flight) -> None:
         """Take note of what a batch alone has shown, or that one has made other calls than those that are known."""

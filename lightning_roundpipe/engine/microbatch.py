@@ -197,7 +197,7 @@ class Microbatch:
         finally:
             self._tape.clear()
             self._surroundings = None  # which knows the mode, and that this
-            self._activations.drop(self.device)
+            self._activations.drop(None)  # enqueues nothing, which a failed device would refuse
             self._accumulators.end()
             self._step.microbatch_ended()
             self.begun.set()
@@ -271,7 +271,10 @@ class Microbatch:
             torch.autograd.backward(loss, seeded, retain_graph=True)
 
     def _noted(self) -> noted:
-        return noted(lambda: FaultPlace(f"the code {self._last}", self._phase, self.index, self._slot, self.device))
+        return noted(lambda: FaultPlace(f"the code {self._last}", self._kind(), self.index, self._slot, self.device))
+
+    def _kind(self) -> str:
+        return self._phase
 
     @property
     def _slot(self) -> Slot | None:
@@ -614,7 +617,7 @@ class Microbatch:
                 inputs = [bring(saved, device, lent=not keeps) for saved in coming]
             else:
                 inputs = [Arriving(tensor, None) for tensor in given]
-            with noted(lambda: FaultPlace(layer.title, "forward", self.index, slot, device)), without_caller_modes():
+            with noted(lambda: FaultPlace(layer.title, self._kind(), self.index, slot, device)), without_caller_modes():
                 result, run = self.context.executors[worker.index].forward(
                     call, slot, inputs, self.runner, Inside(layer.name), keep_graph=keeps
                 )
