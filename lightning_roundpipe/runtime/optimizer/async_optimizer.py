@@ -377,6 +377,8 @@ class AsyncOptimizer:
         if batch is not None:
             batch.release()
         self._rest()
+        if self._error is error:  # an update has failed the step, which raises it
+            self._error = None
         if self.torn:
             error.add_note(f"roundpipe: the backward pass was running and its optimizer step had begun, {TORN}")
 
@@ -385,7 +387,6 @@ class AsyncOptimizer:
         error, self._error = self._error, None
         try:
             if error is not None:
-                error.add_note(f"roundpipe: this happened in an optimizer step, {TORN}")
                 raise error
         finally:
             del error
@@ -446,6 +447,7 @@ class AsyncOptimizer:
             except (Dropped, StreamAborted):  # the step has failed, before or during the download of its gradients
                 self.torn, self.whole = self._applying, False  # the step raises the error
             except BaseException as error:
+                error.add_note(f"roundpipe: this happened in an optimizer step, {TORN}")
                 self._error, self.whole = error, False
                 for cancel_scope in self._cancel_scopes:
                     cancel_scope.fail(error)

@@ -1,0 +1,337 @@
+"""Rounds of the engine without a Trainer: a seed draws a plan, what each microbatch calls, delays, and an error.
+
+    a round ── an engine on emulated devices that poison and are late ── some windows ── the weights of plain training
+    an error somewhere ── it comes out, once ── the engine trains on from weights that are written back
+
+Microbatches skip layers, call some twice, and swap two, in any window but the first, which shows the plan's calls.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.batches.weights import LossWeights
+from lightning_roundpipe.config import Emulation, Options
+from lightning_roundpipe.devices.emulated import make_emulated
+from lightning_roundpipe.engine.engine import Engine
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.span import Span
+
+WIDTH, BLOCKS = 8, 4
+CALLS = BLOCKS + 2
+PLACES = ("layer", "layer backward", "user code", "user code backward", "loss", "optimizer")
+
+
+class Boom(Exception):
+    """Nobody else raises this."""
+
+
+class Fuse:
+    """Raises when code comes to a place for the ``left``-th time; copies of the model share it."""
+
+    def __init__(self) -> None:
+        self.place, self.left = "", 0
+        self.pause = random.Random(0)
+
+    def __deepcopy__(self, memo: Any) -> Fuse:
+        return self
+
+    def __call__(self, place: str) -> None:
+        if self.pause.random() < 0.05:
+            time.sleep(self.pause.random() * 1e-3)
+        if place == self.place:
+            self.left -= 1
+            if self.left == 0:
+                raise Boom(place)
+
+
+class _Mined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fuse: Fuse, place: str) -> Tensor:
+        ctx.fuse, ctx.place = fuse, place
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.fuse(ctx.place)
+        return grad, None, None
+
+
+def mined(x: Tensor, fuse: Fuse, place: str) -> Tensor:
+    return _Mined.apply(x, fuse, place)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class Block(nn.Module):
+    """Gives two tensors; one of the blocks writes to its input."""
+
+    def __init__(self, fuse: Fuse, *, writes: bool = False) -> None:
+        super().__init__()
+        self.inner, self.fuse, self.writes = nn.Linear(WIDTH, WIDTH), fuse, writes
+
+    def forward(self, h: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        self.fuse("layer")
+        if self.writes:
+            h.clamp_(-1.5, 1.5)
+        out = torch.tanh(self.inner(h))
+        return mined(out * mask, self.fuse, "layer backward"), out.square().mean()
+
+
+class Network(nn.Module):
+    """User code between layers reads a weight, and writes in place."""
+
+    def __init__(self, fuse: Fuse) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.embed, self.head = nn.Linear(6, WIDTH), nn.Linear(WIDTH, 3)
+            self.blocks = nn.ModuleList(Block(fuse, writes=i == 2) for i in range(BLOCKS))
+            self.blocks[1].requires_grad_(False)
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.fuse = fuse
+
+    def loss(self, x: Tensor, order: Sequence[int]) -> Tensor:
+        mask = (x[:, :1] > -2).float()
+        h, extra = self.embed(x), x.new_zeros(())
+        for number in order:
+            out, aside = self.blocks[number](h * 1.0, mask)
+            self.fuse("user code")
+            h = h + out * self.scale
+            h += 0.1
+            extra = extra + aside
+            h = mined(h, self.fuse, "user code backward")
+        out = self.head(h)
+        self.fuse("loss")
+        return out.square().mean() + 0.1 * extra
+
+
+class FusedSGD(torch.optim.SGD):
+    """Comes to the place ``optimizer``."""
+
+    independent_parameters = True
+
+    def __init__(self, fuse: Fuse, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._fuse = fuse
+
+    def step(self, closure: Any = None) -> Any:
+        self._fuse("optimizer")
+        return super().step(closure)
+
+
+@dataclass
+class Round:
+    """What a seed draws.
+
+    Attributes:
+        windows: for each window, and each of its microbatches, the samples and the order of its blocks.
+        apart: whether the optimizer has a thread of its own.
+        error: the place of an error, how often code comes there before, and the window in front of which it is planted.
+    """
+
+    seed: int
+    devices: int
+    plan: str | None
+    windows: list[list[tuple[Tensor, list[int]]]]
+    apart: bool
+    staleness: int
+    prefetch: int
+    overlap: bool
+    error: tuple[str, int, int] | None
+
+    @property
+    def to_the_bit(self) -> bool:
+        """Whether sums have plain training's order: calls outside of the plan are summed apart."""
+        return all(sorted(set(order)) == order for window in self.windows for _, order in window)
+
+    @classmethod
+    def draw(cls, seed: int) -> Round:
+        draw = random.Random(seed)
+        count, windows = draw.randint(1, 6), []
+        for number in range(5):
+            odd = number and draw.random() < 0.5
+            size = count if draw.random() < 0.8 else draw.randint(1, count)
+            generator = torch.Generator().manual_seed(100 * seed + number)
+            windows.append([(torch.randn(2, 6, generator=generator), _order(draw, odd)) for _ in range(size)])
+        apart = draw.random() < 0.8
+        error = (draw.choice(PLACES[: 5 + apart]), draw.randint(1, 12), draw.randint(1, 3))
+        return cls(
+            seed,
+            devices=draw.randint(1, 4),
+            plan=_plan(draw, count) if draw.random() < 0.9 else None,
+            windows=windows,
+            apart=apart,
+            staleness=draw.randint(0, 1) if apart else 0,
+            prefetch=draw.choice([1, 1, 0]),
+            overlap=draw.random() < 0.9,
+            error=error if draw.random() < 0.4 else None,
+        )
+
+
+def _order(draw: random.Random, odd: bool) -> list[int]:
+    order = list(range(BLOCKS))
+    if not odd:
+        return order
+    kind = draw.choice(["skip", "repeat", "swap", "all"])
+    if kind in ("skip", "all"):
+        order.remove(draw.choice(order))
+    if kind in ("repeat", "all"):
+        order.insert(draw.randint(0, len(order)), draw.choice(order))
+    if kind in ("swap", "all"):
+        a, b = draw.sample(range(len(order)), 2)
+        order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _plan(draw: random.Random, count: int) -> str:
+    first = draw.randint(0, CALLS - 1)
+
+    def cuts() -> tuple[Span, ...]:
+        ends = [0, *(c for c in range(1, first) if draw.random() < 0.5), first]
+        return tuple(Span(a, b - 1) for a, b in pairwise(ends)) if first else ()
+
+    return str(Plan(cuts(), Span(first, CALLS - 1), cuts()[::-1], draw.randint(1, count), draw.random() < 0.5))
+
+
+class Plainly:
+    """The same training without an engine: one microbatch after another."""
+
+    def __init__(self, staleness: int) -> None:
+        self.network = Network(Fuse())
+        self.read = copy.deepcopy(self.network) if staleness else self.network
+        self._optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1, momentum=0.5)
+
+    def window(self, microbatches: Sequence[tuple[Tensor, list[int]]]) -> None:
+        self.network.zero_grad()
+        self.read.zero_grad()
+        for x, order in microbatches:
+            self.read.loss(x, order).backward()
+        for master, used in zip(self.network.parameters(), self.read.parameters(), strict=True):
+            master.grad = used.grad
+            if used is not master:
+                with torch.no_grad():
+                    used.copy_(master)  # what the next window reads: without this window's update
+        self._optimizer.step()
+
+    def catch_up(self) -> None:
+        """Let the next window read the newest weights."""
+        self.read.load_state_dict(self.network.state_dict())
+
+
+class Engined:
+    """The round's training under an engine."""
+
+    def __init__(self, drawn: Round, emulation: Emulation) -> None:
+        self.fuse = Fuse()
+        self.module = nn.Module()
+        self.module.net = self.network = Network(self.fuse)
+        self._windows = 0
+        options = Options(
+            layers=["Linear", "Block"], plan=drawn.plan or "static", staleness=drawn.staleness, overlap=drawn.overlap,
+            prefetch=drawn.prefetch, watchdog_timeout=20.0, emulation=emulation,
+        )  # fmt: skip
+        devices = make_emulated([torch.device("cpu")] * drawn.devices, emulation)
+        self.engine = Engine(self.module, devices, options, lambda text: None)
+        self._optimizer = FusedSGD(self.fuse, self.network.parameters(), lr=0.1, momentum=0.5)
+        if drawn.apart:
+            self.engine.enable_async_optimizer(lambda: self._optimizer)
+
+    def window(self, microbatches: Sequence[tuple[Tensor, list[int]]]) -> None:
+        functions: list[Callable[[], Tensor]] = [
+            lambda x=x, order=order: self.network.loss(x, order)  # type: ignore[misc]
+            for x, order in microbatches
+        ]
+        count, self._windows = len(functions), self._windows + 1
+        updates = self.engine.updates
+        if updates is None:
+            self._optimizer.zero_grad()
+        weights = LossWeights(None, [2] * count, list(range(count)))
+        result = self.engine.train_window(functions, weights, (0, self._windows))
+        if result.error is not None:
+            raise result.error
+        assert result.gradients is not None
+        pairs = [(m.loss, m.differentiable) for m in result.microbatches if m.loss is not None]
+        for loss in result.gradients.losses(pairs):
+            loss.backward()
+        if updates is None:
+            self._optimizer.step()
+        else:
+            updates.submit(None)
+
+    def restore(self, state: dict[str, Tensor], momentum: dict[str, Any]) -> None:
+        """Go on from other weights, as from a checkpoint."""
+        self.fuse.place = ""
+        self.engine.settle()
+        with torch.no_grad():
+            self.network.load_state_dict(state)
+        self._optimizer.load_state_dict(momentum)
+
+    def momentum(self) -> dict[str, Any]:
+        return copy.deepcopy(self._optimizer.state_dict())
+
+
+def run(seed: int) -> str:
+    """Run one round.
+
+    Returns:
+        "failed" if an error was planted and came out, "trained" otherwise.
+
+    Raises:
+        AssertionError: other weights than plain training's, or something is left.
+    """
+    drawn = Round.draw(seed)
+    before = set(threading.enumerate())
+    emulation = Emulation(delay_seed=seed if seed % 4 == 0 else None, poison=True)
+    ours, plain, outcome = Engined(drawn, emulation), Plainly(drawn.staleness), "trained"
+    ours.fuse.pause.seed(seed)
+    try:
+        for number, window in enumerate(drawn.windows):
+            if drawn.error is not None and drawn.error[2] == number and outcome == "trained":
+                outcome = _fail(ours, drawn, plain, window)
+                plain.catch_up()
+            ours.window(window)
+            plain.window(window)
+        ours.engine.settle()
+        _compare(plain.network, ours.network, drawn)
+    finally:
+        ours.engine.close()
+    left = [t.name for t in threading.enumerate() if t not in before and t.name != "roundpipe-lease"]
+    assert not left, left
+    return outcome
+
+
+def _fail(ours: Engined, drawn: Round, plain: Plainly, window: Any) -> str:
+    """Train into an error, and go on from the weights in front of it."""
+    assert drawn.error is not None
+    ours.engine.settle()
+    state = {name: value.clone() for name, value in ours.network.state_dict().items()}
+    momentum = ours.momentum()
+    _compare(plain.network, ours.network, drawn)
+    ours.fuse.place, ours.fuse.left, _ = drawn.error
+    outcome = "trained"
+    try:
+        for _ in range(3):
+            ours.window(window)
+        ours.engine.settle()
+    except Boom as error:
+        notes = "\n".join(getattr(error, "__notes__", []))
+        assert "roundpipe: " in notes, notes
+        outcome = "failed"
+    ours.restore(state, momentum)
+    return outcome
+
+
+def _compare(plain: nn.Module, ours: nn.Module, drawn: Round) -> None:
+    for (name, expected), found in zip(plain.state_dict().items(), ours.state_dict().values(), strict=True):
+        close = torch.allclose(expected, found, rtol=1e-4, atol=1e-6)
+        same = torch.equal(expected, found) if drawn.to_the_bit else close
+        assert same, f"{name} differs by {float((expected - found).abs().max())}: {drawn}"
