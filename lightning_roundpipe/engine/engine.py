@@ -274,7 +274,8 @@ class Engine:
         elif given is not None and unused:
             given.release()
         self.worker_pool.refuse_broken()
-        if (now := self.model.trainable()) != self._trained:
+        surprised = any(layer.rounded - layer.uses.only_cast().keys() for layer in self.model.layers)
+        if (now := self.model.trainable()) != self._trained or surprised:
             self._trained = now
             self.settle()
             self._planner.forget()

@@ -212,7 +212,7 @@ class Executor:
         originals: dict[int, Any] = dict(zip(map(id, aliases), call.tensors, strict=True))
         originals |= {id(mine): theirs for mine, theirs in zip(replica.parameters, layer.masters, strict=True)}
         originals |= {id(mine): theirs for mine, theirs in zip(replica.modules, replica.originals, strict=True)}
-        lent = {address_of(tensor) for tensor, event in inputs if event is not None}
+        lent = {address_of(tensor) for tensor, event in inputs if event is not None and not keep_graph}
         self._part_from_lent(run, found, lent, originals)
         call.mutated = [position for position, _ in run.mutated]
         if run.differentiable:
@@ -389,7 +389,9 @@ class Executor:
     def _part_from_lent(self, run: Run, found: list[Tensor], lent: set[int], originals: dict[int, Any]) -> None:
         """Let the caller have clones of outputs in memory that others get next: views of weights, and of inputs."""
         for tensor in found:
-            if id(tensor) not in originals and (self.worker.owns(tensor) or address_of(tensor) in lent):
+            if tensor.layout is not torch.strided or id(tensor) in originals:
+                continue
+            if self.worker.owns(tensor) or address_of(tensor) in lent:
                 clone = tensor.clone()
                 if tensor.requires_grad:
                     run.differentiable = [clone if t is tensor else t for t in run.differentiable]

@@ -726,10 +726,8 @@ class Microbatch:
                 return
             if other.graph is None:
                 inputs = [self._activations.on(each, worker.device) for each in other.saved]
-                place = FaultPlace(other.layer.title, "recomputation", self.index, slot, worker.device)
-                with noted(lambda place=place: place):  # type: ignore[misc]
-                    inside = Inside(other.layer.name)
-                    self.context.executors[worker.index].recompute(other, slot, inputs, self.runner, inside)
+                inside = Inside(other.layer.name)
+                self.context.executors[worker.index].recompute(other, slot, inputs, self.runner, inside)
 
     def _gradients_of(self, call: LayerCall, device: Device) -> list[list[HostTensor | Tensor]]:
         """Take the gradients of a call's outputs. Those that are not on ``device`` begin to go to the host."""

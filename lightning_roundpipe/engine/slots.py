@@ -41,6 +41,8 @@ class Slot:
         recorder: records its copies and computations.
         scope: the step's cancel scope.
         round: number of its round.
+        apart: whether it starts sums of its own, which the host adds to those of the slots before.
+        unpacks_once: whether packed weights are unpacked once for all its microbatches.
 
     Attributes:
         place: its part of an arena, once that is known.
@@ -50,6 +52,7 @@ class Slot:
         gradients: by call, the sums on the worker that are not on their way to the host yet.
         first: the ticket of its first microbatch.
         after: slots that have added to the same sums before.
+        left: by call, reached once the next slot's gradients may follow to the host.
         sent: reached once all its gradients are on their way.
     """
 
@@ -66,6 +69,9 @@ class Slot:
         recorder: Recorder,
         scope: CancelScope,
         round: int = 0,
+        *,
+        apart: bool = False,
+        unpacks_once: bool = False,
     ) -> None:
         self.index, self.worker, self.phase, self.calls = index, worker, phase, calls
         self.layers: Sequence[HostLayer] = list(layers)
@@ -81,11 +87,24 @@ class Slot:
         self.opened = self.shares = False
         self.first = 0
         self.after: list[Slot] = []
+        self.apart, self.unpacks_once = apart, unpacks_once
+        self.left = {call: Signal() for call in sums}
         self.sent = Signal()
 
     def has(self, layer: HostLayer) -> bool:
         """Return whether it has the layer's weights."""
         return layer.index in self.uploads
+
+    def let_go(self) -> None:
+        """Let go of the memory, when all gradients are on their way."""
+        self.segments, self.after = {}, []
+        for left in self.left.values():
+            left.set()
+        self.sent.set()
+
+    def has_left(self, call: int) -> bool:
+        """Return whether another slot's gradients of ``call`` may follow this one's to the host."""
+        return self.left.get(call, self.sent).is_set
 
     def ticket(self, microbatch: int) -> int:
         return self.first + microbatch - self.microbatches[0]

@@ -101,7 +101,7 @@ class Step:
         self._adding: dict[int, Slot] = {}
         """The last slot that adds to each sum, by the sum's id."""
         self._rounds: list[list[Slot]] = []
-        self._round_size = count
+        self._round_size, self._apart = count, False
         self._forward: dict[int, int] = {}
         self._backward: dict[int, int] = {}
         self._tasks: list[Task[None]] = []
@@ -145,6 +145,7 @@ class Step:
         try:
             if self.plan is not None and self.trace is not None:
                 self._round_size = min(self.plan.round_microbatches, count)
+                self._apart = self.plan.side_by_side(len(pool.workers), count)
                 self._lay_out(self.plan.stages(), self.trace, count)
             else:
                 self.readiness.expect([], uploads=False)
@@ -191,6 +192,7 @@ class Step:
         slot = Slot(
             index, index % len(self.context.pool.workers), stage.phase, calls, list(layers.values()), sums,
             microbatches, self.spec.version, self.spec.recorder, self.spec.scope, number,
+            apart=self._apart, unpacks_once=stage.unpacks_once,
         )  # fmt: skip
         self._follow(slot)
         return slot
@@ -236,7 +238,7 @@ class Step:
         use += _ALONE * (microbatch + 1) if microbatch is not None else 0
         key = layer.index, use
         if (known := self._sums.get(key)) is None:
-            known = self._sums[key] = self.context.gradients.of(layer, use).begin()
+            known = self._sums[key] = self.context.gradients.of(layer, use).begin(apart=self._apart)
         return known if known.layout.nbytes else None
 
     def give_up(self, slot: Slot) -> None:

@@ -64,6 +64,7 @@ class Worker:
         turns: the order of its slots.
         planned: memory for slots in turn.
         spare: memory for calls that no slot in turn was made for.
+        copies: memory for packed weights that the open slot unpacks once.
         sender: the thread that sends gradients.
     """
 
@@ -72,6 +73,7 @@ class Worker:
         self._baton, self._prefetch = baton, prefetch
         self.turns = Turns(baton, self.close_slot)
         self.planned, self.spare = Memory(device), Memory(device)
+        self.copies = Arena(device, "unpacked weights")
         self._replicas: dict[int, Replica] = {}
         self._bound: dict[int, Tensor] = {}
         """The weights that each copy of a layer has, by number of the layer."""
@@ -86,12 +88,16 @@ class Worker:
     def reserve(self, reserved: Reserved, *, at_least: bool = False) -> None:
         """Make the arena of the given size. Nothing runs."""
         self.lead, self.room.limit = reserved.lead, reserved.room
-        for memory, nbytes in ((self.planned, reserved.arena), (self.spare, 0)):
-            if not memory.arena.suits(nbytes, at_least=at_least) or memory.late.buffer is not None:
-                self.forget()  # copies of layers hold views of the arenas
-                memory.late.release()
-                memory.arena.release()
-                memory.arena.make(nbytes)
+        needed = {self.planned.arena: reserved.arena, self.copies: reserved.copies}
+        needed |= {self.spare.arena: 0, self.planned.late: 0, self.spare.late: 0}
+        changing = [arena for arena, nbytes in needed.items() if not arena.suits(nbytes, at_least=at_least)]
+        if changing:
+            self.forget()  # copies of layers hold views of the arenas
+        for arena in changing:  # all before any is made: old and new ones may not fit together
+            arena.release()
+        for arena in changing:
+            if needed[arena] or arena is self.planned.arena:
+                arena.make(needed[arena])
 
     def replica(self, slot: Slot, layer: HostLayer) -> Replica:
         """Return the worker's copy of ``layer`` with the weights of ``slot``, which is open.
@@ -119,7 +125,7 @@ class Worker:
         if isinstance(tensor, RoundedWeight):
             return True
         found = address_of(tensor)
-        return found in (self.planned.arena.address, self.spare.arena.address) and found != 0
+        return found in (self.planned.arena.address, self.spare.arena.address, self.copies.address) and found != 0
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -152,9 +158,10 @@ class Worker:
             runner: the calling thread.
             present: the slot in whose turn one is opened for a single call, which takes its weights if it has them.
         """
-        for sent in (*(before.sent for before in slot.after), *([memory.last] if memory.last is not None else ())):
-            self._baton.wait(runner, sent.then)
-        slot.after = []
+        for before in slot.after if not slot.apart else ():
+            self._baton.wait(runner, before.sent.then)
+        if memory.last is not None:
+            self._baton.wait(runner, memory.last.then)
         if present is not None and all(map(present.has, slot.layers)):
             self._share(slot, present, runner)
         if slot.place is None and not memory.uploads.prepare(slot):
@@ -166,6 +173,11 @@ class Worker:
             memory.uploads.prepare(slot)
         slot.opened = True
         self._open_gradients(slot, memory)
+        if slot.unpacks_once and self.copies.buffer is not None:
+            sizes = [layer.copies_nbytes for layer in slot.layers]
+            if self.copies.has(sum(sizes)):  # else layers have come to want more since the plan was made
+                for layer, room in zip(slot.layers, self.copies.cut(sizes), strict=True):
+                    self.replica(slot, layer).copies.open(room)
 
     def _share(self, slot: Slot, present: Slot, runner: Runner) -> None:
         """Let a slot have the weights of the present one."""
@@ -238,13 +250,15 @@ class Worker:
         for call in calls:
             gradients = slot.gradients.pop(call)
             if not any(gradients.present):
+                slot.left[call].set()
                 if slot.readiness is not None:
                     slot.readiness.sent(slot, call)
                 continue
             gradients.narrow()
             end = self.device.compute.record()
             work = functools.partial(self._send, slot, call, gradients, end)
-            self._in_order(work, waits=not gradients.host.has_room)
+            before = any(not other.has_left(call) for other in slot.after)
+            self._in_order(work, waits=before or not gradients.host.has_room)
 
     def _in_order(self, work: Callable[[], None], *, waits: bool) -> None:
         """Run ``work`` here if it need not wait and nothing comes before it, else on the sending thread."""
@@ -263,9 +277,11 @@ class Worker:
                 return
             stream = self.device.gradients_down
             stream.wait(end)
+            for other in slot.after:
+                other.left.get(call, other.sent).wait(scope)
             gradients.host.make_room(scope)
             start = stream.record(timed=True)
-            gradients.download(stream, self.index, failed=scope.fail)
+            gradients.download(stream, self.index, slot.left[call].set, scope.fail)
             left = stream.record(timed=True)
             where = EventSource(slot.index, slot.phase, call, gradients.host.layer.name)
             nbytes = gradients.host.layout.travel_nbytes
@@ -281,13 +297,18 @@ class Worker:
         compute = self.device.compute
         if (place := slot.place) is None:  # all its microbatches have left it out, and it was not prepared
             self._in_order(functools.partial(self._report_closed, slot), waits=False)
-            slot.sent.set()
+            slot.let_go()
             return self._prepare_next()
         pending = [layer.index for layer in slot.layers if not slot.uploads[layer.index].is_set]
         for layer in slot.layers:
             if layer.index not in pending:
                 compute.wait(slot.uploaded[layer.index])
         self.send(slot, list(slot.gradients))
+        if slot.unpacks_once and self.copies.buffer is not None:
+            for layer in slot.layers:
+                self.replica(slot, layer).copies.open(None)
+            compute.poison(self.copies.buffer)
+            self.copies.last_use = compute.record()
         with memory.uploads.lock:
             if not pending:
                 compute.poison(memory.arena.bytes_of(place.weights.start, place.weights.end))
@@ -325,7 +346,7 @@ class Worker:
         except BaseException as error:
             slot.cancel_scope.fail(error)
         finally:
-            slot.sent.set()
+            slot.let_go()
 
     @staticmethod
     def _report_closed(slot: Slot) -> None:
