@@ -63,3 +63,23 @@ def planner_module() -> Any:
     from lightning_roundpipe.runtime.profile import first_batch
 
     return first_batch
+
+
+def worker_module() -> Any:
+    """The module of the class ``Worker``."""
+    if third():
+        from lightning_roundpipe.engine import worker
+
+        return worker
+    from lightning_roundpipe.runtime.core import worker as second
+
+    return second
+
+
+def rounding_module() -> Any:
+    """The module of ``send_rounded``."""
+    if third():
+        return planner_module()
+    from lightning_roundpipe.runtime.profile import autocast_weights
+
+    return autocast_weights

@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+import editions
 import harness
 import lightning.pytorch as pl
 import pytest
@@ -13,7 +14,6 @@ import torch
 from harness import ours
 from torch import Tensor, nn
 
-from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.memory import grad_buffers
 from lightning_roundpipe.runtime.memory.grad_buffers import _Added
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
@@ -113,17 +113,18 @@ def test_gradients_leave_while_their_round_runs(options: dict[str, Any], monkeyp
     """In each round, and the optimizer steps the last layers before the last slot is closed."""
     closed: list[float] = []
     stepped: list[tuple[int, float]] = []
-    real_close, real_apply = Worker.close_slot, AsyncOptimizer._apply
+    worker = editions.worker_module().Worker
+    real_close, real_apply = worker.close_slot, AsyncOptimizer._apply
 
-    def close_slot(self: Worker, slot: Any) -> None:
+    def close_slot(self: Any, slot: Any, *args: Any) -> None:
         closed.append(time.perf_counter())
-        real_close(self, slot)
+        real_close(self, slot, *args)
 
     def apply(self: AsyncOptimizer, step: Any, *args: Any) -> None:
         stepped.append((step.number, time.perf_counter()))
         real_apply(self, step, *args)
 
-    monkeypatch.setattr(Worker, "close_slot", close_slot)
+    monkeypatch.setattr(worker, "close_slot", close_slot)
     monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
     strategy = ours(
         num_microbatches=MICROBATCHES,
@@ -146,27 +147,32 @@ def test_gradients_leave_while_their_round_runs(options: dict[str, Any], monkeyp
 
 def test_gradients_of_a_call_are_added_in_the_order_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the second round leave last, at the end of its slot. Later rounds wait for them."""
-    real = Worker.send_final
+    worker = editions.worker_module().Worker
+    name = "send" if editions.third() else "send_final"
+    real = getattr(worker, name)
 
-    def send_final(self: Worker, slot: Any, call: int, microbatch: int) -> list[int]:
-        return [] if slot.round == 1 else real(self, slot, call, microbatch)
+    def send(self: Any, slot: Any, calls: Any, *args: Any) -> Any:
+        whole = isinstance(calls, list) and len(calls) == len(getattr(slot, "gradients", ()))  # all that are left
+        return [] if slot.round == 1 and not whole else real(self, slot, calls, *args)
 
     one, _ = trained(1)
-    monkeypatch.setattr(Worker, "send_final", send_final)
+    monkeypatch.setattr(worker, name, send)
     several, _ = trained(3, plan="forward none; fused 0-2; backward none; round 1")
     harness.assert_identical(one, several)
 
 
 def test_slots_close_and_gradients_are_added_in_any_order_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second round's slot closes before the first's, and each worker's gradients have a thread."""
-    real_close, real_after = Worker.close_slot, _Added.after
+    worker = editions.worker_module().Worker
+    real_close, real_after = worker.close_slot, _Added.after
     closed, threads = list[int](), set[str]()
 
-    def close_slot(self: Worker, slot: Any) -> None:
-        if slot.side_by_side and slot.round == 0:
+    def close_slot(self: Any, slot: Any, *args: Any) -> None:
+        apart = slot.apart if editions.third() else slot.side_by_side
+        if apart and slot.round == 0:
             time.sleep(0.2)
-        real_close(self, slot)
-        if slot.side_by_side:
+        real_close(self, slot, *args)
+        if apart:
             closed.append(slot.round)
 
     def after(self: _Added, *args: Any) -> None:
@@ -174,7 +180,7 @@ def test_slots_close_and_gradients_are_added_in_any_order_of_workers(monkeypatch
         real_after(self, *args)
 
     one, _ = trained(1)
-    monkeypatch.setattr(Worker, "close_slot", close_slot)
+    monkeypatch.setattr(worker, "close_slot", close_slot)
     monkeypatch.setattr(_Added, "after", after)
     several, _ = trained(2, plan="forward none; fused 0-2; backward none; round 1")
     harness.assert_identical(one, several)

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.model.graph_nodes import nodes_of
+from lightning_roundpipe.runtime.memory.peak_memory import GRADIENTS
 from lightning_roundpipe.runtime.user_code.mode import is_stand_in
 
 _ANCHOR = torch.empty(0, requires_grad=True)
@@ -71,6 +72,8 @@ class Gradients:
     def add(self, index: int, gradient: Tensor, home: Device | None) -> None:
         """Add a part of one gradient, which is on ``home``.
 
+        Parts are summed from first to last, wherever they are, so that no plan changes a bit.
+
         Raises:
             RoundPipeError: the backward of the call is over, or has not begun.
         """
@@ -82,8 +85,14 @@ class Gradients:
                 "microbatch, was kept by a hook, a list or an object that the strategy does not see. Return it from "
                 "the layer, or detach it."
             )
+        mine = self.parts[index]
+        if home is not None:
+            if len(mine) == 1 and mine[0].home is home:
+                with home.compute.running(), torch.no_grad():
+                    gradient = mine.pop().tensor + gradient  # not in place: autograd may share either
+            home.track_until_freed([gradient], GRADIENTS)
         # Behind this point of the device's work, other microbatches may follow: whoever takes it waits for no more.
-        self.parts[index].append(Part(gradient, home, home.compute.record() if home is not None else None))
+        mine.append(Part(gradient, home, home.compute.record() if home is not None else None))
 
     def close(self) -> None:
         """Take no more, and keep nothing alive."""

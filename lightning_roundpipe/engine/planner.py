@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from lightning_roundpipe.config import RoundPipeError
@@ -10,6 +10,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.trace import Trace
+from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits
@@ -37,7 +38,7 @@ from lightning_roundpipe.runtime.memory.budget import (
     worker_bytes,
 )
 from lightning_roundpipe.runtime.memory.grad_buffers import GradientLayout
-from lightning_roundpipe.runtime.memory.host_layer import begin_to_train
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer, begin_to_train
 from lightning_roundpipe.runtime.profile.speeds import worker_speeds
 from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.reporting.hints import Hints
@@ -99,7 +100,8 @@ class Planner:
                 f"training_step called none of the layers that were found ({names}): name the modules it calls with "
                 "layers=[...]."
             )
-        self._send_rounded()
+        if send_rounded(layers, self._workers):
+            self.reserve_for_layers()
         self._devices[0].settle_libraries(self._devices, len(traces))
         dtype, rates = self._context.gradients.reduction.dtype, rates_of(self._devices[0])
         costs = Costs(tuple(c.cost(dtype, lambda nbytes: rates.product_s(0.0, nbytes, "fp32")) for c in trace.calls))
@@ -138,16 +140,6 @@ class Planner:
                 finer = f" A plan made with more memory does not know that layers are cut here: {cuts}."
                 raise ValueError(f"{error}{finer}") from None
             raise
-
-    def _send_rounded(self) -> None:
-        """From here on, upload weights in low precision that autocast casts at every use."""
-        rounding = {layer: found for layer in self._context.model.layers if (found := layer.uses.only_cast())}
-        for layer, formats in rounding.items():
-            layer.round(formats)
-        if rounding:
-            for worker in self._workers:
-                worker.forget()
-            self.reserve_for_layers()
 
     def _cut(self, costs: Costs, microbatches: int, limit: Memory | None) -> Plan:
         """Return the plan of the paper's algorithm, or a better one where the training is long enough for a search."""
@@ -247,6 +239,20 @@ class Planner:
         for worker in self._workers:
             worker.forget()
         self.reserve_for_layers()
+
+
+def send_rounded(layers: Iterable[HostLayer], workers: Iterable[Worker]) -> bool:
+    """From here on, upload weights in low precision that autocast casts at every use.
+
+    Returns:
+        Whether the size of a layer has changed. Then the workers have dropped their copies of layers.
+    """
+    rounding = {layer: formats for layer in layers if (formats := layer.uses.only_cast())}
+    for layer, formats in rounding.items():
+        layer.round(formats)
+    for worker in workers if rounding else ():
+        worker.forget()
+    return bool(rounding)
 
 
 def rates_of(device: Device) -> Hardware:

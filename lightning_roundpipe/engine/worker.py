@@ -357,11 +357,12 @@ class Worker:
         """Return the unrounded values of a weight that was uploaded rounded, for a use other than autocast's cast."""
         layer.uses.otherwise([position])
         master = layer.masters[position]
-        if slot.readiness is not None and slot.version != layer.bucket.version:
+        if layer.bucket.apart and master.requires_grad:
+            name = next(name for name, parameter in layer.module.named_parameters() if parameter is master)
             raise RoundPipeError(
-                f"layer {layer.name!r} uses a weight otherwise than in the first batch, where autocast cast it each "
-                "time, so that it is sent cast; and with staleness=1 it may have changed since. Set staleness=0, or "
-                "let the first batch use it so, too."
+                f"layer {layer.name!r} uses its weight {name!r} otherwise than in the first batch, where autocast cast "
+                "it each time, so that it is sent cast; and with staleness=1 it may have changed since. Set "
+                "staleness=0, or let the first batch use it so, too."
             )
         return layer.read(master).detach().to(self.device.torch_device, copy=True)
 

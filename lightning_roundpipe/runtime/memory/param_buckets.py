@@ -48,7 +48,7 @@ class ParamBucket(Versioned):
         self.shared: set[int] = set()
         self._flats = list(flats)
         self._formats = formats or Formats()
-        self._apart = apart
+        self.apart = apart
         self._copies: dict[int, Tensor] = {}
         """Working copies, by id, of masters that belong to no layer and that user code has read."""
         self._following: list[tuple[int, Part]] = []
@@ -87,7 +87,7 @@ class ParamBucket(Versioned):
 
     def read(self, master: nn.Parameter) -> Tensor:
         """Return what user code reads for ``master``: the values that a layer finds on its worker."""
-        if not (self._apart or self._formats.differ(master)):
+        if not (self.apart or self._formats.differ(master)):
             return master
         for flat in self._flats:
             if (index := flat.index_of(master)) is not None:
