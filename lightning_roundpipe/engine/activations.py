@@ -107,6 +107,10 @@ class Activations:
         self.nbytes += saved.nbytes
         return saved
 
+    def forget_dead(self) -> None:
+        """Forget what was saved of tensors that are no more, in a step that calls layers again and again."""
+        self._known = {key: known for key, known in self._known.items() if known[0]() is not None}
+
     def bring(self, saved: HostTensor, device: Device) -> Arriving:
         """Enqueue a copy of a saved tensor to ``device``, for good [2]."""
         return upload(saved, device, self._recorder, self._microbatch)

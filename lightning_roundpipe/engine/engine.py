@@ -18,6 +18,7 @@ from lightning_roundpipe.engine.attributes import LayerAttributes
 from lightning_roundpipe.engine.context import Context, Learned
 from lightning_roundpipe.engine.evaluation import Evaluations
 from lightning_roundpipe.engine.executor import Executor
+from lightning_roundpipe.engine.manual import ManualStep
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.planner import Planner, rates_of
 from lightning_roundpipe.engine.pool import Pool
@@ -239,6 +240,41 @@ class Engine:
                 f"{registered} and replaced another one, with which other microbatches have computed. Replace it "
                 "between steps, for example in on_train_batch_start, or set overlap=False."
             )
+
+    @interrupts_deferred()
+    @remedied()
+    def train_manually(self, function: Callable[[], Any], seed: tuple[int, ...]) -> Any:
+        """Run ``function()``, a ``training_step`` under manual optimization.
+
+        Args:
+            function: ``training_step`` with its arguments bound. It calls backward and optimizers itself.
+            seed: numbers that identify the batch.
+
+        Returns:
+            What ``function`` returned.
+        """
+        self._prepare(zero_grad=False)
+        context = self.context
+        step, switched_off = ManualStep(context, seed, self.updates), self._set_up()
+        devices = CallerRandomState(self.worker_pool.devices)
+        try:
+            with self._failing(step), intercepted(self._interceptors, step.spec.scope.fail):
+                context.randomness.learning = True
+                context.attributes.begin()
+                try:
+                    output = step.run_alone(function)
+                finally:
+                    host = CallerRandomState([])
+                    devices.restore()
+                    host.restore()
+                self.model.buffers.settle()
+                self.model.buffers.take_history()
+            self._end(step)
+            self._metrics.bring_to_host()
+        finally:
+            self._drain()
+        self.hints.after_step(switched_off)
+        return output
 
     def _result_of(self, runs: Sequence[Microbatch], step: Step, error: Exception | None) -> WindowResult:
         """Return what the microbatches have given, with modules as the last one has left them."""

@@ -69,6 +69,10 @@ class Gradients:
         """Whether any gradient has come."""
         return any(self.parts)
 
+    def reopen(self, count: int) -> None:
+        """Collect the gradients of ``count`` tensors, for another backward of the same call."""
+        self.parts, self.closed = [[] for _ in range(count)], False
+
     def add(self, index: int, gradient: Tensor, home: Device | None) -> None:
         """Add a part of one gradient, which is on ``home``.
 
@@ -82,8 +86,9 @@ class Gradients:
         if self.closed:
             raise RoundPipeError(
                 f"a gradient entered layer {self.layer!r} past its outputs: a tensor computed inside, or in another "
-                "microbatch, was kept by a hook, a list or an object that the strategy does not see. Return it from "
-                "the layer, or detach it."
+                "microbatch, was kept by a hook, a list or an object that the strategy does not see. Detach what is "
+                "kept, or return it from the layer. (Of several backwards under manual optimization, all but the last "
+                "need retain_graph=True.)"
             )
         mine = self.parts[index]
         if home is not None:

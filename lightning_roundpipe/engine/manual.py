@@ -1,0 +1,406 @@
+"""A step under manual optimization: ``training_step`` itself runs backward and steps its optimizers.
+
+It is one microbatch without a plan, on a thread of its own:
+
+    layer call ── its slot gets the newest weights ── their upload ends, as user code may write to them next ── [1]
+    loss.backward() ── through the user code behind the layers, then the tape, deepest call first ── [2]
+                    ── the gradients arrive and are added to ``.grad`` ── [3]
+    a call stays on the tape until a backward has used it, or longer with ``retain_graph`` ── [4]
+
+User code reads masters themselves. Under a ``*-true`` precision of 16 bits it reads a low-precision copy of each, made
+anew when the master has changed. What is written, and what an optimizer does, goes to the masters; optimizers see the
+default dtype outside of a step.
+
+A call is recomputed for its backward, so its weights must not change in between. Plain training raises, too, if a
+tensor that backward needs was written to.
+
+User code draws from the caller's own generators, as in plain training. Layers have seeds of their own.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_roundpipe.batches.weights import LossWeights
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.engine.context import Context
+from lightning_roundpipe.engine.executor import LayerCall
+from lightning_roundpipe.engine.microbatch import Microbatch
+from lightning_roundpipe.engine.randomness import CallerRandomState
+from lightning_roundpipe.engine.slots import Slot
+from lightning_roundpipe.engine.step import Step
+from lightning_roundpipe.runtime.core.loss_seeds import filled_like, seed_of
+from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
+from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
+from lightning_roundpipe.runtime.user_code.interception import calling
+from lightning_roundpipe.runtime.user_code.mode import DATA, Proxies, UserCodeMode
+from lightning_roundpipe.runtime.user_code.module_state import observed_writes
+from lightning_roundpipe.runtime.user_code.thread_state import apply_context
+
+
+class ManualStep(Step):
+    """The step of one batch.
+
+    Args:
+        context: the parts of the engine that outlive it.
+        seed: numbers that identify it.
+        updates: see `Step`.
+    """
+
+    def __init__(self, context: Context, seed: tuple[int, ...], updates: AsyncOptimizer | None) -> None:
+        super().__init__(context, seed, LossWeights(None, [1], [0]), updates, None, overlaps=False)
+        self.plan = self.trace = None
+        self.ahead = self.measures = False
+        self.trained: dict[tuple[int, int], tuple[bool, ...]] = {}
+        """Which of a layer's parameters are trained, by layer and use: ``toggle_optimizer`` changes that."""
+
+    def run_alone(self, function: Callable[[], Any]) -> Any:
+        """Return ``function()``, the user's training_step."""
+        pool, given_up = self.context.pool, False
+        run, around = ManualMicrobatch(self.context, self), contextvars.copy_context()
+        self.runs = [run]
+        with observed_writes():
+            try:
+                self._tasks = [pool.thread(0).submit(functools.partial(around.run, run.run_step, function))]
+                self._wait_for_end()
+            except BaseException as error:
+                self._fail(error)
+                given_up = True
+            apply_context(around)
+            self._rest(given_up=given_up)
+        self.seconds = time.perf_counter() - self.started
+        self.spec.scope.raise_error()
+        return run.output
+
+    def sums_of(self, layer: HostLayer, use: int, microbatch: int | None) -> HostGradSums | None:
+        """Return the host sums of a call's gradients in the running backward; None if nothing of it is trained."""
+        key = layer.index, use
+        if key not in self._sums:
+            # Counted within this backward, not within the step: a loop of call and backward then reuses one buffer.
+            nth = sum(other == layer.index for other, _ in self._sums)
+            self._sums[key] = self.context.gradients.of(layer, nth, self.trained[key]).begin()
+        known = self._sums[key]
+        return known if known.layout.nbytes else None
+
+    def hand_out(self) -> None:
+        """Add the sums of a backward to ``.grad`` through autograd, which calls the parameters' hooks [3]."""
+        sums, self._sums = [self._sums[key] for key in sorted(self._sums)], {}
+        self._adding.clear()
+        gradients = StepGradients(sums, [], 1.0)
+        gradients.arrive()
+        (loss,) = gradients.losses([(torch.zeros(()), True)])
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            gradients.release()
+            for total in sums:
+                total.end()
+
+
+class ManualMicrobatch(Microbatch):
+    """The batch, as the one microbatch of its step.
+
+    Args:
+        context: the parts of the engine that outlive the step.
+        step: the step.
+    """
+
+    mode: _UserCode
+
+    def __init__(self, context: Context, step: ManualStep) -> None:
+        self._manual = step
+        super().__init__(context, step, 0, [], None)
+        self._weights: dict[LayerCall, list[tuple[int, int]]] = {}
+        """Versions and addresses of the masters of each taped call's layer, at the call."""
+        self._before: dict[LayerCall, list[tuple[nn.Parameter, Tensor]]] = {}
+        """Masters whose ``.data`` user code has read since a taped call, with copies of their values."""
+        self._copied = {layer.index: layer.written() for layer in context.model.layers}
+        """Versions and addresses of each layer's masters when its working copies were last made."""
+        self._random = CallerRandomState([])
+        """The caller's generators, as user code has left them."""
+
+    def _user_code_mode(self) -> UserCodeMode:
+        return _UserCode(self.context, self.differentiate, self._touched)
+
+    def run_step(self, function: Callable[[], Any]) -> None:
+        """Run ``training_step``. Errors fail the step, which raises them in the main thread."""
+        self._baton.acquire(self.runner)
+        try:
+            mode = self.mode
+            with calling(self), self._step.spec.thread_state.entered(), mode.watching_optimizers(), mode:
+                self._enter_user_code()
+                self._surroundings = Surroundings()
+                with self._noted():
+                    self.output = function()
+        except BaseException as error:
+            self._step.spec.scope.fail(error)
+        finally:
+            for call in self._tape:  # a gradient that reaches one of these in a later step is an error
+                call.gradients.closed = True
+            self._tape.clear()
+            self._close_section()
+            self._random.restore()
+            self._baton.release()
+
+    # -- user code ----------------------------------------------------------------------------------------------------
+
+    def _enter_user_code(self) -> None:
+        super()._enter_user_code()
+        self._random.restore()
+
+    def _close_section(self) -> None:
+        if self._in_user_code:
+            self._random = CallerRandomState([])
+        super()._close_section()
+
+    def _refuse_own_writes(self) -> None:
+        """Allow them."""
+
+    def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
+        """Leave a gradient that reached ``master`` itself to autograd, which adds it to ``.grad``."""
+        return False
+
+    def _touched(self, master: nn.Parameter) -> None:
+        """Note that user code may write to a master without raising its version."""
+        held = [call for call in self._tape if any(master is mine for mine in call.layer.masters)]
+        value = master.detach().clone() if held else master
+        for call in held:
+            self._before.setdefault(call, []).append((master, value))
+
+    # -- layer calls --------------------------------------------------------------------------------------------------
+
+    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._phase == "backward":
+            return super().call(layer, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            self._bring_up_to_date(layer)
+        taped, use = len(self._tape), self._uses[layer.index]
+        self._manual.trained[layer.index, use] = tuple(layer.trainable())
+        result = super().call(layer, args, kwargs)
+        assert self.device is not None
+        self.device.weights_up.synchronize()  # [1]
+        if len(self._tape) > taped:
+            self._weights[self._tape[-1]] = layer.written()
+        return result
+
+    def _bring_up_to_date(self, layer: HostLayer) -> None:
+        """Let the call's upload read what user code has written to masters, or put in their place."""
+        places = [master.data_ptr() for master in layer.masters]
+        layer.reattach()
+        moved = [m for m, place in zip(layer.masters, places, strict=True) if m.data_ptr() != place]
+        torch.autograd.graph.increment_version(moved)  # user code has replaced their values, as a write would
+        layer.snapshot()
+        now = layer.written()
+        unseen = any(id(master) in self.mode.unversioned for master in layer.masters)
+        if layer.copied and (unseen or self._copied[layer.index] != now):
+            layer.bucket.refresh()
+            self._copied[layer.index] = now
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def differentiate(
+        self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None], *, retain_graph: bool | None,
+        create_graph: bool, inputs: Any,
+    ) -> None:  # fmt: skip
+        """Run backward from ``losses`` in training_step [2]."""
+        if create_graph or inputs is not None:
+            raise RoundPipeError(
+                f"backward({'create_graph=True' if create_graph else 'inputs=...'}) is not supported by the roundpipe "
+                "strategy: a layer is differentiated on its worker, once, by all that is trained. Differentiate twice "
+                "inside a layer, and choose what gets gradients with requires_grad (toggle_optimizer)."
+            )
+        with torch._C.DisableTorchFunction():
+            self._phase = "backward"
+            seeds, formats = list(gradients), self.context.model.formats
+            if (scale := formats.scales.manual) != 1.0:
+                seed, self.mode.proxies.factor = seed_of(scale, formats.low or losses[0].dtype)
+                pairs = zip(losses, gradients, strict=True)
+                seeds = [filled_like(loss, seed) if given is None else given * seed for loss, given in pairs]
+            with self._noted(), torch._C._EnableTorchFunction():
+                self.mode.run_backward(losses, seeds)
+            self._leave_user_code()
+            self._walk(retain=bool(retain_graph))
+            self._manual.hand_out()
+            self._activations.forget_dead()
+            self._enter_user_code()
+            self._phase = "forward"
+
+    def _walk(self, *, retain: bool) -> None:
+        """Run the backward of the calls that a gradient reaches, deepest first; others stay on the tape [4].
+
+        When this returns, all gradients are on their way to the host.
+        """
+        left: list[LayerCall] = []
+        slots: list[Slot] = []
+        while self._tape:
+            call = self._tape.pop()
+            reached = bool(call.gradients)
+            if reached:
+                self._refuse_written(call)
+                self._backward(call)
+                assert call.slot is not None
+                slots.append(call.slot)
+                call.slot = None
+            if retain or not reached:
+                call.gradients.reopen(len(call.kinds))
+                left.append(call)
+            else:
+                call.gradients.closed = True
+                del self._weights[call]
+                self._before.pop(call, None)
+        self._tape = left[::-1]
+        for slot in slots:
+            self._baton.wait(self.runner, slot.sent.then)
+
+    def _refuse_written(self, call: LayerCall) -> None:
+        before = self._before.get(call, ())
+        if self._weights[call] == call.layer.written() and all(torch.equal(m, value) for m, value in before):
+            return
+        raise RoundPipeError(
+            f"weights of layer {call.layer.name!r} were written to (by an optimizer's step, most likely) between "
+            "its call and the backward of that call, for which it is computed once more. Run backward before the "
+            "step, or call the model again after it."
+        )
+
+
+class _UserCode(UserCodeMode):
+    """The torch function mode of the batch. It replaces ``Tensor.backward`` and ``torch.autograd.backward``.
+
+    Args:
+        context: the engine's parts.
+        differentiate: runs in their place.
+        touched: called with each master whose ``.data`` user code reads.
+
+    Attributes:
+        unversioned: ids of these masters: their versions do not show all writes.
+    """
+
+    def __init__(
+        self, context: Context, differentiate: Callable[..., None], touched: Callable[[nn.Parameter], None]
+    ) -> None:
+        formats, pool = context.model.formats, context.pool
+        seen = context.model.bucket_of if formats.low is not None else ()
+        super().__init__(
+            seen, lambda master: master, formats, train=True, accelerator=pool.accelerator, devices=pool.devices,
+            buffers=context.model.buffers,
+        )  # fmt: skip
+        self._all = context.model.bucket_of
+        self._differentiate, self._touched = differentiate, touched
+        self._copies: dict[int, tuple[tuple[int, int, bool], Tensor]] = {}
+        """Low-precision copies by id of the master, with its version, address and ``requires_grad`` at that time."""
+        self.unversioned: set[int] = set()
+        self._steps = False
+        """Whether an optimizer's own code is running."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.backward, torch.autograd.backward):
+            return self._begin_backward(*args, **(kwargs or {}))
+        if func == DATA and isinstance(args[0], nn.Parameter) and id(args[0]) in self._all:
+            self.unversioned.add(id(args[0]))
+            self._touched(args[0])
+        if self._steps:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _begin_backward(
+        self, tensors: Any, gradients: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
+        inputs: Any = None, **named: Any,
+    ) -> None:  # fmt: skip
+        """Take the arguments of both functions, which name the second one otherwise."""
+        gradients = named.get("gradient", named.get("grad_tensors", gradients))
+        losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        given = [gradients] if isinstance(gradients, Tensor) else gradients or [None] * len(losses)
+        self._differentiate(losses, given, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+
+    def run_backward(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Run backward through user code, under this mode."""
+        super()._backward(tuple(losses), tuple(gradients), True, False, None)
+
+    # -- in low precision ---------------------------------------------------------------------------------------------
+
+    def refuse_write(self, does: str, master: nn.Parameter) -> None:
+        """Allow it: the write goes to the master itself."""
+
+    def stand_in(self, value: Any) -> Any:
+        """Return a low-precision copy if ``value`` is a master that is read as one, else ``value``."""
+        if not (isinstance(value, nn.Parameter) and id(value) in self._masters and self._formats.differ(value)):
+            return value
+        now, known = (value._version, value.data_ptr(), value.requires_grad), self._copies.get(id(value))
+        if known is not None and known[0] == now and not self._has_moved(value, known[1]):
+            return known[1]
+        with torch.inference_mode(False), torch.enable_grad():
+            copied = _Seen.apply(value, self._formats.of(value), self.proxies)  # type: ignore[no-untyped-call]
+        self._copies[id(value)] = (now, copied)
+        return copied
+
+    def _has_moved(self, master: nn.Parameter, copied: Tensor) -> bool:
+        """Return whether ``master`` has changed without raising its version since the copy was made."""
+        return id(master) in self.unversioned and not torch.equal(master.detach().to(copied.dtype), copied.detach())
+
+    @contextmanager
+    def watching_optimizers(self) -> Iterator[None]:
+        """Let optimizers that are stepped meanwhile work on masters, in the dtypes of plain code."""
+        if self._formats.low is None:
+            yield
+            return
+        before = register_optimizer_step_pre_hook(self._before_step)
+        after = register_optimizer_step_post_hook(lambda *_: self._stepping(False))
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+            self._steps = False
+
+    def _stepping(self, steps: bool) -> None:
+        self._steps = steps
+        assert self._formats.low is not None
+        torch.set_default_dtype(self._formats.outside if steps else self._formats.low)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Enter the optimizer's code, and return its arguments with closures that run as training_step does."""
+        self._stepping(True)
+
+        def wrapped(argument: Any) -> Any:
+            if not callable(argument):
+                return argument
+
+            def closure(*args: Any, **kwargs: Any) -> Any:
+                self._stepping(False)
+                try:
+                    return argument(*args, **kwargs)
+                finally:
+                    self._stepping(True)
+
+            return closure
+
+        return (args[0], *map(wrapped, args[1:])), {key: wrapped(value) for key, value in kwargs.items()}
+
+
+class _Seen(torch.autograd.Function):
+    """Cast a master to low precision; cast its gradient back, and multiply it by the pending ``Proxies.factor``."""
+
+    @staticmethod
+    def forward(ctx: Any, master: Tensor, low: torch.dtype, proxies: Proxies) -> Tensor:
+        ctx.dtype, ctx.proxies = master.dtype, proxies
+        return master.to(low)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = grad.to(ctx.dtype)
+        return grad if ctx.proxies.factor == 1.0 else grad * ctx.proxies.factor, None, None
