@@ -187,13 +187,13 @@ class ManualMicrobatch(Microbatch):
             return super().call(layer, args, kwargs)
         with torch._C.DisableTorchFunction():
             self._bring_up_to_date(layer)
-        taped, use = len(self._tape), self._uses[layer.index]
-        self._manual.trained[layer.index, use] = tuple(layer.trainable())
+            taped, written = len(self._tape), layer.written()
+            self._manual.trained[layer.index, self._uses[layer.index]] = tuple(layer.trainable())
         result = super().call(layer, args, kwargs)
         assert self.device is not None
         self.device.weights_up.synchronize()  # [1]
         if len(self._tape) > taped:
-            self._weights[self._tape[-1]] = layer.written()
+            self._weights[self._tape[-1]] = written
         return result
 
     def _bring_up_to_date(self, layer: HostLayer) -> None:
