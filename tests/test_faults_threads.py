@@ -198,7 +198,9 @@ def test_a_stuck_thread_is_reported(where: str, stuck: Stuck) -> None:
     said = str(caught.value)
     assert said.startswith("nothing happened for watchdog_timeout=0.5 seconds")
     assert "wait_for_nothing" in said, "no stack shows where it is stuck"
-    assert "Thread 'MainThread'" in said and f"Thread 'roundpipe-{'gradients' if editions.third() else 'worker'}" in said
+    assert (
+        "Thread 'MainThread'" in said and f"Thread 'roundpipe-{'gradients' if editions.third() else 'worker'}" in said
+    )
     assert len(go_on.refused) == 2 and all("never came back" in text for text in go_on.refused)
 
     def as_expected() -> bool:

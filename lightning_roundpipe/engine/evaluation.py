@@ -230,7 +230,7 @@ class Batch(Microbatch):
                 self._baton.wait(self.runner, signal.then)
             before = before._before
 
-    def _enter_user_code(self) -> None:
+    def _enter_user_code(self, behind: int | None = None) -> None:
         """Enter a section when the batches before have left it [1], without a turn if it is the last one [2]."""
         if self._next == len(self.over) - 1:
             self._leave(len(self._slots))

@@ -157,7 +157,7 @@ class ManualMicrobatch(Microbatch):
 
     # -- user code ----------------------------------------------------------------------------------------------------
 
-    def _enter_user_code(self) -> None:
+    def _enter_user_code(self, behind: int | None = None) -> None:
         super()._enter_user_code()
         self._random.restore()
 
