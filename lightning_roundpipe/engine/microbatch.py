@@ -581,7 +581,6 @@ class Microbatch:
             call.index = again + len(trace.calls if trace is not None else self.made.calls)
             call.place = functools.partial(self._give_again, call, self.made.calls[again], arguments.tensors)
             return call, traced
-        self.made.calls.append(traced)
         if trace is None:
             call.index = len(self.made.calls)
             return call, traced
