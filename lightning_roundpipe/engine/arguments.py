@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,35 +59,52 @@ def is_box(value: Any) -> bool:
     )
 
 
+class Built(NamedTuple):
+    """Arguments put together again, and for each list, dict or object the original and the copy."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    attributes: dict[tuple[int, str], Any]
+    copies: list[tuple[Any, Any]]
+
+
 class Arguments:
     """Arguments of one call.
 
     Args:
-        value: the arguments, in tuples and dicts.
-        own: what a parameter among them is replaced by: the microbatch's own alias.
+        args, kwargs: what user code passes.
+        attributes: attributes of the layer's modules that go in like arguments, by place.
+        own: what a parameter among all these is replaced by: the microbatch's own alias.
 
     Attributes:
         tensors: each once, in the order of appearance.
     """
 
-    __slots__ = ("_boxes", "_own", "_places", "_recipe", "tensors")
+    __slots__ = ("_boxes", "_names", "_nodes", "_own", "_places", "_where", "tensors")
 
-    def __init__(self, value: Any, own: Callable[[nn.Parameter], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        attributes: dict[tuple[int, str], Any],
+        own: Callable[[nn.Parameter], Tensor] | None = None,
+    ) -> None:
         self.tensors: list[Tensor] = []
         self._places: dict[int, _Place] = {}
         self._boxes: dict[int, _Box] = {}
         self._own = own
-        self._recipe = self._freeze(value)
+        self._names, self._where = tuple(kwargs), tuple(attributes)
+        self._nodes = [self._freeze(value) for value in (*args, *kwargs.values(), *attributes.values())]
 
     def _freeze(self, value: Any) -> Any:
         kind = type(value)
         if kind in _ATOMS:
             return value
-        if isinstance(value, Tensor):
+        if kind is Tensor or isinstance(value, Tensor):
             if (place := self._places.get(id(value))) is None:
                 place = self._places[id(value)] = _Place(len(self.tensors))
                 replaced = self._own is not None and isinstance(value, nn.Parameter)
-                self.tensors.append(self._own(value) if replaced and self._own is not None else value)  # type: ignore[arg-type]
+                self.tensors.append(self._own(value) if replaced and self._own is not None else value)
             return place
         if isinstance(value, tuple):
             return _Tuple(kind, [self._freeze(v) for v in value])
@@ -103,10 +120,15 @@ class Arguments:
                 box.attributes = {k: self._freeze(v) for k, v in value.__dict__.items()}
         return box
 
-    def build(self, tensors: Sequence[Tensor]) -> tuple[Any, list[tuple[Any, Any]]]:
-        """Return arguments with ``tensors`` in the places of the ones taken out, and (original, copy) of each box."""
+    def build(self, tensors: Sequence[Tensor]) -> Built:
+        """Return arguments with ``tensors`` in the places of the ones taken out."""
         copies: dict[int, tuple[Any, Any]] = {}
-        return _thaw(self._recipe, tensors, copies), list(copies.values())
+        values = [_thaw(node, tensors, copies) for node in self._nodes]
+        first = len(values) - len(self._names) - len(self._where)
+        last = first + len(self._names)
+        kwargs = dict(zip(self._names, values[first:last], strict=True))
+        attributes = dict(zip(self._where, values[last:], strict=True))
+        return Built(tuple(values[:first]), kwargs, attributes, list(copies.values()))
 
     def forget_originals(self) -> None:
         """Keep none of the caller's tensors and boxes alive."""

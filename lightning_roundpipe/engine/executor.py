@@ -282,9 +282,9 @@ class Executor:
             aliases, sink = inlet(tensors, call.needs, layer.name, device)
         else:
             aliases, sink = list(tensors), Gradients(0, layer.name, device)
-        (args, kwargs, carried, containers), copies = call.arguments.build(aliases)
-        replica.set(carried)
-        replica.hold(containers)
+        built = call.arguments.build(aliases)
+        if built.attributes:
+            replica.hold(built.attributes)
         versions = [0 if t.is_inference() else t._version for t in aliases]
         own = [p._version for p in replica.parameters]
         writes = LayerWrites(replica)
@@ -298,7 +298,7 @@ class Executor:
         watched = self._watched(call, slot, kind, replica)
         computing = self._computing(call, slot, kind, runner, inside, alone=draws)
         with computing, torch.set_grad_enabled(grad), saved, unmoved, writes, watched, borrowing, observed:
-            output = collecting(forward, *args, **kwargs)
+            output = collecting(forward, *built.args, **built.kwargs)
         call.seconds = time.perf_counter() - began
         layer.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict
         layer.launched(call.seconds)
@@ -319,16 +319,16 @@ class Executor:
                 "is lost. Set requires_grad between steps, for example in on_train_batch_start."
             )
         mutated = [(i, t) for i, t in enumerate(aliases) if not t.is_inference() and t._version != versions[i]]
-        run = Run(output, copies, writes.found(), mutated)
+        run = Run(output, built.copies, writes.found(), mutated)
         if run.written or output[1]:
             layer.observers.act()
-        if run.written or carried or containers:
+        if run.written or built.attributes:
             replica.drop_written()
         if grad:
             seen = {*map(id, aliases), *map(id, replica.parameters)} - {id(t) for _, t in mutated}
             found: list[Tensor] = []
             collect(output, seen, found)
-            for _, copy in copies:
+            for _, copy in built.copies:
                 collect(copy, seen, found)
             for _, _, value in run.written:
                 collect(value, seen, found)

@@ -565,8 +565,10 @@ class Microbatch:
         use = self._uses[layer.index] if again is None else self.made.calls[again].use
         self._uses[layer.index] += again is None
         seed = (*spec.seed, spec.first + self.index, layer.index, use)
-        carried = state.carried if state is not None else {}
-        arguments = Arguments((args, kwargs, carried, context.attributes.containers(layer)), self.mode.stand_in)
+        attributes = context.attributes.containers(layer)
+        if state is not None and state.carried:
+            attributes = {**state.carried, **attributes}
+        arguments = Arguments(args, kwargs, attributes, self.mode.stand_in)
         call = LayerCall(layer, -1, self.index, seed, state, thread_state, self)
         call.arguments = arguments
         call.needs = [thread_state.grad and t.requires_grad for t in arguments.tensors]

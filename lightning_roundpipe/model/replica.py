@@ -190,7 +190,7 @@ class Replica:
     def hold(self, containers: dict[tuple[int, str], Any]) -> None:
         """Set attributes to containers that are this call's own; what the layer's code changes is found in them."""
         for (index, key), value in containers.items():
-            self.modules[index].__dict__[key] = value
+            self.modules[index].__dict__[key] = value if isinstance(value, Container) else self.localized(value)
             self._held = None
 
     def has_hooks(self) -> bool:
