@@ -55,6 +55,9 @@ LONG_S = 3e-4
 microseconds."""
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 class LayerCall:
     """A call of a layer, and what the tape keeps of it.
 
@@ -145,6 +148,64 @@ class Run:
         self.output, self.copies, self.written, self.mutated = output, copies, written, mutated
         self.differentiable: list[Tensor] = []
         self.caller: Substitution
+
+
+class _Computing:
+    """A context in which a call computes: holds a core, and records when it began and ended.
+
+    Args:
+        worker: the worker.
+        baton: given up meanwhile; None: kept.
+        call, slot, kind: what computes.
+        runner: the calling thread.
+        inside: the context of the layer's code.
+    """
+
+    __slots__ = ("_baton", "_call", "_calling", "_core", "_kind", "_runner", "_slot", "_start", "_stream", "_worker")
+
+    def __init__(
+        self, worker: Worker, baton: Baton | None, call: LayerCall, slot: Slot, kind: str, runner: Runner,
+        inside: Inside,
+    ) -> None:  # fmt: skip
+        self._worker, self._baton, self._call, self._slot = worker, baton, call, slot
+        self._kind, self._runner = kind, runner
+        self._calling, self._stream = working(inside), worker.device.compute.running()
+
+    def __enter__(self) -> None:
+        device = self._worker.device
+        if self._baton is not None:
+            self._baton.release()
+        try:
+            self._core = device.acquire_core()
+            self._core.__enter__()
+            try:
+                self._start = device.compute.record(timed=True)
+            except BaseException:  # the device was aborted
+                self._core.__exit__(None, None, None)
+                raise
+        except BaseException:
+            if self._baton is not None:
+                self._baton.acquire(self._runner)
+            raise
+        self._calling.__enter__()
+        self._stream.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        end = self._start
+        try:
+            self._stream.__exit__(kind, error, traceback)
+            self._calling.__exit__(kind, error, traceback)
+            if error is None:
+                end = self._worker.device.compute.record(timed=True)
+        finally:
+            self._core.__exit__(kind, error, traceback)
+            if self._baton is not None:
+                self._baton.acquire(self._runner)
+        if error is None:
+            self._runner.scope.check()
+            slot, call = self._slot, self._call
+            where = EventSource(slot.index, slot.phase, call.index, call.layer.name)
+            slot.recorder.add(self._kind, self._worker.index, self._start, end, call.microbatch, 0, where)
 
 
 class Executor:
@@ -290,8 +351,8 @@ class Executor:
         writes = LayerWrites(replica)
         draws = self._randomness.begin(layer.index, device, call.seed)
         forward = self._compiler.of(layer, replica)
-        saved = device.saved_for_backward() if grad else contextlib.nullcontext()
-        unmoved = replica.unregistered_tensors.unmoved(layer.name) if again else contextlib.nullcontext()
+        saved = device.saved_for_backward() if grad else _NOTHING
+        unmoved = replica.unregistered_tensors.unmoved(layer.name) if again else _NOTHING
         borrowing, cache = self._borrowing(call, replica), parametrize._cache
         observed = layer.observers.watched(replica.modules, again=again)
         began = time.perf_counter()
@@ -342,29 +403,16 @@ class Executor:
         """Return the mode that lends stand-ins for parameters of other modules. Most layers were seen to need none."""
         layer = call.layer
         if layer.borrows == [] and not layer.reads_data:
-            return contextlib.nullcontext()
+            return _NOTHING
         return Borrowing(self._masters, call.lender, self.device.torch_device, layer.borrows or [], replica.parameters)
 
-    @contextlib.contextmanager
-    def _computing(self, call: LayerCall, slot: Slot, kind: str, runner: Runner, inside: Inside, *, alone: bool) -> Any:
-        """Hold a core, give the baton up if it takes long, and record when it began and ended."""
-        device = self.device
+    def _computing(
+        self, call: LayerCall, slot: Slot, kind: str, runner: Runner, inside: Inside, *, alone: bool
+    ) -> _Computing:
         layer = call.layer
         alone = alone or layer.caches_parametrizations or changes(layer.name)
-        given_up = not alone and device.backward_needs_interpreter and layer.launch_seconds >= LONG_S
-        if given_up:
-            self._baton.release()
-        try:
-            with device.acquire_core(), working(inside), device.compute.running():
-                start = device.compute.record(timed=True)
-                yield
-                end = device.compute.record(timed=True)
-        finally:
-            if given_up:
-                self._baton.acquire(runner)
-        runner.scope.check()
-        where = EventSource(slot.index, slot.phase, call.index, layer.name)
-        slot.recorder.add(kind, self.worker.index, start, end, call.microbatch, 0, where)
+        gives_up = not alone and self.device.backward_needs_interpreter and layer.launch_seconds >= LONG_S
+        return _Computing(self.worker, self._baton if gives_up else None, call, slot, kind, runner, inside)
 
     def _meter(self, call: LayerCall, given: Iterable[Tensor]) -> PeakMemoryMeter | None:
         """Return what measures the call's memory in the first window."""
@@ -373,9 +421,14 @@ class Executor:
         self.worker.land()
         return PeakMemoryMeter(self.device, given)
 
-    @contextlib.contextmanager
-    def _watched(self, call: LayerCall, slot: Slot, kind: str, replica: Replica) -> Iterator[None]:
+    def _watched(
+        self, call: LayerCall, slot: Slot, kind: str, replica: Replica
+    ) -> contextlib.AbstractContextManager[None]:
         """In the first window, see how weights are used, and count operations if the plan is made from them."""
+        return _NOTHING if call.traced is None else self._watching(call, slot, kind, replica)
+
+    @contextlib.contextmanager
+    def _watching(self, call: LayerCall, slot: Slot, kind: str, replica: Replica) -> Iterator[None]:
         counter = None
         with contextlib.ExitStack() as around:
             if call.traced is not None and self._casts:

@@ -484,14 +484,13 @@ class Microbatch:
             self.context.pool.workers[slot.worker].turns.leave(slot, self.index)
         self._left = max(self._left, position)
 
-    @contextlib.contextmanager
     def _in_turn(
         self, position: int, saved: Sequence[HostTensor] = (), *, lent: bool = True
-    ) -> Iterator[tuple[Worker, Slot]]:
+    ) -> contextlib.AbstractContextManager[tuple[Worker, Slot]]:
         """Return the worker and the slot of a planned call, in its turn. For ``saved`` and ``lent`` see `_move`."""
         self._move(position, saved, lent=lent)
         slot = self._slots[position]
-        yield self.context.pool.workers[slot.worker], slot
+        return contextlib.nullcontext((self.context.pool.workers[slot.worker], slot))
 
     @contextlib.contextmanager
     def _on_demand(self, slot: Slot) -> Iterator[tuple[Worker, Slot]]:
