@@ -168,9 +168,10 @@ def _thaw(node: Any, tensors: Sequence[Tensor], copies: dict[int, tuple[Any, Any
 
 def collect(value: Any, seen: set[int], into: list[Tensor]) -> None:
     """Append the tensors in ``value`` that are not ``seen``, each once."""
-    if type(value) in _ATOMS:
+    kind = type(value)
+    if kind in _ATOMS:
         return
-    if isinstance(value, Tensor):
+    if kind is Tensor or isinstance(value, Tensor):
         if id(value) not in seen:
             seen.add(id(value))
             into.append(value)

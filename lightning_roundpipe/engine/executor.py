@@ -132,11 +132,12 @@ class Run:
         copies: for each list, dict or object that it was given, the caller's and the copy.
         written: attributes that it has set.
         mutated: tensors that it was given and has written to, by position.
-        differentiable: the tensors in all of these that require grad.
+        tensors: the tensors in all of these, without those that it was given.
+        differentiable: those of them that require grad.
         caller: translates to what user code sees.
     """
 
-    __slots__ = ("caller", "copies", "differentiable", "mutated", "output", "written")
+    __slots__ = ("caller", "copies", "differentiable", "mutated", "output", "tensors", "written")
 
     def __init__(
         self,
@@ -146,6 +147,7 @@ class Run:
         mutated: list[tuple[int, Tensor]],
     ) -> None:
         self.output, self.copies, self.written, self.mutated = output, copies, written, mutated
+        self.tensors: list[Tensor] = []
         self.differentiable: list[Tensor] = []
         self.caller: Substitution
 
@@ -263,7 +265,7 @@ class Executor:
         with self.device.track(tensors, INPUTS):
             meter = self._meter(call, tensors)
             run, aliases, sink = self._run(call, slot, tensors, replica, runner, "forward", inside, grad=grad)
-            found = _all_tensors(run)
+            found = run.tensors
             self.device.track_until_freed(found, OUTPUTS)
             if meter is not None and call.traced is not None:
                 call.traced.kept_bytes = meter.read()
@@ -290,7 +292,7 @@ class Executor:
         run.mutated = [(i, originals[id(t)] if t.requires_grad else t) for i, t in run.mutated]
         run.caller = caller = Substitution(originals)
         result = caller(run.output)
-        run.output, run.differentiable = None, []  # the graph ends here
+        run.output, run.differentiable, run.tensors = None, [], []  # the graph ends here
         return result, run
 
     @staticmethod
@@ -359,7 +361,8 @@ class Executor:
         watched = self._watched(call, slot, kind, replica)
         computing = self._computing(call, slot, kind, runner, inside, alone=draws)
         with computing, torch.set_grad_enabled(grad), saved, unmoved, writes, watched, borrowing, observed:
-            output = collecting(forward, *built.args, **built.kwargs)
+            result, collected = collecting(forward, *built.args, **built.kwargs)
+            output = result, collected or None
         call.seconds = time.perf_counter() - began
         layer.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict
         layer.launched(call.seconds)
@@ -385,15 +388,12 @@ class Executor:
             layer.observers.act()
         if run.written or built.attributes:
             replica.drop_written()
+        seen = {*map(id, aliases), *map(id, replica.parameters)} - {id(t) for _, t in mutated}
+        found = run.tensors
+        for value in (*output, *(copy for _, copy in built.copies), *(value for *_, value in run.written)):
+            collect(value, seen, found)
+        found += [t for _, t in mutated if id(t) not in seen]
         if grad:
-            seen = {*map(id, aliases), *map(id, replica.parameters)} - {id(t) for _, t in mutated}
-            found: list[Tensor] = []
-            collect(output, seen, found)
-            for _, copy in built.copies:
-                collect(copy, seen, found)
-            for _, _, value in run.written:
-                collect(value, seen, found)
-            found += [t for _, t in mutated if id(t) not in seen]
             run.differentiable = [t for t in found if t.requires_grad]
             if self._randomness.learning and reaches_out(run.differentiable, layer.name):
                 layer.reaches_out = True
@@ -586,13 +586,6 @@ def _refuse_registered(layer: HostLayer, replica: Replica) -> None:
 
 def _kinds(kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
     return ", ".join(f"{str(dtype).removeprefix('torch.')} {tuple(shape)}" for shape, dtype in kinds) or "no tensor"
-
-
-def _all_tensors(run: Run) -> list[Tensor]:
-    """Return the tensors in all that a run has given."""
-    found: list[Tensor] = []
-    collect((run.output, tuple(copy for _, copy in run.copies), tuple(v for *_, v in run.written)), set(), found)
-    return found
 
 
 def _root(output: Tensor) -> Any:
