@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import editions
 import faulty
 import harness
 import lightning.pytorch as pl
@@ -179,6 +180,21 @@ WORKING = {
     "emulated.py": ("close", "allocate", "free"),
 }
 """Functions that must not be left in the middle: most of what the main thread does is none of these."""
+THIRD: dict[str, dict[str, tuple[str, ...]]] = {
+    "worker_pool.py": {},
+    "slot_queues.py": {},
+    "rng.py": {},
+    "engine.py": {"engine.py": ("train_window", "_prepare", "_failing", "_drain", "_end", "settle", "_result_of")},
+    "step.py": {"step.py": ("run", "_begin", "_rest", "drain", "release", "finish")},
+    "pool.py": {"pool.py": ("rest", "close", "_close_devices", "wait")},
+    "evaluation.py": {"evaluation.py": ("begin", "start", "wait_for", "show", "end")},
+    "randomness.py": {"randomness.py": ("park", "restore")},
+    "sync.py": {"sync.py": ("acquire", "release")},
+}
+if editions.third():
+    WORKING |= {file: names for found in THIRD.values() for file, names in found.items()}
+    for gone in (file for file, found in THIRD.items() if not found):
+        del WORKING[gone]
 
 
 class Lines:
