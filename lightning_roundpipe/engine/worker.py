@@ -110,7 +110,8 @@ class Worker:
                     layer.module, self.device.torch_device, layer.state, layer.rounded, layer.copies_wanted
                 )
         if self._bound.get(layer.index) is not (segment := slot.segments[layer.index]):
-            known.bind(layer.views(segment), layer.trainable(), functools.partial(self._whole, slot, layer))
+            with torch.inference_mode(False):  # or the weights were no tensors of the parameters' kind
+                known.bind(layer.views(segment), layer.trainable(), functools.partial(self._whole, slot, layer))
             self._bound[layer.index] = segment
         return known
 
