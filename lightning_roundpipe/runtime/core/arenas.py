@@ -170,8 +170,12 @@ class StageArena(Arena):
         return True
 
     def before(self, start: int, end: int, place: Place) -> list[Region] | None:
-        """Return the regions that bytes ``start`` to ``end`` of ``place`` overlap; None if one is still in use."""
-        found = self._overlapping(start, end, place)
+        """Return the regions of earlier slots that bytes ``start`` to ``end`` of ``place`` overlap.
+
+        None if one is still in use. A later slot waits for this one, whose weights may not all have come.
+        """
+        earlier = self._regions[: self._regions.index(place.weights)]
+        found = [region for region in self._overlapping(start, end, place) if region in earlier]
         return None if any(region.last_use is None for region in found) else found
 
     def tensors(self, region: Region) -> list[Tensor]:
