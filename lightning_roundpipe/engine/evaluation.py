@@ -176,10 +176,12 @@ class Batch(Microbatch):
         return _UserCode(self.context, self.touched, self._aside)
 
     def touched(self) -> None:
-        """Be alone, as user code is about to write to weights. From now on, calls read what it has written."""
+        """Be alone, as user code is about to write to weights, when no upload reads them. Calls read what it writes."""
         if not self._writes:
             self._writes = True
             self.be_alone()
+            for device in self.context.pool.devices:
+                device.weights_up.synchronize()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -277,6 +279,8 @@ class Batch(Microbatch):
         result = super().call(layer, args, kwargs)
         assert self.device is not None
         self._used.add(self.device)
+        if self._writes:
+            self.device.weights_up.synchronize()
         return result
 
     def _forward(self, call: LayerCall, traced: TracedCall) -> tuple[Any, Run]:
@@ -309,6 +313,10 @@ class Batch(Microbatch):
     def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
         """Leave a gradient that reached ``master`` itself to autograd, which adds it to ``.grad``."""
         return False
+
+    def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
+        """Return a copy of a parameter of another module for a layer on ``device``."""
+        return master.to(device, self.context.model.formats.of(master))
 
     def _worker_on_demand(self, call: int) -> int:
         return 0

@@ -71,7 +71,7 @@ class Gradients:
 
     def reopen(self, count: int) -> None:
         """Collect the gradients of ``count`` tensors, for another backward of the same call."""
-        self.parts, self.closed = [[] for _ in range(count)], False
+        self.parts, self.arrivals, self.expected, self.closed = [[] for _ in range(count)], 0, False, False
 
     def add(self, index: int, gradient: Tensor, home: Device | None) -> None:
         """Add a part of one gradient, which is on ``home``.

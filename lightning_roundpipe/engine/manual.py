@@ -37,8 +37,8 @@ from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.executor import LayerCall
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.randomness import CallerRandomState
-from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.step import Step
+from lightning_roundpipe.engine.user_code import UserCode
 from lightning_roundpipe.runtime.core.loss_seeds import filled_like, seed_of
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
@@ -46,7 +46,7 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 from lightning_roundpipe.runtime.user_code.interception import calling
-from lightning_roundpipe.runtime.user_code.mode import DATA, Proxies, UserCodeMode
+from lightning_roundpipe.runtime.user_code.mode import DATA, Proxies
 from lightning_roundpipe.runtime.user_code.module_state import observed_writes
 from lightning_roundpipe.runtime.user_code.thread_state import apply_context
 
@@ -132,7 +132,7 @@ class ManualMicrobatch(Microbatch):
         self._random = CallerRandomState([])
         """The caller's generators, as user code has left them."""
 
-    def _user_code_mode(self) -> UserCodeMode:
+    def _user_code_mode(self) -> UserCode:
         return _UserCode(self.context, self.differentiate, self._touched)
 
     def run_step(self, function: Callable[[], Any]) -> None:
@@ -149,7 +149,7 @@ class ManualMicrobatch(Microbatch):
             self._step.spec.scope.fail(error)
         finally:
             for call in self._tape:  # a gradient that reaches one of these in a later step is an error
-                call.gradients.closed = True
+                call.gradients.close()
             self._tape.clear()
             self._close_section()
             self._random.restore()
@@ -166,12 +166,14 @@ class ManualMicrobatch(Microbatch):
             self._random = CallerRandomState([])
         super()._close_section()
 
-    def _refuse_own_writes(self) -> None:
-        """Allow them."""
-
     def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
         """Leave a gradient that reached ``master`` itself to autograd, which adds it to ``.grad``."""
         return False
+
+    def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
+        """Return ``master``, or a differentiable copy, for a layer on ``device``."""
+        lent: Tensor = self.mode.stand_in(master).to(device)
+        return lent
 
     def _touched(self, master: nn.Parameter) -> None:
         """Note that user code may write to a master without raising its version."""
@@ -183,20 +185,20 @@ class ManualMicrobatch(Microbatch):
     # -- layer calls --------------------------------------------------------------------------------------------------
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._phase == "backward":
-            return super().call(layer, args, kwargs)
-        with torch._C.DisableTorchFunction():
-            self._bring_up_to_date(layer)
-            taped, written = len(self._tape), layer.written()
-            self._manual.trained[layer.index, self._uses[layer.index]] = tuple(layer.trainable())
+        forward, taped = self._phase == "forward", len(self._tape)
+        if forward:
+            with torch._C.DisableTorchFunction():
+                self._manual.trained[layer.index, self._uses[layer.index]] = tuple(layer.trainable())
         result = super().call(layer, args, kwargs)
-        assert self.device is not None
-        self.device.weights_up.synchronize()  # [1]
-        if len(self._tape) > taped:
-            self._weights[self._tape[-1]] = written
+        if forward:
+            assert self.device is not None
+            self.device.weights_up.synchronize()  # [1]
+            if len(self._tape) > taped:
+                with torch._C.DisableTorchFunction():
+                    self._weights[self._tape[-1]] = layer.written()
         return result
 
-    def _bring_up_to_date(self, layer: HostLayer) -> None:
+    def _check_weights(self, layer: HostLayer) -> None:
         """Let the call's upload read what user code has written to masters, or put in their place."""
         places = [master.data_ptr() for master in layer.masters]
         layer.reattach()
@@ -229,7 +231,10 @@ class ManualMicrobatch(Microbatch):
                 seed, self.mode.proxies.factor = seed_of(scale, formats.low or losses[0].dtype)
                 pairs = zip(losses, gradients, strict=True)
                 seeds = [filled_like(loss, seed) if given is None else given * seed for loss, given in pairs]
-            with self._noted(), torch._C._EnableTorchFunction():
+            for call in self._tape:
+                call.gradients.expected = True
+            one_thread = torch.autograd.set_multithreading_enabled(False)  # user code in it may call layers
+            with self._noted(), one_thread, torch._C._EnableTorchFunction():
                 self.mode.run_backward(losses, seeds)
             self._leave_user_code()
             self._walk(retain=bool(retain_graph))
@@ -244,25 +249,23 @@ class ManualMicrobatch(Microbatch):
         When this returns, all gradients are on their way to the host.
         """
         left: list[LayerCall] = []
-        slots: list[Slot] = []
+        before = len(self._manual.slots)
         while self._tape:
             call = self._tape.pop()
             reached = bool(call.gradients)
             if reached:
                 self._refuse_written(call)
                 self._backward(call)
-                assert call.slot is not None
-                slots.append(call.slot)
                 call.slot = None
             if retain or not reached:
                 call.gradients.reopen(len(call.kinds))
                 left.append(call)
             else:
-                call.gradients.closed = True
+                call.gradients.close()
                 del self._weights[call]
                 self._before.pop(call, None)
         self._tape = left[::-1]
-        for slot in slots:
+        for slot in self._manual.slots[before:]:
             self._baton.wait(self.runner, slot.sent.then)
 
     def _refuse_written(self, call: LayerCall) -> None:
@@ -276,7 +279,7 @@ class ManualMicrobatch(Microbatch):
         )
 
 
-class _UserCode(UserCodeMode):
+class _UserCode(UserCode):
     """The torch function mode of the batch. It replaces ``Tensor.backward`` and ``torch.autograd.backward``.
 
     Args:
