@@ -115,13 +115,13 @@ class Activations:
         """Enqueue a copy of a saved tensor to ``device``, for good [2]."""
         return upload(saved, device, self._recorder, self._microbatch)
 
-    def send(self, tensor: Tensor, home: Device, to: Device, made: Event | None = None) -> HostTensor | Tensor:
-        """Return a tensor that nobody writes to, or begin to copy it to the host if another device needs it.
+    def send(self, tensor: Tensor, home: Device, to: Device | None, made: Event | None = None) -> HostTensor | Tensor:
+        """Return a tensor that nobody writes to, or begin to copy it to the host if it is needed elsewhere.
 
         Args:
             tensor: a tensor on ``home``.
             home: its device.
-            to: the device that needs it.
+            to: the device that needs it; None for the host.
             made: the point of the work of ``home`` behind which it is there; by default now.
         """
         if home is to:

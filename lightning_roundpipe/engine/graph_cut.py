@@ -168,11 +168,17 @@ def run_backward(roots: Sequence[Any], gradients: Sequence[Tensor], *, retain_gr
 
 
 class InputEdge:
-    """Where the gradient of a call's input goes on."""
+    """Where the gradient of a call's input goes on.
 
-    __slots__ = ("_direct", "edge")
+    Args:
+        tensor: the input.
+        home: the device that it is on; None for the host.
+    """
 
-    def __init__(self, tensor: Tensor) -> None:
+    __slots__ = ("_direct", "edge", "home")
+
+    def __init__(self, tensor: Tensor, home: Device | None) -> None:
+        self.home = home
         self.edge: GradientEdge = get_gradient_edge(tensor)
         self._direct = isinstance(self.edge.node, _Node) and not tensor._backward_hooks and not tensor.retains_grad
 

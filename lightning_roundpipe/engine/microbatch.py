@@ -37,7 +37,7 @@ from lightning_roundpipe.engine.measured import MeasuredMemory
 from lightning_roundpipe.engine.randomness import USER_CODE, Seed
 from lightning_roundpipe.engine.repeated_calls import connected, repeated
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.sync import Cancelled, Runner, Signal
+from lightning_roundpipe.engine.sync import Cancelled, GivenUp, Runner, Signal
 from lightning_roundpipe.engine.trace import Trace, TracedCall
 from lightning_roundpipe.engine.user_code import UserCode
 from lightning_roundpipe.engine.worker import Worker
@@ -572,7 +572,8 @@ class Microbatch:
         call.arguments = arguments
         call.needs = [thread_state.grad and t.requires_grad for t in arguments.tensors]
         taped = thread_state.grad and (any(call.needs) or any(call.trained) or bool(layer.borrows))
-        call.edges = [InputEdge(t) for t, n in zip(arguments.tensors, call.needs, strict=True) if n]
+        home = self._home_of
+        call.edges = [InputEdge(t, home(t)) for t, n in zip(arguments.tensors, call.needs, strict=True) if n]
         call.home = self.device
         traced = TracedCall(layer, use, taped)
         if self._memory is not None and again is None:
@@ -592,42 +593,56 @@ class Microbatch:
         return call, traced
 
     def _forward(self, call: LayerCall, traced: TracedCall) -> tuple[Any, Any]:
-        trace, home, layer, given = self._step.trace, self.device, call.layer, call.tensors
+        trace, layer, given = self._step.trace, call.layer, call.tensors
+        homes = list(map(self._home_of, given))
         planned = trace is not None and call.index < len(trace.calls) and layer.index not in self._rewritten
         position = self._step.forward_slot(self.index, call.index) if planned else None
         keeps = position is not None and self._slots[position].phase == "fused"
         if traced.taped and not keeps:
-            call.saved = [self._activations.save(t, home) for t in given]
+            call.saved = list(map(self._activations.save, given, homes))
         workers = self.context.pool.workers
         if position is not None:
-            elsewhere = home is not workers[self._slots[position].worker].device
-            coming = (call.saved or [self._activations.save(t, home) for t in given]) if elsewhere else []
-            where = self._in_turn(position, coming, lent=not keeps)
+            coming = self._elsewhere(call, homes, workers[self._slots[position].worker].device)
+            where = self._in_turn(position, [*coming.values()], lent=not keeps)
         else:
             number = self._worker_on_demand(call.index)
-            elsewhere = home is not workers[number].device
-            coming = (call.saved or [self._activations.save(t, home) for t in given]) if elsewhere else []
+            coming = self._elsewhere(call, homes, workers[number].device)
             where = self._on_demand(self._step.on_demand("forward", call.index, layer, None, self.index, number))
             if traced.taped and self._slots and call.place is None:
                 sums = self._step.sums_of(layer, call.use, self.index)
                 call.slot = self._step.on_demand("backward", call.index, layer, sums, self.index, number)
         with where as (worker, slot):
             device, bring = worker.device, self._activations.on
-            if elsewhere:
-                inputs = [bring(saved, device, lent=not keeps) for saved in coming]
-            else:
-                inputs = [Arriving(tensor, None) for tensor in given]
+            inputs = [
+                bring(coming[i], device, lent=not keeps) if i in coming else Arriving(tensor, None)
+                for i, tensor in enumerate(given)
+            ]
             with noted(lambda: FaultPlace(layer.title, self._kind(), self.index, slot, device)), without_caller_modes():
                 result, run = self.context.executors[worker.index].forward(
                     call, slot, inputs, self.runner, Inside(layer.name), keep_graph=keeps
                 )
             self._worker = worker if call.place is None else self._worker
             if call.kinds and not (traced.taped or keeps):  # it computes with a parameter of another module
-                call.saved = [self._activations.save(t, home) for t in given]
+                call.saved = list(map(self._activations.save, given, homes))
         traced.taped, traced.worker = bool(call.kinds), worker.index
         if call.place is None:
             self.made.calls.append(traced)
         return result, run
+
+    def _home_of(self, tensor: Tensor) -> Device | None:
+        """Return the device that a tensor of user code is on, if possible the present one; None for the host.
+
+        Emulated devices are told apart by the worker alone. So before the first layer, all is on the host there.
+        """
+        present, pool = self.device, self.context.pool
+        if pool.accelerator is None or (present is not None and tensor.device == present.torch_device):
+            return present
+        return next((device for device in pool.devices if device.torch_device == tensor.device), None)
+
+    def _elsewhere(self, call: LayerCall, homes: Sequence[Device | None], device: Device) -> dict[int, HostTensor]:
+        """Return, by position, the tensors that have to come to ``device`` for a call."""
+        there = [i for i, home in enumerate(homes) if home is not device]
+        return {i: call.saved[i] if call.saved else self._activations.save(call.tensors[i], homes[i]) for i in there}
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -712,8 +727,16 @@ class Microbatch:
             self._worker = worker
         return gradients, device
 
-    def _moved(self, tensor: Tensor, device: Device, to: Device) -> Tensor:
-        """Return a tensor on another device, whose compute stream waits for it."""
+    def _moved(self, tensor: Tensor, device: Device, to: Device | None) -> Tensor:
+        """Return a tensor on another device, whose compute stream waits for it, or on the host, which does."""
+        if to is None:
+            if self.context.pool.accelerator is None:
+                return tensor
+            sent = self._activations.send(tensor, device, None)
+            assert isinstance(sent, HostTensor) and sent.ready is not None
+            with GivenUp(self._baton, self.runner):
+                sent.ready.wait()
+            return sent.tensor.clone()
         moved, event = self._activations.move(tensor, device, to)
         if event is not None:
             self.context.pool.workers[to.index].follow(event, self.runner)
@@ -750,14 +773,14 @@ class Microbatch:
 
     def _hand_on(self, call: LayerCall, gradients: Sequence[Tensor | None], device: Device) -> None:
         roots, values = [], []
-        home = call.home or self.context.pool.devices[0]
         for edge, gradient in zip(call.edges, gradients, strict=True):
             if gradient is None or edge.hand_over(gradient, device):
                 continue
             roots.append(edge.edge)
-            values.append(self._moved(gradient, device, home))
+            values.append(self._moved(gradient, device, edge.home))
         if not roots:
             return
+        home = call.home or self.context.pool.devices[0]
         with self._user_code_in_backward(home, f"before layer {call.layer.name!r}"):
             meter = self._memory.meter(home) if self._memory is not None else None
             run_backward(roots, values, retain_graph=True)
@@ -796,11 +819,13 @@ class Microbatch:
 
     def _differentiate_again(self, call: LayerCall) -> list[Tensor | None]:
         """Run the backward of a repeated call, whose gradients have come, within the backward of user code."""
-        home = call.home or self.context.pool.devices[0]
         before = self._worker
         self._leave_user_code()
         gradients, device = self._through(call)
-        given = [None if g is None else self._moved(g, device, home) for g in gradients]
+        given = [
+            None if g is None else self._moved(g, device, edge.home)
+            for g, edge in zip(gradients, call.edges, strict=True)
+        ]
         self._worker = before
         call.slot = None
         self._enter_user_code()
