@@ -32,6 +32,7 @@ from lightning_roundpipe.runtime.engine import MicrobatchResult, WindowResult
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed, interrupts_deferred
 from lightning_roundpipe.runtime.faults.notes import remedied
 from lightning_roundpipe.runtime.layer_calls.compiling import forwards_of
+from lightning_roundpipe.runtime.layer_calls.token_tiles import TokenTiles
 from lightning_roundpipe.runtime.memory.budget import layers_that_fit
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.grad_buffers import GradientMemory, Reduction
@@ -78,6 +79,8 @@ class Engine:
         self.structure = Structure(module, [layer.module for layer in model.layers])
         self.hints = Hints(inform)
         self.hints.of_cuts(found)
+        if compiler.compiled:
+            self.hints.of_compiled(model.layers)
         self.windows_left: Callable[[], float] = lambda: 0.0
         self.within_window: Callable[[], bool] = lambda: False
         self.weights_uploaded = 0
@@ -89,6 +92,7 @@ class Engine:
         reduction = Reduction(getattr(torch, dtype) if dtype is not None else None, pool.summing)
         casts = self.formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights
         rates = rates_of(devices[0]) if options.plan == "static" else None
+        self.tiles = TokenTiles(options.token_tiles, None) if options.token_tiles is not None else None
         attributes, randomness = LayerAttributes(model.layers), Randomness(devices)
         shared = SharedAttributes(module)
         shared.touched = attributes.touched
@@ -97,7 +101,7 @@ class Engine:
             model=model,
             pool=pool,
             executors=[
-                Executor(worker, pool.baton, randomness, compiler, model.bucket_of, rates, casts=casts)
+                Executor(worker, pool.baton, randomness, compiler, model.bucket_of, rates, self.tiles, casts=casts)
                 for worker in pool.workers
             ],
             gradients=GradientMemory(model.layers, devices[0], reduction),
@@ -112,7 +116,7 @@ class Engine:
         self._accumulators = Accumulators()
         self._metrics = HostMetrics(module if pool.accelerator is not None else nn.Module())
         self._retries = Retries(devices, self.hints)
-        self._planner = Planner(self.context, self.hints, lambda: self.windows_left())
+        self._planner = Planner(self.context, self.tiles, self.hints, lambda: self.windows_left())
         self._trained = model.trainable()
         self._step_in_flight: Step | None = None
         """The last window's step, if its outputs were returned and its backward may still run."""
@@ -179,6 +183,7 @@ class Engine:
                 result = self._result_of(runs, step, None)
                 self._metrics.bring_to_host()
             self.hints.after_step(switched_off)
+            self._say_tiles()
             if not several and len(self.worker_pool.workers) > 1:
                 self.hints.of_one_microbatch(len(self.worker_pool.workers))
             learned = self.learned
@@ -321,6 +326,13 @@ class Engine:
         self._accumulators.watch(self.model.masters)
         for device in self.worker_pool.devices:
             device.reset_peak()
+
+    def _say_tiles(self) -> None:
+        """Say once which modules run in tiles of tokens, or that none does, though the options ask for it."""
+        if self.tiles is not None and (self.tiles.ran or self.tiles.compared) and not self.hints.knows_tiles:
+            why_not = {layer.name: self.tiles.why_not(layer) for layer in self.model.layers}
+            asked = self.options.token_tiles != "auto"
+            self.hints.of_tiles(self.tiles.tile, self.tiles.ran, why_not if asked else {})
 
     @property
     def _may_overlap(self) -> bool:

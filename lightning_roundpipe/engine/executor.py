@@ -11,7 +11,7 @@ import contextvars
 import functools
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ from lightning_roundpipe.runtime.core.arenas import address_of
 from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
 from lightning_roundpipe.runtime.layer_calls.compiling import LayerCompiler
 from lightning_roundpipe.runtime.layer_calls.output_collectors import collecting
+from lightning_roundpipe.runtime.layer_calls.tile_check import refuse_random
+from lightning_roundpipe.runtime.layer_calls.tiled_call import CallSurroundings
+from lightning_roundpipe.runtime.layer_calls.token_tiles import TokenTiles
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.module_buffers import BufferValue, ReplicaBuffers
@@ -50,6 +53,7 @@ from lightning_roundpipe.runtime.user_code.bypassed_gradients import Borrowing, 
 from lightning_roundpipe.runtime.user_code.interception import Inside
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
+T = TypeVar("T")
 LONG_S = 3e-4
 """Seconds of a layer's code from which on others run meanwhile: to hand the baton over and back takes some tens of
 microseconds."""
@@ -221,15 +225,16 @@ class Executor:
         masters: ids of all parameters of the model.
         rates: rates by which the first window's operations are counted, for a static plan; None: they are not.
         casts: whether the first window looks for weights that autocast casts wherever they are used.
+        tiles: runs modules inside layers in tiles of tokens; None: they run whole.
     """
 
     def __init__(
         self, worker: Worker, baton: Baton, randomness: Randomness, compiler: LayerCompiler, masters: Container[int],
-        rates: Hardware | None, *, casts: bool,
+        rates: Hardware | None, tiles: TokenTiles | None, *, casts: bool,
     ) -> None:  # fmt: skip
         self.worker, self.device, self._masters = worker, worker.device, masters
         self._baton, self._randomness, self._compiler = baton, randomness, compiler
-        self._rates, self._casts = rates, casts
+        self._rates, self._tiles, self._casts = rates, tiles, casts
         self._buffers: dict[int, tuple[Replica, ReplicaBuffers]] = {}
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -264,7 +269,8 @@ class Executor:
             buffers.load()
         with self.device.track(tensors, INPUTS):
             meter = self._meter(call, tensors)
-            run, aliases, sink = self._run(call, slot, tensors, replica, runner, "forward", inside, grad=grad)
+            fitting = functools.partial(self._run, call, slot, tensors, replica, runner, "forward", inside, grad=grad)
+            run, aliases, sink = self._tiled_if_needed(call, fitting)
             found = run.tensors
             self.device.track_until_freed(found, OUTPUTS)
             if meter is not None and call.traced is not None:
@@ -352,6 +358,7 @@ class Executor:
         own = [p._version for p in replica.parameters]
         writes = LayerWrites(replica)
         draws = self._randomness.begin(layer.index, device, call.seed)
+        tiled = self._in_tiles(call, replica, draws=draws, holds=bool(built.attributes))
         forward = self._compiler.of(layer, replica)
         saved = device.saved_for_backward() if grad else _NOTHING
         unmoved = replica.unregistered_tensors.unmoved(layer.name) if again else _NOTHING
@@ -360,7 +367,7 @@ class Executor:
         began = time.perf_counter()
         watched = self._watched(call, slot, kind, replica)
         computing = self._computing(call, slot, kind, runner, inside, alone=draws)
-        with computing, torch.set_grad_enabled(grad), saved, unmoved, writes, watched, borrowing, observed:
+        with computing, torch.set_grad_enabled(grad), saved, unmoved, writes, watched, borrowing, observed, tiled:
             result, collected = collecting(forward, *built.args, **built.kwargs)
             output = result, collected or None
         call.seconds = time.perf_counter() - began
@@ -413,6 +420,39 @@ class Executor:
         alone = alone or layer.caches_parametrizations or changes(layer.name)
         gives_up = not alone and self.device.backward_needs_interpreter and layer.launch_seconds >= LONG_S
         return _Computing(self.worker, self._baton if gives_up else None, call, slot, kind, runner, inside)
+
+    def _in_tiles(
+        self, call: LayerCall, replica: Replica, *, draws: bool, holds: bool
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which modules inside the layer run in tiles of tokens.
+
+        Not where a tile's backward would find other values than its forward: in buffers that the layer writes to, and
+        in attributes that came with the call, which it ``holds``.
+        """
+        tiles, layer, device = self._tiles, call.layer, self.device
+        if tiles is None or not tiles.on or holds or layer.mutable_buffers or layer.borrows:
+            return _NOTHING
+        around = CallSurroundings(
+            thread_state=call.thread_state,
+            context=call.context,
+            saving=device.saved_for_backward,
+            track=lambda tensors: device.track_until_freed(tensors, GRADIENTS),
+            guard=refuse_random if draws else contextlib.nullcontext,
+            choosing=False,
+            valueless=False,
+            adding=tiles.of(layer, replica).adding,
+        )
+        return tiles.around(layer, replica, call.state, around)
+
+    def _tiled_if_needed(self, call: LayerCall, run: Callable[[], T]) -> T:
+        """Run a call of the first window, and once more in tiles if a worker's memory is too small without them."""
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            if self._tiles is None or self._tiles.on or call.traced is None:
+                raise
+        self._tiles.turn_on()
+        return run()
 
     def _meter(self, call: LayerCall, given: Iterable[Tensor]) -> PeakMemoryMeter | None:
         """Return what measures the call's memory in the first window."""
@@ -499,8 +539,12 @@ class Executor:
         held = buffers.written() if buffers else {}
         if roots:
             watched = self._watched(call, slot, "backward", replica)
+            adding: contextlib.AbstractContextManager[Any] = _NOTHING
+            if self._tiles is not None and self._tiles.on:
+                replica.apply(call.state)  # tiles run the layer's code
+                adding = self._tiles.of(layer, replica).adding
             alone = layer.index in self._randomness.draws
-            with self._computing(call, slot, "backward", runner, inside, alone=alone), watched:
+            with self._computing(call, slot, "backward", runner, inside, alone=alone), watched, adding:
                 # Other calls may reach the same stand-in's graph.
                 run_backward(roots, values, retain_graph=bool(layer.reaches_out))
         if buffers:

@@ -54,6 +54,11 @@ class Hints:
             "cut each batch.",
         )
 
+    @property
+    def knows_tiles(self) -> bool:
+        """Whether `of_tiles` has said something."""
+        return not self._said.isdisjoint({"tiles", "no tiles"})
+
     def of_tiles(self, tile: int, ran: Mapping[str, Sequence[str]], why_not: Mapping[str, Mapping[str, str]]) -> None:
         """Hint: modules run in tiles; or warning: none does, though calls have more tokens than a tile.
 
