@@ -363,7 +363,8 @@ class Executor:
         saved = device.saved_for_backward() if grad else _NOTHING
         unmoved = replica.unregistered_tensors.unmoved(layer.name) if again else _NOTHING
         borrowing, cache = self._borrowing(call, replica), parametrize._cache
-        observed = layer.observers.watched(replica.modules, again=again)
+        compiled = self._compiler.compiled  # such code contains its hooks
+        observed = _NOTHING if compiled else layer.observers.watched(replica.modules, again=again)
         began = time.perf_counter()
         watched = self._watched(call, slot, kind, replica)
         computing = self._computing(call, slot, kind, runner, inside, alone=draws)
@@ -407,9 +408,12 @@ class Executor:
         return run, aliases, sink
 
     def _borrowing(self, call: LayerCall, replica: Replica) -> contextlib.AbstractContextManager[Any]:
-        """Return the mode that lends stand-ins for parameters of other modules. Most layers were seen to need none."""
+        """Return the mode that lends stand-ins for parameters of other modules. Most layers were seen to need none.
+
+        Compiled code has no modes inside.
+        """
         layer = call.layer
-        if layer.borrows == [] and not layer.reads_data:
+        if self._compiler.compiled or (layer.borrows == [] and not layer.reads_data):
             return _NOTHING
         return Borrowing(self._masters, call.lender, self.device.torch_device, layer.borrows or [], replica.parameters)
 
@@ -417,7 +421,8 @@ class Executor:
         self, call: LayerCall, slot: Slot, kind: str, runner: Runner, inside: Inside, *, alone: bool
     ) -> _Computing:
         layer = call.layer
-        alone = alone or layer.caches_parametrizations or changes(layer.name)
+        # While torch compiles, it saves and restores generators that others draw from.
+        alone = alone or self._compiler.compiled or layer.caches_parametrizations or changes(layer.name)
         gives_up = not alone and self.device.backward_needs_interpreter and layer.launch_seconds >= LONG_S
         return _Computing(self.worker, self._baton if gives_up else None, call, slot, kind, runner, inside)
 
