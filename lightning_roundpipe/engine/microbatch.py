@@ -611,7 +611,7 @@ class Microbatch:
             if traced.taped and self._slots and call.place is None:
                 sums = self._step.sums_of(layer, call.use, self.index)
                 call.slot = self._step.on_demand("backward", call.index, layer, sums, self.index, number)
-        with where as (worker, slot):
+        with where as (worker, slot), worker.device.activate():
             device, bring = worker.device, self._activations.on
             inputs = [
                 bring(coming[i], device, lent=not keeps) if i in coming else Arriving(tensor, None)
@@ -675,8 +675,8 @@ class Microbatch:
             if home is None or not hooks or not gradients.parts[index]:
                 continue
             parts = [self._moved(part.tensor, part.home or home, home) for part in gradients.parts[index]]
-            total = functools.reduce(torch.add, parts)
             with self._user_code_in_backward(home, f"after layer {call.layer.name!r}"):
+                total = functools.reduce(torch.add, parts)
                 for hook in list(hooks.values()):
                     changed = hook(total)
                     total = total if changed is None else changed
@@ -703,7 +703,7 @@ class Microbatch:
                 call.slot = self._step.on_demand("backward", call.index, layer, sums, self.index, number)
             call.slot.worker = number
             where = self._on_demand(call.slot)
-        with where as (worker, slot):
+        with where as (worker, slot), worker.device.activate():
             bring = self._activations.on
             inputs = [bring(each, device) for each in saved]
             arriving = [
