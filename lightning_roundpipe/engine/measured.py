@@ -22,6 +22,7 @@ from lightning_roundpipe.engine.pool import Pool
 from lightning_roundpipe.engine.trace import TracedCall
 from lightning_roundpipe.planning.crossing import Crossing, storage_bytes
 from lightning_roundpipe.runtime.memory.peak_memory import PeakMemoryMeter
+from lightning_roundpipe.runtime.threads.caller_modes import without_caller_modes
 
 
 class MeasuredMemory:
@@ -45,7 +46,8 @@ class MeasuredMemory:
         device = device or self._pool.devices[0]
         if device not in self._warm:  # what libraries keep for the thread is allocated before
             self._warm.add(device)
-            device.warm_up()
+            with without_caller_modes():  # such as a checkpoint's, which counts what autograd saves
+                device.warm_up()
         for worker in self._pool.workers:
             worker.land()
             worker.device.activations_down.synchronize()
