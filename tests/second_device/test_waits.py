@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import editions
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -22,6 +23,8 @@ from harness import ours, run
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightning_roundpipe.engine.microbatch import Microbatch
+from lightning_roundpipe.engine.sync import Baton, Runner
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
 from lightning_roundpipe.runtime.threads.sync import UserLock
 from lightning_roundpipe.tasks.causal_lm import CausalLM
@@ -47,6 +50,9 @@ class Listens(pl.Callback):
         self._follow(patch)
 
     def _follow(self, patch: pytest.MonkeyPatch) -> None:
+        if editions.third():
+            self._follow_baton(patch)
+            return
         acquire, release, pause = UserLock.acquire, UserLock.release, UserLock.pause
 
         def acquired(lock: UserLock, *args: Any) -> None:
@@ -64,6 +70,25 @@ class Listens(pl.Callback):
         patch.setattr(UserLock, "acquire", acquired)
         patch.setattr(UserLock, "pause", paused)
         patch.setattr(UserLock, "release", released)
+
+    def _follow_baton(self, patch: pytest.MonkeyPatch) -> None:
+        sleep, acquire, release = Runner.sleep, Baton.acquire, Baton.release
+
+        def slept(runner: Runner) -> None:
+            sleep(runner)
+            self._mine.held = True
+
+        def acquired(baton: Baton, *args: Any) -> None:
+            acquire(baton, *args)
+            self._mine.held = True
+
+        def released(baton: Baton) -> None:
+            self._mine.held = False
+            release(baton)
+
+        patch.setattr(Runner, "sleep", slept)
+        patch.setattr(Baton, "acquire", acquired)
+        patch.setattr(Baton, "release", released)
 
     def hear(self, wait: Wait) -> None:
         if self._listening and not (
@@ -172,6 +197,7 @@ def test_a_wait_of_user_code_is_heard(devices: list[Any], monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Quiet, "training_step", training_step)
     monkeypatch.setattr(UserCodeSections, "paused", lambda segments, wait: wait())
+    monkeypatch.setattr(Microbatch, "_aside", lambda microbatch, wait: wait())
     heard = _heard("mlp without logging", monkeypatch)
     assert any(wait.what == "_local_scalar_dense" for wait in heard.holding)
     assert all(wait in heard.waits for wait in heard.holding)
