@@ -1,0 +1,168 @@
+"""The baton: one at a time, the lowest rank first, no wake-up lost, and no wait outlives a failure."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from patience import PATIENCE_S
+
+from lightning_roundpipe.engine.sync import Baton, Cancelled, CancelScope, GivenUp, Runner, Signal
+
+pytestmark = pytest.mark.timeout(4 * PATIENCE_S)
+
+
+def together(functions: list[Callable[[], object]]) -> None:
+    """Run each on a thread of its own, and raise the first error of one."""
+    errors: list[BaseException] = []
+
+    def guarded(function: Callable[[], object]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=[function], daemon=True) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+class Alone:
+    """Sees whether two threads are inside at once."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+
+    def __call__(self, pause: float = 0.0) -> None:
+        self._inside += 1
+        time.sleep(pause)
+        assert self._inside == 1, "two threads hold the baton"
+        self._inside -= 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_at_a_time_and_no_wake_up_is_lost(seed: int) -> None:
+    """Threads hand signals round, wait, give the baton up and offer it, at random moments."""
+    draw, count, baton, alone = random.Random(seed), 6, Baton(), Alone()
+    scope = CancelScope()
+    signals = [[Signal() for _ in range(count)] for _ in range(8)]
+
+    def run(number: int, pauses: random.Random) -> None:
+        runner = Runner(scope, pauses.randrange(4))
+        baton.acquire(runner)
+        for row in signals:
+            alone(pauses.random() * 1e-3)
+            row[number].set()
+            others = list(row)
+            pauses.shuffle(others)
+            for other in others:
+                baton.wait(runner, other.then)
+                alone()
+            if pauses.random() < 0.5:
+                with GivenUp(baton, runner):
+                    time.sleep(pauses.random() * 1e-3)
+            runner.rank = pauses.randrange(4)
+            baton.offer(runner)
+        alone()
+        baton.release()
+
+    pauses = [random.Random(draw.random()) for _ in range(count)]
+    together([lambda n=n: run(n, pauses[n]) for n in range(count)])  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_failure_ends_every_wait(seed: int) -> None:
+    """Also of threads that are just about to wait, or were just made ready."""
+    draw, baton, alone = random.Random(seed), Baton(), Alone()
+    scope = CancelScope(lambda: baton.wake(scope))
+    signals = [Signal() for _ in range(5)]
+    cancelled: list[int] = []
+
+    def run(number: int, pause: float) -> None:
+        runner = Runner(scope, number)
+        baton.acquire(runner)
+        try:
+            with GivenUp(baton, runner):
+                time.sleep(pause)
+            baton.wait(runner, signals[number].then)
+            baton.wait(runner, Signal().then)
+        except Cancelled:
+            alone()
+            cancelled.append(number)
+        finally:
+            baton.release()
+
+    def fail(pause: float) -> None:
+        time.sleep(pause)
+        scope.fail(ValueError())
+
+    def set_some(pause: float) -> None:
+        time.sleep(pause)
+        for signal in signals[::2]:
+            signal.set()
+
+    pauses = [draw.random() * 3e-3 for _ in range(7)]
+    runs = [lambda n=n: run(n, pauses[n]) for n in range(5)]  # type: ignore[misc]
+    together([*runs, lambda: fail(pauses[5]), lambda: set_some(pauses[6])])
+    assert sorted(cancelled) == list(range(5))
+    baton.acquire(Runner(CancelScope()))  # nobody has kept it
+
+
+def test_the_lowest_rank_goes_first() -> None:
+    baton, scope, order = Baton(), CancelScope(), list[int]()
+    main = Runner(scope)
+    baton.acquire(main)
+    waiting = threading.Semaphore(0)
+
+    def run(rank: int) -> None:
+        waiting.release()
+        runner = Runner(scope, rank)
+        baton.acquire(runner)
+        order.append(rank)
+        baton.release()
+
+    def release() -> None:
+        for _ in range(4):
+            assert waiting.acquire(timeout=PATIENCE_S)
+        while len(baton._ready) < 4:
+            time.sleep(1e-3)
+        baton.release()
+
+    together([*(lambda rank=rank: run(rank) for rank in (3, 1, 2, 0)), release])  # type: ignore[misc]
+    assert order == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("handed", [False, True], ids=["in the queue", "handed over"])
+def test_who_gives_up_waiting_for_the_baton_does_not_keep_it(handed: bool) -> None:
+    """As the main thread does on Ctrl-C, or when the watchdog barks."""
+    baton, scope = Baton(), CancelScope()
+    holder = Runner(scope)
+    baton.acquire(holder)
+
+    def sleep() -> None:
+        if handed:
+            baton.release()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        baton.acquire(Runner(scope), sleep)
+    if not handed:
+        baton.release()
+    assert not baton._held and not baton._ready
+
+
+def test_a_signal_calls_back_once() -> None:
+    called: list[int] = []
+    signal = Signal()
+    assert signal.then(lambda: called.append(1))
+    signal.set()
+    assert signal.is_set and not signal.then(lambda: called.append(2))
+    assert called == [1]
