@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.base import check_copy, stage
 from lightning_roundpipe.planning.crossing import tensor_bytes
@@ -164,6 +165,12 @@ class Activations:
 
 def download(tensor: Tensor, home: Device | None, recorder: Recorder, microbatch: int, staging: Device) -> HostTensor:
     """Enqueue a copy of ``tensor`` to the host. What is written to it afterwards does not matter."""
+    if tensor.is_nested:
+        raise RoundPipeError(
+            "a nested tensor (torch.nested) goes into a layer or out of it, and cannot be copied between devices: hand "
+            "on a padded tensor and a mask (torch.nested.to_padded_tensor), or name the module that makes the nested "
+            "tensor and computes with it in RoundPipeStrategy(layers=[...]), so that it is one layer."
+        )
     with torch.no_grad(), torch.inference_mode(False):
         if home is None:
             return HostTensor(stage(tensor.detach(), staging), None)

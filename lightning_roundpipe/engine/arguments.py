@@ -6,12 +6,16 @@ has written to a copy is written to the original. A recomputation starts from th
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
 
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size, slice})
 _OPAQUE = (nn.Module, type, enum.Enum, torch.Generator)
@@ -212,6 +216,8 @@ class Substitution:
         if is_box(value):
             self._pairs[id(value)] = value
             self.write(value, value)
+        else:
+            _refuse_hidden(value)
         return value
 
     def write(self, original: Any, copy: Any) -> None:
@@ -232,3 +238,14 @@ class Substitution:
             value = self(value)
             if held.get(key, self) is not value:
                 dict.__setitem__(held, key, value)
+
+
+def _refuse_hidden(value: Any) -> None:
+    """Refuse an output that nobody can look into: tensors would cross the boundary unseen."""
+    function = isinstance(value, types.FunctionType) and value.__closure__
+    slots = dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "__dict__")
+    if function or slots or isinstance(value, (types.GeneratorType, types.MethodType)):
+        raise RoundPipeError(
+            f"a layer returns a {type(value).__name__}, in which tensors would pass the boundary between devices "
+            "unseen. Return tensors, or containers and plain objects that hold them."
+        )

@@ -240,10 +240,11 @@ class Engine:
             )
         assert step.gradients is not None
         now = set(map(id, self.model.module.parameters()))
-        if step.spec.several and any(id(p) not in now for p in step.gradients.masters):
+        gone = [p for p in step.gradients.masters if id(p) not in now]
+        if step.spec.several and gone:
             raise RoundPipeError(
-                f"{registered} and replaced another one, with which other microbatches have computed. Replace it "
-                "between steps, for example in on_train_batch_start, or set overlap=False."
+                f"{registered} and replaced {self.model.name_of(gone[0])!r}, with which other microbatches have "
+                "computed. Replace it between steps, for example in on_train_batch_start, or set overlap=False."
             )
 
     @interrupts_deferred()

@@ -27,6 +27,7 @@ from lightning_roundpipe.engine.attributes import LayerWrites
 from lightning_roundpipe.engine.graph_cut import Gradients, InputEdge, cut, inlet, reaches_out, run_backward
 from lightning_roundpipe.engine.process_state import changes
 from lightning_roundpipe.engine.randomness import Randomness, Seed
+from lightning_roundpipe.engine.shared_memory import sharing
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import Baton, Runner
 from lightning_roundpipe.engine.trace import TracedCall
@@ -138,10 +139,11 @@ class Run:
         mutated: tensors that it was given and has written to, by position.
         tensors: the tensors in all of these, without those that it was given.
         differentiable: those of them that require grad.
+        shared: tensors, given and returned, that share memory; as user code sees them.
         caller: translates to what user code sees.
     """
 
-    __slots__ = ("caller", "copies", "differentiable", "mutated", "output", "tensors", "written")
+    __slots__ = ("caller", "copies", "differentiable", "mutated", "output", "shared", "tensors", "written")
 
     def __init__(
         self,
@@ -153,6 +155,7 @@ class Run:
         self.output, self.copies, self.written, self.mutated = output, copies, written, mutated
         self.tensors: list[Tensor] = []
         self.differentiable: list[Tensor] = []
+        self.shared: list[Tensor] = []
         self.caller: Substitution
 
 
@@ -281,6 +284,7 @@ class Executor:
         originals: dict[int, Any] = dict(zip(map(id, aliases), call.tensors, strict=True))
         originals |= {id(mine): theirs for mine, theirs in zip(replica.parameters, layer.masters, strict=True)}
         originals |= {id(mine): theirs for mine, theirs in zip(replica.modules, replica.originals, strict=True)}
+        run.shared = sharing(found, aliases)
         lent = {address_of(tensor) for tensor, event in inputs if event is not None and not keep_graph}
         self._part_from_lent(run, found, lent, originals)
         call.mutated = [position for position, _ in run.mutated]
@@ -296,6 +300,7 @@ class Executor:
             self._place_again(call, run, originals)
         originals.update((id(copy), original) for original, copy in run.copies)
         run.mutated = [(i, originals[id(t)] if t.requires_grad else t) for i, t in run.mutated]
+        run.shared = [originals.get(id(t), t) for t in run.shared]
         run.caller = caller = Substitution(originals)
         result = caller(run.output)
         run.output, run.differentiable, run.tensors = None, [], []  # the graph ends here

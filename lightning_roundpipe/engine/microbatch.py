@@ -36,6 +36,7 @@ from lightning_roundpipe.engine.graph_cut import InputEdge, Part, run_backward
 from lightning_roundpipe.engine.measured import MeasuredMemory
 from lightning_roundpipe.engine.randomness import USER_CODE, Seed
 from lightning_roundpipe.engine.repeated_calls import connected, repeated
+from lightning_roundpipe.engine.shared_memory import SharedOutputs
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import Cancelled, GivenUp, Runner, Signal
 from lightning_roundpipe.engine.trace import Trace, TracedCall
@@ -145,6 +146,7 @@ class Microbatch:
         self._draws = self._in_user_code = False
         self._activated: contextlib.AbstractContextManager[None] | None = None
         self._surroundings: Surroundings | None = None
+        self._shared = SharedOutputs()
         self._written: list[nn.Parameter] = []
         """Parameters that user code has written to by their ``.data``, and that no call was made with since."""
         self._rewritten: set[int] = set()
@@ -226,6 +228,7 @@ class Microbatch:
             loss = loss_of(output)
             with torch._C.DisableTorchFunction():
                 self._check_after()
+                self._shared.assert_unmodified()
                 if loss is not None:
                     self.weight = self._step.weights.of(self, loss, self.mode.targets)
             self._watch_late()
@@ -519,6 +522,7 @@ class Microbatch:
             assert self._surroundings is not None
             self._surroundings.refuse(layer.name)
             self._check_weights(layer)
+            self._shared.assert_unmodified()
             again = self._made_before(layer) if self._phase == "backward" else None
             call, traced = self._prepare(layer, args, kwargs, again)
             given = call.tensors
@@ -533,6 +537,7 @@ class Microbatch:
                 del outputs
             self._enter_user_code(again)
             self.context.executors[0].deliver(call, run, given)
+            self._shared.add(run.shared, layer.name)
             self._activations.drop(self.device)
             if again is not None:
                 pass
@@ -704,6 +709,7 @@ class Microbatch:
             call.slot.worker = number
             where = self._on_demand(call.slot)
         with where as (worker, slot), worker.device.activate():
+            self._refuse_unplaced(call, slot.sums.get(call.index))
             bring = self._activations.on
             inputs = [bring(each, device) for each in saved]
             arriving = [
@@ -726,6 +732,19 @@ class Microbatch:
                 worker.send(slot, [call.index])
             self._worker = worker
         return gradients, device
+
+    def _refuse_unplaced(self, call: LayerCall, sums: HostGradSums | None) -> None:
+        """Raise if a parameter is trained at the call for whose gradient there is no memory."""
+        placed = sums.layout.trained if sums is not None else [False] * len(call.trained)
+        if call.trained == placed:
+            return
+        for master, trained, place in zip(call.layer.masters, call.trained, placed, strict=True):
+            if trained and not place and master.numel():
+                raise RoundPipeError(
+                    f"training_step switches on requires_grad of parameter {self.context.model.name_of(master)!r}, in "
+                    f"layer {call.layer.name!r}, for which the step has reserved no gradient: it was off before. Set "
+                    "requires_grad between steps, for example in on_train_batch_start."
+                )
 
     def _moved(self, tensor: Tensor, device: Device, to: Device | None) -> Tensor:
         """Return a tensor on another device, whose compute stream waits for it, or on the host, which does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices import Device, Event
@@ -213,4 +214,4 @@ class StageArena(Arena):
 
 def address_of(tensor: Tensor) -> int:
     """Return the address of the tensor's storage, which all views of it share; 0 without memory."""
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and not tensor.is_nested else 0

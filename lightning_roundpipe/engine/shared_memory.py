@@ -1,0 +1,52 @@
+"""Outputs of a layer that share memory with each other or with its inputs, and so must not be written to.
+
+In plain training a write to one of them changes the others, and autograd knows. Behind the boundary they are separate
+tensors that may or may not share memory, and autograd does not know.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.core.arenas import address_of
+
+
+def sharing(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors that share memory with another one of them; an input that is returned is not another one."""
+    if not outputs:
+        return []
+    own = set(map(id, inputs))
+    at = {id(t): address_of(t) for t in (*inputs, *outputs)}
+    made = Counter(at[id(t)] for t in outputs if id(t) not in own)
+    there = Counter(at[id(t)] for t in inputs)
+    shared = {a for a, count in made.items() if a and (count > 1 or there[a])}
+    return [t for t in (*inputs, *(o for o in outputs if id(o) not in own)) if at[id(t)] in shared]
+
+
+class SharedOutputs:
+    """Tensors that must not be written to until the microbatch's user code is done. Keeps none of their memory."""
+
+    def __init__(self) -> None:
+        self._counters: list[tuple[Tensor, int, str]] = []
+
+    def add(self, tensors: Iterable[Tensor], layer: str) -> None:
+        for tensor in tensors:
+            if not tensor.is_inference():  # those have no version
+                witness = tensor.detach()  # shares the version, and from here on not the memory
+                witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                self._counters.append((witness, witness._version, layer))
+
+    def assert_unmodified(self) -> None:
+        """Raise `RoundPipeError` if one of the tensors has been written to."""
+        for witness, version, layer in self._counters:
+            if witness._version != version:
+                raise RoundPipeError(
+                    f"layer {layer!r} returned tensors that share memory with each other or with its input, and code "
+                    "behind it wrote to one of them in place: the others would not follow. Write out of place, or "
+                    "clone what the layer returns."
+                )
