@@ -286,7 +286,7 @@ class Executor:
         originals |= {id(mine): theirs for mine, theirs in zip(replica.modules, replica.originals, strict=True)}
         run.shared = sharing(found, aliases)
         lent = {address_of(tensor) for tensor, event in inputs if event is not None and not keep_graph}
-        self._part_from_lent(run, found, lent, originals)
+        clones = self._part_from_lent(run, found, lent, originals)
         call.mutated = [position for position, _ in run.mutated]
         if run.differentiable:
             outputs, call.gradients = cut(run.differentiable, layer.name, self.device)
@@ -298,6 +298,7 @@ class Executor:
         worker.keep_until_computed(runner, tensors, run.differentiable)
         if call.place is not None:
             self._place_again(call, run, originals)
+        originals.update((known, originals.get(id(clone), clone)) for known, clone in clones.items())
         originals.update((id(copy), original) for original, copy in run.copies)
         run.mutated = [(i, originals[id(t)] if t.requires_grad else t) for i, t in run.mutated]
         run.shared = [originals.get(id(t), t) for t in run.shared]
@@ -489,17 +490,22 @@ class Executor:
         if counter is not None:
             slot.recorder.count(kind, call.microbatch, call.index, counter.work.seconds)
 
-    def _part_from_lent(self, run: Run, found: list[Tensor], lent: set[int], originals: dict[int, Any]) -> None:
-        """Let the caller have clones of outputs in memory that others get next: views of weights, and of inputs."""
-        for tensor in found:
-            if tensor.layout is not torch.strided or id(tensor) in originals:
-                continue
-            if self.worker.owns(tensor) or address_of(tensor) in lent:
-                clone = tensor.clone()
-                if tensor.requires_grad:
-                    run.differentiable = [clone if t is tensor else t for t in run.differentiable]
-                originals[id(tensor)] = clone
-                run.copies.append((tensor, tensor))  # keeps the id
+    def _part_from_lent(
+        self, run: Run, found: list[Tensor], lent: set[int], originals: dict[int, Any]
+    ) -> dict[int, Tensor]:
+        """Let the caller have clones of outputs in memory that others get next: views of weights, and of inputs.
+
+        Returns:
+            The clones, by the ids of these outputs.
+        """
+        clones = {
+            id(t): t.clone()
+            for t in found
+            if t.layout is torch.strided and id(t) not in originals and (self.worker.owns(t) or address_of(t) in lent)
+        }
+        run.differentiable = [clones.get(id(t), t) for t in run.differentiable]
+        originals.update(clones)
+        return clones
 
     def _place_again(self, call: LayerCall, run: Run, originals: dict[int, Any]) -> None:
         """Let user code have the outputs of a repeated call where it has had them."""
