@@ -416,7 +416,11 @@ class Flight:
             min(rooms, default=None),
         )  # fmt: skip
         batches = range(first, first + plan.round_batches(len(workers), self._size))
-        self._rounds.append(self._round(batches, plan))
+        before, round_ = self.slots(), self._round(batches, plan)
+        for slot in round_.slots:  # with fewer stages than workers, rounds would run the same layers side by side
+            changing = [layer for layer in slot.layers if layer.mutable_buffers]
+            slot.after = [other for other in before if any(map(other.has, changing))]
+        self._rounds.append(round_)
 
     def close_round(self) -> None:
         """Give up the turns of batches that are not started. Others make a new round. The caller holds the baton."""
