@@ -11,9 +11,12 @@ that are started ahead then follow one another through the stages of a forward p
     wait_for, show ── the caller holds the baton while its hooks see what the batch has left ── [4]
 
 Alone in any case are steps that draw random numbers, write to weights, want gradients, have layers that set attributes,
-or give a layer an object again, as `generate` does with a key-value cache. A batch alone stays on one worker, so that
-a cache need not move. A call for which user code wants gradients runs in place, on the user's own weights: autograd
-then sees what it sees in plain Lightning. So does every later call of the batch.
+call a layer twice that changes its buffers, or give a layer an object again, as `generate` does with a cache. A batch
+alone stays on one worker, so that a cache need not move. A call for which user code wants gradients runs in place, on
+the user's own weights: autograd then sees what it sees in plain Lightning. So does every later call of the batch.
+
+A step that makes fewer calls than are known ends while batches before it still run: what it does behind its last call
+may come before what they do behind theirs.
 """
 
 from __future__ import annotations
@@ -650,7 +653,12 @@ class Evaluations:
         if before is None or batch is None or batch.alone or batch.failure or flight.scope.failed or self._kind == ():
             return
         calls = batch.made.calls
-        if calls and not before.has_moved and not any(call.layer.sets_attributes for call in calls):
+        if calls and not before.has_moved and not any(map(_in_order_alone, calls)):
             for call in calls:
                 call.forward_s = math.inf
             self._known[self._kind] = flight.known = Kind(batch.made, flight.shared)
+
+
+def _in_order_alone(call: TracedCall) -> bool:
+    """Return whether a call must follow all calls of the batches before: each finds what those have left."""
+    return call.layer.sets_attributes or bool(call.use and call.layer.mutable_buffers)
