@@ -42,6 +42,8 @@ class Fuse:
     def __init__(self) -> None:
         self.place, self.left = "", 0
         self.pause = random.Random(0)
+        self.seen: list[tuple[int, int]] = []
+        """The sections of user code that microbatches came to: section, and number of the microbatch."""
 
     def __deepcopy__(self, memo: Any) -> Fuse:
         return self
@@ -99,10 +101,11 @@ class Network(nn.Module):
             self.scale = nn.Parameter(torch.ones(WIDTH))
         self.fuse = fuse
 
-    def loss(self, x: Tensor, order: Sequence[int]) -> Tensor:
+    def loss(self, x: Tensor, order: Sequence[int], microbatch: int = 0) -> Tensor:
         mask = (x[:, :1] > -2).float()
         h, extra = self.embed(x), x.new_zeros(())
-        for number in order:
+        for section, number in enumerate(order):
+            self.fuse.seen.append((section, microbatch))
             out, aside = self.blocks[number](h * 1.0, mask)
             self.fuse("user code")
             h = h + out * self.scale
@@ -242,9 +245,10 @@ class Engined:
 
     def window(self, microbatches: Sequence[tuple[Tensor, list[int]]]) -> None:
         functions: list[Callable[[], Tensor]] = [
-            lambda x=x, order=order: self.network.loss(x, order)  # type: ignore[misc]
-            for x, order in microbatches
+            lambda x=x, order=order, index=index: self.network.loss(x, order, index)  # type: ignore[misc]
+            for index, (x, order) in enumerate(microbatches)
         ]
+        self.fuse.seen = []
         count, self._windows = len(functions), self._windows + 1
         updates = self.engine.updates
         if updates is None:
@@ -254,6 +258,10 @@ class Engined:
         if result.error is not None:
             raise result.error
         assert result.gradients is not None
+        if all(order == list(range(BLOCKS)) for _, order in microbatches):
+            for section in range(BLOCKS):
+                came = [microbatch for where, microbatch in self.fuse.seen if where == section]
+                assert came == sorted(came), f"microbatches came to section {section} in the order {came}"
         pairs = [(m.loss, m.differentiable) for m in result.microbatches if m.loss is not None]
         for loss in result.gradients.losses(pairs):
             loss.backward()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
@@ -38,7 +39,7 @@ from lightning_roundpipe.engine.randomness import USER_CODE, Seed
 from lightning_roundpipe.engine.repeated_calls import connected, repeated
 from lightning_roundpipe.engine.shared_memory import SharedOutputs
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.sync import Cancelled, GivenUp, Runner, Signal
+from lightning_roundpipe.engine.sync import Cancelled, GivenUp, Runner, Signal, Trail
 from lightning_roundpipe.engine.trace import Trace, TracedCall
 from lightning_roundpipe.engine.user_code import UserCode
 from lightning_roundpipe.engine.worker import Worker
@@ -107,6 +108,9 @@ class Microbatch:
         begun: reached when its user code in front of the first layer is over.
         ready: reached when ``training_step`` has ended, and backward through user code, with ``output`` or ``error``.
         ended: reached when nothing of it runs any more.
+        trail: where it is in user code.
+        follows: that of the last microbatch of the round before, if it is the first one of its own. Turns keep the
+            order within a round; rounds may run side by side.
         late: parameters that its user code has registered outside the layers, and computed with.
     """
 
@@ -117,6 +121,8 @@ class Microbatch:
         self.index, self.context, self._step, self._slots, self._after = index, context, step, slots, after
         self.runner = Runner(spec.scope, (slots[0].index if slots else 0) + index)
         self.begun, self.ready, self.ended = Signal(), Signal(), Signal()
+        self.trail = Trail()
+        self.follows: Trail | None = None
         self.output: Any = None
         self.loss: Tensor | None = None
         self.computed: Event | None = None
@@ -202,6 +208,7 @@ class Microbatch:
             self._activations.drop(None)  # enqueues nothing, which a failed device would refuse
             self._accumulators.end()
             self._step.microbatch_ended()
+            self.trail.leave(math.inf)
             self.begun.set()
             self.ready.set()
             self.ended.set()
@@ -233,6 +240,7 @@ class Microbatch:
                     self.weight = self._step.weights.of(self, loss, self.mode.targets)
             self._watch_late()
         self.begun.set()
+        self.trail.leave(math.inf)
         self._phase, self.mode.returning = "backward", True
         if loss is not None:
             self._backward_of_loss(loss)
@@ -288,6 +296,8 @@ class Microbatch:
     def _enter_user_code(self, behind: int | None = None) -> None:
         """Enter a section of user code [1]; ``behind``: the call of the forward that the section is behind again."""
         context, spec = self.context, self._step.spec
+        if self.follows is not None and self._phase == "forward":
+            self._baton.wait(self.runner, functools.partial(self.follows.behind, self._next))
         for bucket in context.learned.read_by_user_code:
             self._wait_for(bucket, spec.version)
         if self.kept is not None and (self._phase == "forward" or not spec.overlaps):
@@ -530,6 +540,7 @@ class Microbatch:
             self.begun.set()
             result, run = self._forward(call, traced)
             self._last = f"after layer {layer.name!r}"
+            self.trail.leave(self._next)
             if self._memory is not None and again is None:
                 outputs: list[Tensor] = []
                 collect(result, set(), outputs)
@@ -594,6 +605,8 @@ class Microbatch:
         found = trace.find(layer, self._next, taped=taped)
         if found is not None:
             self._next = found + 1
+            if not layer.mutable_buffers:  # else it is left behind the call, whose buffers the next one finds
+                self.trail.leave(self._next)
         call.index = found if found is not None else len(trace.calls) + len(self.made.calls)
         return call, traced
 

@@ -155,6 +155,8 @@ class Step:
                 if index:
                     after = self.runs[-1].ended if in_order else self.runs[-1].begun
                 self.runs.append(Microbatch(self.context, self, index, slots, after))
+                if index and slots and index % self._round_size == 0:
+                    self.runs[index].follows = self.runs[index - 1].trail
         finally:
             pool.baton.release()
         # A thread may still run a microbatch of the step before; so may all others of this step begin only later.
