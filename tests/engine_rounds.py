@@ -114,7 +114,8 @@ class Network(nn.Module):
             h = mined(h, self.fuse, "user code backward")
         out = self.head(h)
         self.fuse("loss")
-        return out.square().mean() + 0.1 * extra
+        loss: Tensor = out.square().mean() + 0.1 * extra
+        return loss
 
 
 class FusedSGD(torch.optim.SGD):
@@ -159,7 +160,7 @@ class Round:
             odd = number and draw.random() < 0.5
             size = count if draw.random() < 0.8 else draw.randint(1, count)
             generator = torch.Generator().manual_seed(100 * seed + number)
-            windows.append([(torch.randn(2, 6, generator=generator), _order(draw, odd)) for _ in range(size)])
+            windows.append([(torch.randn(2, 6, generator=generator), _order(draw, bool(odd))) for _ in range(size)])
         apart = draw.random() < 0.8
         error = (draw.choice(PLACES[: 5 + apart]), draw.randint(1, 12), draw.randint(1, 3))
         return cls(
@@ -212,7 +213,7 @@ class Plainly:
         self.network.zero_grad()
         self.read.zero_grad()
         for x, order in microbatches:
-            self.read.loss(x, order).backward()
+            torch.autograd.backward(self.read.loss(x, order))
         for master, used in zip(self.network.parameters(), self.read.parameters(), strict=True):
             master.grad = used.grad
             if used is not master:
@@ -264,7 +265,7 @@ class Engined:
                 assert came == sorted(came), f"microbatches came to section {section} in the order {came}"
         pairs = [(m.loss, m.differentiable) for m in result.microbatches if m.loss is not None]
         for loss in result.gradients.losses(pairs):
-            loss.backward()
+            torch.autograd.backward(loss)
         if updates is None:
             self._optimizer.step()
         else:

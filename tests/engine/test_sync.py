@@ -110,7 +110,7 @@ def test_a_failure_ends_every_wait(seed: int) -> None:
             signal.set()
 
     pauses = [draw.random() * 3e-3 for _ in range(7)]
-    runs = [lambda n=n: run(n, pauses[n]) for n in range(5)]  # type: ignore[misc]
+    runs = [lambda n=n: run(n, pauses[n]) for n in range(5)]
     together([*runs, lambda: fail(pauses[5]), lambda: set_some(pauses[6])])
     assert sorted(cancelled) == list(range(5))
     baton.acquire(Runner(CancelScope()))  # nobody has kept it
@@ -136,7 +136,7 @@ def test_the_lowest_rank_goes_first() -> None:
             time.sleep(1e-3)
         baton.release()
 
-    together([*(lambda rank=rank: run(rank) for rank in (3, 1, 2, 0)), release])  # type: ignore[misc]
+    together([*(lambda rank=rank: run(rank) for rank in (3, 1, 2, 0)), release])
     assert order == [0, 1, 2, 3]
 
 
