@@ -226,6 +226,7 @@ class Worker:
         Returns:
             Event in front of the wait, from which on the worker stands still; None if there is nothing to wait for.
         """
+        self.device.drop_finished()
         self._baton.wait(runner, slot.uploads[layer.index].then)
         upload: Event = slot.uploaded[layer.index]
         could = None if upload.done() else self.device.compute.record(timed=True)
