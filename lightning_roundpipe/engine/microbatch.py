@@ -631,6 +631,7 @@ class Microbatch:
                 call.slot = self._step.on_demand("backward", call.index, layer, sums, self.index, number)
         with where as (worker, slot), worker.device.activate():
             device, bring = worker.device, self._activations.on
+            worker.bound_copies([saved.ready for saved in call.saved if saved.ready is not None], self.runner)
             inputs = [
                 bring(coming[i], device, lent=not keeps) if i in coming else Arriving(tensor, None)
                 for i, tensor in enumerate(given)

@@ -81,6 +81,8 @@ class Worker:
         """Bytes that calls beyond the first `IN_FLIGHT` may keep alive; 0 allows no such calls."""
         self.room = Room()
         self._in_flight = InFlight()
+        self._copying: list[Event] = []
+        """The ends of the copies to the host that the last call has begun."""
         self.sender = TaskThread(f"roundpipe-gradients{device.index}", device.activate)
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -239,6 +241,15 @@ class Worker:
             with GivenUp(self._baton, runner):
                 event.wait()
         self.device.compute.wait(event)
+
+    def bound_copies(self, begun: list[Event], runner: Runner) -> None:
+        """Let copies of inputs that go to the host take the memory of one call at most: wait for those of the last one.
+
+        ``begun``: the ends of the present call's.
+        """
+        before, self._copying = self._copying, begun
+        for event in before:
+            self.follow(event, runner)
 
     def gradients_of(self, slot: Slot, call: int) -> DeviceGradSums | None:
         """Return the sums that the backward of a call adds to; None if nothing in its layer is trained."""
@@ -404,7 +415,7 @@ class Worker:
     def abandon(self) -> None:
         """Reset the worker after a failure, when its thread and the device are at rest."""
         self.turns.clear()
-        self.room.taken = 0
+        self.room.taken, self._copying = 0, []
         for memory in (self.planned, self.spare):
             memory.uploads.forget()
             memory.arena.abandon()
