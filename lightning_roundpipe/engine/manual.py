@@ -225,7 +225,7 @@ class ManualMicrobatch(Microbatch):
                 "inside a layer, and choose what gets gradients with requires_grad (toggle_optimizer)."
             )
         with torch._C.DisableTorchFunction():
-            self._phase = "backward"
+            self._phase, self.mode.returning = "backward", True
             seeds, formats = list(gradients), self.context.model.formats
             if (scale := formats.scales.manual) != 1.0:
                 seed, self.mode.proxies.factor = seed_of(scale, formats.low or losses[0].dtype)
@@ -241,7 +241,7 @@ class ManualMicrobatch(Microbatch):
             self._manual.hand_out()
             self._activations.forget_dead()
             self._enter_user_code()
-            self._phase = "forward"
+            self._phase, self.mode.returning = "forward", False
 
     def _walk(self, *, retain: bool) -> None:
         """Run the backward of the calls that a gradient reaches, deepest first; others stay on the tape [4].
@@ -311,7 +311,7 @@ class _UserCode(UserCode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in (Tensor.backward, torch.autograd.backward):
+        if func in (Tensor.backward, torch.autograd.backward) and not self.returning:  # else a checkpoint's own
             return self._begin_backward(*args, **(kwargs or {}))
         if func == DATA and isinstance(args[0], nn.Parameter) and id(args[0]) in self._all:
             self.unversioned.add(id(args[0]))
