@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,28 @@ class Keeping(Block):
 def _(net: Any, h: Tensor) -> Tensor:
     h = in_turn(net, h)
     return h * sum(block.kept["penalties"][0] * block.inner.seen for block in net.blocks)
+
+
+class Remembering(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent: deque[Tensor] = deque(maxlen=2)
+        self.calls: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = Block.forward(self, x)
+        self.recent.append(y.detach().tanh())
+        self.calls.add(len(self.calls))
+        return y * len(self.calls) ** 0.1
+
+
+@trap("a layer fills a queue and a set of its own", block=Remembering, calls=8)
+def _(net: Any, h: Tensor) -> Tensor:
+    for block in net.blocks:
+        block.recent.clear()
+        block.calls.clear()
+    h = in_turn(net, in_turn(net, h))
+    return h + sum(block.recent[0] * block.recent[1] for block in net.blocks)
 
 
 def reads_what_it_left(self: Any, x: Tensor) -> Tensor:

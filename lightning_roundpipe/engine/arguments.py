@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import types
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ class _Tuple:
 
 
 class _Box:
-    """A list, a dict or an object."""
+    """A container or an object."""
 
     __slots__ = ("attributes", "contents", "original")
 
@@ -52,7 +53,7 @@ class _Box:
 
 def is_box(value: Any) -> bool:
     """Return whether a layer may write to ``value``."""
-    if isinstance(value, (list, dict)):
+    if isinstance(value, (list, dict, set, deque)):
         return True
     return (
         hasattr(value, "__dict__")
@@ -116,7 +117,7 @@ class Arguments:
             return value
         if (box := self._boxes.get(id(value))) is None:
             box = self._boxes[id(value)] = _Box(value)
-            if isinstance(value, list):
+            if isinstance(value, (list, set, deque)):
                 box.contents = [self._freeze(v) for v in value]
             elif isinstance(value, dict):
                 box.contents = {k: self._freeze(v) for k, v in value.items()}
@@ -140,10 +141,25 @@ class Arguments:
         self._places = {}
         self._own = None
         for box in self._boxes.values():
-            shell = box.original.__class__.__new__(box.original.__class__)
-            if hasattr(shell, "default_factory"):
-                shell.default_factory = box.original.default_factory
-            box.original = shell
+            box.original = _shell(box.original)
+
+
+def _shell(original: Any) -> Any:
+    """Return an object like ``original`` without contents."""
+    shell = original.__class__.__new__(original.__class__)
+    if isinstance(original, deque):
+        shell.__init__((), original.maxlen)
+    elif hasattr(shell, "default_factory"):
+        shell.default_factory = original.default_factory
+    return shell
+
+
+def _refill(box: list[Any] | set[Any] | deque[Any], items: list[Any]) -> None:
+    if isinstance(box, list):
+        box[:] = items
+    else:
+        box.clear()
+        (box.update if isinstance(box, set) else box.extend)(items)
 
 
 def _thaw(node: Any, tensors: Sequence[Tensor], copies: dict[int, tuple[Any, Any]]) -> Any:
@@ -156,13 +172,11 @@ def _thaw(node: Any, tensors: Sequence[Tensor], copies: dict[int, tuple[Any, Any
     if kind is not _Box:
         return node
     if id(node) not in copies:
-        copy = node.original.__class__.__new__(node.original.__class__)
+        copy = _shell(node.original)
         copies[id(node)] = node.original, copy
         if isinstance(node.contents, list):
-            list.extend(copy, [_thaw(n, tensors, copies) for n in node.contents])
+            _refill(copy, [_thaw(n, tensors, copies) for n in node.contents])
         elif isinstance(node.contents, dict):
-            if hasattr(copy, "default_factory"):
-                copy.default_factory = node.original.default_factory
             for k, n in node.contents.items():
                 dict.__setitem__(copy, k, _thaw(n, tensors, copies))
         if node.attributes is not None:
@@ -184,7 +198,7 @@ def collect(value: Any, seen: set[int], into: list[Tensor]) -> None:
             collect(v, seen, into)
     elif is_box(value) and id(value) not in seen:
         seen.add(id(value))
-        if isinstance(value, (list, dict)):
+        if isinstance(value, (list, dict, set, deque)):
             for v in value.values() if isinstance(value, dict) else value:
                 collect(v, seen, into)
         for v in getattr(value, "__dict__", {}).values():
@@ -222,10 +236,10 @@ class Substitution:
 
     def write(self, original: Any, copy: Any) -> None:
         """Write to ``original`` what is different in ``copy``."""
-        if isinstance(original, list):
+        if isinstance(original, (list, set, deque)):
             new = [self(v) for v in copy]
             if len(new) != len(original) or any(a is not b for a, b in zip(new, original, strict=True)):
-                original[:] = new
+                _refill(original, new)
         elif isinstance(original, dict):
             self._write_items(original, dict(copy.items()))
         if hasattr(original, "__dict__"):

@@ -7,6 +7,7 @@ user code, when the call has returned. Lists and dicts that are attributes go in
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.user_code.module_state import Holder, observe
 
+_CONTAINERS = (list, dict, set, deque)
 _MODULE = frozenset(nn.Module().__dict__)
 
 
@@ -55,12 +57,12 @@ class LayerAttributes:
                 (i, name)
                 for i, module in enumerate(layer.state.modules)
                 for name, value in module.__dict__.items()
-                if type(value) in (list, dict) and name not in _MODULE and _is_apart(value)
+                if type(value) in _CONTAINERS and name not in _MODULE and _is_apart(value)
             ]
         return self._found[layer.index]
 
     def containers(self, layer: HostLayer) -> dict[tuple[int, str], Any]:
-        """Return the lists and dicts that are attributes, by number of the module and name. Call `of` first."""
+        """Return the containers that are attributes, by number of the module and name. Call `of` first."""
         return {(i, name): layer.state.modules[i].__dict__[name] for i, name in self._containers[layer.index]}
 
 
@@ -68,7 +70,7 @@ def _is_apart(value: Any) -> bool:
     """Return whether a container refers to no module and no parameter, which copies have their own of."""
     items = value.values() if isinstance(value, dict) else value
     return not any(
-        isinstance(v, (nn.Module, nn.Parameter)) or (isinstance(v, (list, tuple, dict)) and not _is_apart(v))
+        isinstance(v, (nn.Module, nn.Parameter)) or (isinstance(v, (tuple, *_CONTAINERS)) and not _is_apart(v))
         for v in items
     )
 

@@ -86,9 +86,9 @@ class Gradients:
         if self.closed:
             raise RoundPipeError(
                 f"a gradient entered layer {self.layer!r} past its outputs: a tensor computed inside, or in another "
-                "microbatch, was kept by a hook, a list or an object that the strategy does not see. Detach what is "
-                "kept, or return it from the layer. (Of several backwards under manual optimization, all but the last "
-                "need retain_graph=True.)"
+                "microbatch, was kept by a hook, a list or an object that the strategy does not see. Return it from "
+                "the layer. Detach what is kept for a later batch. (Of several backwards under manual optimization, "
+                "all but the last need retain_graph=True.)"
             )
         mine = self.parts[index]
         if home is not None:
