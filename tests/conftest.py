@@ -31,6 +31,8 @@ settings.load_profile("unhurried")
 THREAD_GRACE_SECONDS = 60.0
 SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
 """Ids of tests that are slow beside those with the mark; see ``--note-slow``."""
+SECOND_EDITION = Path(__file__).with_name("second_edition.txt")
+"""Tests of the second edition of the engine's own parts."""
 GOLDEN_RATIO = (1 + 5**0.5) / 2
 
 
@@ -93,8 +95,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid in slow:
             item.add_marker("slow")
+    if config.getoption("--engine") == "3":
+        _skip_second_edition(items)
     _leave_out(config, items)
     _skip_without_gpu(items)
+
+
+def _skip_second_edition(items: list[pytest.Item]) -> None:
+    """Skips tests that replace or read parts of the second edition; they go with it. A line names a file or a test."""
+    names = {line.split()[0] for line in SECOND_EDITION.read_text().splitlines() if line}
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        if names & {file, f"{file.rpartition('/')[0]}/", item.nodeid, item.nodeid.partition("[")[0]}:
+            item.add_marker(pytest.mark.skip("a test of the second edition of the engine"))
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
