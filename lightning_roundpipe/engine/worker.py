@@ -177,10 +177,12 @@ class Worker:
         slot.opened = True
         self._open_gradients(slot, memory)
         if slot.unpacks_once and self.copies.buffer is not None:
-            sizes = [layer.copies_nbytes for layer in slot.layers]
-            if self.copies.has(sum(sizes)):  # else layers have come to want more since the plan was made
-                for layer, room in zip(slot.layers, self.copies.cut(sizes), strict=True):
-                    self.replica(slot, layer).copies.open(room)
+            left, sizes = self.copies.buffer.numel(), []
+            for layer in slot.layers:  # those that have come to want more since the plan was made find what is left
+                sizes.append(min(left, layer.copies_nbytes))
+                left -= sizes[-1]
+            for layer, room in zip(slot.layers, self.copies.cut(sizes), strict=True):
+                self.replica(slot, layer).copies.open(room)
 
     def _share(self, slot: Slot, present: Slot, runner: Runner) -> None:
         """Let a slot have the weights of the present one."""
