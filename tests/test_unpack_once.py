@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import bitsandbytes as bnb
+import editions
 import pytest
 from harness import Result, assert_identical, assert_same, run
 from test_quantized import PLAN, batches, task, trained, with_experts
@@ -16,7 +17,6 @@ from lightning_roundpipe.model import quantize_experts, unpacked
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.profile import first_batch
 
 ONCE = f"{PLAN}; unpack once 0-4"
 DATA = batches(2, 8)
@@ -140,8 +140,9 @@ def test_precisions(precision: str) -> None:
 def test_a_copy_without_room_is_made_for_each_use(monkeypatch: pytest.MonkeyPatch, unpackings: Counter[str]) -> None:
     module = task()
     per_use = fit(module, PLAN)
-    real = first_batch.reserved_within
-    monkeypatch.setattr(first_batch, "reserved_within", lambda *given: real(*given)._replace(copies=BLOCK))
+    planner = editions.planner_module()
+    real = planner.reserved_within
+    monkeypatch.setattr(planner, "reserved_within", lambda *given: real(*given)._replace(copies=BLOCK))
     assert_identical(per_use, fit(module, ONCE))
     # Of a stage with two blocks, only the first has room.
     assert unpackings["dense"] > 2 * 6 * 7
