@@ -48,9 +48,13 @@ train: $(STAMP) ## the main job: LoRA on SmolLM2-135M on four emulated devices
 test: $(STAMP) ## every test that is not slow
 	@$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_PROCESSES) --dist worksteal --durations=25 $(ARGS)
 
-test-engine: $(STAMP) ## the fast tests of steps with the third edition of the engine
-	@$(BIN)/python -m pytest --engine 3 -m "not slow and not gpu" tests/engine tests/test_[a-z]*.py --deselect tests/test_docs.py \
-	--ignore tests/test_docs.py --ignore tests/test_data.py -n $(TEST_PROCESSES) --dist worksteal $(ARGS)
+# Those that run no step of the engine are the same with both editions.
+ENGINE_TESTS := tests/engine tests/second_device $(filter-out tests/test_commands_% $(patsubst %,tests/test_%.py,data docs \
+	documented_commands examples gantt harness hardware_auto layers lightning_internals loading messages overrides \
+	packaging page pictures plan_table replay site sweep text_files timeline wheel),$(wildcard tests/test_*.py))
+
+test-engine: $(STAMP) ## the fast tests of steps, with the third edition of the engine
+	@$(BIN)/python -m pytest --engine 3 -m "not slow and not gpu" $(ENGINE_TESTS) -n $(TEST_PROCESSES) --dist worksteal $(ARGS)
 
 test-slow: $(STAMP) ## a fifth of the slow tests; the others with TURN=1 to TURN=4, all with EVERY=1
 	@$(BIN)/python -m pytest -m "slow and not gpu" --every $(EVERY) --turn $(TURN) -n $(TEST_PROCESSES) --dist worksteal --durations=25 $(ARGS)
