@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices import Device, intraop_threads
 from lightning_roundpipe.devices.errors import is_sticky
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.process_state import noticed_changes
@@ -100,6 +100,7 @@ class Pool:
             TimeoutError: there was no progress for ``watchdog_timeout`` seconds.
             RoundPipeError: a thread has died.
         """
+        intraop_threads.release_intraop_threads()
         seen, since = scope.moved, time.monotonic()
         with interrupts_allowed():
             while not (unless_failed and scope.failed) and not waiter.wait_for(min(LOOK, self._limit)):

@@ -17,6 +17,7 @@ import itertools
 import threading
 from collections.abc import Callable
 
+from lightning_roundpipe.devices import intraop_threads
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.runtime.threads.sync import Cancelled, CancelScope
 
@@ -110,7 +111,9 @@ class Runner:
 
     def sleep(self) -> None:
         """Sleep until `wake`. The thread then holds the baton."""
-        self._asleep.acquire()
+        if not self._asleep.acquire(blocking=False):
+            intraop_threads.release_intraop_threads()
+            self._asleep.acquire()
 
     def wait_for(self, seconds: float) -> bool:
         """Sleep for at most ``seconds``, and return whether the thread was woken."""
