@@ -293,6 +293,9 @@ class Batch(Microbatch):
             self._flight.close()
         return result, run
 
+    def _come_to_turn(self, layer: HostLayer) -> None:
+        """Do nothing: batches with such a layer run one by one."""
+
     def _is_other(self, layer: HostLayer) -> bool:
         """Return whether the plan does not have the next call."""
         trace = self._step.trace

@@ -139,11 +139,22 @@ class Run:
         mutated: tensors that it was given and has written to, by position.
         tensors: the tensors in all of these, without those that it was given.
         differentiable: those of them that require grad.
+        fills_attributes: whether containers that are attributes went in, which it may have filled.
         shared: tensors, given and returned, that share memory; as user code sees them.
         caller: translates to what user code sees.
     """
 
-    __slots__ = ("caller", "copies", "differentiable", "mutated", "output", "shared", "tensors", "written")
+    __slots__ = (
+        "caller",
+        "copies",
+        "differentiable",
+        "fills_attributes",
+        "mutated",
+        "output",
+        "shared",
+        "tensors",
+        "written",
+    )
 
     def __init__(
         self,
@@ -156,6 +167,7 @@ class Run:
         self.tensors: list[Tensor] = []
         self.differentiable: list[Tensor] = []
         self.shared: list[Tensor] = []
+        self.fills_attributes = False
         self.caller: Substitution
 
 
@@ -402,6 +414,7 @@ class Executor:
             layer.observers.act()
         if run.written or built.attributes:
             replica.drop_written()
+            run.fills_attributes = any(not isinstance(v, (Tensor, tuple)) for v in built.attributes.values())
         seen = {*map(id, aliases), *map(id, replica.parameters)} - {id(t) for _, t in mutated}
         found = run.tensors
         for value in (*output, *(copy for _, copy in built.copies), *(value for *_, value in run.written)):

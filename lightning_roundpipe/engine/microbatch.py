@@ -534,11 +534,14 @@ class Microbatch:
             self._check_weights(layer)
             self._shared.assert_unmodified()
             again = self._made_before(layer) if self._phase == "backward" else None
+            if layer.sets_attributes and again is None:
+                self._come_to_turn(layer)
             call, traced = self._prepare(layer, args, kwargs, again)
             given = call.tensors
             self._leave_user_code()
             self.begun.set()
             result, run = self._forward(call, traced)
+            layer.sets_attributes |= bool(run.written) or run.fills_attributes
             self._last = f"after layer {layer.name!r}"
             self.trail.leave(self._next)
             if self._memory is not None and again is None:
@@ -558,6 +561,20 @@ class Microbatch:
                 self._step.give_up(call.slot)
             call.arguments.forget_originals()
             return hand_over(result)
+
+    def _come_to_turn(self, layer: HostLayer) -> None:
+        """Wait for the turn of a call of ``layer`` before its attributes are looked at, which it sets itself.
+
+        Within the turn, it finds what the call of the microbatch before has set.
+        """
+        calls = self._step.trace.calls if self._step.trace is not None else []
+        call = next((i for i in range(self._next, len(calls)) if calls[i].layer is layer), None)
+        if call is None or not self._slots or layer.index in self._rewritten:
+            return
+        if (position := self._step.forward_slot(self.index, call)) > self._at:
+            self._leave_user_code()
+            self._move(position)
+            self._enter_user_code(self._sections - 2)  # the same section, with the same seed
 
     def _made_before(self, layer: HostLayer) -> int:
         """Return which call of the forward is repeated [5], and let the optimizer wait for it."""
