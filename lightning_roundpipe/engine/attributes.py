@@ -2,7 +2,8 @@
 
 `nn.Module.__setattr__` tells of writes while a step runs (`module_state`). What user code sets on a module of a layer
 makes the layer's copies apply it at the next call. What a layer's code sets on a copy is set on the user's module, in
-user code, when the call has returned. Lists and dicts that are attributes go in and out as arguments do.
+user code, when the call has returned. Containers that are attributes go in and out as arguments do; those that hold
+numbers and texts alone, of which adapters have many, are copied only when they change.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_roundpipe.model.attributes import StateDiff, frozen
+from lightning_roundpipe.model.attributes import Contents, StateDiff, frozen, is_plain
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.user_code.module_state import Holder, observe
@@ -38,6 +39,7 @@ class LayerAttributes:
         self._stale: set[int] = set()
         self._found: dict[int, StateDiff | None] = {}
         self._containers: dict[int, list[tuple[int, str]]] = {}
+        self._contents: dict[int, Contents] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -53,16 +55,30 @@ class LayerAttributes:
         if layer.index in self._stale:
             self._stale.discard(layer.index)
             self._found[layer.index] = layer.state.current()
-            self._containers[layer.index] = [
+            modules = layer.state.modules
+            places = [
                 (i, name)
-                for i, module in enumerate(layer.state.modules)
+                for i, module in enumerate(modules)
                 for name, value in module.__dict__.items()
-                if type(value) in _CONTAINERS and name not in _MODULE and _is_apart(value)
+                if type(value) in _CONTAINERS and name not in _MODULE
+            ]
+            plain = [(i, name) for i, name in places if is_plain(modules[i].__dict__[name])]
+            self._contents[layer.index] = Contents(plain, [modules[i].__dict__[name] for i, name in plain])
+            self._containers[layer.index] = [
+                (i, name) for i, name in places if (i, name) not in plain and _is_apart(modules[i].__dict__[name])
             ]
         return self._found[layer.index]
 
+    def contents(self, layer: HostLayer) -> Contents:
+        """Return what containers of plain values hold; the same object until that changes. Call it before `of`."""
+        known = self._contents.get(layer.index)
+        if known is None or not known.is_current():
+            self._stale.add(layer.index)
+        self.of(layer)
+        return self._contents[layer.index]
+
     def containers(self, layer: HostLayer) -> dict[tuple[int, str], Any]:
-        """Return the containers that are attributes, by number of the module and name. Call `of` first."""
+        """Return the other containers that are attributes, by number of the module and name. Call `of` first."""
         return {(i, name): layer.state.modules[i].__dict__[name] for i, name in self._containers[layer.index]}
 
 

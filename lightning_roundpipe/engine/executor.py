@@ -32,7 +32,7 @@ from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import Baton, Runner
 from lightning_roundpipe.engine.trace import TracedCall
 from lightning_roundpipe.engine.worker import Worker
-from lightning_roundpipe.model.attributes import StateDiff
+from lightning_roundpipe.model.attributes import Contents, StateDiff
 from lightning_roundpipe.model.cast_weights import CastWatcher
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.planning.crossing import storage_bytes
@@ -77,6 +77,7 @@ class LayerCall:
 
     Attributes:
         arguments: what it is called with.
+        contents: what containers of plain values hold that are attributes.
         needs: for each tensor among the arguments, whether it needs a gradient.
         edges: where the gradients of those go.
         home: device that user code is on at the call.
@@ -95,9 +96,9 @@ class LayerCall:
     """
 
     __slots__ = (
-        "arguments", "buffers", "context", "edges", "gradients", "graph", "home", "index", "kinds", "layer", "lender",
-        "microbatch", "mutated", "needs", "place", "saved", "seconds", "seed", "slot", "state", "thread_state",
-        "traced", "trained", "use",
+        "arguments", "buffers", "contents", "context", "edges", "gradients", "graph", "home", "index", "kinds", "layer",
+        "lender", "microbatch", "mutated", "needs", "place", "saved", "seconds", "seed", "slot", "state",
+        "thread_state", "traced", "trained", "use",
     )  # fmt: skip
 
     def __init__(
@@ -110,6 +111,7 @@ class LayerCall:
         self.context = contextvars.copy_context()
         self.trained = layer.trainable()
         self.arguments: Arguments
+        self.contents: Contents
         self.needs: list[bool] = []
         self.edges: list[InputEdge] = []
         self.home: Device | None = None
@@ -365,6 +367,7 @@ class Executor:
         layer, device, again = call.layer, self.device, kind == "recompute"
         replica.apply(call.state)
         replica.train(call.trained)
+        replica.fill(call.contents)
         if grad:
             aliases, sink = inlet(tensors, call.needs, layer.name, device)
         else:
@@ -409,12 +412,16 @@ class Executor:
                 "is lost. Set requires_grad between steps, for example in on_train_batch_start."
             )
         mutated = [(i, t) for i, t in enumerate(aliases) if not t.is_inference() and t._version != versions[i]]
+        filled = replica.changed_contents()
+        built.copies.extend((layer.state.modules[i].__dict__.get(name), mine) for (i, name), mine in filled)
         run = Run(output, built.copies, writes.found(), mutated)
         if run.written or output[1]:
             layer.observers.act()
         if run.written or built.attributes:
             replica.drop_written()
-            run.fills_attributes = any(not isinstance(v, (Tensor, tuple)) for v in built.attributes.values())
+        run.fills_attributes = bool(filled) or any(
+            not isinstance(v, (Tensor, tuple)) for v in built.attributes.values()
+        )
         seen = {*map(id, aliases), *map(id, replica.parameters)} - {id(t) for _, t in mutated}
         found = run.tensors
         for value in (*output, *(copy for _, copy in built.copies), *(value for *_, value in run.written)):

@@ -592,7 +592,7 @@ class Microbatch:
     ) -> tuple[LayerCall, TracedCall]:
         """Take the call's arguments apart, within user code; ``again``: the call that is repeated."""
         context, spec = self.context, self._step.spec
-        state = context.attributes.of(layer)
+        contents, state = context.attributes.contents(layer), context.attributes.of(layer)
         thread_state = context.thread_state()
         use = self._uses[layer.index] if again is None else self.made.calls[again].use
         self._uses[layer.index] += again is None
@@ -602,7 +602,7 @@ class Microbatch:
             attributes = {**state.carried, **attributes}
         arguments = Arguments(args, kwargs, attributes, self.mode.stand_in)
         call = LayerCall(layer, -1, self.index, seed, state, thread_state, self)
-        call.arguments = arguments
+        call.arguments, call.contents = arguments, contents
         call.needs = [thread_state.grad and t.requires_grad for t in arguments.tensors]
         taped = thread_state.grad and (any(call.needs) or any(call.trained) or bool(layer.borrows))
         home = self._home_of

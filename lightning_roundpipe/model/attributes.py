@@ -97,6 +97,43 @@ def holds_nothing(value: Any) -> bool:
     return type(value) in _PLAIN or (isinstance(value, dict) and not value)
 
 
+def is_plain(value: Any) -> bool:
+    """Return whether ``value`` is a number or text, or a container or tuple of such values."""
+    if type(value) in _PLAIN:
+        return True
+    if isinstance(value, dict):
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    return isinstance(value, (tuple, *Container)) and all(map(is_plain, value))
+
+
+class Contents:
+    """What containers hold that are attributes of a layer's modules, of those that hold plain values alone.
+
+    Args:
+        places: of each, number of the module and name.
+        live: the containers.
+
+    Attributes:
+        held: copies of them.
+    """
+
+    def __init__(self, places: list[tuple[int, str]], live: list[Any]) -> None:
+        self.places, self._live = places, live
+        self.held = [frozen(container) for container in live]
+
+    def is_current(self) -> bool:
+        """Return whether the containers still hold the same."""
+        return equal(self._live, self.held)
+
+
+def equal(one: list[Any], other: list[Any]) -> bool:
+    """Return whether containers hold equal values; False if these cannot be compared, as some tensors cannot."""
+    try:
+        return one == other
+    except Exception:
+        return False
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in ``value``, which may be a container."""
     if isinstance(value, Tensor):

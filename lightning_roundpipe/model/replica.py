@@ -22,8 +22,10 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import (
     STRUCTURE,
     Container,
+    Contents,
     ModuleState,
     StateDiff,
+    equal,
     frozen,
     holds_nothing,
     same,
@@ -103,6 +105,9 @@ class Replica:
         self._base_contents = [{k: frozen(base[k]) for k in _held(base)} for base in self._base]
         self.unregistered_tensors = UnregisteredTensors(self._base, self.originals)
         self._applied: StateDiff | None = None
+        self._contents: Contents | None = None
+        self._filled: list[Any] = []
+        """Its own containers, in the order of ``_contents``."""
         self._held: AttributeSnapshot | None = None
         """The modules' present attributes; None if not known."""
         self._flat: list[Any] = []
@@ -171,6 +176,7 @@ class Replica:
         """Set the Python attributes that the layer had when ``diff`` was taken."""
         if diff is self._applied:
             return
+        self._contents = None
         for index in self._applied.changed if self._applied else ():
             self._restore(index)
         for index, (changed, removed) in (diff.changed if diff else {}).items():
@@ -186,6 +192,23 @@ class Replica:
         for (index, key), value in carried.items():
             self.modules[index].__dict__[key] = self.localized(value)
             self._held = None
+
+    def fill(self, contents: Contents) -> None:
+        """Let containers that are attributes hold ``contents``, in copies of its own."""
+        if contents is not self._contents:
+            self._contents, self._filled = contents, [frozen(held) for held in contents.held]
+            for (index, key), mine in zip(contents.places, self._filled, strict=True):
+                self.modules[index].__dict__[key] = mine
+            self._held = None
+
+    def changed_contents(self) -> list[tuple[tuple[int, str], Any]]:
+        """Return the containers whose contents the layer's code has changed since `fill`, with their places."""
+        contents = self._contents
+        if contents is None or equal(self._filled, contents.held):
+            return []
+        self._contents = None
+        found = zip(contents.places, self._filled, contents.held, strict=True)
+        return [(place, mine) for place, mine, held in found if not equal([mine], [held])]
 
     def hold(self, containers: dict[tuple[int, str], Any]) -> None:
         """Set attributes to containers that are this call's own; what the layer's code changes is found in them."""
@@ -270,7 +293,7 @@ class Replica:
         """Drop attributes that a call has set: the next call starts from the layer's own."""
         for index in range(len(self.modules)):
             self._restore(index)
-        self._applied = None
+        self._applied = self._contents = None
         self._held = None
 
     def _restore(self, index: int) -> None:
