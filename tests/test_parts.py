@@ -13,6 +13,7 @@ import pytest
 import stress
 import torch
 import torch.nn.functional as F
+from editions import third
 from harness import Result, assert_identical, ours, run
 from ordering import Ordering
 from stress import CALLS, Case
@@ -116,7 +117,8 @@ def test_parts_change_no_bit(options: Any, trainer: Any, stepped: list[int], mon
 
     monkeypatch.setattr(HostLayer, "upload_part", upload_part)
     parts = tied(trainer=trainer, **options)
-    assert any(uploaded) == ("staleness" not in options), "the next step's first stages wait for the update"
+    # In the third edition a weight goes up whole.
+    assert any(uploaded) == ("staleness" not in options and not third()), "the next step's first stages wait for it"
     steps = 6 // trainer.get("accumulate_grad_batches", 1) - 1  # the first has no state that could be cut
     assert stepped.count(30 * 9 % 64) == steps and stepped.count(64) == steps * (30 * 9 // 64 + 9 * 9 // 64)
     monkeypatch.undo()

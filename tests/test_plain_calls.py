@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
+from editions import third
 from harness import assert_same, assert_tensors_same, halves, loader, ours, quiet, run, single, trainer_of
 from torch import Tensor
 from torch.nn.utils import parametrize
@@ -25,7 +26,6 @@ from traps import Block, Net
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import interpreter_lease
-from lightning_roundpipe.runtime.core.plain_executor import PlainExecutor
 from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 
 STEPS, LATE = 7, 5
@@ -101,8 +101,12 @@ def caches_parametrizations(block: Any, x: Tensor) -> Tensor:
 
 @pytest.fixture
 def plain_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """(step, surprises) of each run of a call as a plain one."""
+    """(step, surprises) of each run of a call as a plain one. In the third edition calls are all alike."""
     seen: list[tuple[int, bool]] = []
+    if third():
+        return seen
+    from lightning_roundpipe.runtime.core.plain_executor import PlainExecutor
+
     own = PlainExecutor.run
 
     def counted(self: PlainExecutor, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +147,7 @@ def test_what_a_plain_layer_does_later_equals_plain_training(
     module = module_of(late)
     plain, other = run("auto", module, zoo.make_batches("mlp")[0], steps=STEPS), ran(module)
     assert_same(plain, other)
-    assert any(surprises for _, surprises in plain_calls)
+    assert third() or any(surprises for _, surprises in plain_calls)
     assert all(step >= LATE for step, surprises in plain_calls if surprises)
 
 
@@ -182,6 +186,10 @@ def hides_a_tensor(block: Any, x: Tensor) -> Any:
     ],
 )
 def test_what_a_plain_layer_may_not_do_later_is_refused(late: Callable[[Any, Tensor], Tensor], error: str) -> None:
+    if third() and late in (writes_to_its_argument, keeps_a_graph, returns_its_input):
+        module = module_of(late)
+        assert_same(run("auto", module, zoo.make_batches("mlp")[0], steps=STEPS), ran(module))
+        return
     with pytest.raises(RoundPipeError, match=error):
         ran(module_of(late))
 
@@ -250,7 +258,7 @@ def test_plain_layers_take_inference_tensors(plain_calls: list[tuple[int, bool]]
         torch.manual_seed(5)
         module = Steps(Net2(Added))
     assert_same(run("auto", module, zoo.make_batches("mlp")[0], steps=STEPS), ran(module))
-    assert plain_calls
+    assert third() or plain_calls
 
 
 # ----------------------------------------------------------------------------------------------------------- evaluation
@@ -290,6 +298,8 @@ def test_evaluation_equals_plain_when_a_plain_layer_turns(
     plain = predicted("auto", late, inference_mode)
     other = predicted(ours(num_microbatches=microbatches, emulation={"poison": True}), late, inference_mode, devices=2)
     assert_tensors_same(plain, other)
+    if third():
+        return
     assert {step for step, _ in plain_calls} >= {1, 2, 3, 4}  # from the second batch on
     surprised = {step for step, surprises in plain_calls if surprises}
     assert (not surprised) == (late is usual) and min(surprised, default=LATE) >= LATE
@@ -313,7 +323,7 @@ def test_layers_that_fill_a_cache_are_plain_in_evaluation(plain_calls: list[tupl
 
     plain, other = generated("auto"), generated(ours(), devices=2)
     assert_tensors_same(plain, other)
-    assert len(plain_calls) > 20 and not any(surprises for _, surprises in plain_calls)
+    assert third() or len(plain_calls) > 20 and not any(surprises for _, surprises in plain_calls)
 
 
 # ------------------------------------------------------------------------------------------------- the thread that runs
@@ -361,6 +371,10 @@ def draws(block: Any, x: Tensor) -> Tensor:
 def threads_of_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many plain calls ran on each kind of thread."""
     seen: Counter[str] = Counter()
+    if third():
+        return seen
+    from lightning_roundpipe.runtime.core.plain_executor import PlainExecutor
+
     own = PlainExecutor.run
 
     def counted(self: PlainExecutor, *args: Any, **kwargs: Any) -> Any:
@@ -379,7 +393,7 @@ def test_plain_calls_run_on_the_microbatchs_thread_as_on_one_of_their_own(
         torch.manual_seed(5)
         module = Steps(Net(type("Always", (Block,), {"forward": always})))
     assert_same(run("auto", module, zoo.make_batches("mlp")[0], steps=STEPS), ran(module))
-    assert threads_of_calls["roundpipe-microbatch"] > threads_of_calls["roundpipe-worker"]
+    assert third() or threads_of_calls["roundpipe-microbatch"] > threads_of_calls["roundpipe-worker"]
 
 
 @pytest.mark.parametrize("microbatches", [4, 16])
@@ -460,4 +474,4 @@ def test_hooks_on_saved_tensors_around_a_plain_call_are_not_the_layers(
     strategy = ours(num_microbatches=MICROBATCHES, plan=halves(CALLS), emulation={"memory": memory})
     batches = zoo.make_batches("mlp")[0]
     assert_same(run("auto", module, batches, steps=STEPS), run(strategy, module, batches, steps=STEPS, devices=2))
-    assert threads_of_calls["roundpipe-microbatch"]
+    assert third() or threads_of_calls["roundpipe-microbatch"]

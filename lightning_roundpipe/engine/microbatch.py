@@ -453,13 +453,21 @@ class Microbatch:
         proxy = self.mode.proxies.of(master)
         return proxy if proxy.device == device else self.mode.proxies.on(proxy, device)
 
-    def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
-        """Take a gradient that autograd is about to accumulate into ``master`` itself; see `bypassed_gradients`."""
+    def passed_by(self, master: nn.Parameter, grad: Tensor, layer: str = "") -> bool:
+        """Take a gradient that autograd is about to accumulate into ``master`` itself; see `bypassed_gradients`.
+
+        ``layer``: the layer whose backward this is; "": that of user code.
+        """
         bucket, spec = self.context.model.bucket_of.get(id(master)), self._step.spec
         if bucket is not None:
             known = bucket in self.context.learned.read_by_user_code
             copied = bucket.read(master) is not master
             if copied or master._backward_hooks or (not known and not spec.undisturbed):
+                if layer:
+                    raise RoundPipeError(
+                        f"layer {layer!r} computes with parameter {self.context.model.name_of(master)!r} of another "
+                        "module, which did not show in the first batch. Pass the parameter to the layer."
+                    )
                 raise RoundPipeError(
                     f"code uses parameter {self.context.model.name_of(master)!r} itself, by another way than a torch "
                     "function, while the step computes with a copy of it, the optimizer may change it, or a hook on it "
@@ -755,7 +763,7 @@ class Microbatch:
                 self._activations.bring_ahead(following, device, worker.room)
                 gradients = self.context.executors[worker.index].backward(
                     call, slot, inputs, arriving, self.mode.proxies.factor, self.runner,
-                    Inside(layer.name, self.passed_by),
+                    Inside(layer.name, functools.partial(self.passed_by, layer=layer.name)),
                 )  # fmt: skip
             del inputs, arriving
             self._activations.drop(device, following)
