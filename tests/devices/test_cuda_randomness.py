@@ -60,8 +60,8 @@ def test_who_begins_to_draw_on_the_host_later_is_refused(
         return torch.nn.functional.linear(h, self[0].weight) + (torch.rand(()) if calls > 100 else 0.0)
 
     monkeypatch.setattr(torch.nn.Sequential, "forward", forward)
-    # Which of the two workers' stages finds the generator moved is a matter of time; the message says "or beside it".
-    with pytest.raises(RoundPipeError, match=r"random numbers were drawn in .*layer .* or beside it"):
+    # Which of the two workers' stages finds the generator moved is a matter of time.
+    with pytest.raises(RoundPipeError, match=r"random numbers were drawn (where none were|in .*layer .* or beside it)"):
         run(strategy(), DROPPING, _wide(8), devices=2)
 
 
