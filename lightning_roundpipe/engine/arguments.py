@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import types
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -53,14 +54,20 @@ class _Box:
 
 def is_box(value: Any) -> bool:
     """Return whether a layer may write to ``value``."""
-    if isinstance(value, (list, dict, set, deque)):
+    return _are_boxes(type(value))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=4096)
+def _are_boxes(kind: type) -> bool:
+    """Return whether a layer may write to objects of type ``kind``. A key-value cache has hundreds of values."""
+    if issubclass(kind, (list, dict, set, deque)):
         return True
     return (
-        hasattr(value, "__dict__")
-        and not isinstance(value, _OPAQUE)
-        and not callable(value)
-        and not type(value).__module__.startswith(_FOREIGN)
-        and not type(value).__name__.endswith("Config")
+        kind.__dictoffset__ != 0
+        and not issubclass(kind, _OPAQUE)
+        and not any("__call__" in base.__dict__ for base in kind.__mro__)
+        and not kind.__module__.startswith(_FOREIGN)
+        and not kind.__name__.endswith("Config")
     )
 
 
