@@ -316,7 +316,7 @@ class Batch(Microbatch):
             self._in_place = any(layer.trainable()) or any(tensor.requires_grad for tensor in found)
         return self._in_place
 
-    def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
+    def passed_by(self, master: nn.Parameter, grad: Tensor, layer: str = "") -> bool:
         """Leave a gradient that reached ``master`` itself to autograd, which adds it to ``.grad``."""
         return False
 
