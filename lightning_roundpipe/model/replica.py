@@ -54,6 +54,8 @@ def parameter_places(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Par
 class Replica:
     """The copy of one layer for one worker.
 
+    It has many attributes because two editions of the engine ask it in different ways for what a call has changed.
+
     Args:
         layer: the user's module.
         device: the device of the copy's parameters and buffers.
