@@ -5,7 +5,7 @@
                                ── what its step has logged is logged, and what it has raised is raised ── [3]
                                ── hooks find what it has set on modules
 
-Each step runs whole, once, on its own batch (`evaluation_pipeline`). Batches of another loader wait until those of this
+Each step runs whole, once, on its own batch (`engine.evaluation`). Batches of another loader wait until those of this
 one are over. A batch whose calls are not known yet runs alone, on Lightning's thread.
 
 These names of Lightning are private: ``Trainer._active_loop``, ``_data_fetcher`` and
@@ -29,9 +29,9 @@ from torchmetrics import Metric
 
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.devices.process_context import replaced
+from lightning_roundpipe.engine.engine import Engine
+from lightning_roundpipe.engine.evaluation import Batch
 from lightning_roundpipe.lookahead import LookAhead, look_ahead
-from lightning_roundpipe.runtime.engine import Engine
-from lightning_roundpipe.runtime.modes.evaluation_pipeline import PipelinedBatch
 
 
 class _Logged(NamedTuple):
@@ -47,7 +47,7 @@ class _Flight(NamedTuple):
     """A batch in flight, and what its step has logged."""
 
     batch: Any
-    run: PipelinedBatch
+    run: Batch
     logged: list[_Logged]
 
 

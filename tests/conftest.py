@@ -31,8 +31,6 @@ settings.load_profile("unhurried")
 THREAD_GRACE_SECONDS = 60.0
 SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
 """Ids of tests that are slow beside those with the mark; see ``--note-slow``."""
-SECOND_EDITION = Path(__file__).with_name("second_edition.txt")
-"""Tests of the second edition of the engine's own parts."""
 GOLDEN_RATIO = (1 + 5**0.5) / 2
 
 
@@ -50,18 +48,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--turn", type=int, default=0, metavar="K", help="with --every N: which ones, 0 to N-1; all turns are all tests"
     )
-    parser.addoption("--engine", choices=["2", "3"], default="2", help="the edition of the engine; the third is new")
     parser.addoption(
         "--note-slow", type=float, metavar="SECONDS", help=f"add tests that take as long to {SLOW_TESTS.name}"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--engine") == "3":
-        sys.path.insert(0, str(Path(__file__).parent))
-        import editions
-
-        editions.choose("3")
     if config.getoption("--note-slow") is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_SlowNotes(config.getoption("--note-slow")))
 
@@ -95,19 +87,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid in slow:
             item.add_marker("slow")
-    if config.getoption("--engine") == "3":
-        _skip_second_edition(items)
     _leave_out(config, items)
     _skip_without_gpu(items)
-
-
-def _skip_second_edition(items: list[pytest.Item]) -> None:
-    """Skips tests that replace or read parts of the second edition; they go with it. A line names a file or a test."""
-    names = {line.split()[0] for line in SECOND_EDITION.read_text().splitlines() if line}
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        if names & {file, f"{file.rpartition('/')[0]}/", item.nodeid, item.nodeid.partition("[")[0]}:
-            item.add_marker(pytest.mark.skip("a test of the second edition of the engine"))
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -42,7 +42,6 @@ from lightning_roundpipe.planning.memory import Reserved, arena_bytes
 
 Gradients = dict[str, Tensor | None]
 
-editions.follow()
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
 """The models are too small for more, and on two cores emulated devices then compute two layers at once."""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_roundpipe.batches.logs import LogRecorder
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
@@ -24,11 +26,10 @@ from lightning_roundpipe.engine.planner import Planner, rates_of
 from lightning_roundpipe.engine.pool import Pool
 from lightning_roundpipe.engine.process_state import USER_CODE, changes
 from lightning_roundpipe.engine.randomness import CallerRandomState, Randomness
-from lightning_roundpipe.engine.report import report_of
+from lightning_roundpipe.engine.report import Report, report_of
 from lightning_roundpipe.engine.step import Step
 from lightning_roundpipe.machines.peers import Peers
 from lightning_roundpipe.model.structure import Structure
-from lightning_roundpipe.runtime.engine import MicrobatchResult, WindowResult
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed, interrupts_deferred
 from lightning_roundpipe.runtime.faults.notes import remedied
 from lightning_roundpipe.runtime.layer_calls.compiling import forwards_of
@@ -40,15 +41,52 @@ from lightning_roundpipe.runtime.memory.host_model import HostModel
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExchange
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
-from lightning_roundpipe.runtime.report import Report
 from lightning_roundpipe.runtime.reporting.alloc_retries import Retries
 from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.reporting.hints import Hints
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.runtime.user_code.host_metrics import HostMetrics
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, intercepted, without_caches
-from lightning_roundpipe.runtime.user_code.module_state import SharedAttributes, observed_writes
+from lightning_roundpipe.runtime.user_code.module_state import AttributeView, SharedAttributes, observed_writes
 from lightning_roundpipe.runtime.user_code.thread_state import thread_locals_of
+
+
+@dataclass
+class MicrobatchResult:
+    """What one microbatch of a window has given.
+
+    Attributes:
+        output: what ``training_step`` returned, detached.
+        loss: the value of its loss; None if it returned none.
+        weight: how much the loss counts.
+        differentiable: whether the loss requires grad.
+        logs: what it has logged.
+        state: what it has set on modules; None if it was the only microbatch.
+    """
+
+    output: Any
+    loss: torch.Tensor | None
+    weight: float
+    differentiable: bool
+    logs: LogRecorder
+    state: AttributeView | None
+
+
+@dataclass
+class WindowResult:
+    """What the microbatches of a window have given.
+
+    Attributes:
+        microbatches: those that have a result: all, or those before the one that failed.
+        gradients: the gradients behind their losses; None if there are none.
+        error: what ``training_step`` of the microbatch behind them has raised.
+        show: lets hooks find what a microbatch has left on modules. Call it for each, in order.
+    """
+
+    microbatches: list[MicrobatchResult] = field(default_factory=list)
+    gradients: StepGradients | None = None
+    error: Exception | None = None
+    show: Callable[[int], None] = lambda microbatch: None
 
 
 class Engine:

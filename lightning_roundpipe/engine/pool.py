@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,7 +24,6 @@ from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.process_state import noticed_changes
 from lightning_roundpipe.engine.sync import Baton, CancelScope, Runner
 from lightning_roundpipe.engine.worker import Worker
-from lightning_roundpipe.runtime.core.worker_pool import stacks
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.runtime.faults.notes import add_remedy
 from lightning_roundpipe.runtime.threads.task_thread import Task, TaskThread, within
@@ -30,7 +32,7 @@ from lightning_roundpipe.runtime.user_code.bypassed_gradients import functions_g
 GRACE = 5.0
 """Seconds that threads have to return after the main thread has stopped waiting for a failed step."""
 LOOK = 0.25
-"""Seconds between two looks of the watchdog."""
+"""Interval of the watchdog's checks, in seconds."""
 
 
 class Pool:
@@ -199,3 +201,13 @@ class Pool:
         with contextlib.ExitStack() as rest:
             for device in self.devices:
                 rest.callback(device.close)
+
+
+def stacks() -> str:
+    """Return the stacks of all threads of the process, as text."""
+    frames = sys._current_frames()
+    known = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"Thread {known.get(ident, 'not started by Python')!r} ({ident}):\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in frames.items()
+    )

@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
+import resource
+import sys
+import textwrap
 from collections.abc import Callable
+from typing import Any
 
 from lightning_roundpipe.engine.step import Step
+from lightning_roundpipe.messages import gib, plural, seconds
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.memory.budget import peak_bytes
-from lightning_roundpipe.runtime.report import Report, _lag, _peak_host_bytes
 from lightning_roundpipe.runtime.reporting.events import DOWNLOADS, UPLOADS, bubble_percent, span_of
+
+_WIDTH = 80
+
+
+class Report(dict[str, Any]):
+    """A report with the keys that `RoundPipeStrategy.report` documents; ``str()`` gives a summary."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "No training step has finished yet."
+        parts = plural(self["microbatches"], "microbatch")
+        plan = "none: each call of a layer was a stage of its own" if self["profiled"] else self["plan"]
+        planned = self["planned_device_bytes"]
+        up, down = sum(self["bytes_uploaded"]), sum(self["bytes_downloaded"])
+        rows = {
+            "step": f"{seconds(self['step_time_s'])}, {parts} on {plural(self['workers'], 'worker')}",
+            "plan": plan,
+            "bubble": f"{self['bubble_pct']:.1f} % of the workers' time without computation, "
+            f"{self['stall_pct']:.1f} % waiting for copies",
+            "device": f"{gib(max(self['peak_device_bytes']))} at the peak"
+            + (f", {gib(planned)} planned" if planned is not None else "")
+            + (f", {plural(retries, 'allocation')} tried again" if (retries := sum(self["alloc_retries"])) else ""),
+            "host": f"{gib(self['peak_host_bytes'])} at the peak of the process",
+            "copies": f"{gib(up)} to the devices, {gib(down)} back",
+        }
+        width = max(map(len, rows)) + 2
+        return "\n".join(
+            textwrap.fill(text, _WIDTH, initial_indent=f"{name:{width}}", subsequent_indent=" " * width)
+            for name, text in rows.items()
+        )
 
 
 def report_of(step: Step, retries: list[int], uploaded: int) -> Callable[[], Report]:
@@ -61,3 +95,14 @@ def report_of(step: Step, retries: list[int], uploaded: int) -> Callable[[], Rep
         )
 
     return report
+
+
+def _lag(rows: list[dict[str, Any]], started: float, applied: float | None) -> float | None:
+    """Return the seconds from the last gradient's arrival on the host to the end of the update; None if not known."""
+    arrived = [row["end_s"] for row in rows if row["kind"] in ("backward", "download_gradients")]
+    return None if applied is None or not arrived else max(0.0, applied - started - max(arrived))
+
+
+def _peak_host_bytes() -> int:
+    """Return the peak memory of this process. macOS counts bytes, other systems KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
