@@ -35,11 +35,10 @@ from fake_cuda import FakeEvent, FakeStream
 from ordering import HOST, PAGE, Access, Ordering, _local, _touched, following, unfollowed
 from torch import Tensor
 
-from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.devices.cuda_streams import CudaStream
-from lightning_roundpipe.runtime.core.worker_pool import WorkerPool
+from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 from lightning_roundpipe.runtime.user_code.mode import Proxies
 
@@ -301,11 +300,11 @@ def races(*, shared: bool = False) -> Iterator[HappensBefore]:
 
 def tell_apart(ordering: HappensBefore, patch: pytest.MonkeyPatch) -> None:
     """GPUs that are played are all the CPU to torch. Whether something is where it is needed goes by who owns it."""
-    real = WorkerPool.locate
+    real = Microbatch._home_of
 
-    def locate(self: WorkerPool, tensor: Tensor, newest: Device | None) -> Device | None:
+    def home_of(self: Microbatch, tensor: Tensor) -> Any:
         owner = ordering.owner_of(tensor)
-        own = (device for device in self.devices if owner.startswith(f"roundpipe-dev{device.index}-"))
-        return next(own, None) or real(self, tensor, newest)
+        own = (device for device in self.context.pool.devices if owner.startswith(f"roundpipe-dev{device.index}-"))
+        return next(own, None) or real(self, tensor)
 
-    patch.setattr(WorkerPool, "locate", locate)
+    patch.setattr(Microbatch, "_home_of", home_of)

@@ -32,10 +32,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
 from lightning_roundpipe.devices.thread_event import ThreadEvent
+from lightning_roundpipe.engine.evaluation import Batch
+from lightning_roundpipe.engine.microbatch import Microbatch
+from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.runtime.core.in_flight import IN_FLIGHT
-from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
-from lightning_roundpipe.runtime.core.worker import Worker
-from lightning_roundpipe.runtime.modes.evaluation_pipeline import PipelinedBatch
 
 HOST = "host"
 PAGE = 12
@@ -303,5 +303,5 @@ def _follow_operations(ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(kind, name, followed)
 
-    for kind, name in ((MicrobatchTask, "run"), (PipelinedBatch, "run_on_thread")):
+    for kind, name in ((Microbatch, "run"), (Batch, "run_step")):
         follow(kind, name)

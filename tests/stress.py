@@ -32,7 +32,6 @@ from lightning_roundpipe.devices.ledger import Ledger
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import arena_bytes, device_bytes
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.profile import first_batch
 
 CALLS = 6
 WIDTH, CLASSES = 8, 5
@@ -165,7 +164,6 @@ class Case:
         blocking: whether somebody looks at gradients, so that they are handed to ``.grad``.
         drops: whether layers draw random numbers. If not, a step's backward goes on when the next one begins.
         arena: share of the largest arena beyond the smallest one.
-        offloads: whether outputs leave a worker with their microbatch, as where the plan needs the memory.
         emulation: options of the emulated devices, but for the memory.
         staleness: as in the strategy.
     """
@@ -182,7 +180,6 @@ class Case:
     blocking: bool = False
     prefetch: int = 1
     arena: float = 1.0
-    offloads: bool = False
     emulation: dict[str, Any] = field(default_factory=lambda: {"poison": True, "delay_seed": 0})
     staleness: int = 0
 
@@ -244,9 +241,7 @@ def train(case: Case, callbacks: Sequence[pl.Callback] = (), **options: Any) -> 
         }
         | options
     )
-    with _highest() as peaks, all_reports() as reports, pytest.MonkeyPatch.context() as patch, arenas_of(case.arena):
-        if case.offloads and not editions.third():
-            patch.setattr(first_batch, "needs_offloading", lambda *_: True)
+    with _highest() as peaks, all_reports() as reports, arenas_of(case.arena):
         result = run(
             strategy,
             module,

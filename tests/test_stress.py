@@ -66,7 +66,6 @@ def cases(draw: st.DrawFn) -> Case:
             "bandwidth": draw(st.sampled_from([None, None, 1e6])),
             "latency": draw(st.sampled_from([0.0, 0.0, 3e-4])),
         },
-        offloads=bool(delays % 2),
     )
 
 
