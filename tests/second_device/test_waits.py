@@ -1,6 +1,6 @@
 """No thread that drives a device waits for it, once the first batches have taught the engine what there is to know.
 
-A thread that waits while it holds the lock of user code keeps all microbatches' user code waiting, too. The main thread
+A thread that waits while it holds the baton keeps all microbatches waiting, too. The main thread
 waits in one place: it reads the losses that a step's microbatches have computed, as Lightning asks for the loss.
 """
 
@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import editions
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -25,8 +24,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.sync import Baton, Runner
-from lightning_roundpipe.runtime.core.sections import UserCodeSections
-from lightning_roundpipe.runtime.threads.sync import UserLock
 from lightning_roundpipe.tasks.causal_lm import CausalLM
 from second_device import backend
 from second_device.backend import Wait
@@ -36,7 +33,7 @@ STEADY = 4
 
 
 class Listens(pl.Callback):
-    """Notes waits from batch ``STEADY`` on, and those who hold the lock meanwhile."""
+    """Notes waits from batch ``STEADY`` on, and those who hold the baton meanwhile."""
 
     roundpipe_looks_away = True
 
@@ -50,28 +47,6 @@ class Listens(pl.Callback):
         self._follow(patch)
 
     def _follow(self, patch: pytest.MonkeyPatch) -> None:
-        if editions.third():
-            self._follow_baton(patch)
-            return
-        acquire, release, pause = UserLock.acquire, UserLock.release, UserLock.pause
-
-        def acquired(lock: UserLock, *args: Any) -> None:
-            acquire(lock, *args)
-            self._mine.held = True
-
-        def released(lock: UserLock) -> None:
-            self._mine.held = False
-            release(lock)
-
-        def paused(lock: UserLock, piece: Any) -> None:
-            self._mine.held = False
-            pause(lock, piece)
-
-        patch.setattr(UserLock, "acquire", acquired)
-        patch.setattr(UserLock, "pause", paused)
-        patch.setattr(UserLock, "release", released)
-
-    def _follow_baton(self, patch: pytest.MonkeyPatch) -> None:
         sleep, acquire, release = Runner.sleep, Baton.acquire, Baton.release
 
         def slept(runner: Runner) -> None:
@@ -196,7 +171,6 @@ def test_a_wait_of_user_code_is_heard(devices: list[Any], monkeypatch: pytest.Mo
         return loss
 
     monkeypatch.setattr(Quiet, "training_step", training_step)
-    monkeypatch.setattr(UserCodeSections, "paused", lambda segments, wait: wait())
     monkeypatch.setattr(Microbatch, "_aside", lambda microbatch, wait: wait())
     heard = _heard("mlp without logging", monkeypatch)
     assert any(wait.what == "_local_scalar_dense" for wait in heard.holding)
@@ -272,7 +246,7 @@ def _read(read: Callable[[Tensor], object], **options: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("way", [w if w in FAST else pytest.param(w, marks=pytest.mark.slow) for w in READ])
-def test_user_code_that_waits_gives_the_lock_on(way: str, devices: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_code_that_waits_gives_the_baton_on(way: str, devices: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What it sums up meanwhile is all there: no other microbatch is in the same piece of code."""
     expected = _read(READ[way])
     listens = Listens(monkeypatch, waiting_s=0.003)
