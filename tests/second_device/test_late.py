@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from harness import ATOL, RTOL, assert_same, assert_tensors_same, ours, per_call, run
+from harness import ATOL, RTOL, assert_same, assert_tensors_same, ours, run
 from test_evaluation import Averaging, validate
 from test_manual import FrozenBetween
 from without import take_out
@@ -158,30 +158,16 @@ def test_every_model_equals_plain(name: str, devices: list[Any], queues: Late) -
     assert queues.streams.delays, "everything was done at once"
 
 
-HANDED = "what a gradient is handed over as"
 WAITS = {
-    "the end of a call before its outputs travel": (
-        "runtime.core.activation_store:ActivationStore._download",
-        "stream.wait(device.compute.record())",
-    ),
-    "what a call is given": ("runtime.core.activation_store:ActivationStore._used", "device.compute.wait(here.end)"),
-    HANDED: (
-        "runtime.core.activation_store:ActivationStore.fresh",
-        "device.compute.wait(end)",
-    ),
-    "a download before its upload": (
-        "runtime.core.activation_store:ActivationStore._upload",
-        "stream.wait(copy.ready)",
-    ),
-    "a backward before its gradients travel": (
-        "runtime.core.worker:Worker._send",
-        "stream.wait(end)",
-    ),
+    "the end of a call before what it made travels": ("engine.activations:_downloaded", "stream.wait(made)"),
+    "what a call is given": ("engine.worker:Worker.follow", "self.device.compute.wait(event)"),
+    "a download before its upload": ("engine.activations:upload", "stream.wait(saved.ready)"),
+    "a backward before its gradients travel": ("engine.worker:Worker._send", "stream.wait(end)"),
     "gradients before they are used": ("runtime.memory.grad_buffers:HostGradSums.take", "self.wait()"),
     "copies before their memory goes": ("devices.cuda_streams:CudaStream.copy", "self.keep(to, of)"),
     "a call before what was brought for it goes": (
-        "runtime.core.activation_store:ActivationStore._drop",
-        "device.free_after_compute([here.tensor for here in gone])",
+        "engine.activations:Activations.drop",
+        "device.free_after_compute([here.arriving.tensor for here in gone if here.lent])",
     ),
 }
 """Lines that order streams, or keep memory until a stream is done with it."""
@@ -196,13 +182,12 @@ def test_a_wait_that_is_missing_shows_in_the_numbers(what: str, devices: list[An
 
 
 def _noticed(what: str, seed: int) -> bool:
-    name = "multi_output" if what == HANDED else "mlp"  # whose gradients all travel ahead of their use
-    wanted = expected(name, False, 3)
+    wanted = expected("mlp", False, 3)
     with pytest.MonkeyPatch.context() as patch:
         take_out(patch, *WAITS[what])
         try:
             with late(seed):
-                result = train(name, False, 2, num_microbatches=3, plan=per_call(6, 2) if what == HANDED else PLAN)
+                result = train("mlp", False, 2, num_microbatches=3, plan=PLAN)
             assert_same(wanted, result, rtol=2 * RTOL, atol=2 * ATOL)
         except (AssertionError, RuntimeError):
             return True
