@@ -23,8 +23,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices.generators import GeneratorLock
-
 _NOTHING = nullcontext()
 POISON = 0xFF
 """The byte that overwrites freed buffers. Two or four of them are a NaN in bf16, fp16 and fp32."""
@@ -201,8 +199,6 @@ class Device(ABC):
     """How many bytes of calls the host may enqueue ahead of the device, memory permitting."""
     backward_needs_interpreter: bool
     """Whether autograd runs backward on the thread that calls it, as on the host, and not on one of its own."""
-    generator_lock: GeneratorLock
-    """Reentrant lock of ``generator``, shared by all devices that share it. Hold it from seeding to the last draw."""
 
     @property
     def streams(self) -> tuple[Stream, ...]:

@@ -21,10 +21,8 @@ from lightning_roundpipe.devices.base import Device, Stream
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.devices.cuda_streams import CudaStream, EventClock, begin_on
 from lightning_roundpipe.devices.errors import DeviceOutOfMemory, out_of_memory
-from lightning_roundpipe.devices.generators import GeneratorLock
 from lightning_roundpipe.devices.host_memory import worth_copying
 
-_generator_locks: dict[int, GeneratorLock] = {}
 _open: WeakSet[CudaDevice] = WeakSet()
 """The open devices of all strategies in the process."""
 
@@ -61,7 +59,6 @@ class CudaDevice(Device):
     ) -> None:
         self.index, self.torch_device = index, torch_device
         self.generator = torch.cuda.default_generators[torch_device.index]
-        self.generator_lock = _generator_locks.setdefault(torch_device.index, GeneratorLock())
         self.lead_bytes = LEAD_BYTES
         self.backward_needs_interpreter = False
         self._pin_memory, self._sharers = pin_memory, sharers

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import copy_priority, core_semaphore, generators, intraop_threads
+from lightning_roundpipe.devices import copy_priority, core_semaphore, intraop_threads
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import POISON, Device, SavedAmounts, SavedCounter, Stream, TrackedTensors
@@ -40,7 +40,7 @@ class EmulatedDevice(Device):
     def __init__(self, index: int, torch_device: torch.device, emulation: Emulation) -> None:
         share_heap()
         self.index, self.torch_device = index, torch_device
-        self.generator, self.generator_lock = torch.default_generator, generators.HOST_LOCK
+        self.generator = torch.default_generator
         self.lead_bytes = 0  # an enqueued call has run already
         self.backward_needs_interpreter = True
         self._emulation = emulation

@@ -54,11 +54,11 @@ from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.threads.task_thread import Task
-from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, calling, intercepted
 from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode
 from lightning_roundpipe.runtime.user_code.module_state import AttributeView, SharedAttributes, observed_writes
 from lightning_roundpipe.runtime.user_code.thread_state import apply_context
+from lightning_roundpipe.runtime.user_code.writes import IN_PLACE
 
 
 class Kind(NamedTuple):

@@ -24,7 +24,6 @@ from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.engine.activations import Arriving
 from lightning_roundpipe.engine.arguments import Arguments, Substitution, collect
 from lightning_roundpipe.engine.attributes import LayerWrites
-from lightning_roundpipe.engine.graph_cut import Gradients, InputEdge, cut, inlet, reaches_out, run_backward
 from lightning_roundpipe.engine.process_state import changes
 from lightning_roundpipe.engine.randomness import Randomness, Seed
 from lightning_roundpipe.engine.shared_memory import sharing
@@ -51,6 +50,7 @@ from lightning_roundpipe.runtime.memory.module_buffers import BufferValue, Repli
 from lightning_roundpipe.runtime.memory.peak_memory import GRADIENTS, INPUTS, OUTPUTS, PeakMemoryMeter
 from lightning_roundpipe.runtime.reporting.events import EventSource
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Borrowing, Lender
+from lightning_roundpipe.runtime.user_code.graph_cut import Gradients, InputEdge, cut, inlet, reaches_out, run_backward
 from lightning_roundpipe.runtime.user_code.interception import Inside
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 

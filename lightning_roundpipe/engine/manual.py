@@ -38,7 +38,6 @@ from lightning_roundpipe.engine.executor import LayerCall
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.randomness import CallerRandomState
 from lightning_roundpipe.engine.step import Step
-from lightning_roundpipe.engine.user_code import UserCode
 from lightning_roundpipe.runtime.core.loss_seeds import filled_like, seed_of
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
@@ -46,8 +45,9 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 from lightning_roundpipe.runtime.user_code.interception import calling
-from lightning_roundpipe.runtime.user_code.mode import DATA, Proxies
+from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode
 from lightning_roundpipe.runtime.user_code.module_state import observed_writes
+from lightning_roundpipe.runtime.user_code.stand_ins import Proxies
 from lightning_roundpipe.runtime.user_code.thread_state import apply_context
 
 
@@ -132,7 +132,7 @@ class ManualMicrobatch(Microbatch):
         self._random = CallerRandomState([])
         """The caller's generators, as user code has left them."""
 
-    def _user_code_mode(self) -> UserCode:
+    def _user_code_mode(self) -> UserCodeMode:
         return _UserCode(self.context, self.differentiate, self._touched)
 
     def run_step(self, function: Callable[[], Any]) -> None:
@@ -279,7 +279,7 @@ class ManualMicrobatch(Microbatch):
         )
 
 
-class _UserCode(UserCode):
+class _UserCode(UserCodeMode):
     """The torch function mode of the batch. It replaces ``Tensor.backward`` and ``torch.autograd.backward``.
 
     Args:

@@ -33,7 +33,6 @@ from lightning_roundpipe.engine.activations import Activations, Arriving
 from lightning_roundpipe.engine.arguments import Arguments, collect
 from lightning_roundpipe.engine.context import Context, StepSpec
 from lightning_roundpipe.engine.executor import LayerCall
-from lightning_roundpipe.engine.graph_cut import InputEdge, Part, run_backward
 from lightning_roundpipe.engine.measured import MeasuredMemory
 from lightning_roundpipe.engine.randomness import USER_CODE, Seed
 from lightning_roundpipe.engine.repeated_calls import connected, repeated
@@ -41,7 +40,6 @@ from lightning_roundpipe.engine.shared_memory import SharedOutputs
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import Cancelled, GivenUp, Runner, Signal, Trail
 from lightning_roundpipe.engine.trace import Trace, TracedCall
-from lightning_roundpipe.engine.user_code import UserCode
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.crossing import storage_bytes
@@ -56,6 +54,7 @@ from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.memory.version_waits import Versioned
 from lightning_roundpipe.runtime.threads.caller_modes import without_caller_modes
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
+from lightning_roundpipe.runtime.user_code.graph_cut import InputEdge, Part, run_backward
 from lightning_roundpipe.runtime.user_code.interception import Inside, calling
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 from lightning_roundpipe.runtime.user_code.module_state import AttributeView, observe
@@ -162,7 +161,7 @@ class Microbatch:
 
     def _user_code_mode(self) -> UserCodeMode:
         context = self.context
-        return UserCode(
+        return UserCodeMode(
             context.model.bucket_of, self._read_master, context.model.formats, train=True,
             accelerator=context.pool.accelerator, devices=context.pool.devices, aside=self._aside,
             buffers=context.model.buffers, targets=TargetCounts() if self._step.weights.counts_targets else None,

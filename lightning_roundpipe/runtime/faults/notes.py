@@ -123,22 +123,6 @@ def add_memory_note(error: BaseException, device: Device | None = None) -> None:
     error.add_note(f"{_MARK}{holds}{_SMALLER}.")
 
 
-def add_off_plan_note(error: BaseException, call: str) -> None:
-    """Add a note to an out-of-memory error of a microbatch that has left the plan.
-
-    Args:
-        error: any exception.
-        call: describes the call with which the microbatch has left the plan.
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        error.add_note(
-            f"{_MARK}the microbatch has called {call}, which the batches before have not shown, and needs more memory "
-            "for it than the plan leaves. Use smaller microbatches (batches, or parts by num_microbatches), or devices "
-            "with more memory. Where the plan's stages take most of it, let the first batch make the call, so that the "
-            "plan counts it."
-        )
-
-
 def _passed(error: BaseException, file: str) -> bool:
     """Return whether the exception came through code of a file of this name."""
     return any(frame.f_code.co_filename.endswith(file) for frame, _ in traceback.walk_tb(error.__traceback__))

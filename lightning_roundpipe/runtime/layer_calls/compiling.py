@@ -6,7 +6,7 @@ of one class with parameters of the same shapes.
 
     class and shapes of a layer ── a function of its own on each device ── compiled once per kind of input ── [1]
     forward, backward ── compiled together; otherwise threads would compile the backward concurrently ── [2]
-    while torch compiles ── it saves and restores generators that other threads draw from ── [3]
+    while torch compiles ── it saves and restores generators: such calls keep the baton ── [3]
     sizes of inputs ── do not affect the code; otherwise it would depend on what ran before ── [4]
     more variants than torch caches ── an error; torch would run the layer as written from then on ── [5]
 
@@ -21,7 +21,6 @@ function.
 
 from __future__ import annotations
 
-import contextlib
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,11 +28,9 @@ from typing import Any
 import torch
 
 from lightning_roundpipe.config import Options, RoundPipeError
-from lightning_roundpipe.devices import Device
+from lightning_roundpipe.engine.arguments import collect
 from lightning_roundpipe.model.replica import Replica
-from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.user_code.process_state import holding_generators
 
 _TOGETHER = "force_non_lazy_backward_lowering"
 """AOTAutograd's setting for [2]."""
@@ -50,10 +47,6 @@ class LayerCompiler:
         """Return the callable for ``replica`` of ``layer``."""
         forward: Callable[..., Any] = replica.module.forward
         return forward
-
-    def alone(self, device: Device) -> contextlib.AbstractContextManager[object]:
-        """Return the context of a call on ``device``; entered before the call takes any other lock."""
-        return contextlib.nullcontext()
 
 
 class CompiledForwards(LayerCompiler):
@@ -141,9 +134,6 @@ class CompiledForwards(LayerCompiler):
             self._functions.setdefault(key, self._compile(named))
         return self._functions[key]
 
-    def alone(self, device: Device) -> contextlib.AbstractContextManager[object]:
-        return holding_generators(device)  # [3]
-
 
 def sizes_alike(value: Any) -> tuple[int, ...]:
     """Return which sizes of the tensors in ``value`` torch identifies [4].
@@ -152,8 +142,9 @@ def sizes_alike(value: Any) -> tuple[int, ...]:
         For each size of each tensor: the size itself if it is 0 or 1, else a number from 2 that equal sizes share.
     """
     seen: dict[int, int] = {}
-    tensors = (leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor) and not leaf.is_nested)
-    sizes = (size for tensor in tensors for size in tensor.shape)
+    tensors: list[torch.Tensor] = []
+    collect(value, set(), tensors)
+    sizes = (size for tensor in tensors if not tensor.is_nested for size in tensor.shape)
     return tuple(size if size < 2 else seen.setdefault(size, len(seen) + 2) for size in sizes)
 
 

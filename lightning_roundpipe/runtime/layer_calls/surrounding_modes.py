@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.user_code.process_state import under_forward_mode
-
-_caching = threading.Lock()
 
 
 class Surroundings:
@@ -35,9 +31,9 @@ class Surroundings:
         what = ""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             what = "a transform of torch.func (vmap, grad, jvp, ...)"
-        elif under_forward_mode():
+        elif forward_ad._current_level >= 0:
             what = "forward-mode differentiation"
-        elif _caches_parametrizations():
+        elif parametrize._cache_enabled:
             what = "torch.nn.utils.parametrize.cached()"
         elif (mode := self._entered()) is not None:
             what = f"the mode {type(mode).__name__}"
@@ -67,41 +63,6 @@ class Surroundings:
         return next(
             (m for m in now if not isinstance(m, DeviceContext) and not any(m is known for known in before)), None
         )
-
-
-class parametrizing:
-    """Context of a layer's code: layers that cache parametrizations run one at a time.
-
-    ``parametrize.cached()`` keeps one process-wide cache until its last user leaves. With two layers at once, one would
-    find what the other has cached for an earlier microbatch. The first batch shows which layers use it.
-    """
-
-    __slots__ = ("_before", "_held", "_layer")
-
-    def __init__(self, layer: HostLayer) -> None:
-        self._layer = layer
-
-    def __enter__(self) -> None:
-        self._before = parametrize._cache
-        self._held = self._layer.caches_parametrizations
-        if self._held:
-            _caching.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        if self._held:
-            _caching.release()
-        if parametrize._cache is not self._before:  # exiting ``cached()`` makes a new dict
-            self._layer.caches_parametrizations = True
-
-
-def _caches_parametrizations() -> bool:
-    """Return whether user code caches parametrizations. False while a layer may be doing so: that looks the same."""
-    if not parametrize._cache_enabled or not _caching.acquire(blocking=False):
-        return False
-    try:
-        return bool(parametrize._cache_enabled)
-    finally:
-        _caching.release()
 
 
 def _flags() -> tuple[Any, ...]:

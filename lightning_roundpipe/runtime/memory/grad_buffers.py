@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices import Device, Event, Stream, StreamAborted, interpreter_lease
+from lightning_roundpipe.devices import Device, Event, Stream, StreamAborted
 from lightning_roundpipe.devices.errors import raise_kept, without_frames
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.runtime.memory.flat_params import ParamSlice, holders, in_a_row
@@ -267,7 +267,7 @@ class _Added(Event):
             self._over.set()
 
     def wait(self) -> None:
-        while not (self._over.is_set() or interpreter_lease.released(lambda: self._over.wait(LOOK))):
+        while not (self._over.is_set() or self._over.wait(LOOK)):
             if not self._thread.alive:
                 raise RoundPipeError(
                     f"the thread that sums gradients has died ({self._thread.died!r})"

@@ -26,7 +26,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
-from lightning_roundpipe.runtime.user_code.mode import Proxies
+from lightning_roundpipe.runtime.user_code.stand_ins import Proxies
 
 
 class StepGradients:

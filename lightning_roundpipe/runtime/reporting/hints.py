@@ -103,19 +103,6 @@ class Hints:
                     "cases, or make its layers the strategy's (layers=['TransformerEncoderLayer', ...]).",
                 )
 
-    def of_other_calls(self, what: str, *, again: bool) -> None:
-        """Hint: microbatches called a layer that the plan does not have there, such as ``what``."""
-        self.say(
-            f"other calls {again}",
-            f"microbatches called {what}, which the batches before have not shown. From there on they ran one after "
-            "another in this batch. "
-            + (
-                "The next batches are learned again, for a new plan."
-                if again
-                else "Batches that call layers otherwise than the plan says go on doing so."
-            ),
-        )
-
     def say(self, key: str, text: str) -> None:
         """Issue a hint, which the user need not act on; once for each ``key``."""
         if key not in self._said:

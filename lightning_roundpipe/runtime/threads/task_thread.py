@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
-from lightning_roundpipe.devices import interpreter_lease, intraop_threads, thread_end
+from lightning_roundpipe.devices import intraop_threads, thread_end
 from lightning_roundpipe.devices.waiter import Waiter
 
 T = TypeVar("T")
@@ -61,18 +61,15 @@ class TaskThread:
     Args:
         name: name in debuggers and stack dumps.
         around: returns a context manager that the thread enters for its lifetime.
-        leases: whether functions run under the interpreter's lease, see `devices.interpreter_lease`.
 
     Attributes:
         died: the exception that ended the thread, if `stop` did not.
     """
 
-    def __init__(
-        self, name: str, around: Callable[[], AbstractContextManager[Any]] = nullcontext, *, leases: bool = False
-    ) -> None:
+    def __init__(self, name: str, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self.name = name
         self.died: BaseException | None = None
-        self._around, self._leases = around, leases
+        self._around = around
         self._tasks: queue.SimpleQueue[Task[Any] | None] = queue.SimpleQueue()
         self._turn, self._counting = threading.Lock(), threading.Lock()
         """`_turn` is held while a function runs, by whichever thread runs it."""
@@ -96,10 +93,7 @@ class TaskThread:
         with self._around():
             while (task := self._tasks.get()) is not None:
                 with self._turn:
-                    if self._leases:
-                        interpreter_lease.acquire()
                     task.run()
-                    interpreter_lease.release()
                 self._count(-1)  # first: the thread that is woken may take the turn at once
                 task.waiter.wake()
                 del task

@@ -31,11 +31,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from lightning_roundpipe.devices.process_context import shared_context
-from lightning_roundpipe.model.graph_nodes import nodes_of
-from lightning_roundpipe.runtime.user_code.graph_cuts import driven_backward, witness
-from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
 from lightning_roundpipe.runtime.user_code.interception import current
 from lightning_roundpipe.runtime.user_code.mode import ACCESSORS, DATA, DTYPE, VIEWS, UserCodeMode
+from lightning_roundpipe.runtime.user_code.writes import IN_PLACE, witness
 
 
 class Lender(Protocol):
@@ -156,14 +154,6 @@ def _arriving(master: nn.Parameter, grads: tuple[Tensor | None, ...]) -> tuple[N
         return None  # [2]
     with torch._C.DisableTorchFunction():  # user code's mode is active in its backward
         return (None,) if passed_by(master, grads[0]) else None
-
-
-def user_of(master: nn.Parameter) -> str:
-    """Return autograd's name of the operation on ``master`` in the graph that is being differentiated."""
-    accumulator = torch.autograd.graph.get_gradient_edge(master).node
-    users = (n for n in nodes_of([driven_backward.root]) if any(after is accumulator for after, _ in n.next_functions))
-    user = next(users, None)
-    return "code that runs in backward" if user is None else str(user.name())
 
 
 @shared_context

@@ -13,13 +13,12 @@ Every torch function that user code calls passes through `UserCodeMode`, which d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -29,17 +28,13 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.module_buffers import HostBuffers
-from lightning_roundpipe.runtime.user_code.graph_cuts import (
-    hook_gradient,
-    keep_gradient,
-    refuse_layers_between,
-    witness,
-)
+from lightning_roundpipe.runtime.user_code.graph_cut import hook_gradient, keep_gradient, refuse_across
 from lightning_roundpipe.runtime.user_code.host_to_device import HostToDeviceCopier
-from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE, touched_by
 from lightning_roundpipe.runtime.user_code.module_state import about_to_write, about_to_write_in_place
+from lightning_roundpipe.runtime.user_code.stand_ins import Proxies
 from lightning_roundpipe.runtime.user_code.untraced import leave_untraced
 from lightning_roundpipe.runtime.user_code.waits import waits
+from lightning_roundpipe.runtime.user_code.writes import IN_PLACE, witness
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SETS_TRAINED = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
@@ -52,64 +47,13 @@ ACCESSORS = frozenset({"__get__", "__set__", "__delete__", "requires_grad_"})
 """Functions that read or set an attribute of a tensor."""
 
 
-class Proxies:
-    """One microbatch's stand-ins for the masters that user code reads.
-
-    A stand-in is a leaf of its own with the master's values; it collects the microbatch's gradient.
-    """
-
-    def __init__(self, read: Callable[[nn.Parameter], Tensor]) -> None:
-        self.factor = 1.0
-        """Factor by which the gradients are yet to be multiplied."""
-        self._read = read
-        self._known: dict[int, tuple[nn.Parameter, Tensor]] = {}
-        self._passed: dict[int, tuple[nn.Parameter, Tensor]] = {}
-        """Gradients that autograd brought to a master itself, by id of the master."""
-        self._moved: dict[tuple[int, torch.device], Tensor] = {}
-
-    def of(self, master: nn.Parameter) -> Tensor:
-        known = self._known.get(id(master))
-        if known is None:
-            # Made outside of all torch.func transforms: the one that happens to need it first must not wrap it.
-            with torch.inference_mode(False), temporarily_clear_interpreter_stack():
-                made = self._read(master).detach().requires_grad_(master.requires_grad)
-            known = self._known.setdefault(id(master), (master, made))  # a worker's thread may have made it meanwhile
-            known[1].roundpipe_stand_in = True  # type: ignore[attr-defined]
-        return known[1]
-
-    def on(self, proxy: Tensor, device: torch.device) -> Tensor:
-        """Return ``proxy`` on ``device``, as a differentiable copy that is made once."""
-        key = (id(proxy), device)
-        if key not in self._moved:
-            with torch.inference_mode(False), torch.enable_grad():  # the first use may be in no-grad mode
-                self._moved.setdefault(key, proxy.to(device, non_blocking=True))
-        return self._moved[key]
-
-    def masters_of(self, tensors: Tensor | Sequence[Tensor]) -> list[nn.Parameter]:
-        """Return the masters among whose stand-ins ``tensors`` are."""
-        ids = {id(tensor) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)}
-        return [master for master, proxy in self._known.values() if id(proxy) in ids]
-
-    def passed(self, master: nn.Parameter, grad: Tensor) -> None:
-        """Add ``grad``, which autograd brought to ``master`` itself rather than to the stand-in."""
-        known = self._passed.get(id(master))
-        self._passed[id(master)] = master, grad if known is None else known[1] + grad
-
-    def gradients(self, masters: Container[int] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield masters and their gradients, a master possibly twice; all of them, or those with ids in ``masters``."""
-        found = [(master, proxy.grad) for master, proxy in self._known.values()]
-        for master, grad in (*found, *self._passed.values()):
-            if grad is not None and (masters is None or id(master) in masters):
-                grad = grad.to(master.dtype)
-                yield master, grad if self.factor == 1.0 else grad * self.factor
-
-
 _MIX_DEVICES = frozenset({"to", "copy_", "set_", "_pack_padded_sequence", "tensor_split"})
 """Functions that move a tensor themselves, or take lengths or positions on the host beside data on a device."""
 
-_OF_THE_SHAPE = frozenset({"size", "dim", "numel", "stride", "is_contiguous", "__len__", "type", "is_floating_point"})
+_NO_VALUES = frozenset(
+    {"size", "dim", "numel", "stride", "is_contiguous", "__len__", "type", "is_floating_point", "__get__"}
+)
 """Functions that do not read a tensor's values."""
-_NO_VALUES = _OF_THE_SHAPE | {"__get__"}
 
 
 class UserCodeMode(TorchFunctionMode):
@@ -127,8 +71,6 @@ class UserCodeMode(TorchFunctionMode):
         devices: devices that host tensors move to.
         aside: runs a wait for a device while other microbatches may run user code.
         buffers: the layers' buffers; pending values are settled before user code reads a buffer.
-        offloaded: the tensors of user code that are on the host only, true if there are any; see `offloading`.
-        restore: brings such a tensor back, before user code touches it; does nothing for others.
         targets: counts the targets of mean cross entropies; None if nobody asks.
 
     Attributes:
@@ -138,10 +80,6 @@ class UserCodeMode(TorchFunctionMode):
         met_buffer: a buffer of a layer that user code has read or written after calls of the step had changed it; empty
             if there is none.
     """
-
-    refuse_across = staticmethod(refuse_layers_between)
-    hook_gradient = staticmethod(hook_gradient)
-    keep_gradient = staticmethod(keep_gradient)
 
     def __init__(
         self,
@@ -154,8 +92,6 @@ class UserCodeMode(TorchFunctionMode):
         devices: Sequence[Device] = (),
         aside: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
         buffers: HostBuffers | None = None,
-        offloaded: object = None,
-        restore: Callable[[Tensor], None] = lambda tensor: None,
         targets: TargetCounts | None = None,
     ) -> None:
         super().__init__()
@@ -176,8 +112,6 @@ class UserCodeMode(TorchFunctionMode):
         self._replaces = train or self._formats.low is not None
         self._aside = aside
         self._buffers = HostBuffers() if buffers is None else buffers
-        self._offloaded = offloaded
-        self._restore = restore
         self._bringer = HostToDeviceCopier(accelerator, devices)
 
     def __torch_function__(
@@ -187,8 +121,6 @@ class UserCodeMode(TorchFunctionMode):
         if func is torch.autograd.backward:
             return self._backward(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if self._offloaded:
-            self._restore_all((args, kwargs))
         if self._buffers and (func in _VALUES or name not in _NO_VALUES):
             self._settle_buffers((args, kwargs))
         if name in ACCESSORS:
@@ -208,8 +140,6 @@ class UserCodeMode(TorchFunctionMode):
         writes = self._train and args and isinstance(args[0], Tensor) and IN_PLACE.fullmatch(name)
         if writes and about_to_write_in_place(args[0]):
             self._buffers.overwrite(args[0])
-        if torch.is_inference_mode_enabled() and name not in _OF_THE_SHAPE:
-            touched_by(name, args, kwargs)
         if self._train and name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
             return self._hooked(func, args, kwargs)
         if self._replaces and not self._writes(name, args):
@@ -217,9 +147,9 @@ class UserCodeMode(TorchFunctionMode):
         if self._train:
             if func is torch.autograd.grad:
                 given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
-                self.refuse_across(given["outputs"], given["inputs"], self.proxies.masters_of(given["inputs"]))
+                refuse_across(given["outputs"], given["inputs"], self.proxies.masters_of(given["inputs"]))
             if func is Tensor.backward and kwargs.get("inputs") is not None:
-                self.refuse_across(args[0], kwargs["inputs"], self.proxies.masters_of(kwargs["inputs"]))
+                refuse_across(args[0], kwargs["inputs"], self.proxies.masters_of(kwargs["inputs"]))
             result = self._call(func, name, args, kwargs)
             if self._counts_targets and not self.returning:
                 self.targets.note(func, args, kwargs, result)
@@ -254,12 +184,6 @@ class UserCodeMode(TorchFunctionMode):
         self._data = [(master, seen, seen._version) for master, seen, _ in self._data]
         return written
 
-    def _restore_all(self, given: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            for leaf in tree_iter(given):
-                if isinstance(leaf, Tensor):
-                    self._restore(leaf)
-
     def _settle_buffers(self, given: Any) -> None:
         found = (self._buffers.awaits(leaf) for leaf in tree_iter(given) if isinstance(leaf, Tensor))
         if buffer := next(filter(None, found), ""):
@@ -277,8 +201,6 @@ class UserCodeMode(TorchFunctionMode):
 
     def given_to_function(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments for a `torch.autograd.Function`, whose ``apply`` is not a torch function."""
-        if self._offloaded:
-            self._restore_all(args)
         if self._replaces:
             args, _ = self._with_proxies(args, {})
         return args if self._accelerator is None else self._on_one_device("apply", args, {})[0]
@@ -320,10 +242,6 @@ class UserCodeMode(TorchFunctionMode):
             kwargs = {k: self._proxied(v) for k, v in kwargs.items()}
         return args, kwargs
 
-    def stand_ins(self, leaves: list[Any]) -> list[Any]:
-        """Replace masters among the ``leaves`` of a call."""
-        return [leaf if type(leaf) is Tensor or leaf is None else self.stand_in(leaf) for leaf in leaves]
-
     def stand_in(self, value: Any) -> Any:
         """Return the stand-in if ``value`` is a trained master or one seen in another dtype, else ``value``."""
         if not self._is_master(value):
@@ -353,8 +271,8 @@ class UserCodeMode(TorchFunctionMode):
         if not tensor.requires_grad or func is Tensor.register_post_accumulate_grad_hook:
             return func(*args, **kwargs)
         if func is Tensor.register_hook:
-            return self.hook_gradient(tensor, *args[1:], **kwargs)
-        self.keep_gradient(tensor)
+            return hook_gradient(tensor, *args[1:], **kwargs)
+        keep_gradient(tensor)
         return None
 
     def _on_one_device(
@@ -406,11 +324,6 @@ def number_of(count: Tensor, *, aside: Callable[[Callable[[], Any]], Any]) -> fl
     if count.device.type == "cpu":
         return float(count)
     return float(aside(lambda: float(count)))
-
-
-def is_stand_in(value: object) -> bool:
-    """Return whether ``value`` is a stand-in for a master."""
-    return getattr(value, "roundpipe_stand_in", False)
 
 
 def _home(tensor: Tensor) -> torch.device:

@@ -23,7 +23,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.model.graph_nodes import nodes_of
 from lightning_roundpipe.runtime.memory.peak_memory import GRADIENTS
-from lightning_roundpipe.runtime.user_code.mode import is_stand_in
+from lightning_roundpipe.runtime.user_code.stand_ins import is_stand_in
 
 _ANCHOR = torch.empty(0, requires_grad=True)
 
