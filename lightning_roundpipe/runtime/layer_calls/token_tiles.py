@@ -96,24 +96,6 @@ class TokenTiles:
         """Return whether the layer has not run with these attributes yet."""
         return not any(known.state is state for known in self._known.get(layer.index, ()))
 
-    def may_need(self, layer: HostLayer, nbytes: int) -> bool:
-        """Return whether to find out if the layer's call with inputs of ``nbytes`` fits without tiles."""
-        return not self.on and self._room is not None and nbytes > self._fitted.get(layer.index, 0)
-
-    def turn_on_unless(self, layer: HostLayer, nbytes: int, needed: int | None) -> None:
-        """Turn tiles on unless a call without them fits.
-
-        Args:
-            layer: the called layer.
-            nbytes: of the call's inputs.
-            needed: bytes that the call takes with its graph; None if there was not enough memory for it.
-        """
-        assert self._room is not None
-        if needed is None or needed > self._room:
-            self.turn_on()
-        else:
-            self._fitted[layer.index] = nbytes
-
     def turn_on(self) -> None:
         """Run modules in tiles from now on."""
         self.on = self.came = True
@@ -149,11 +131,6 @@ class TokenTiles:
         if copy is None:
             copy = self._copies[replica] = _TiledReplica(self, layer, replica)
         return copy
-
-    def unwatched(self, layer: HostLayer, state: StateDiff | None) -> bool:
-        """Return whether a module of the layer has run in tiles whose values no recomputation has followed."""
-        known = self._of(layer, state)
-        return not known.outputs.keys() <= known.watched
 
     def watched(self, layer: HostLayer, state: StateDiff | None, watch: ValueWatch) -> None:
         """Remember what a recomputation has shown."""

@@ -20,8 +20,6 @@ from lightning_roundpipe.planning.memory import BESIDE, Memory, device_bytes, pl
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.flat_params import aligned
-from lightning_roundpipe.runtime.memory.grad_buffers import GradientLayout
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 _ALIKE = 0.95
 """Workers with this part of the largest one's memory have stages of the same size."""
@@ -52,15 +50,6 @@ def worker_bytes(options: Options, devices: Sequence[Device]) -> int | None:
     """
     budget = _budget_of(options, devices)
     return None if budget is None else max(0, budget - library_bytes(devices))
-
-
-def room_for_calls(layers: Sequence[HostLayer], options: Options, devices: Sequence[Device]) -> int | None:
-    """Return the bytes that each worker has for a call beside the largest layer's arena, or None without a limit."""
-    limit = worker_bytes(options, devices)
-    if limit is None:
-        return None
-    weights = max((layer.nbytes for layer in layers), default=0)
-    return limit - weights - max((GradientLayout(layer).nbytes for layer in layers), default=0)
 
 
 def _budget_of(options: Options, devices: Sequence[Device]) -> int | None:

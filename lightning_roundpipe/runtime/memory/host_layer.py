@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices import Device, SavedAmounts, Stream
+from lightning_roundpipe.devices import Device, Stream
 from lightning_roundpipe.devices.heap import give_back
 from lightning_roundpipe.model.attributes import ModuleState, StateDiff
 from lightning_roundpipe.model.cast_weights import Uses
@@ -75,7 +75,6 @@ class HostLayer:
         self.module = module
         self.launch_seconds = math.inf
         """Seconds that the layer's code occupies the thread that runs it; see `launched`."""
-        self.saved_amounts = SavedAmounts()
         self.state = ModuleState(name, module)
         self.buffers = HostBuffers()
         """Shared by all layers of a model."""
@@ -84,25 +83,17 @@ class HostLayer:
         self.buffer_places: list[tuple[int, str]] = []
         """Index of the module and name of each buffer, in the order of positions."""
         self.caches_parametrizations = False
-        self.rewritten: dict[int, int] = {}
-        """How often the forward was seen to write to the worker's copies of masters, by their position."""
         self.borrows: list[nn.Parameter] | None = None
         """Parameters of other modules that the layer's code computes with; None: it has not run yet."""
         self.reads_data = False
         """Whether the layer's code was seen to read or set the ``.data`` of its parameters: it may write there."""
         self.reaches_out: bool | None = None
         """Whether gradients leave the layer other than through its arguments; None: it has not run in training yet."""
-        self.chooses: bool | None = False
-        """Whether the forward was seen to make discrete choices that its recomputation must repeat. None: the
-        recomputation chooses by other operations, so choices cannot be replayed."""
-        self.asks = False
         self.sets_attributes = False
         """Whether its calls set attributes of its modules, so that each finds what the one before has set."""
-        """Whether the forward was seen to ask for a tensor's truth value."""
         self.observers = Observers()
         """Forward hooks inside the layer that only look."""
         self._seen_states: list[StateDiff | None] = []
-        self._chosen_in: list[StateDiff | None] = []
         self.masters = unique_parameters(module)
         self.uses = Uses(module, self.masters)
         self.rounded: frozenset[int] = frozenset()
@@ -181,19 +172,6 @@ class HostLayer:
         self._seen_states = [*self._seen_states[-15:], state]
         return True
 
-    def may_choose(self, state: StateDiff | None, *, relearn: bool) -> bool:
-        """Return whether the forward makes choices, or may: ``state`` is new to it, or ``relearn`` is set."""
-        if self.chooses is None:
-            return False
-        new = not any(known is state for known in self._chosen_in)
-        if new:
-            self._chosen_in = [*self._chosen_in[-15:], state]
-        return new or relearn or self.chooses
-
-    def seen_to_choose(self) -> None:
-        if self.chooses is not None:
-            self.chooses = True
-
     def reattach(self) -> None:
         """Before a step: move values that user code has put in place of masters into the flat buffers."""
         for flat in self.flats:
@@ -269,43 +247,20 @@ class HostLayer:
     def trainable(self) -> list[bool]:
         return [p.requires_grad for p in self.masters]
 
-    def upload(self, stream: Stream, segment: Tensor, sent: Sequence[tuple[int, int]] = ()) -> None:
+    def upload(self, stream: Stream, segment: Tensor) -> None:
         """Enqueue the upload of all weights into ``segment`` (uint8, ``nbytes`` long) of a worker's arena.
 
         Args:
             stream: the stream that copies.
             segment: the destination.
-            sent: byte ranges that `upload_part` has already sent.
         """
         base = 0
         for flat in self.flats:
             part = segment[base : base + flat.nbytes]
-            for start, end in _left(base, base + flat.nbytes, sent):
-                flat.upload(stream, part, start - base, end - base)
+            flat.upload(stream, part, 0, flat.nbytes)
             base += flat.nbytes
         for master, place in zip(self.tied, self._tied_places, strict=True):
-            if _left(place.offset, place.offset + place.nbytes, sent):
-                stream.copy(place.view(segment), self.read(master))
-
-    def upload_part(
-        self, stream: Stream, segment: Tensor, master: nn.Parameter, start: int, end: int
-    ) -> tuple[int, int] | None:
-        """Enqueue the upload of elements ``start`` to ``end`` of one contiguous master, if the layer has it.
-
-        Returns:
-            Their byte range in ``segment``; after the last element it includes the padding.
-        """
-        base, gap = 0, end == master.numel()
-        for flat in self.flats:
-            if (span := flat.span_of(master, start, end)) is not None:
-                flat.upload(stream, segment[base : base + flat.nbytes], *span)
-                return base + span[0], base + (aligned(span[1]) if gap else span[1])
-            base += flat.nbytes
-        for mine, place in zip(self.tied, self._tied_places, strict=True):
-            if mine is master:
-                stream.copy(place.view(segment).view(-1)[start:end], self.read(master).view(-1)[start:end])
-                return place.offset + start * place.dtype.itemsize, place.offset + end * place.dtype.itemsize
-        return None
+            stream.copy(place.view(segment), self.read(master))
 
     def read(self, master: nn.Parameter) -> Tensor:
         """Return what layers compute with for ``master``. What is uploaded may be a rounded copy of it."""
@@ -398,13 +353,3 @@ def begin_to_train(
 
 def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return list({id(p): p for p in parameters}.values())
-
-
-def _left(start: int, end: int, sent: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the parts of the byte range ``start`` to ``end`` that are not in ``sent``."""
-    left = []
-    for first, last in sorted(sent):
-        if first > start and start < end:
-            left.append((start, min(first, end)))
-        start = max(start, last)
-    return [*left, (start, end)] if start < end else left

@@ -27,7 +27,6 @@ class HostModel:
         buffers: the layers' buffers, as calls leave them.
         bucket_of: bucket by id of the master.
         undisturbed: whether no update of any master is pending.
-        lags: whether layers compute with values from before an update that masters have.
     """
 
     def __init__(
@@ -41,7 +40,6 @@ class HostModel:
         self.bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.masters}
         self.masters = [p for bucket in self.buckets for p in bucket.masters]
         self.undisturbed = True
-        self.lags = False
 
     def name_of(self, master: nn.Parameter) -> str:
         """Return the qualified name of a parameter, for messages."""

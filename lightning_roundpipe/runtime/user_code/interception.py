@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.process_context import replaced
-from lightning_roundpipe.devices.thread_owner import behalf, working
+from lightning_roundpipe.devices.thread_owner import context_of_thread, working
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.reporting.hints import PACKED_ROWS
 
@@ -37,8 +37,7 @@ def calling(context: CallContext) -> contextlib.AbstractContextManager[None]:
 
 def current() -> Any:
     """Return the calling thread's context; None on a thread that the engine does not run."""
-    found = behalf()
-    return None if found is None else found.context
+    return context_of_thread()
 
 
 class _ForwardStandIn:
@@ -80,8 +79,6 @@ class _ForwardStandIn:
 
 class Interceptor(_ForwardStandIn):
     """Stands in for one layer's ``forward``."""
-
-    runs_on_worker = True
 
     def __init__(self, layer: HostLayer) -> None:
         super().__init__(layer.module)
