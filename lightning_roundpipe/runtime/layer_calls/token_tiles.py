@@ -119,7 +119,7 @@ class TokenTiles:
             watch: follows the outputs of tiled modules.
         """
         copy = self.of(layer, replica)
-        copy.run = _Run(self._of(layer, state), surroundings, watch, replica.attributes().values)
+        copy.run = _Run(self._of(layer, state), surroundings, watch, replica.attributes())
         try:
             yield
         finally:
