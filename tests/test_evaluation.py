@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices import emulated_work
 from lightning_roundpipe.runtime.modes import evaluation
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation
-from lightning_roundpipe.runtime.reporting.events import Recorder
+from lightning_roundpipe.engine.reporting.events import Recorder
 
 UNKIND = {"poison": True, "delay_seed": 4}
 MLP = zoo.make_module("mlp").model

@@ -24,7 +24,7 @@ from lightning_roundpipe.devices.base import check_copy, stage
 from lightning_roundpipe.planning.crossing import tensor_bytes
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.peak_memory import INPUTS
-from lightning_roundpipe.runtime.reporting.events import Recorder
+from lightning_roundpipe.engine.reporting.events import Recorder
 
 
 class Arriving(NamedTuple):

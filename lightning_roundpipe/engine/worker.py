@@ -32,7 +32,7 @@ from lightning_roundpipe.runtime.core.arenas import Arena, StageArena, address_o
 from lightning_roundpipe.runtime.core.in_flight import IN_FLIGHT, InFlight
 from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.reporting.events import EventSource
+from lightning_roundpipe.engine.reporting.events import EventSource
 from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 
 
