@@ -184,7 +184,8 @@ class Step:
 
     def _slot(self, stage: Stage, trace: Trace, microbatches: range, number: int) -> Slot:
         calls = range(stage.first, stage.last + 1)
-        layers = {c.layer.index: c.layer for i, c in enumerate(trace.calls) if i in calls}
+        needed = [trace.calls[i] for i in calls if stage.phase != "backward" or trace.calls[i].taped]
+        layers = {call.layer.index: call.layer for call in needed}
         sums = {}
         for i in calls if stage.phase != "forward" else ():
             call = trace.calls[i]
@@ -214,12 +215,10 @@ class Step:
     def backward_slot(self, microbatch: int, call: int) -> int | None:
         position = self._backward[call]
         slot = self._rounds[microbatch // self._round_size][position]
-        # A call that no backward followed in the first window has no memory for gradients there.
-        return position if call in slot.sums or not self._has_gradients(call) else None
-
-    def _has_gradients(self, call: int) -> bool:
         assert self.trace is not None
-        return any(self.trace.calls[call].layer.trainable())
+        layer = self.trace.calls[call].layer
+        # A call that no backward followed in the first window has no memory for weights or gradients there.
+        return position if call in slot.sums or (slot.has(layer) and not any(layer.trainable())) else None
 
     def on_demand(
         self, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None, microbatch: int, worker: int

@@ -328,7 +328,7 @@ class Worker:
             if not pending:
                 compute.poison(memory.arena.bytes_of(place.weights.start, place.weights.end))
                 place.weights.last_use = compute.record()
-            memory.arena.retire(place)
+                memory.arena.retire(place)
         memory.last = slot.sent
         self._in_order(functools.partial(self._sent, slot, memory, compute.record(), pending), waits=bool(pending))
         memory.uploads.proceed()
@@ -349,8 +349,9 @@ class Worker:
                     slot.uploads[layer].wait(slot.cancel_scope)
                     stream.wait(slot.uploaded[layer])
                 with memory.uploads.lock:
-                    if pending:
+                    if pending:  # only now: what is uploaded to the place has found all that were there before it
                         place.weights.last_use = stream.record()
+                        memory.arena.retire(place)
                     if (region := place.gradients) is not None:
                         stream.poison(memory.arena.bytes_of(region.start, region.end))
                         region.last_use = stream.record()
