@@ -33,6 +33,7 @@ from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
 from lightning_roundpipe.devices.thread_event import ThreadEvent
 from lightning_roundpipe.engine.evaluation import Batch
+from lightning_roundpipe.engine.graph_cut import Boundary
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.runtime.core.in_flight import IN_FLIGHT
@@ -207,6 +208,20 @@ def _follow_streams(ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
         with real_activate(self), following(ordering, self.compute.name):
             yield
 
+    def backward(ctx: Any, *incoming: Tensor | None) -> Any:
+        # Autograd runs it in the stream of the call, which it lets wait for those that have made the gradients.
+        if (home := ctx.gradients.home) is not None and (stream := getattr(_local, "stream", HOST)) is not None:
+            ordering.join(home.compute.name, ordering.point(stream))
+        return real_backward(ctx, *incoming)
+
+    def moved(self: Any, tensor: Tensor, device: Any, to: Any) -> Tensor:
+        if to is None:  # as on a GPU, whose tensors the host waits for
+            ordering.join(HOST, ordering.point(device.compute.name))
+        return real_moved(self, tensor, device, to)  # type: ignore[no-any-return]
+
+    real_backward, real_moved = Boundary.backward, Microbatch._moved
+    patch.setattr(Microbatch, "_moved", moved)
+    patch.setattr(Boundary, "backward", staticmethod(backward))
     patch.setattr(ThreadEvent, "wait", wait)
     patch.setattr(Worker, "keep_until_computed", keep_until_computed)
     patch.setattr(EmulatedDevice, "activate", activate)
@@ -234,7 +249,11 @@ def _follow_stream(kind: Any, ordering: Ordering, patch: pytest.MonkeyPatch) -> 
         with unfollowed():
             real_fill(self, buffer, byte)
 
-    for name, replacement in (("record", record), ("wait", wait), ("copy", copy), ("fill", fill)):
+    def running(self: Any) -> contextlib.AbstractContextManager[None]:
+        return following(ordering, self.name)
+
+    replacements = {"record": record, "wait": wait, "copy": copy, "fill": fill, "running": running}
+    for name, replacement in replacements.items():
         patch.setattr(kind, name, replacement)
 
 

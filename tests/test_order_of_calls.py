@@ -11,8 +11,8 @@ from harness import assert_identical, assert_same, by_hand, ours, run
 from torch import Tensor, nn
 
 import lightning_roundpipe.strategy
+from lightning_roundpipe.engine import planner
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.profile import first_batch
 
 
 class RandomDrop(zoo.MLP):
@@ -85,17 +85,6 @@ def _batches(*kept: list[list[int]]) -> list[zoo.Batch]:
     return batches
 
 
-def test_layers_that_the_second_batch_shows() -> None:
-    """Batches differ in what they leave out, so the plan waits for the second; the third batch is a part of both."""
-    module = zoo.make_module("layer_drop")
-    batches = _batches([[0, 2], [0], [0, 2]], [[0, 1], [1, 2], [3]], [[0, 3], [1], [0, 1, 2, 3]], [[], [2], [3]])
-    result = run(ours(num_microbatches=3, loss_weight=module.targets), module, batches, devices=2)
-    assert_same(by_hand(module, batches, 3), result)
-    assert result.report is not None
-    assert not result.report["profiled"]
-    assert harness.call_count(result.report["plan"]) == 6
-
-
 def test_a_layer_that_no_batch_has_shown() -> None:
     module = zoo.make_module("layer_drop")
     batches = _batches([[0, 2]] * 3, [[0, 2], [0, 1, 2], [0, 2]])
@@ -123,7 +112,7 @@ def test_statistics_of_a_layer_that_is_used_twice(monkeypatch: pytest.MonkeyPatc
     """Calls in different stages would come in another order: then there is no plan, or the plan given is refused."""
     texts: list[str] = []
     monkeypatch.setattr(lightning_roundpipe.strategy, "rank_zero_info", texts.append)
-    monkeypatch.setattr(first_batch, "partition_within", lambda costs, *_, **__: Plan.per_call(len(costs.calls), 3))
+    monkeypatch.setattr(planner, "partition_within", lambda costs, *_, **__: Plan.per_call(len(costs.calls), 3))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         module = zoo.PlainClassifier(NormedTwice())

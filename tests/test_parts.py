@@ -13,7 +13,6 @@ import pytest
 import stress
 import torch
 import torch.nn.functional as F
-from editions import third
 from harness import Result, assert_identical, ours, run
 from ordering import Ordering
 from stress import CALLS, Case
@@ -23,13 +22,10 @@ from without import take_out
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Event, make_devices
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
-from lightning_roundpipe.planning.memory import Reserved
-from lightning_roundpipe.runtime.core.turns import Slot
-from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.memory import grad_buffers
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradBuffers, Reduction
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer, _left, host_layers, make_buckets
+from lightning_roundpipe.runtime.memory.host_layer import host_layers, make_buckets
 from lightning_roundpipe.runtime.optimizer import async_optimizer
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
@@ -109,16 +105,7 @@ def tied(module: Any = None, trainer: Any = None, **options: Any) -> Result:
     ids=lambda given: str(given),
 )
 def test_parts_change_no_bit(options: Any, trainer: Any, stepped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    uploaded, real = [], HostLayer.upload_part
-
-    def upload_part(self: Any, *args: Any) -> Any:
-        uploaded.append(real(self, *args))
-        return uploaded[-1]
-
-    monkeypatch.setattr(HostLayer, "upload_part", upload_part)
     parts = tied(trainer=trainer, **options)
-    # In the third edition a weight goes up whole.
-    assert any(uploaded) == ("staleness" not in options and not third()), "the next step's first stages wait for it"
     steps = 6 // trainer.get("accumulate_grad_batches", 1) - 1  # the first has no state that could be cut
     assert stepped.count(30 * 9 % 64) == steps and stepped.count(64) == steps * (30 * 9 // 64 + 9 * 9 // 64)
     monkeypatch.undo()
@@ -279,46 +266,6 @@ def test_the_first_parts_are_stepped_while_the_last_are_on_their_way(submitted: 
     assert bucket.version == 2 and all(submitted.changed()) and submitted.master.isfinite().all()
     [state] = submitted._optimizer.state.values()
     assert state["step"] == 2
-
-
-def test_the_next_stage_gets_what_is_there(submitted: Submitted) -> None:
-    """Its upload begins with the first part; and what was sent is not sent again."""
-    layer, device = submitted.layer, submitted.device
-    worker = Worker(device)
-    worker.reserve(Reserved(layer.nbytes))
-    slot = Slot(0, 0, 0, "forward", range(1), [layer], {}, [0], version=2)
-    worker.prepare(slot)
-    assert slot.place is not None
-    [arena] = worker.arena.tensors(slot.place.weights)
-    copied: list[int] = []
-    real = type(device.weights_up).copy
-
-    def copy(self: Any, dst: Tensor, src: Tensor) -> None:
-        copied.append(src.nbytes)
-        real(self, dst, src)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(device.weights_up), "copy", copy)
-        for index in range(4):
-            assert submitted.parts[index].asked.wait(10)
-            device.weights_up.synchronize()
-            sent = layer.views(arena)[0].view(4, 64)[:index]
-            assert torch.equal(sent, submitted.master.detach().to(sent.dtype).view(4, 64)[:index])
-            assert len(copied) == index and not slot.uploaded, "nobody may run before all of it is there"
-            submitted.bring(index)
-        submitted.updates.settle()
-    slot.uploaded[0].wait()
-    [there] = layer.views(arena)
-    assert torch.equal(there, submitted.master.detach().to(there.dtype)) and sum(copied) == layer.nbytes
-    [row] = [row for row in slot.recorder.rows(0.0) if row["kind"] == "upload_weights"]
-    assert row["nbytes"] == layer.nbytes
-    worker.close()
-
-
-def test_spans() -> None:
-    for sent in ([(0, 20), (30, 40)], [(30, 40), (0, 10), (10, 20)]):  # in any order, and adjacent
-        assert _left(0, 50, sent) == [(20, 30), (40, 50)]
-        assert _left(35, 38, sent) == [] and _left(20, 25, sent) == [(20, 25)]
 
 
 def test_a_part_is_not_taken_before_it_is_there(stepped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.devices import emulated_work
 from lightning_roundpipe.devices.emulated import EmulatedDevice
+from lightning_roundpipe.engine import planner
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.pipeline import run_steps
-from lightning_roundpipe.runtime.profile import first_batch
 from lightning_roundpipe.runtime.profile.speeds import worker_speeds
 from lightning_roundpipe.engine.reporting.events import EventSource, Recorder
 
@@ -34,7 +34,7 @@ _here = threading.local()
 @pytest.fixture
 def kinds(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes emulated devices differ: ``kinds(speeds)`` gives each a name, which layers below read their speed from."""
-    monkeypatch.setattr(first_batch, "_SHORTEST_SEARCH_S", 0.5)
+    monkeypatch.setattr(planner, "_SHORTEST_SEARCH_S", 0.5)
 
     def make(*speeds: float, memory: tuple[int, ...] = ()) -> None:
         original, acquire_core = EmulatedDevice.__init__, EmulatedDevice.acquire_core
@@ -167,7 +167,7 @@ def test_speeds_are_those_of_calls_on_both_kinds_or_of_layers_that_are_alike(
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_the_numbers_are_those_of_plain_training(kinds: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds(1.0, 0.5, 0.5)
-    monkeypatch.setattr(first_batch, "worker_speeds", lambda *_: [1.0, 0.5, 0.5])
+    monkeypatch.setattr(planner, "worker_speeds", lambda *_: [1.0, 0.5, 0.5])
     batches = zoo.make_batches(name, 3, 8)
     plain = run("auto", zoo.make_module(name), batches)
     unequal = run(ours(num_microbatches=4, loss_weight="targets"), zoo.make_module(name), batches, devices=3)

@@ -13,7 +13,8 @@ rule that they break:
     what an earlier one left
     with rounds of one microbatch a microbatch begins a call when the one before has ended it,    [7]
     recomputations ahead excepted, and gradients go down in the order of microbatches, none up
-    microbatches that have left the plan go on when it is over, one after another, a call at a time    [8]
+    a call that the plan does not have runs in the turn of its microbatch, beside no other call   [8]
+    of its worker
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ KINDS = {
     "fused": {"forward", "backward"},
     "backward": {"recompute", "backward"},
 }
+OFF_PLAN = -1
+"""The slot of a call that the plan does not have."""
 Row = Mapping[str, Any]
 
 
@@ -39,20 +42,17 @@ def faults(report: Mapping[str, Any]) -> list[str]:
     if report["profiled"]:
         return []
     plan = Plan.parse(report["plan"])
-    slots = [slot for slot in report["slots"] if slot["round"] >= 0]
+    slots = report["slots"]
     found = list(_slots(slots, plan, report["workers"], report["microbatches"]))
     if found:
         return found  # the rest would only repeat it
     compute = sorted((r for r in report["events"] if r["kind"] in COMPUTE), key=_times)
     copies = [r for r in report["events"] if r["kind"] not in COMPUTE]
-    if others := {slot["slot"] for slot in report["slots"] if slot["round"] < 0}:
-        off_plan = [r for r in compute if r["slot"] in others]
-        found += _off_plan(off_plan, [r for r in compute if r["slot"] not in others])
-        left = {r["microbatch"] for r in off_plan}
-        compute = [r for r in compute if r["microbatch"] not in left]
-        copies = [r for r in copies if r["slot"] not in others]
+    found += _one_at_a_time(compute, report["workers"])
+    compute = [r for r in compute if r["slot"] >= 0]
+    copies = [r for r in copies if r["slot"] >= 0]
     found += _places(compute, slots, plan, report["microbatches"])
-    found += _workers(compute, slots, report["workers"])
+    found += _workers(compute, report["workers"])
     found += _microbatches_of_slots(compute)
     if plan.recompute_ahead:
         found += _recomputed_ahead([r for r in compute if r["kind"] == "recompute"], compute)
@@ -117,12 +117,20 @@ def _places(compute: Sequence[Row], slots: Sequence[Row], plan: Plan, microbatch
             yield f"{_shown(row)}: layer {row['layer']!r} was not loaded"
 
 
-def _workers(compute: Sequence[Row], slots: Sequence[Row], workers: int) -> Iterator[str]:
-    """[2]"""
+def _one_at_a_time(compute: Sequence[Row], workers: int) -> Iterator[str]:
+    """[2], [8]"""
     for worker in range(workers):
         for before, after in pairwise(r for r in compute if r["worker"] == worker):
             if after["start_s"] < before["end_s"]:
                 yield f"{_shown(after)} began on worker {worker} before the end of {_shown(before)}"
+            if after["slot"] == OFF_PLAN and before["microbatch"] != after["microbatch"]:
+                yield f"{_shown(after)} is not in the turn of its microbatch, behind {_shown(before)}"
+
+
+def _workers(compute: Sequence[Row], workers: int) -> Iterator[str]:
+    """[2]"""
+    for worker in range(workers):
+        for before, after in pairwise(r for r in compute if r["worker"] == worker):
             if after["slot"] < before["slot"]:
                 yield f"{_shown(after)} came after slot {before['slot']} on worker {worker}"
 
@@ -225,25 +233,6 @@ def _gradients(
     for slot, call in down:
         if slot != first_slots[call] and not up[slot, call]:
             yield f"slot {slot} began the sum of call {call} anew"
-
-
-def _off_plan(compute: Sequence[Row], planned: Sequence[Row]) -> Iterator[str]:
-    """[8]"""
-    for row in compute:
-        if row["start_s"] < max(r["end_s"] for r in planned):
-            yield f"{_shown(row)} began before the plan was over"
-    for before, after in pairwise(compute):
-        if after["start_s"] < before["end_s"] or after["microbatch"] < before["microbatch"]:
-            yield f"{_shown(after)} came before the end of {_shown(before)}"
-    for microbatch, rows in _by(compute, "microbatch").items():
-        kinds = [r["kind"] for r in rows]
-        forward = kinds.count("forward")
-        if kinds[:forward] != ["forward"] * forward:
-            yield f"microbatch {microbatch} ran {kinds}"
-        backward = [(r["kind"], r["call"]) for r in rows[forward:]]
-        calls = sorted({call for _, call in backward}, reverse=True)
-        if backward != [(kind, call) for call in calls for kind in ("recompute", "backward")]:
-            yield f"microbatch {microbatch} ran backward {backward}"
 
 
 def _side_by_side(compute: Sequence[Row], copies: Sequence[Row], plan: Plan) -> Iterator[str]:

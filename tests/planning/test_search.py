@@ -13,6 +13,7 @@ import pytest
 from planning.judge import Times, step_ends
 from planning.making import call, even, keeps, timed
 
+from lightning_roundpipe.engine import planner
 from lightning_roundpipe.planning import CallCost, Costs, Plan, anneal, greedy_partition, pipeline, search
 from lightning_roundpipe.planning.anneal import PlanTimer
 from lightning_roundpipe.planning.batch import Pace
@@ -30,7 +31,6 @@ from lightning_roundpipe.planning.seeds import deal, round_choices
 from lightning_roundpipe.planning.shapes import PlanShape, plan_of, sizes_of
 from lightning_roundpipe.planning.timing import Timing
 from lightning_roundpipe.planning.updates import UpdateModel
-from lightning_roundpipe.runtime.profile import first_batch
 
 PAPER = Path(__file__).parents[2] / "conf" / "cases" / "paper.json"
 CASES = {case.model: case for case in read_cases(PAPER) if case.schedule == "roundpipe"}
@@ -516,7 +516,7 @@ def test_the_search_for_a_short_step_is_within_three_percent_of_the_best(stalene
                 costs, case.workers, case.microbatches, None, staleness, host, seconds, judge=step_s,
                 judged=4,
             )
-            for seconds in (first_batch._SHORTEST_SEARCH_S, search.SEARCH_SECONDS)
+            for seconds in (planner._SHORTEST_SEARCH_S, search.SEARCH_SECONDS)
         )  # fmt: skip
         assert step_s(short) <= 1.03 * step_s(full), case.model
 

@@ -11,20 +11,33 @@ from patience import join, start
 from torch import nn
 
 from lightning_roundpipe.devices import StreamAborted
-from lightning_roundpipe.runtime.core.turns import Slot
+from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.optimizer.grad_readiness import Dropped, GradReadiness
+from lightning_roundpipe.runtime.threads.sync import CancelScope
 
 
 def buckets(count: int) -> list[ParamBucket]:
     return [ParamBucket(index, [nn.Parameter()]) for index in range(count)]
 
 
+class Layer:
+    index = 0
+
+    def __init__(self, bucket: ParamBucket) -> None:
+        self.bucket = bucket
+
+
 def slot(*held: ParamBucket, adds: tuple[ParamBucket, ...] = ()) -> Slot:
-    layers: list[Any] = [SimpleNamespace(bucket=bucket) for bucket in held]
-    sums: Any = {call: SimpleNamespace(layer=SimpleNamespace(bucket=bucket)) for call, bucket in enumerate(adds)}
-    return Slot(0, 0, 0, "backward", range(1), layers, sums, [0])
+    layers: list[Any] = [Layer(bucket) for bucket in held]
+    sums: Any = {call: SimpleNamespace(layer=Layer(bucket)) for call, bucket in enumerate(adds)}
+    return made_slot(0, layers, sums)
+
+
+def made_slot(index: int, layers: list[Any], sums: Any) -> Slot:
+    recorder: Any = None
+    return Slot(index, 0, "fused", range(5), layers, sums, [0], 0, recorder, CancelScope())
 
 
 def there(readiness: GradReadiness) -> list[int]:
@@ -49,17 +62,12 @@ def test_a_unit_comes_when_all_slots_that_hold_it_are_closed() -> None:
     assert there(readiness) == []
 
 
-class Layer:
-    def __init__(self, bucket: ParamBucket) -> None:
-        self.bucket = bucket
-
-
 def test_a_unit_comes_before_its_slot_is_closed_once_all_its_gradients_are_sent() -> None:
     """Of a unit that two layers share, those of both; of one with a layer that sends none, when the slot is closed."""
     tied, alone, frozen = buckets(3)
     layers: list[Any] = [Layer(tied), Layer(alone), Layer(frozen), Layer(tied), Layer(frozen)]
     sums: Any = {call: SimpleNamespace(layer=layers[call]) for call in (0, 1, 2, 3)}
-    first, second = (Slot(i, 0, i, "fused", range(5), layers, sums, [i]) for i in range(2))
+    first, second = (made_slot(i, layers, sums) for i in range(2))
     readiness = GradReadiness([tied, alone, frozen])
     readiness.expect([first, second])
     readiness.passed(())

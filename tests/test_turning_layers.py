@@ -1,13 +1,12 @@
-"""Layer calls that are plain in the first steps run without what they have not needed, and notice when they do.
+"""Layers that begin to do something else after some steps, and what the thread that runs them has set.
 
-A profile says that a layer only returns tensors of its own. From `LATE` on these layers do something else. Nothing
-tells the engine, so only the look at what the layer has done can show it.
+In the first steps, a layer only returns tensors of its own. From `LATE` on it does something else, of which nothing
+tells the engine.
 """
 
 from __future__ import annotations
 
 import copy
-import threading
 from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
@@ -17,19 +16,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from editions import third
-from harness import assert_same, assert_tensors_same, halves, loader, ours, quiet, run, single, trainer_of
+from harness import assert_same, assert_tensors_same, halves, loader, ours, quiet, run, trainer_of
 from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from traps import Block, Net
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices import interpreter_lease
-from lightning_roundpipe.runtime.threads.task_thread import TaskThread
+from lightning_roundpipe.engine.sync import Runner
 
 STEPS, LATE = 7, 5
-"""The recomputations of the first steps are checked, so that their calls are not plain."""
 CALLS = 5
 MICROBATCHES = 3
 
@@ -99,24 +95,13 @@ def caches_parametrizations(block: Any, x: Tensor) -> Tensor:
         return usual(block, x)
 
 
-@pytest.fixture
-def plain_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """(step, surprises) of each run of a call as a plain one. In the third edition calls are all alike."""
-    seen: list[tuple[int, bool]] = []
-    if third():
-        return seen
-    from lightning_roundpipe.runtime.core.plain_executor import PlainExecutor
+def writes_to_its_argument(block: Any, x: Tensor) -> Tensor:
+    return usual(block, x.add_(1.0))
 
-    own = PlainExecutor.run
 
-    def counted(self: PlainExecutor, *args: Any, **kwargs: Any) -> Any:
-        ran = own(self, *args, **kwargs)
-        call: Any = args[1]
-        seen.append((call.context.get(Clock.batch, Clock.step), ran.surprises))
-        return ran
-
-    monkeypatch.setattr(PlainExecutor, "run", counted)
-    return seen
+def keeps_a_graph(block: Any, x: Tensor) -> Tensor:
+    block.aux = block.other(x)
+    return usual(block, x)
 
 
 def ran(module: Steps, plan: str = "", steps: int = STEPS) -> Any:
@@ -124,31 +109,16 @@ def ran(module: Steps, plan: str = "", steps: int = STEPS) -> Any:
     return run(strategy, module, zoo.make_batches("mlp")[0], steps=steps, devices=2)
 
 
-def test_calls_are_plain_once_the_first_steps_are_checked(plain_calls: list[tuple[int, bool]]) -> None:
-    module = module_of(usual)
-    assert_same(run("auto", module, zoo.make_batches("mlp")[0], steps=STEPS), ran(module))
-    recomputed = CALLS // 2  # `halves` keeps the graphs of the others
-    by_step = Counter(step for step, _ in plain_calls)
-    assert 0 not in by_step  # the first batch learns
-    assert [by_step[step] for step in range(3, STEPS)] == [MICROBATCHES * (CALLS + recomputed)] * (STEPS - 3)
-    assert not any(surprises for _, surprises in plain_calls)
-
-
 @pytest.mark.parametrize(
     "late",
     [
-        sets_an_attribute, fills_a_list, returns_a_view_of_its_input, returns_a_view_of_its_weight,
-        caches_parametrizations,
+        sets_an_attribute, fills_a_list, returns_its_input, returns_a_view_of_its_input, returns_a_view_of_its_weight,
+        caches_parametrizations, writes_to_its_argument, keeps_a_graph,
     ],
 )  # fmt: skip
-def test_what_a_plain_layer_does_later_equals_plain_training(
-    late: Callable[[Any, Tensor], Tensor], plain_calls: list[tuple[int, bool]]
-) -> None:
+def test_what_a_layer_does_later_equals_plain_training(late: Callable[[Any, Tensor], Tensor]) -> None:
     module = module_of(late)
-    plain, other = run("auto", module, zoo.make_batches("mlp")[0], steps=STEPS), ran(module)
-    assert_same(plain, other)
-    assert third() or any(surprises for _, surprises in plain_calls)
-    assert all(step >= LATE for step, surprises in plain_calls if surprises)
+    assert_same(run("auto", module, zoo.make_batches("mlp")[0], steps=STEPS), ran(module))
 
 
 def test_an_attribute_set_later_reaches_the_users_layer() -> None:
@@ -156,18 +126,9 @@ def test_an_attribute_set_later_reaches_the_users_layer() -> None:
     assert all(isinstance(block.aux, Tensor) for block in trained.blocks)
 
 
-def writes_to_its_argument(block: Any, x: Tensor) -> Tensor:
-    return usual(block, x.add_(1.0))
-
-
 def writes_to_its_weight(block: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         block.inner.weight.add_(1.0)
-    return usual(block, x)
-
-
-def keeps_a_graph(block: Any, x: Tensor) -> Tensor:
-    block.aux = block.other(x)
     return usual(block, x)
 
 
@@ -178,18 +139,11 @@ def hides_a_tensor(block: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("late", "error"),
     [
-        (writes_to_its_argument, "wrote to its argument 0 in place, which it did not do in the first batch"),
         (writes_to_its_weight, "writes to its own parameters while it runs"),
-        (keeps_a_graph, "put a tensor that requires grad into attribute 'aux'"),
-        (returns_its_input, "returned 0 tensors where the first batch had 1"),
         (hides_a_tensor, "returns a function, in which tensors would pass the boundary"),
     ],
 )
-def test_what_a_plain_layer_may_not_do_later_is_refused(late: Callable[[Any, Tensor], Tensor], error: str) -> None:
-    if third() and late in (writes_to_its_argument, keeps_a_graph, returns_its_input):
-        module = module_of(late)
-        assert_same(run("auto", module, zoo.make_batches("mlp")[0], steps=STEPS), ran(module))
-        return
+def test_what_a_layer_may_not_do_later_is_refused(late: Callable[[Any, Tensor], Tensor], error: str) -> None:
     with pytest.raises(RoundPipeError, match=error):
         ran(module_of(late))
 
@@ -223,7 +177,7 @@ def test_a_write_to_weights_that_begins_to_change_them_is_refused(write: Callabl
         ran(module, steps=3 * LATE)  # the weights are compared when the number of writes is a power of two
 
 
-def test_user_code_may_not_write_to_an_input_that_a_plain_layer_returns_later() -> None:
+def test_user_code_may_not_write_to_an_input_that_a_layer_returns_later() -> None:
     class Net2(Net):
         def body(self, h: Tensor) -> Tensor:
             for block in self.blocks:
@@ -239,7 +193,7 @@ def test_user_code_may_not_write_to_an_input_that_a_plain_layer_returns_later() 
         ran(module)
 
 
-def test_plain_layers_take_inference_tensors(plain_calls: list[tuple[int, bool]]) -> None:
+def test_layers_take_inference_tensors() -> None:
     """They have no versions, by which other arguments show that they were written to."""
 
     class Added(Block):
@@ -258,7 +212,6 @@ def test_plain_layers_take_inference_tensors(plain_calls: list[tuple[int, bool]]
         torch.manual_seed(5)
         module = Steps(Net2(Added))
     assert_same(run("auto", module, zoo.make_batches("mlp")[0], steps=STEPS), ran(module))
-    assert third() or plain_calls
 
 
 # ----------------------------------------------------------------------------------------------------------- evaluation
@@ -291,21 +244,15 @@ def predicted(strategy: Any, late: Callable[[Any, Tensor], Tensor], inference_mo
         returns_a_view_of_its_weight, caches_parametrizations, writes_to_its_argument,
     ],
 )  # fmt: skip
-def test_evaluation_equals_plain_when_a_plain_layer_turns(
-    late: Callable[[Any, Tensor], Tensor], microbatches: int, inference_mode: bool,
-    plain_calls: list[tuple[int, bool]],
-) -> None:  # fmt: skip
+def test_evaluation_equals_plain_when_a_layer_turns(
+    late: Callable[[Any, Tensor], Tensor], microbatches: int, inference_mode: bool
+) -> None:
     plain = predicted("auto", late, inference_mode)
     other = predicted(ours(num_microbatches=microbatches, emulation={"poison": True}), late, inference_mode, devices=2)
     assert_tensors_same(plain, other)
-    if third():
-        return
-    assert {step for step, _ in plain_calls} >= {1, 2, 3, 4}  # from the second batch on
-    surprised = {step for step, surprises in plain_calls if surprises}
-    assert (not surprised) == (late is usual) and min(surprised, default=LATE) >= LATE
 
 
-def test_layers_that_fill_a_cache_are_plain_in_evaluation(plain_calls: list[tuple[int, bool]]) -> None:
+def test_layers_that_fill_a_cache_in_evaluation() -> None:
     module, prompt = zoo.make_module("llama"), torch.tensor([[3, 5, 7, 2], [4, 1, 6, 2]])
 
     class Generates(pl.LightningModule):
@@ -323,7 +270,6 @@ def test_layers_that_fill_a_cache_are_plain_in_evaluation(plain_calls: list[tupl
 
     plain, other = generated("auto"), generated(ours(), devices=2)
     assert_tensors_same(plain, other)
-    assert third() or (len(plain_calls) > 20 and not any(surprises for _, surprises in plain_calls))
 
 
 # ------------------------------------------------------------------------------------------------- the thread that runs
@@ -367,81 +313,36 @@ def draws(block: Any, x: Tensor) -> Tensor:
         return usual(block, x) + torch.rand(x.shape[-1])
 
 
-@pytest.fixture
-def threads_of_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How many plain calls ran on each kind of thread."""
-    seen: Counter[str] = Counter()
-    if third():
-        return seen
-    from lightning_roundpipe.runtime.core.plain_executor import PlainExecutor
-
-    own = PlainExecutor.run
-
-    def counted(self: PlainExecutor, *args: Any, **kwargs: Any) -> Any:
-        seen[threading.current_thread().name.rstrip("0123456789")] += 1
-        return own(self, *args, **kwargs)
-
-    monkeypatch.setattr(PlainExecutor, "run", counted)
-    return seen
-
-
 @pytest.mark.parametrize("always", [uses_a_mode, uses_a_subclass, uses_a_default_device, draws])
-def test_plain_calls_run_on_the_microbatchs_thread_as_on_one_of_their_own(
-    always: Callable[[Any, Tensor], Tensor], threads_of_calls: Counter[str]
-) -> None:
+def test_layers_have_modes_and_draws_of_their_own(always: Callable[[Any, Tensor], Tensor]) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         module = Steps(Net(type("Always", (Block,), {"forward": always})))
     assert_same(run("auto", module, zoo.make_batches("mlp")[0], steps=STEPS), ran(module))
-    assert third() or threads_of_calls["roundpipe-microbatch"] > threads_of_calls["roundpipe-worker"]
-
-
-@pytest.mark.parametrize("microbatches", [4, 16])
-def test_no_hand_off_for_each_call(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker's thread gets what belongs to a stage, and of the calls only those that find it busy with that.
-
-    Each call used to be a task of the worker's thread.
-    """
-    tasks: Counter[int] = Counter()
-    own = TaskThread.submit
-
-    def submit(self: TaskThread, function: Callable[[], Any]) -> Any:
-        tasks[Clock.step] += self.name.startswith("roundpipe-worker")
-        return own(self, function)
-
-    monkeypatch.setattr(TaskThread, "submit", submit)
-    module = module_of(usual)
-    strategy = ours(num_microbatches=microbatches, plan=single(CALLS, microbatches))
-    run(strategy, module, zoo.make_batches("mlp", 1, 2 * microbatches)[0], steps=STEPS)
-    calls = 2 * CALLS * microbatches
-    calls = 2 * CALLS * microbatches
-    assert all(tasks[step] < 12 for step in range(3, STEPS)), (tasks, calls)
 
 
 @pytest.mark.slow
 def test_more_microbatches_and_devices_take_no_more_switches_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread gives up the interpreter's lease where it waits: for its turn, for user code, in backward. Each time
-    another thread takes over. It used to be each torch operation, on several devices."""
-    acquired: Counter[int] = Counter()
-    own = interpreter_lease.acquire
+    """A thread gives up the baton where it waits for its turn, and in long computations. Another one is woken then."""
+    woken: Counter[int] = Counter()
+    own = Runner.wake
 
-    def acquire() -> None:
-        acquired[Clock.step] += 1
-        own()
+    def wake(self: Runner) -> None:
+        woken[Clock.step] += 1
+        own(self)
 
-    monkeypatch.setattr(interpreter_lease, "acquire", acquire)
+    monkeypatch.setattr(Runner, "wake", wake)
     switches = {}
     for devices, microbatches in ((1, 8), (8, 8), (8, 32)):
-        acquired.clear()
+        woken.clear()
         strategy = ours(
             num_microbatches=microbatches, plan=f"forward 0-1; fused 2-4; backward 0-1; round {microbatches}"
         )
         batches = zoo.make_batches("mlp", 1, 2 * microbatches)[0]
         run(strategy, module_of(usual), batches, steps=STEPS, devices=devices)
         calls = microbatches * (CALLS + 2 + CALLS)  # forward, recomputation and backward
-        switches[devices, microbatches] = min(acquired[step] for step in range(3, STEPS)) / calls
-    assert max(switches.values()) < 2.5, switches
-    assert switches[8, 32] < 1.2 * switches[8, 8], switches
+        switches[devices, microbatches] = min(woken[step] for step in range(3, STEPS)) / calls
+    assert 0 < max(switches.values()) < 1.0, switches
 
 
 class Surrounded(Steps):
@@ -464,14 +365,13 @@ def forbidden() -> Any:
 
 @pytest.mark.parametrize("context", [passing, forbidden, torch.autograd.graph.save_on_cpu])
 @pytest.mark.parametrize("memory", [None, "1GiB"])
-def test_hooks_on_saved_tensors_around_a_plain_call_are_not_the_layers(
-    context: Callable[[], Any], memory: str | None, threads_of_calls: Counter[str]
+def test_hooks_on_saved_tensors_around_a_call_are_not_the_layers(
+    context: Callable[[], Any], memory: str | None
 ) -> None:
-    """Plain calls run on the thread that has the hooks. `torch.utils.checkpoint` computed layers in backward there."""
+    """Calls run on the thread that has the hooks. `torch.utils.checkpoint` computed layers in backward there."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         module = type("Surrounded", (Surrounded,), {"context": staticmethod(context)})(Net(Block))
     strategy = ours(num_microbatches=MICROBATCHES, plan=halves(CALLS), emulation={"memory": memory})
     batches = zoo.make_batches("mlp")[0]
     assert_same(run("auto", module, batches, steps=STEPS), run(strategy, module, batches, steps=STEPS, devices=2))
-    assert third() or threads_of_calls["roundpipe-microbatch"]
