@@ -144,7 +144,7 @@ def test_the_peak_is_what_was_planned_with_workspaces() -> None:
         assert not held, "kept after the run"
     reports = [report for make in made if not (report := make())["profiled"]]
     assert len(reports) == 5
-    many = 2 + 4
+    many = 1 + 4  # autograd's, too
     assert reports[-1]["planned_device_bytes"] >= many * WORKSPACE
     more = WORKSPACE  # what a call needs was measured where the first thread got its own
     for report in reports:
