@@ -266,11 +266,26 @@ def test_batches_in_flight_share_uploads(layers: int, recorded: list[str]) -> No
     assert recorded.count("upload_weights") == layers * (1 + rounds)
 
 
-@pytest.mark.parametrize("options", [{"overlap": False}, {"evaluation_batches": 1}])
-def test_one_batch_at_a_time(options: Any) -> None:
-    module, batches, Busy.most = Chain(), list(torch.randn(4, 2, 4)), 0
-    found = validate(ours(layers=[Busy], **options), module, batches, 3)
-    assert Busy.most == 1
+class Counts(Chain):
+    """Counts how many batches are in their steps at once."""
+
+    running = most = 0
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        Counts.running += 1
+        Counts.most = max(Counts.most, Counts.running)
+        super().validation_step(batch, batch_idx)
+        Counts.running -= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "most"),
+    [({"overlap": False}, 3, 1), ({"evaluation_batches": 1}, 1, 1), ({"evaluation_batches": 2}, 1, 2)],
+)
+def test_as_many_batches_at_once_as_the_options_say(options: Any, devices: int, most: int) -> None:
+    module, batches, Counts.most = Counts(2), list(torch.randn(6, 2, 4)), 0
+    found = validate(ours(layers=[Busy], **options), module, batches, devices)
+    assert Counts.most == most
     assert_tensors_same(validate("auto", module, batches), found)
 
 
