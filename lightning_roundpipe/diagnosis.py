@@ -30,7 +30,7 @@ from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import paper_plan
-from lightning_roundpipe.engine.reporting.events import COMPUTE, DOWNLOADS, UPLOADS
+from lightning_roundpipe.runtime.reporting.events import COMPUTE, DOWNLOADS, UPLOADS
 
 SLOW = 1.2
 """Steps that take more than this many times what is planned are slow."""

@@ -31,7 +31,7 @@ from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.pipeline import Rules, SimulatedEvent, SimulatedRun, run_steps
-from lightning_roundpipe.engine.reporting.events import bubble_percent
+from lightning_roundpipe.runtime.reporting.events import bubble_percent
 
 _KINDS = {
     "forward": "forward",

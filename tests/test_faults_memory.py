@@ -21,7 +21,7 @@ from faulty import BATCHES, CUT, MODULE, PLANTED, explode, fail, notes
 
 from lightning_roundpipe.devices import DeviceOutOfMemory, StreamError, emulated_link, emulated_streams
 from lightning_roundpipe.devices.emulated import EmulatedDevice
-from lightning_roundpipe.runtime.core.worker import Worker
+from lightning_roundpipe.engine.worker import Worker
 
 REMEDY = "Use smaller microbatches (batches, or parts by num_microbatches), or a smaller memory_budget"
 

@@ -24,7 +24,7 @@ from lightning_roundpipe.engine import planner
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.runtime.profile.speeds import worker_speeds
-from lightning_roundpipe.engine.reporting.events import EventSource, Recorder
+from lightning_roundpipe.runtime.reporting.events import EventSource, Recorder
 
 FORWARD_S, BACKWARD_S = 0.02, 0.04
 BLOCKS = 12

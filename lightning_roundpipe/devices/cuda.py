@@ -68,7 +68,7 @@ class CudaDevice(Device):
         self.others: list[CudaStream] = []
         """The compute streams of the other GPUs."""
         self._multiplying = 0
-        """How many threads multiply matrices beside the worker's and autograd's, see `settle_libraries`."""
+        """How many threads multiply matrices beside one microbatch's and autograd's, see `settle_libraries`."""
         self._clock = EventClock(torch_device)
         self.compute: CudaStream = self._stream("compute")
         self.weights_up = self._chunked("weights_up", turn)
@@ -195,7 +195,7 @@ class CudaDevice(Device):
             return
         cuda_libraries.clear()
         for device in run:
-            device._multiplying = threads
+            device._multiplying = threads - 1
 
     # -- computing
 

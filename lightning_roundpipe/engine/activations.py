@@ -4,8 +4,9 @@
     the call runs on another worker, or is recomputed there ── it comes from the host ── [2]
     its turn is next ── it comes already, if the worker has room beside what the plan needs ── [3]
 
-The copy in [1] is made at once, so that nothing that user code or the layer writes later can reach it. Each tensor is
-saved once, however many layers take it, and comes once for neighbouring calls of a stage. Copies of one direction run
+The copy in [1] is made before the layer runs, so that nothing that user code or the layer writes later can reach it: at
+once if it goes to another worker, else in the call's turn, as those that wait for theirs would all hold one. Each tensor
+is saved once, however many layers take it, and comes once for neighbouring calls of a stage. Copies of one direction run
 in order on streams of their own; whoever reads what they write waits for their events.
 """
 
@@ -24,7 +25,7 @@ from lightning_roundpipe.devices.base import check_copy, stage
 from lightning_roundpipe.planning.crossing import tensor_bytes
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.peak_memory import INPUTS
-from lightning_roundpipe.engine.reporting.events import Recorder
+from lightning_roundpipe.runtime.reporting.events import Recorder
 
 
 class Arriving(NamedTuple):

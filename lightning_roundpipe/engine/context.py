@@ -19,7 +19,7 @@ from lightning_roundpipe.runtime.memory.host_model import HostModel
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExchange
-from lightning_roundpipe.engine.reporting.events import Recorder
+from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.threads.sync import CancelScope
 from lightning_roundpipe.runtime.user_code.module_state import SharedAttributes
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState

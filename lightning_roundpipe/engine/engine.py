@@ -41,9 +41,9 @@ from lightning_roundpipe.runtime.memory.host_model import HostModel
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExchange
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
-from lightning_roundpipe.engine.reporting.alloc_retries import Retries
-from lightning_roundpipe.engine.reporting.events import Recorder
-from lightning_roundpipe.engine.reporting.hints import Hints
+from lightning_roundpipe.runtime.reporting.alloc_retries import Retries
+from lightning_roundpipe.runtime.reporting.events import Recorder
+from lightning_roundpipe.runtime.reporting.hints import Hints
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.runtime.user_code.host_metrics import HostMetrics
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, intercepted, without_caches

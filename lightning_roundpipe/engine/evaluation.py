@@ -52,7 +52,7 @@ from lightning_roundpipe.runtime.faults.notes import remedied
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.engine.reporting.events import Recorder
+from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.threads.task_thread import Task
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, calling, intercepted
 from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode

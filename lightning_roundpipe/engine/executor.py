@@ -48,7 +48,7 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.module_buffers import BufferValue, ReplicaBuffers
 from lightning_roundpipe.runtime.memory.peak_memory import GRADIENTS, INPUTS, OUTPUTS, PeakMemoryMeter
-from lightning_roundpipe.engine.reporting.events import EventSource
+from lightning_roundpipe.runtime.reporting.events import EventSource
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Borrowing, Lender
 from lightning_roundpipe.runtime.user_code.graph_cut import Gradients, InputEdge, cut, inlet, reaches_out, run_backward
 from lightning_roundpipe.runtime.user_code.interception import Inside

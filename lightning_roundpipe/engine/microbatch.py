@@ -640,8 +640,6 @@ class Microbatch:
         planned = trace is not None and call.index < len(trace.calls) and layer.index not in self._rewritten
         position = self._step.forward_slot(self.index, call.index) if planned else None
         keeps = position is not None and self._slots[position].phase == "fused"
-        if traced.taped and not keeps:
-            call.saved = list(map(self._activations.save, given, homes))
         workers = self.context.pool.workers
         if position is not None:
             coming = self._elsewhere(call, homes, workers[self._slots[position].worker].device)
@@ -655,7 +653,10 @@ class Microbatch:
                 call.slot = self._step.on_demand("backward", call.index, layer, sums, self.index, number)
         with where as (worker, slot), worker.device.activate():
             device, bring = worker.device, self._activations.on
-            worker.bound_copies([saved.ready for saved in call.saved if saved.ready is not None], self.runner)
+            worker.wait_for_copies(self.runner)
+            if traced.taped and not keeps:
+                call.saved = [coming.get(i) or self._activations.save(t, device) for i, t in enumerate(given)]
+                worker.copying = [saved.ready for saved in call.saved if saved.ready is not None]
             inputs = [
                 bring(coming[i], device, lent=not keeps) if i in coming else Arriving(tensor, None)
                 for i, tensor in enumerate(given)
@@ -685,7 +686,7 @@ class Microbatch:
     def _elsewhere(self, call: LayerCall, homes: Sequence[Device | None], device: Device) -> dict[int, HostTensor]:
         """Return, by position, the tensors that have to come to ``device`` for a call."""
         there = [i for i, home in enumerate(homes) if home is not device]
-        return {i: call.saved[i] if call.saved else self._activations.save(call.tensors[i], homes[i]) for i in there}
+        return {i: self._activations.save(call.tensors[i], homes[i]) for i in there}
 
     # -- backward -----------------------------------------------------------------------------------------------------
 

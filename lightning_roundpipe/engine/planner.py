@@ -41,8 +41,8 @@ from lightning_roundpipe.runtime.memory.budget import (
 from lightning_roundpipe.runtime.memory.grad_buffers import GradientLayout
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer, begin_to_train
 from lightning_roundpipe.runtime.profile.speeds import worker_speeds
-from lightning_roundpipe.engine.reporting.events import Recorder
-from lightning_roundpipe.engine.reporting.hints import Hints
+from lightning_roundpipe.runtime.reporting.events import Recorder
+from lightning_roundpipe.runtime.reporting.hints import Hints
 
 WORTH_S = 0.5
 """A step that takes at least this many seconds is worth a search for a better plan, however few steps follow."""

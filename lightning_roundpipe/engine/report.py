@@ -12,7 +12,7 @@ from lightning_roundpipe.engine.step import Step
 from lightning_roundpipe.messages import gib, plural, seconds
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.memory.budget import peak_bytes
-from lightning_roundpipe.engine.reporting.events import DOWNLOADS, UPLOADS, bubble_percent, span_of
+from lightning_roundpipe.runtime.reporting.events import DOWNLOADS, UPLOADS, bubble_percent, span_of
 
 _WIDTH = 80
 

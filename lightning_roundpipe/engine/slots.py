@@ -22,7 +22,7 @@ from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.runtime.core.arenas import Place
 from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums, HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.engine.reporting.events import Recorder
+from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.threads.sync import CancelScope
 
 

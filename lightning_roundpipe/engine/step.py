@@ -35,8 +35,8 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
-from lightning_roundpipe.engine.reporting.alloc_retries import so_far
-from lightning_roundpipe.engine.reporting.events import Recorder
+from lightning_roundpipe.runtime.reporting.alloc_retries import so_far
+from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.threads.task_thread import Task
 from lightning_roundpipe.runtime.user_code.interception import Inside, current
 from lightning_roundpipe.runtime.user_code.thread_state import apply_context

@@ -16,7 +16,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.runtime.core.arenas import StageArena
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.engine.reporting.events import EventSource
+from lightning_roundpipe.runtime.reporting.events import EventSource
 
 
 class WeightUploads:

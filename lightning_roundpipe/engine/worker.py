@@ -32,7 +32,7 @@ from lightning_roundpipe.runtime.core.arenas import Arena, StageArena, address_o
 from lightning_roundpipe.runtime.core.in_flight import IN_FLIGHT, InFlight
 from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.engine.reporting.events import EventSource
+from lightning_roundpipe.runtime.reporting.events import EventSource
 from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 
 
@@ -81,8 +81,8 @@ class Worker:
         """Bytes that calls beyond the first `IN_FLIGHT` may keep alive; 0 allows no such calls."""
         self.room = Room()
         self._in_flight = InFlight()
-        self._copying: list[Event] = []
-        """The ends of the copies to the host that the last call has begun."""
+        self.copying: list[Event] = []
+        """The ends of the copies of the last call's inputs to the host."""
         self.sender = TaskThread(f"roundpipe-gradients{device.index}", device.activate)
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -244,12 +244,9 @@ class Worker:
                 event.wait()
         self.device.compute.wait(event)
 
-    def bound_copies(self, begun: list[Event], runner: Runner) -> None:
-        """Let copies of inputs that go to the host take the memory of one call at most: wait for those of the last one.
-
-        ``begun``: the ends of the present call's.
-        """
-        before, self._copying = self._copying, begun
+    def wait_for_copies(self, runner: Runner) -> None:
+        """Have the compute stream wait for the last call's copies to the host, so that one call's take memory."""
+        before, self.copying = self.copying, []
         for event in before:
             self.follow(event, runner)
 
@@ -418,7 +415,7 @@ class Worker:
     def abandon(self) -> None:
         """Reset the worker after a failure, when its thread and the device are at rest."""
         self.turns.clear()
-        self.room.taken, self._copying = 0, []
+        self.room.taken, self.copying = 0, []
         for memory in (self.planned, self.spare):
             memory.uploads.forget()
             memory.arena.abandon()

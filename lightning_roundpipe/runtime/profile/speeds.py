@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.engine.reporting.events import Recorder
+from lightning_roundpipe.runtime.reporting.events import Recorder
 
 _ALIKE = 0.05
 """Kinds that differ by less are equally fast."""

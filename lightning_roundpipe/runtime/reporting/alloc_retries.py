@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from lightning_roundpipe.devices import Device, allocator
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.engine.reporting.hints import Hints
+from lightning_roundpipe.runtime.reporting.hints import Hints
 
 SETTLING = 3
 """The first steps of a plan, whose retries are expected."""

@@ -21,7 +21,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.process_context import replaced
 from lightning_roundpipe.devices.thread_owner import context_of_thread, working
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.engine.reporting.hints import PACKED_ROWS
+from lightning_roundpipe.runtime.reporting.hints import PACKED_ROWS
 
 
 class CallContext(Protocol):
