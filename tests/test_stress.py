@@ -62,7 +62,7 @@ def cases(draw: st.DrawFn) -> Case:
         prefetch=draw(st.sampled_from([1, 1, 0])),
         emulation={
             "poison": True,
-            "delay_seed": (delays := draw(st.integers(0, 2**16))),
+            "delay_seed": draw(st.integers(0, 2**16)),
             "bandwidth": draw(st.sampled_from([None, None, 1e6])),
             "latency": draw(st.sampled_from([0.0, 0.0, 3e-4])),
         },
