@@ -160,7 +160,7 @@ class WatchGradients(pl.Callback):
 def overheard(result: Result, module: pl.LightningModule) -> Iterator[None]:
     """Copies what the optimizer takes, on its thread if it has one, without anybody who waits for it."""
     from lightning_roundpipe.precision import RoundPipePrecision
-    from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
+    from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 
     real, real_after = AsyncOptimizer._gather, RoundPipePrecision._after_closure
 

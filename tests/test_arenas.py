@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Event
 from lightning_roundpipe.devices.emulated import EmulatedDevice
+from lightning_roundpipe.memory.arenas import Place, StageArena
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.core.arenas import Place, StageArena
 
 PLAN = Plan.parse("forward 0 1 2; fused 3; backward 2 1 0; round 2")
 SHARES = (1.0, 0.6, 0.3, 0.0)

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import ReformerConfig, ReformerModelWithLMHead
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.user_code import bypassed_gradients
-from lightning_roundpipe.runtime.user_code import mode as user_code_mode
-from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
+from lightning_roundpipe.user_code import bypassed_gradients
+from lightning_roundpipe.user_code import mode as user_code_mode
+from lightning_roundpipe.user_code.mode import UserCodeMode
 
 WIDTH = zoo.WIDTH
 Between = Callable[[Any, Tensor], Tensor]

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.torch_version import TorchVersion
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.layer_calls.compiling import CompiledForwards
+from lightning_roundpipe.engine.compiling import CompiledForwards
 
 
 class Block(nn.Module):

@@ -21,7 +21,7 @@ from stress import all_reports
 from lightning_roundpipe.devices import Event
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.engine.worker import Worker
-from lightning_roundpipe.runtime.core.in_flight import IN_FLIGHT, InFlight
+from lightning_roundpipe.memory.in_flight import IN_FLIGHT, InFlight
 
 LLAMA = 6
 WORKSPACE = 4 * 1024

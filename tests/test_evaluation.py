@@ -16,7 +16,7 @@ from harness import assert_tensors_same, loader, ours, quiet, trainer_of
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices import emulated_work
-from lightning_roundpipe.runtime.reporting.events import Recorder
+from lightning_roundpipe.engine.events import Recorder
 
 UNKIND = {"poison": True, "delay_seed": 4}
 MLP = zoo.make_module("mlp").model

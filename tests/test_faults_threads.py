@@ -21,7 +21,7 @@ from patience import PATIENCE_S, join, longer_each_try, until
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.threads.task_thread import TaskThread
+from lightning_roundpipe.threads.task_thread import TaskThread
 
 # ----------------------------------------------------------------------------------------------------------------- dead
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.engine.executor import LayerCall
 from lightning_roundpipe.engine.manual import ManualMicrobatch
-from lightning_roundpipe.runtime.memory.grad_buffers import HostGradBuffers
-from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
+from lightning_roundpipe.memory.grad_buffers import HostGradBuffers
+from lightning_roundpipe.memory.host_tensor import HostTensor
 
 
 class Block(nn.Module):

@@ -14,9 +14,9 @@ import torch
 from harness import ours
 from torch import Tensor, nn
 
-from lightning_roundpipe.runtime.memory import grad_buffers
-from lightning_roundpipe.runtime.memory.grad_buffers import _Added
-from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.memory import grad_buffers
+from lightning_roundpipe.memory.grad_buffers import _Added
+from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 
 WIDTH, MICROBATCHES = 64, 4
 

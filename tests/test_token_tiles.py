@@ -22,11 +22,11 @@ from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.messages import RoundPipeWarning
-from lightning_roundpipe.runtime.layer_calls import tile_check
-from lightning_roundpipe.runtime.layer_calls.tile_check import TileVerdict, check
-from lightning_roundpipe.runtime.layer_calls.tiled_call import Adding, CallSurroundings, Layout, TiledCall
-from lightning_roundpipe.runtime.layer_calls.token_tiles import TokenTiles
-from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
+from lightning_roundpipe.tiles import tile_check
+from lightning_roundpipe.tiles.tile_check import TileVerdict, check
+from lightning_roundpipe.tiles.tiled_call import Adding, CallSurroundings, Layout, TiledCall
+from lightning_roundpipe.tiles.token_tiles import TokenTiles
+from lightning_roundpipe.user_code.thread_state import TorchThreadState
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def _train_within(tiles: Any, memory: int | None) -> Result:
 
 @pytest.mark.slow
 def test_auto_turns_tiles_on_where_a_call_does_not_fit(made: list[TokenTiles], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_roundpipe.runtime.layer_calls.token_tiles.AUTO_TILE", 64)
+    monkeypatch.setattr("lightning_roundpipe.tiles.token_tiles.AUTO_TILE", 64)
     whole = _train_within(None, None)
     with pytest.raises(torch.OutOfMemoryError):
         _train_within(None, 1_700_000)
@@ -152,7 +152,7 @@ def test_auto_turns_tiles_on_where_a_call_does_not_fit(made: list[TokenTiles], m
 @pytest.mark.slow
 def test_auto_turns_tiles_on_where_no_plan_fits(made: list[TokenTiles], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call of the first batch fits on its own, but not with what waits beside it under a plan."""
-    monkeypatch.setattr("lightning_roundpipe.runtime.layer_calls.token_tiles.AUTO_TILE", 64)
+    monkeypatch.setattr("lightning_roundpipe.tiles.token_tiles.AUTO_TILE", 64)
     monkeypatch.setattr(TokenTiles, "may_need", lambda *_: False)
     with pytest.raises(DoesNotFit):
         _train_within(None, 2_350_000)
@@ -224,7 +224,7 @@ def test_wide_modules_train_as_plain_lightning_in_tiles(made: list[TokenTiles]) 
 
 
 def test_auto_runs_what_does_not_fit_in_tiles(made: list[TokenTiles], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_roundpipe.runtime.layer_calls.token_tiles.AUTO_TILE", 8)
+    monkeypatch.setattr("lightning_roundpipe.tiles.token_tiles.AUTO_TILE", 8)
     module, batch = _Wide(), torch.randn(2, 64, 8, dtype=torch.float64)
 
     def within(tiles: Any, memory: int | None) -> Result:

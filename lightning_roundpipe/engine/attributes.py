@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.model.attributes import Contents, StateDiff, frozen, is_plain
 from lightning_roundpipe.model.replica import Replica
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.user_code.module_state import Holder, observe
+from lightning_roundpipe.user_code.module_state import Holder, observe
 
 _CONTAINERS = (list, dict, set, deque)
 _MODULE = frozenset(nn.Module().__dict__)

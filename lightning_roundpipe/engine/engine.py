@@ -16,10 +16,14 @@ from lightning_roundpipe.batches.logs import LogRecorder
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.engine.alloc_retries import Retries
 from lightning_roundpipe.engine.attributes import LayerAttributes
+from lightning_roundpipe.engine.compiling import forwards_of
 from lightning_roundpipe.engine.context import Context, Learned
 from lightning_roundpipe.engine.evaluation import Evaluations
+from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.executor import Executor
+from lightning_roundpipe.engine.hints import Hints
 from lightning_roundpipe.engine.manual import ManualStep
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.planner import Planner, rates_of
@@ -28,27 +32,23 @@ from lightning_roundpipe.engine.process_state import USER_CODE, changes
 from lightning_roundpipe.engine.randomness import CallerRandomState, Randomness
 from lightning_roundpipe.engine.report import Report, report_of
 from lightning_roundpipe.engine.step import Step
+from lightning_roundpipe.faults.interrupts import interrupts_allowed, interrupts_deferred
+from lightning_roundpipe.faults.notes import remedied
 from lightning_roundpipe.machines.peers import Peers
+from lightning_roundpipe.memory.budget import layers_that_fit
+from lightning_roundpipe.memory.dtypes import Formats
+from lightning_roundpipe.memory.grad_buffers import GradientMemory, Reduction
+from lightning_roundpipe.memory.host_model import HostModel
 from lightning_roundpipe.model.structure import Structure
-from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed, interrupts_deferred
-from lightning_roundpipe.runtime.faults.notes import remedied
-from lightning_roundpipe.runtime.layer_calls.compiling import forwards_of
-from lightning_roundpipe.runtime.layer_calls.token_tiles import TokenTiles
-from lightning_roundpipe.runtime.memory.budget import layers_that_fit
-from lightning_roundpipe.runtime.memory.dtypes import Formats
-from lightning_roundpipe.runtime.memory.grad_buffers import GradientMemory, Reduction
-from lightning_roundpipe.runtime.memory.host_model import HostModel
-from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
-from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExchange
-from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
-from lightning_roundpipe.runtime.reporting.alloc_retries import Retries
-from lightning_roundpipe.runtime.reporting.events import Recorder
-from lightning_roundpipe.runtime.reporting.hints import Hints
-from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
-from lightning_roundpipe.runtime.user_code.host_metrics import HostMetrics
-from lightning_roundpipe.runtime.user_code.interception import Interceptor, intercepted, without_caches
-from lightning_roundpipe.runtime.user_code.module_state import AttributeView, SharedAttributes, observed_writes
-from lightning_roundpipe.runtime.user_code.thread_state import thread_locals_of
+from lightning_roundpipe.tiles.token_tiles import TokenTiles
+from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.gradient_exchange import GradientExchange
+from lightning_roundpipe.updates.loss_handle import StepGradients
+from lightning_roundpipe.user_code.bypassed_gradients import Accumulators
+from lightning_roundpipe.user_code.host_metrics import HostMetrics
+from lightning_roundpipe.user_code.interception import Interceptor, intercepted, without_caches
+from lightning_roundpipe.user_code.module_state import AttributeView, SharedAttributes, observed_writes
+from lightning_roundpipe.user_code.thread_state import thread_locals_of
 
 
 @dataclass

@@ -38,27 +38,27 @@ from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.arguments import collect, is_box
 from lightning_roundpipe.engine.context import Context, StepSpec
+from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.executor import LayerCall, Run
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.randomness import CallerRandomState
 from lightning_roundpipe.engine.slots import Slot
+from lightning_roundpipe.engine.surrounding_modes import Surroundings
 from lightning_roundpipe.engine.sync import Cancelled, CancelScope, Runner, Signal
 from lightning_roundpipe.engine.trace import Trace, TracedCall
+from lightning_roundpipe.faults.interrupts import interrupts_deferred
+from lightning_roundpipe.faults.notes import remedied
+from lightning_roundpipe.memory.grad_buffers import HostGradSums
+from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.forward_plan import ForwardPlan, plan_forward
 from lightning_roundpipe.planning.memory import BESIDE
-from lightning_roundpipe.runtime.faults.interrupts import interrupts_deferred
-from lightning_roundpipe.runtime.faults.notes import remedied
-from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
-from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.reporting.events import Recorder
-from lightning_roundpipe.runtime.threads.task_thread import Task
-from lightning_roundpipe.runtime.user_code.interception import Interceptor, calling, intercepted
-from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode
-from lightning_roundpipe.runtime.user_code.module_state import AttributeView, SharedAttributes, observed_writes
-from lightning_roundpipe.runtime.user_code.thread_state import apply_context
-from lightning_roundpipe.runtime.user_code.writes import IN_PLACE
+from lightning_roundpipe.threads.task_thread import Task
+from lightning_roundpipe.user_code.interception import Interceptor, calling, intercepted
+from lightning_roundpipe.user_code.mode import DATA, UserCodeMode
+from lightning_roundpipe.user_code.module_state import AttributeView, SharedAttributes, observed_writes
+from lightning_roundpipe.user_code.thread_state import apply_context
+from lightning_roundpipe.user_code.writes import IN_PLACE
 
 
 class Kind(NamedTuple):

@@ -24,6 +24,9 @@ from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.engine.activations import Arriving
 from lightning_roundpipe.engine.arguments import Arguments, Substitution, collect
 from lightning_roundpipe.engine.attributes import LayerWrites
+from lightning_roundpipe.engine.compiling import LayerCompiler
+from lightning_roundpipe.engine.events import EventSource
+from lightning_roundpipe.engine.output_collectors import collecting
 from lightning_roundpipe.engine.process_state import changes
 from lightning_roundpipe.engine.randomness import Randomness, Seed
 from lightning_roundpipe.engine.shared_memory import sharing
@@ -31,28 +34,25 @@ from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import Baton, Runner
 from lightning_roundpipe.engine.trace import TracedCall
 from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.faults.notes import FaultPlace, noted
+from lightning_roundpipe.memory.arenas import address_of
+from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.memory.host_tensor import HostTensor
+from lightning_roundpipe.memory.module_buffers import BufferValue, ReplicaBuffers
+from lightning_roundpipe.memory.peak_memory import GRADIENTS, INPUTS, OUTPUTS, PeakMemoryMeter
 from lightning_roundpipe.model.attributes import Contents, StateDiff
 from lightning_roundpipe.model.cast_weights import CastWatcher
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.planning.profile import Hardware
-from lightning_roundpipe.runtime.core.arenas import address_of
-from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
-from lightning_roundpipe.runtime.layer_calls.compiling import LayerCompiler
-from lightning_roundpipe.runtime.layer_calls.output_collectors import collecting
-from lightning_roundpipe.runtime.layer_calls.tile_check import refuse_random
-from lightning_roundpipe.runtime.layer_calls.tiled_call import CallSurroundings
-from lightning_roundpipe.runtime.layer_calls.token_tiles import TokenTiles
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
-from lightning_roundpipe.runtime.memory.module_buffers import BufferValue, ReplicaBuffers
-from lightning_roundpipe.runtime.memory.peak_memory import GRADIENTS, INPUTS, OUTPUTS, PeakMemoryMeter
-from lightning_roundpipe.runtime.reporting.events import EventSource
-from lightning_roundpipe.runtime.user_code.bypassed_gradients import Borrowing, Lender
-from lightning_roundpipe.runtime.user_code.graph_cut import Gradients, InputEdge, cut, inlet, reaches_out, run_backward
-from lightning_roundpipe.runtime.user_code.interception import Inside
-from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
+from lightning_roundpipe.tiles.tile_check import refuse_random
+from lightning_roundpipe.tiles.tiled_call import CallSurroundings
+from lightning_roundpipe.tiles.token_tiles import TokenTiles
+from lightning_roundpipe.user_code.bypassed_gradients import Borrowing, Lender
+from lightning_roundpipe.user_code.graph_cut import Gradients, InputEdge, cut, inlet, reaches_out, run_backward
+from lightning_roundpipe.user_code.interception import Inside
+from lightning_roundpipe.user_code.thread_state import TorchThreadState
 
 T = TypeVar("T")
 LONG_S = 3e-4

@@ -35,20 +35,20 @@ from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.executor import LayerCall
+from lightning_roundpipe.engine.loss_seeds import filled_like, seed_of
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.randomness import CallerRandomState
 from lightning_roundpipe.engine.step import Step
-from lightning_roundpipe.runtime.core.loss_seeds import filled_like, seed_of
-from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
-from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
-from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
-from lightning_roundpipe.runtime.user_code.interception import calling
-from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode
-from lightning_roundpipe.runtime.user_code.module_state import observed_writes
-from lightning_roundpipe.runtime.user_code.stand_ins import Proxies
-from lightning_roundpipe.runtime.user_code.thread_state import apply_context
+from lightning_roundpipe.engine.surrounding_modes import Surroundings
+from lightning_roundpipe.memory.grad_buffers import HostGradSums
+from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.loss_handle import StepGradients
+from lightning_roundpipe.user_code.interception import calling
+from lightning_roundpipe.user_code.mode import DATA, UserCodeMode
+from lightning_roundpipe.user_code.module_state import observed_writes
+from lightning_roundpipe.user_code.stand_ins import Proxies
+from lightning_roundpipe.user_code.thread_state import apply_context
 
 
 class ManualStep(Step):

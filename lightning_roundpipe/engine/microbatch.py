@@ -31,33 +31,33 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.engine.activations import Activations, Arriving
 from lightning_roundpipe.engine.arguments import Arguments, collect
+from lightning_roundpipe.engine.caller_modes import without_caller_modes
 from lightning_roundpipe.engine.context import Context, StepSpec
 from lightning_roundpipe.engine.executor import LayerCall
+from lightning_roundpipe.engine.loss_seeds import filled_like, seed_of
 from lightning_roundpipe.engine.measured import MeasuredMemory
+from lightning_roundpipe.engine.output_collectors import hand_over
 from lightning_roundpipe.engine.randomness import USER_CODE, Seed
 from lightning_roundpipe.engine.repeated_calls import connected, repeated
 from lightning_roundpipe.engine.shared_memory import SharedOutputs
 from lightning_roundpipe.engine.slots import Slot
+from lightning_roundpipe.engine.surrounding_modes import Surroundings
 from lightning_roundpipe.engine.sync import Cancelled, GivenUp, Runner, Signal, Trail
 from lightning_roundpipe.engine.trace import Trace, TracedCall
 from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.faults.notes import FaultPlace, noted
+from lightning_roundpipe.memory.grad_buffers import HostGradSums
+from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.memory.host_tensor import HostTensor
+from lightning_roundpipe.memory.param_buckets import ParamBucket
+from lightning_roundpipe.memory.version_waits import Versioned
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.crossing import storage_bytes
-from lightning_roundpipe.runtime.core.loss_seeds import filled_like, seed_of
-from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
-from lightning_roundpipe.runtime.layer_calls.output_collectors import hand_over
-from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
-from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
-from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
-from lightning_roundpipe.runtime.memory.version_waits import Versioned
-from lightning_roundpipe.runtime.threads.caller_modes import without_caller_modes
-from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
-from lightning_roundpipe.runtime.user_code.graph_cut import InputEdge, Part, run_backward
-from lightning_roundpipe.runtime.user_code.interception import Inside, calling
-from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
-from lightning_roundpipe.runtime.user_code.module_state import AttributeView, observe
+from lightning_roundpipe.user_code.bypassed_gradients import Accumulators
+from lightning_roundpipe.user_code.graph_cut import InputEdge, Part, run_backward
+from lightning_roundpipe.user_code.interception import Inside, calling
+from lightning_roundpipe.user_code.mode import UserCodeMode
+from lightning_roundpipe.user_code.module_state import AttributeView, observe
 
 
 class StepOfMicrobatch(Protocol):

@@ -17,13 +17,13 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.sync import Baton, Runner, Signal
+from lightning_roundpipe.memory.arenas import Place
+from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, HostGradSums
+from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.planning.costs import Phase
-from lightning_roundpipe.runtime.core.arenas import Place
-from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums, HostGradSums
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.reporting.events import Recorder
-from lightning_roundpipe.runtime.threads.sync import CancelScope
+from lightning_roundpipe.threads.sync import CancelScope
 
 
 class Slot:

@@ -22,24 +22,24 @@ from lightning_roundpipe.batches.logs import LogRecorder, recorded_logs
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.waiter import Waiter
+from lightning_roundpipe.engine.alloc_retries import so_far
 from lightning_roundpipe.engine.context import Context, StepSpec
+from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import CancelScope, Runner
 from lightning_roundpipe.engine.trace import Trace
+from lightning_roundpipe.faults.notes import add_waiting_note
+from lightning_roundpipe.memory.grad_buffers import HostGradSums
+from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.schedule import Plan, Stage
-from lightning_roundpipe.runtime.faults.notes import add_waiting_note
-from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
-from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
-from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
-from lightning_roundpipe.runtime.reporting.alloc_retries import so_far
-from lightning_roundpipe.runtime.reporting.events import Recorder
-from lightning_roundpipe.runtime.threads.task_thread import Task
-from lightning_roundpipe.runtime.user_code.interception import Inside, current
-from lightning_roundpipe.runtime.user_code.thread_state import apply_context
+from lightning_roundpipe.threads.task_thread import Task
+from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.grad_readiness import GradReadiness
+from lightning_roundpipe.updates.loss_handle import StepGradients
+from lightning_roundpipe.user_code.interception import Inside, current
+from lightning_roundpipe.user_code.thread_state import apply_context
 
 _ALONE = 1_000_000
 """Added to the uses of a layer by calls that the plan does not have, for each microbatch: their sums are apart."""

@@ -22,18 +22,18 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.activations import Room
+from lightning_roundpipe.engine.events import EventSource
 from lightning_roundpipe.engine.slots import Slot, Turns
 from lightning_roundpipe.engine.sync import Baton, GivenUp, Runner, Signal
 from lightning_roundpipe.engine.uploads import WeightUploads
+from lightning_roundpipe.memory.arenas import Arena, StageArena, address_of
+from lightning_roundpipe.memory.grad_buffers import DeviceGradSums
+from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.memory.in_flight import IN_FLIGHT, InFlight
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.model.rounded import RoundedWeight
 from lightning_roundpipe.planning.memory import Reserved
-from lightning_roundpipe.runtime.core.arenas import Arena, StageArena, address_of
-from lightning_roundpipe.runtime.core.in_flight import IN_FLIGHT, InFlight
-from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.reporting.events import EventSource
-from lightning_roundpipe.runtime.threads.task_thread import TaskThread
+from lightning_roundpipe.threads.task_thread import TaskThread
 
 
 class Memory:

@@ -18,7 +18,7 @@ from lightning_roundpipe.devices import DeviceOutOfMemory, StreamAborted, cuda, 
 from lightning_roundpipe.devices.base import Stream
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
-from lightning_roundpipe.runtime.core.in_flight import IN_FLIGHT
+from lightning_roundpipe.memory.in_flight import IN_FLIGHT
 from lightning_roundpipe.runtime.core.worker import Worker
 
 NEAR_S = 10.0

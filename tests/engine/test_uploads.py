@@ -12,11 +12,11 @@ from patience import PATIENCE_S
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import make_devices
+from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import Baton, CancelScope, Runner
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.planning.memory import Reserved
-from lightning_roundpipe.runtime.reporting.events import Recorder
 
 KIB = 1024
 pytestmark = pytest.mark.timeout(4 * PATIENCE_S)

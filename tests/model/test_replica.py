@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.model.attributes import ModuleState
 from lightning_roundpipe.model.replica import Replica, parameter_places, unique_parameters
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.user_code.interception import Interceptor
+from lightning_roundpipe.user_code.interception import Interceptor
 
 CPU = torch.device("cpu")
 

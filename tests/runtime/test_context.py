@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
+from lightning_roundpipe.user_code.thread_state import TorchThreadState
 
 
 def modes() -> tuple[bool, bool, bool, torch.dtype]:

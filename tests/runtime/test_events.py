@@ -9,7 +9,7 @@ import torch
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Device, Event, make_devices
-from lightning_roundpipe.runtime.reporting.events import UPLOADS, EventSource, Recorder, bubble_percent
+from lightning_roundpipe.engine.events import UPLOADS, EventSource, Recorder, bubble_percent
 
 
 class At(Event):

@@ -12,10 +12,10 @@ from torch import nn
 
 from lightning_roundpipe.devices import StreamAborted
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
-from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
-from lightning_roundpipe.runtime.optimizer.grad_readiness import Dropped, GradReadiness
-from lightning_roundpipe.runtime.threads.sync import CancelScope
+from lightning_roundpipe.memory.param_buckets import ParamBucket
+from lightning_roundpipe.threads.sync import CancelScope
+from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.grad_readiness import Dropped, GradReadiness
 
 
 def buckets(count: int) -> list[ParamBucket]:
@@ -181,7 +181,7 @@ def test_what_has_failed_does_not_come() -> None:
 
 
 def test_small_units_are_stepped_together_and_the_first_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_roundpipe.runtime.optimizer import async_optimizer as module
+    from lightning_roundpipe.updates import async_optimizer as module
 
     sizes = [10, 10, 30, 5, 5, 5]
     made = [

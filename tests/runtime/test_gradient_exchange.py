@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from lightning_roundpipe.batches.weights import Contribution
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.machines.peers import GRADIENTS, WEIGHTS, Peers
-from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
-from lightning_roundpipe.runtime.optimizer import gradient_exchange
-from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExchange
+from lightning_roundpipe.memory.param_buckets import ParamBucket
+from lightning_roundpipe.updates import gradient_exchange
+from lightning_roundpipe.updates.gradient_exchange import GradientExchange
 
 MACHINES = 2
 

@@ -61,7 +61,7 @@ def test_checkpointing_is_switched_off_and_on_again(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_false_that_notes_being_asked() -> None:
-    from lightning_roundpipe.runtime.user_code.interception import without_caches
+    from lightning_roundpipe.user_code.interception import without_caches
 
     model = zoo.make_module("llama").model
     with without_caches(model) as switched_off:

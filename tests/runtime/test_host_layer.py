@@ -12,9 +12,9 @@ from torch import nn
 
 from lightning_roundpipe.config import Emulation, RoundPipeError
 from lightning_roundpipe.devices import Device, make_devices
-from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums, HostGradBuffers, Reduction
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer, make_buckets
-from lightning_roundpipe.runtime.threads.task_thread import TaskThread
+from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, HostGradBuffers, Reduction
+from lightning_roundpipe.memory.host_layer import HostLayer, make_buckets
+from lightning_roundpipe.threads.task_thread import TaskThread
 
 
 def no_thread(worker: int) -> TaskThread:

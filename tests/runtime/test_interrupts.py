@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from patience import PATIENCE_S
 
-from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed, interrupts_deferred
+from lightning_roundpipe.faults.interrupts import interrupts_allowed, interrupts_deferred
 
 
 def press() -> None:

@@ -16,11 +16,11 @@ from torch import nn
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.emulated import EmulatedDevice
+from lightning_roundpipe.memory import mapped_files
+from lightning_roundpipe.memory.dtypes import Formats
+from lightning_roundpipe.memory.host_layer import HostLayer, begin_to_train, host_layers
+from lightning_roundpipe.memory.mapped_files import mapped_weights
 from lightning_roundpipe.model.loading import from_config, from_folder
-from lightning_roundpipe.runtime.memory import mapped_files
-from lightning_roundpipe.runtime.memory.dtypes import Formats
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer, begin_to_train, host_layers
-from lightning_roundpipe.runtime.memory.mapped_files import mapped_weights
 
 LOW = Formats(torch.bfloat16)
 

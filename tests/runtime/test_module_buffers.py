@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.memory.module_buffers import BufferValue, HostBuffers, ReplicaBuffers
 from lightning_roundpipe.model.replica import Replica
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.memory.module_buffers import BufferValue, HostBuffers, ReplicaBuffers
-from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
+from lightning_roundpipe.user_code.mode import UserCodeMode
 
 
 class Counting(nn.Module):

@@ -18,11 +18,11 @@ from without import take_out
 from lightning_roundpipe.config import Emulation, RoundPipeError
 from lightning_roundpipe.devices import Device, make_devices
 from lightning_roundpipe.devices.errors import StreamError
-from lightning_roundpipe.runtime.memory import grad_buffers
-from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums, HostGradBuffers, Reduction
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.threads.sync import CancelScope
-from lightning_roundpipe.runtime.threads.task_thread import TaskThread
+from lightning_roundpipe.memory import grad_buffers
+from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, HostGradBuffers, Reduction
+from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.threads.sync import CancelScope
+from lightning_roundpipe.threads.task_thread import TaskThread
 
 
 @pytest.fixture
@@ -103,9 +103,9 @@ def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(
 
 
 WAITS = [
-    ("runtime.memory.grad_buffers:_Added.after", "landed.wait()"),
-    ("runtime.memory.grad_buffers:HostGradSums._wait_for", "part.wait()"),
-    ("runtime.memory.grad_buffers:HostGradSums.land", "before[part].wait()"),
+    ("memory.grad_buffers:_Added.after", "landed.wait()"),
+    ("memory.grad_buffers:HostGradSums._wait_for", "part.wait()"),
+    ("memory.grad_buffers:HostGradSums.land", "before[part].wait()"),
 ]
 
 

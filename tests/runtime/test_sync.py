@@ -13,7 +13,7 @@ import pytest
 from patience import PATIENCE_S, join, start, until
 
 from lightning_roundpipe.devices.waiter import Waiter
-from lightning_roundpipe.runtime.threads.sync import Cancelled, CancelScope, UserLock
+from lightning_roundpipe.threads.sync import Cancelled, CancelScope, UserLock
 
 # ------------------------------------------------------------------------------------------------------------- failures
 

@@ -12,7 +12,7 @@ import pytest
 from patience import join, start, until
 
 from lightning_roundpipe.devices.thread_owner import Behalf, _stash
-from lightning_roundpipe.runtime.threads.task_thread import TaskThread
+from lightning_roundpipe.threads.task_thread import TaskThread
 
 
 @pytest.fixture

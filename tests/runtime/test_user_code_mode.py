@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.batches.weights import TargetCounts
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.user_code import host_to_device
-from lightning_roundpipe.runtime.user_code import mode as user_code_mode
-from lightning_roundpipe.runtime.user_code.bypassed_gradients import functions_given_stand_ins
-from lightning_roundpipe.runtime.user_code.host_to_device import _is_plain, _parse_move
-from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
-from lightning_roundpipe.runtime.user_code.waits import waits
+from lightning_roundpipe.user_code import host_to_device
+from lightning_roundpipe.user_code import mode as user_code_mode
+from lightning_roundpipe.user_code.bypassed_gradients import functions_given_stand_ins
+from lightning_roundpipe.user_code.host_to_device import _is_plain, _parse_move
+from lightning_roundpipe.user_code.mode import UserCodeMode
+from lightning_roundpipe.user_code.waits import waits
 
 
 def mode(*masters: nn.Parameter, accelerator: str | None = None, devices: Any = ()) -> UserCodeMode:

@@ -177,7 +177,7 @@ WAITS = {
         "runtime.core.worker:Worker._send",
         "stream.wait(end)",
     ),
-    "gradients before they are used": ("runtime.memory.grad_buffers:HostGradSums.take", "self.wait()"),
+    "gradients before they are used": ("memory.grad_buffers:HostGradSums.take", "self.wait()"),
     "copies before their memory goes": ("devices.cuda_streams:CudaStream.copy", "self.keep(to, of)"),
     "a call before what was brought for it goes": (
         "runtime.core.activation_store:ActivationStore._drop",
