@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import harness
 import pytest
 import torch
@@ -99,13 +101,48 @@ class NormedTwice(nn.Module):
         super().__init__()
         self.stem = nn.Linear(8, zoo.WIDTH)
         self.norm = nn.BatchNorm1d(zoo.WIDTH)
-        self.block = zoo.ResidualBlock(zoo.WIDTH)
+        self.block = SlowBlock(zoo.WIDTH)
         self.head = nn.Linear(zoo.WIDTH, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.stem(x.flatten(0, 1)))
         h = self.norm(self.block(h))
         return self.head(h).view(*x.shape[:2], -1).mean(1)
+
+
+class SlowBlock(zoo.ResidualBlock):
+    def forward(self, h: Tensor) -> Tensor:
+        time.sleep(0.003)
+        return super().forward(h)
+
+
+class NormedHead(zoo.MLP):
+    """Blocks are left out in front of a layer with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SlowBlock(zoo.WIDTH) for _ in range(4))
+        self.norm = nn.BatchNorm1d(zoo.WIDTH)
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:  # type: ignore[override]
+        h = self.stem(x)
+        for block, wanted in zip(self.blocks, keep[0], strict=True):
+            if wanted:
+                h = block(h)
+        return self.head(self.norm(h))
+
+
+def test_statistics_come_in_order_where_rounds_run_side_by_side() -> None:
+    """The last microbatch leaves out the layers that hold up the one before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        module = zoo.Voting(NormedHead())
+    everything = [[0, 1, 2, 3]] * 3
+    batches = _batches(everything, [[0, 1, 2, 3], [0], []], everything)
+    layers = ["Linear", "BatchNorm1d", "SlowBlock"]
+    options = {"num_microbatches": 3, "layers": layers, "plan": harness.single(7, 1), "loss_weight": lambda _: 2.0}
+    one, other = (run(ours(**options), module, batches, devices=devices) for devices in (1, 3))
+    assert_identical(one, other)
 
 
 def test_statistics_of_a_layer_that_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +155,7 @@ def test_statistics_of_a_layer_that_is_used_twice(monkeypatch: pytest.MonkeyPatc
         module = zoo.PlainClassifier(NormedTwice())
     batches = zoo.make_batches("batch_norm")
     expected = by_hand(module, batches, 3)
-    layers = ["Linear", "BatchNorm1d", "ResidualBlock"]
+    layers = ["Linear", "BatchNorm1d", "SlowBlock"]
     for plan in (None, harness.single(5)):
         assert_same(expected, run(ours(num_microbatches=3, layers=layers, plan=plan), module, batches, devices=2))
     assert sum("microbatches run one after another" in text for text in texts) == 1

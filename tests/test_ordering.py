@@ -104,6 +104,10 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "no recomputation": (lambda r, e: e.remove(find(e, kind="recompute", slot=2)), "ran backward"),
     "no forward": (lambda r, e: e.remove(find(e, kind="forward", slot=0)), "of forward [1]"),
     "another backward": (lambda r, e: e.remove(find(e, kind="backward", slot=5)), "microbatch 1 ran"),
+    "a call outside of the plan in another's turn": (
+        lambda r, e: e.append(find(e, kind="recompute", slot=2) | {"slot": -1, "microbatch": 1, "start_s": 7.5}),
+        "in slot -1 is in the turn of backward of call 0 for microbatch 0 in slot 2",
+    ),
     "no weights": (lambda r, e: e.remove(find(e, kind="upload_weights", slot=3)), "uploaded 'layer0' 0 times"),
     "late weights": (lambda r, e: move(find(e, kind="upload_weights", slot=3), 99.0), "before its weights were there"),
     "weights over a running slot": (
@@ -135,7 +139,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 SUMS = ("gradients leave", "a sum")
 """How damages to sums begin, which rounds in turn hand on."""
 BESIDE: dict[str, tuple[Damage, str]] = {
-    "overtaken": (lambda r, e: move(find(e, kind="forward", slot=0), 99.0), "overtook"),
     "a gradient goes up": (
         lambda r, e: e.append(find(e, kind="download_gradients", slot=2) | {"kind": "upload_gradients"}),
         "gradients went up",

@@ -11,8 +11,7 @@ rule that they break:
     a call runs when its weights are there, and they lie in an arena that its last user has left [5]
     a call's gradients leave when its slot is done with the call, and a later round starts from   [6]
     what an earlier one left
-    with rounds of one microbatch a microbatch begins a call when the one before has ended it,    [7]
-    recomputations ahead excepted, and gradients go down in the order of microbatches, none up
+    with rounds of one microbatch gradients go down in the order of microbatches, and none up     [7]
     a call that the plan does not have runs in the turn of its microbatch, beside no other call   [8]
     of its worker
 """
@@ -61,7 +60,7 @@ def faults(report: Mapping[str, Any]) -> list[str]:
         found += _calls_of_microbatches(compute, slots)
     found += _weights(compute, copies, slots, report["workers"])
     if plan.side_by_side(report["workers"], report["microbatches"]):
-        found += _side_by_side(compute, copies, plan)
+        found += _side_by_side(copies)
     else:
         found += _gradients(compute, copies, slots, plan, report["workers"])
     return found
@@ -120,11 +119,21 @@ def _places(compute: Sequence[Row], slots: Sequence[Row], plan: Plan, microbatch
 def _one_at_a_time(compute: Sequence[Row], workers: int) -> Iterator[str]:
     """[2], [8]"""
     for worker in range(workers):
-        for before, after in pairwise(r for r in compute if r["worker"] == worker):
+        mine = [r for r in compute if r["worker"] == worker]
+        for before, after in pairwise(mine):
             if after["start_s"] < before["end_s"]:
                 yield f"{_shown(after)} began on worker {worker} before the end of {_shown(before)}"
-            if after["slot"] == OFF_PLAN and before["microbatch"] != after["microbatch"]:
-                yield f"{_shown(after)} is not in the turn of its microbatch, behind {_shown(before)}"
+        turn: tuple[int, int] | None = None
+        between: list[Row] = []
+        for row in mine:
+            if row["slot"] == OFF_PLAN:
+                between.append(row)
+                continue
+            if turn == (row["slot"], row["microbatch"]):
+                for other in between:
+                    if other["microbatch"] != row["microbatch"]:
+                        yield f"{_shown(other)} is in the turn of {_shown(row)}"
+            turn, between = (row["slot"], row["microbatch"]), []
 
 
 def _workers(compute: Sequence[Row], workers: int) -> Iterator[str]:
@@ -235,20 +244,8 @@ def _gradients(
             yield f"slot {slot} began the sum of call {call} anew"
 
 
-def _side_by_side(compute: Sequence[Row], copies: Sequence[Row], plan: Plan) -> Iterator[str]:
+def _side_by_side(copies: Sequence[Row]) -> Iterator[str]:
     """[7]"""
-    last = 2 * plan.fused.last + 1
-    begins: dict[tuple[int, int], float] = {}
-    ends: dict[tuple[int, int], float] = {}
-    for row in compute:
-        if row["kind"] == "recompute" and plan.recompute_ahead:
-            continue  # its inputs are there, and no other microbatch sees it
-        key = row["microbatch"], row["call"] if row["kind"] == "forward" else last - row["call"]
-        begins.setdefault(key, row["start_s"])
-        ends[key] = row["end_s"]
-    for (microbatch, at), start in begins.items():
-        if any(start < end for (m, p), end in ends.items() if m == microbatch - 1 and p <= at):
-            yield f"microbatch {microbatch} overtook the one before at place {at}"
     if any(r["kind"] == "upload_gradients" for r in copies):
         yield "gradients went up, though rounds run side by side"
     for call, rows in _by([r for r in copies if r["kind"] == "download_gradients"], "call").items():

@@ -339,6 +339,11 @@ class Microbatch:
         if activated is not None:
             activated.__exit__(None, None, None)
 
+    def _leave_sections(self) -> None:
+        """Let the first microbatch of the next round follow, but not into buffers that a later call still changes."""
+        held = self._step.trace.held if self._step.trace is not None else []
+        self.trail.leave(min([self._next, *(first for first, last in held if first < self._next <= last)]))
+
     def _read_master(self, master: nn.Parameter) -> Tensor:
         """Return the values of a master that this step computes with."""
         bucket, spec = self.context.model.bucket_of[id(master)], self._step.spec
@@ -546,11 +551,13 @@ class Microbatch:
             call, traced = self._prepare(layer, args, kwargs, again)
             given = call.tensors
             self._leave_user_code()
+            if self.follows is not None and again is None:  # where it leaves layers out that the other one calls
+                self._baton.wait(self.runner, functools.partial(self.follows.behind, self._next - 1))
             self.begun.set()
             result, run = self._forward(call, traced)
             layer.sets_attributes |= bool(run.written) or run.fills_attributes
             self._last = f"after layer {layer.name!r}"
-            self.trail.leave(self._next)
+            self._leave_sections()
             if self._memory is not None and again is None:
                 outputs: list[Tensor] = []
                 collect(result, set(), outputs)
@@ -630,7 +637,7 @@ class Microbatch:
         if found is not None:
             self._next = found + 1
             if not layer.mutable_buffers:  # else it is left behind the call, whose buffers the next one finds
-                self.trail.leave(self._next)
+                self._leave_sections()
         call.index = found if found is not None else len(trace.calls) + len(self.made.calls)
         return call, traced
 

@@ -276,5 +276,5 @@ def _torn(plan: Plan, trace: Trace) -> str:
     for layer in {call.layer.index: call.layer for call in trace.calls}.values():
         if len({stages[i].first for i, call in enumerate(trace.calls) if call.layer is layer}) > 1:
             for module, name in layer.mutable_buffers.values():
-                return f"buffer {name!r} of {type(module).__name__}"
+                return f"buffer {name!r} of {type(module).__name__} in {layer.title}"
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -95,6 +96,18 @@ class Trace:
             (i for i in range(start, len(self.calls)) if self.calls[i].layer is layer and self.calls[i].taped is taped),
             None,
         )
+
+    @functools.cached_property
+    def held(self) -> list[tuple[int, int]]:
+        """First and last call of each layer that changes buffers in several calls.
+
+        The next microbatch comes behind the last one: what is in the buffers depends on the order of calls.
+        """
+        positions: dict[HostLayer, list[int]] = {}
+        for index, call in enumerate(self.calls):
+            if call.layer.mutable_buffers:
+                positions.setdefault(call.layer, []).append(index)
+        return [(mine[0], mine[-1]) for mine in positions.values() if len(mine) > 1]
 
     def measure(self, seconds: Mapping[tuple[str, int, int], list[float]], microbatch: int) -> None:
         """Set the times of the calls. A recomputation takes as long as a forward, and is not the first to compile.

@@ -252,10 +252,14 @@ class Worker:
 
     def gradients_of(self, slot: Slot, call: int) -> DeviceGradSums | None:
         """Return the sums that the backward of a call adds to; None if nothing in its layer is trained."""
+        self._wait_for_gradients(slot)
+        return slot.gradients.get(call)
+
+    def _wait_for_gradients(self, slot: Slot) -> None:
+        """Have the compute stream wait until the memory for gradients is free, and the sums so far are there."""
         for event in slot.gradients_free:
             self.device.compute.wait(event)
         slot.gradients_free = []
-        return slot.gradients.get(call)
 
     def send(self, slot: Slot, calls: Iterable[int]) -> None:
         """Send the gradients of calls, which no microbatch adds to any more, to the host [3]."""
@@ -315,6 +319,7 @@ class Worker:
         for layer in slot.layers:
             if layer.index not in pending:
                 compute.wait(slot.uploaded[layer.index])
+        self._wait_for_gradients(slot)  # a slot may close without a backward
         self.send(slot, list(slot.gradients))
         if slot.unpacks_once and self.copies.buffer is not None:
             for layer in slot.layers:
