@@ -169,6 +169,19 @@ def same_loggers() -> Iterator[None]:
 
 
 @pytest.fixture
+def device() -> Iterator[Any]:
+    """One emulated device."""
+    import torch
+
+    from lightning_roundpipe.config import Emulation
+    from lightning_roundpipe.devices import make_devices
+
+    [made] = make_devices("cpu", [torch.device("cpu")], Emulation())
+    yield made
+    made.close()
+
+
+@pytest.fixture
 def plan_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs ``roundpipe-plan`` with its arguments in this process: exit code, standard output, standard error."""
     from lightning_roundpipe.commands import plan

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from patience import join, start, until
 
-from lightning_roundpipe.devices.thread_owner import Behalf, _stash
+from lightning_roundpipe.devices.thread_owner import _stash
 from lightning_roundpipe.threads.task_thread import TaskThread
 
 
@@ -97,7 +97,7 @@ def test_a_joined_thread_has_released_what_torch_kept_for_it() -> None:
             released.append(threading.get_ident())
 
     thread = TaskThread("roundpipe-test")
-    ident = thread.submit(lambda: (_stash(Behalf(0, Kept())), threading.get_ident())[1])
+    ident = thread.submit(lambda: (_stash(Kept()), threading.get_ident())[1])
     thread.stop()
     assert thread.join(time.monotonic() + 60)
     assert released == [ident.result()]

@@ -73,17 +73,6 @@ def test_a_master_comes_home_unless_user_code_holds_its_memory(device: Device) -
         assert module.weight.data_ptr() == place
 
 
-def test_a_part_of_a_master_that_the_layer_does_not_have_is_nobodys(device: Device) -> None:
-    """A bucket's other layers may have it."""
-    layer = HostLayer(0, "layer", nn.Linear(3, 3), device, {})
-    segment, foreign = torch.zeros(layer.nbytes, dtype=torch.uint8), nn.Parameter(torch.ones(9))
-    assert layer.upload_part(device.weights_up, segment, foreign, 0, 9) is None
-    for flat in layer.flats:
-        flat.refresh_part(foreign, 0, 9)
-    device.weights_up.synchronize()
-    assert not segment.any()
-
-
 @pytest.mark.parametrize("rounded", [{}, {0: torch.bfloat16}])
 def test_what_user_code_puts_in_place_of_a_master_is_what_travels(
     device: Device, rounded: dict[int, torch.dtype]
