@@ -26,7 +26,7 @@ from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.layer_executor import LayerExecutor
 from lightning_roundpipe.runtime.core.offloading import Departures
 from lightning_roundpipe.runtime.profile import first_batch
-from lightning_roundpipe.threads.sync import CancelScope
+from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.threads.task_thread import TaskThread
 
 NEEDED = first_batch.needs_offloading

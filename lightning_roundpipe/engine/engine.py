@@ -17,13 +17,13 @@ from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.engine.alloc_retries import Retries
-from lightning_roundpipe.engine.attributes import LayerAttributes
 from lightning_roundpipe.engine.compiling import forwards_of
 from lightning_roundpipe.engine.context import Context, Learned
 from lightning_roundpipe.engine.evaluation import Evaluations
 from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.executor import Executor
 from lightning_roundpipe.engine.hints import Hints
+from lightning_roundpipe.engine.layer_attributes import LayerAttributes
 from lightning_roundpipe.engine.manual import ManualStep
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.planner import Planner, rates_of
@@ -91,6 +91,8 @@ class WindowResult:
 
 class Engine:
     """Trains and evaluates one LightningModule on a set of devices.
+
+    It has many attributes because it makes the parts that outlive a step, and lends them to each.
 
     Args:
         module: the user's LightningModule, with its weights on the CPU.

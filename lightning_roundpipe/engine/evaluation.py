@@ -142,6 +142,8 @@ class Round:
 class Batch(Microbatch):
     """A batch of an evaluation.
 
+    It has many collaborators because it is a microbatch.
+
     Args:
         flight: those that it is among.
         round_: the slots that it runs in.
@@ -176,7 +178,7 @@ class Batch(Microbatch):
         return "evaluation"
 
     def _user_code_mode(self) -> UserCodeMode:
-        return _UserCode(self.context, self.touched, self._aside)
+        return _EvaluationUserCode(self.context, self.touched, self._aside)
 
     def touched(self) -> None:
         """Be alone, as user code is about to write to weights, when no upload reads them. Calls read what it writes."""
@@ -328,7 +330,7 @@ class Batch(Microbatch):
         return 0
 
 
-class _UserCode(UserCodeMode):
+class _EvaluationUserCode(UserCodeMode):
     """The torch function mode of a batch; tells before user code writes to weights.
 
     Args:
@@ -450,6 +452,8 @@ class Flight:
 
 class Evaluations:
     """Evaluates as many batches at once as the caller starts. Lives as long as the engine.
+
+    It has many collaborators because Lightning's loop, hooks and batches in flight meet here.
 
     Args:
         context: the engine's parts.

@@ -96,6 +96,8 @@ class StepOfMicrobatch(Protocol):
 class Microbatch:
     """See above.
 
+    It has many attributes because all that one thread knows of its way through a step is here, and nowhere else.
+
     Args:
         context: the parts of the engine that outlive the step.
         step: the step.

@@ -27,7 +27,7 @@ from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.sync import Baton, Runner
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
 from lightning_roundpipe.tasks.causal_lm import CausalLM
-from lightning_roundpipe.threads.sync import UserLock
+from lightning_roundpipe.threads.cancel_scope import UserLock
 from second_device import backend
 from second_device.backend import Wait
 
