@@ -222,7 +222,7 @@ class Batch(Microbatch):
         except BaseException as error:
             self._step.spec.scope.fail(error)
         finally:
-            self._before = None
+            self._before = self._surroundings = None  # which knows the mode, and that this
             self._given.clear()
             self._pass(len(self.over))
             self._baton.release()

@@ -150,7 +150,9 @@ class ManualMicrobatch(Microbatch):
         finally:
             for call in self._tape:  # a gradient that reaches one of these in a later step is an error
                 call.gradients.close()
-            self._tape.clear()
+            for kept in (self._tape, self._weights, self._before):  # calls know this
+                kept.clear()
+            self._surroundings = None  # which knows the mode, and that this
             self._close_section()
             self._random.restore()
             self._baton.release()

@@ -148,7 +148,7 @@ class Worker:
                 return
 
     def enter(self, slot: Slot, microbatch: int, runner: Runner, coming: Callable[[], None] | None = None) -> None:
-        """Wait for the turn of a microbatch, and open the slot if it is the first. For ``coming`` see `SlotTurns.enter`."""
+        """Wait for a microbatch's turn, and open the slot if it is the first. For ``coming`` see `SlotTurns.enter`."""
         self.turns.enter(slot, microbatch, runner, coming)
         if not slot.opened:
             self.open(slot, self.planned, runner)
