@@ -101,7 +101,7 @@ class Alive(pl.Callback):
 
     @staticmethod
     def counted() -> Counter[str]:
-        packages = ("lightning_roundpipe.runtime", "lightning_roundpipe.engine")
+        packages = ("lightning_roundpipe.engine", "lightning_roundpipe.memory", "lightning_roundpipe.updates")
         ours = [o for o in gc.get_objects() if str(type(o).__module__).startswith(packages)]
         return Counter(type(o).__name__ for o in ours)
 
