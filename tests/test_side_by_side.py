@@ -6,7 +6,6 @@ import threading
 import time
 from typing import Any
 
-import editions
 import harness
 import lightning.pytorch as pl
 import pytest
@@ -14,6 +13,7 @@ import torch
 from harness import ours
 from torch import Tensor, nn
 
+from lightning_roundpipe.engine import worker as engine_worker
 from lightning_roundpipe.memory import grad_buffers
 from lightning_roundpipe.memory.grad_buffers import _Added
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
@@ -113,7 +113,7 @@ def test_gradients_leave_while_their_round_runs(options: dict[str, Any], monkeyp
     """In each round, and the optimizer steps the last layers before the last slot is closed."""
     closed: list[float] = []
     stepped: list[tuple[int, float]] = []
-    worker = editions.worker_module().Worker
+    worker = engine_worker.Worker
     real_close, real_apply = worker.close_slot, AsyncOptimizer._apply
 
     def close_slot(self: Any, slot: Any, *args: Any) -> None:
@@ -147,8 +147,8 @@ def test_gradients_leave_while_their_round_runs(options: dict[str, Any], monkeyp
 
 def test_gradients_of_a_call_are_added_in_the_order_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the second round leave last, at the end of its slot. Later rounds wait for them."""
-    worker = editions.worker_module().Worker
-    name = "send" if editions.third() else "send_final"
+    worker = engine_worker.Worker
+    name = "send"
     real = getattr(worker, name)
 
     def send(self: Any, slot: Any, calls: Any, *args: Any) -> Any:
@@ -163,12 +163,12 @@ def test_gradients_of_a_call_are_added_in_the_order_of_rounds(monkeypatch: pytes
 
 def test_slots_close_and_gradients_are_added_in_any_order_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second round's slot closes before the first's, and each worker's gradients have a thread."""
-    worker = editions.worker_module().Worker
+    worker = engine_worker.Worker
     real_close, real_after = worker.close_slot, _Added.after
     closed, threads = list[int](), set[str]()
 
     def close_slot(self: Any, slot: Any, *args: Any) -> None:
-        apart = slot.apart if editions.third() else slot.side_by_side
+        apart = slot.apart
         if apart and slot.round == 0:
             time.sleep(0.2)
         real_close(self, slot, *args)
