@@ -186,7 +186,9 @@ class _Computing:
         inside: the context of the layer's code.
     """
 
-    __slots__ = ("_baton", "_call", "_calling", "_core", "_kind", "_runner", "_slot", "_start", "_stream", "_worker")
+    __slots__ = (
+        "_baton", "_call", "_calling", "_core", "_kind", "_name", "_runner", "_slot", "_start", "_stream", "_worker",
+    )  # fmt: skip
 
     def __init__(
         self, worker: Worker, baton: Baton | None, call: LayerCall, slot: Slot, kind: str, runner: Runner,
@@ -195,6 +197,7 @@ class _Computing:
         self._worker, self._baton, self._call, self._slot = worker, baton, call, slot
         self._kind, self._runner = kind, runner
         self._calling, self._stream = working(inside), worker.device.compute.running()
+        self._name = worker.device.named(kind, "slot", slot.index, call.layer.name, "of", call.microbatch)
 
     def __enter__(self) -> None:
         device = self._worker.device
@@ -212,6 +215,8 @@ class _Computing:
             if self._baton is not None:
                 self._baton.acquire(self._runner)
             raise
+        if self._name is not None:
+            self._name.__enter__()
         self._calling.__enter__()
         self._stream.__enter__()
 
@@ -223,6 +228,8 @@ class _Computing:
             if error is None:
                 end = self._worker.device.compute.record(timed=True)
         finally:
+            if self._name is not None:
+                self._name.__exit__(kind, error, traceback)
             self._core.__exit__(kind, error, traceback)
             if self._baton is not None:
                 self._baton.acquire(self._runner)

@@ -272,7 +272,8 @@ class Worker:
                 if slot.readiness is not None:
                     slot.readiness.sent(slot, call)
                 continue
-            gradients.narrow()
+            with self.device.compute.running():  # who closes a slot may be on another device
+                gradients.narrow()
             end = self.device.compute.record()
             work = functools.partial(self._send, slot, call, gradients, end)
             before = any(not other.has_left(call) for other in slot.after)
