@@ -132,7 +132,7 @@ class Engine:
         reduction = Reduction(getattr(torch, dtype) if dtype is not None else None, pool.summing)
         casts = self.formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights
         rates = rates_of(devices[0]) if options.plan == "static" else None
-        self.tiles = TokenTiles(options.token_tiles, None) if options.token_tiles is not None else None
+        self.tiles = TokenTiles(options.token_tiles) if options.token_tiles is not None else None
         attributes, randomness = LayerAttributes(model.layers), Randomness(devices)
         shared = SharedAttributes(module)
         shared.touched = attributes.touched

@@ -480,8 +480,6 @@ class Executor:
             saving=device.saved_for_backward,
             track=lambda tensors: device.track_until_freed(tensors, GRADIENTS),
             guard=refuse_random if draws else contextlib.nullcontext,
-            choosing=False,
-            valueless=False,
             adding=tiles.of(layer, replica).adding,
         )
         return tiles.around(layer, replica, call.state, around)
