@@ -298,7 +298,7 @@ class Executor:
         with self.device.track(tensors, INPUTS):
             meter = self._meter(call, tensors)
             fitting = functools.partial(self._run, call, slot, tensors, replica, runner, "forward", inside, grad=grad)
-            run, aliases, sink = self._tiled_if_needed(call, fitting)
+            run, aliases, sink = self._tiled_if_needed(call, fitting, meter)
             found = run.tensors
             self.device.track_until_freed(found, OUTPUTS)
             if meter is not None and call.traced is not None:
@@ -484,7 +484,7 @@ class Executor:
         )
         return tiles.around(layer, replica, call.state, around)
 
-    def _tiled_if_needed(self, call: LayerCall, run: Callable[[], T]) -> T:
+    def _tiled_if_needed(self, call: LayerCall, run: Callable[[], T], meter: PeakMemoryMeter | None) -> T:
         """Run a call of the first window, and once more in tiles if a worker's memory is too small without them."""
         try:
             return run()
@@ -492,6 +492,8 @@ class Executor:
             if self._tiles is None or self._tiles.on or call.traced is None:
                 raise
         self._tiles.turn_on()
+        if meter is not None:
+            meter.restart()
         return run()
 
     def _meter(self, call: LayerCall, given: Iterable[Tensor]) -> PeakMemoryMeter | None:
