@@ -161,33 +161,6 @@ def test_gradients_of_a_call_are_added_in_the_order_of_rounds(monkeypatch: pytes
     harness.assert_identical(one, several)
 
 
-def test_slots_close_and_gradients_are_added_in_any_order_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second round's slot closes before the first's, and each worker's gradients have a thread."""
-    worker = engine_worker.Worker
-    real_close, real_after = worker.close_slot, _Added.after
-    closed, threads = list[int](), set[str]()
-
-    def close_slot(self: Any, slot: Any, *args: Any) -> None:
-        apart = slot.apart
-        if apart and slot.round == 0:
-            time.sleep(0.2)
-        real_close(self, slot, *args)
-        if apart:
-            closed.append(slot.round)
-
-    def after(self: _Added, *args: Any) -> None:
-        threads.add(threading.current_thread().name)
-        real_after(self, *args)
-
-    one, _ = trained(1)
-    monkeypatch.setattr(worker, "close_slot", close_slot)
-    monkeypatch.setattr(_Added, "after", after)
-    several, _ = trained(2, plan="forward none; fused 0-2; backward none; round 1")
-    harness.assert_identical(one, several)
-    assert closed.index(1) < closed.index(0)
-    assert threads == {"roundpipe-sums0", "roundpipe-sums1"}
-
-
 @pytest.mark.parametrize("part", [False, True])
 def test_weights_come_for_the_first_microbatch_first(part: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The optimizer publishes them layer by layer, and both slots of a worker wait for all of them."""

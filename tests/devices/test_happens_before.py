@@ -15,16 +15,9 @@ from happens_before import HappensBefore, races
 from harness import ours, run
 
 from lightning_roundpipe.devices.cuda import CudaDevice
-<<<<<<< HEAD
-from lightning_roundpipe.devices.cuda_streams import CudaEvent, CudaStream
-from lightning_roundpipe.memory import grad_buffers
-from lightning_roundpipe.runtime.profile import first_batch
-from lightning_roundpipe.updates import async_optimizer
-=======
 from lightning_roundpipe.devices.cuda_streams import CudaStream
 from lightning_roundpipe.memory import grad_buffers
 from lightning_roundpipe.updates import async_optimizer
->>>>>>> hb
 
 PLAN = "forward 0 1-3; fused 4-5; backward 2-3 0-1; round 2"
 PLANS = {"llama": (6, PLAN), "vit": (6, PLAN), "gpt2": (7, PLAN.replace("4-5", "4-6"))}
