@@ -294,10 +294,10 @@ class Executor:
         with self.device.track(tensors, INPUTS):
             meter = self._meter(call, tensors)
 
-            def running(kind: str, given: list[Tensor]) -> tuple[Run, list[Tensor], Gradients]:
+            def running(kind: str, given: list[Tensor], grad: bool) -> tuple[Run, list[Tensor], Gradients]:
                 return self._run(call, slot, given, replica, runner, kind, inside, grad=grad)
 
-            run, aliases, sink = self._fitting(call, running, tensors, replica, buffers, meter)
+            run, aliases, sink = self._fitting(call, running, tensors, replica, buffers, meter, grad=grad)
             found = run.tensors
             self.device.track_until_freed(found, OUTPUTS)
             if meter is not None and call.traced is not None:
@@ -486,27 +486,28 @@ class Executor:
         return tiles.around(layer, replica, call.state, around)
 
     def _fitting(
-        self, call: LayerCall, run: Callable[[str, list[Tensor]], T], tensors: list[Tensor], replica: Replica,
-        buffers: ReplicaBuffers, meter: PeakMemoryMeter | None,
+        self, call: LayerCall, run: Callable[[str, list[Tensor], bool], T], tensors: list[Tensor], replica: Replica,
+        buffers: ReplicaBuffers, meter: PeakMemoryMeter | None, *, grad: bool,
     ) -> T:  # fmt: skip
         """Run a call; one of the first window in tiles if a worker's memory is too small without.
 
-        Modules are compared with their parts in a run of its own, which the call's time and memory do not contain.
+        Modules are compared with their parts in a run of its own, which the call's time and memory do not contain. It
+        has no graph, so that there is room for the comparisons.
         """
         tiles = self._tiles
         if tiles is None or meter is None:
-            return run("forward", tensors)
+            return run("forward", tensors, grad)
         if not tiles.on:
             try:
-                return run("forward", tensors)
+                return run("forward", tensors, grad)
             except torch.OutOfMemoryError:
                 tiles.turn_on()
             _begin_again(replica, buffers)
         if tiles.unknown(call.layer, call.state):
-            run("recompute", [t.clone() for t in tensors])
+            run("recompute", [t.clone() for t in tensors], False)
             _begin_again(replica, buffers)
         meter.restart()
-        return run("forward", tensors)
+        return run("forward", tensors, grad)
 
     def _meter(self, call: LayerCall, given: Iterable[Tensor]) -> PeakMemoryMeter | None:
         """Return what measures the call's memory in the first window."""
