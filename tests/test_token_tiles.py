@@ -141,7 +141,6 @@ def test_auto_turns_tiles_on_where_a_call_does_not_fit(made: list[TokenTiles], m
 def test_auto_turns_tiles_on_where_no_plan_fits(made: list[TokenTiles], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call of the first batch fits on its own, but not with what waits beside it under a plan."""
     monkeypatch.setattr("lightning_roundpipe.tiles.token_tiles.AUTO_TILE", 64)
-    monkeypatch.setattr(TokenTiles, "may_need", lambda *_: False)
     with pytest.raises(DoesNotFit):
         _train_within(None, 2_350_000)
     assert_same(_train_within(None, None), _train_within("auto", 2_350_000))

@@ -352,7 +352,12 @@ class Engine:
                 self._drain()
             if given is not None and self._step_in_flight is None:
                 given.arrive()  # if this step fails, the devices stop, and the update would be incomplete
-            self.updates.begin(zero_grad=zero_grad)
+            try:
+                self.updates.begin(zero_grad=zero_grad)
+            except Exception:
+                with contextlib.suppress(Exception):  # an update has failed the step in flight, too
+                    self._drain()
+                raise
         elif given is not None and unused:
             given.release()
         self.worker_pool.refuse_broken()

@@ -297,8 +297,11 @@ class Executor:
             buffers.load()
         with self.device.track(tensors, INPUTS):
             meter = self._meter(call, tensors)
-            fitting = functools.partial(self._run, call, slot, tensors, replica, runner, "forward", inside, grad=grad)
-            run, aliases, sink = self._tiled_if_needed(call, fitting, meter)
+
+            def running(kind: str, given: list[Tensor], grad: bool) -> tuple[Run, list[Tensor], Gradients]:
+                return self._run(call, slot, given, replica, runner, kind, inside, grad=grad)
+
+            run, aliases, sink = self._fitting(call, running, tensors, replica, buffers, meter, grad=grad)
             found = run.tensors
             self.device.track_until_freed(found, OUTPUTS)
             if meter is not None and call.traced is not None:
@@ -390,7 +393,7 @@ class Executor:
         own = [p._version for p in replica.parameters]
         writes = LayerWrites(replica)
         draws = self._randomness.begin(layer.index, device, call.seed)
-        tiled = self._in_tiles(call, replica, draws=draws, holds=bool(built.attributes))
+        tiled = self._in_tiles(call, replica, draws=draws)
         forward = self._compiler.of(layer, replica)
         saved = device.saved_for_backward() if grad else _NOTHING
         unmoved = replica.unregistered_tensors.unmoved(layer.name) if again else _NOTHING
@@ -463,16 +466,16 @@ class Executor:
         gives_up = not alone and self.device.backward_needs_interpreter and layer.launch_seconds >= LONG_S
         return _Computing(self.worker, self._baton if gives_up else None, call, slot, kind, runner, inside)
 
-    def _in_tiles(
-        self, call: LayerCall, replica: Replica, *, draws: bool, holds: bool
-    ) -> contextlib.AbstractContextManager[Any]:
+    def _in_tiles(self, call: LayerCall, replica: Replica, *, draws: bool) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which modules inside the layer run in tiles of tokens.
 
         Not where a tile's backward would find other values than its forward: in buffers that the layer writes to, and
-        in attributes that came with the call, which it ``holds``.
+        in tensors of attributes that came with the call.
         """
         tiles, layer, device = self._tiles, call.layer, self.device
-        if tiles is None or not tiles.on or holds or layer.mutable_buffers or layer.borrows:
+        if tiles is None or not tiles.on or layer.mutable_buffers or layer.borrows:
+            return _NOTHING
+        if call.arguments.attributes_alone() is None:
             return _NOTHING
         around = CallSurroundings(
             thread_state=call.thread_state,
@@ -484,17 +487,29 @@ class Executor:
         )
         return tiles.around(layer, replica, call.state, around)
 
-    def _tiled_if_needed(self, call: LayerCall, run: Callable[[], T], meter: PeakMemoryMeter | None) -> T:
-        """Run a call of the first window, and once more in tiles if a worker's memory is too small without them."""
-        try:
-            return run()
-        except torch.OutOfMemoryError:
-            if self._tiles is None or self._tiles.on or call.traced is None:
-                raise
-        self._tiles.turn_on()
-        if meter is not None:
-            meter.restart()
-        return run()
+    def _fitting(
+        self, call: LayerCall, run: Callable[[str, list[Tensor], bool], T], tensors: list[Tensor], replica: Replica,
+        buffers: ReplicaBuffers, meter: PeakMemoryMeter | None, *, grad: bool,
+    ) -> T:  # fmt: skip
+        """Run a call; one of the first window in tiles if a worker's memory is too small without.
+
+        Modules are compared with their parts in a run of its own, which the call's time and memory do not contain. It
+        has no graph, so that there is room for the comparisons.
+        """
+        tiles = self._tiles
+        if tiles is None or meter is None:
+            return run("forward", tensors, grad)
+        if not tiles.on:
+            try:
+                return run("forward", tensors, grad)
+            except torch.OutOfMemoryError:
+                tiles.turn_on()
+            _begin_again(replica, buffers)
+        if tiles.unknown(call.layer, call.state):
+            run("recompute", [t.clone() for t in tensors], False)
+            _begin_again(replica, buffers)
+        meter.restart()
+        return run("forward", tensors, grad)
 
     def _meter(self, call: LayerCall, given: Iterable[Tensor]) -> PeakMemoryMeter | None:
         """Return what measures the call's memory in the first window."""
@@ -589,11 +604,15 @@ class Executor:
             adding: contextlib.AbstractContextManager[Any] = _NOTHING
             if self._tiles is not None and self._tiles.on:
                 replica.apply(call.state)  # tiles run the layer's code
+                replica.fill(call.contents)
+                replica.hold(call.arguments.attributes_alone() or {})
                 adding = self._tiles.of(layer, replica).adding
             alone = layer.index in self._randomness.draws
             with self._computing(call, slot, "backward", runner, inside, alone=alone), watched, adding:
                 # Other calls may reach the same stand-in's graph.
                 run_backward(roots, values, retain_graph=bool(layer.reaches_out))
+            if adding is not _NOTHING:
+                replica.drop_written()
         if buffers:
             buffers.refuse_written(held)
         if sums is not None:
@@ -640,6 +659,14 @@ class Executor:
                 f"{_kinds([(t.shape, t.dtype) for t in outputs])} when it was recomputed for its backward: what it "
                 "does must depend on its arguments, weights, buffers and random numbers alone."
             )
+
+
+def _begin_again(replica: Replica, buffers: ReplicaBuffers) -> None:
+    """Undo what a run has written, which another one follows."""
+    replica.drop_written()
+    if buffers:
+        buffers.discard(thorough=True)
+        buffers.load()
 
 
 def _refuse_written(layer: HostLayer, replica: Replica, positions: Collection[int]) -> None:
