@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.engine import worker as engine_worker
 from lightning_roundpipe.memory import grad_buffers
-from lightning_roundpipe.memory.grad_buffers import _Added
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 
 WIDTH, MICROBATCHES = 64, 4
