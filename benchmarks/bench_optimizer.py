@@ -34,12 +34,12 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import intraop_threads, make_devices
-from lightning_roundpipe.runtime.memory.dtypes import Formats
-from lightning_roundpipe.runtime.memory.grad_buffers import HostGradBuffers, HostGradSums
-from lightning_roundpipe.runtime.memory.host_layer import host_layers, make_buckets
-from lightning_roundpipe.runtime.optimizer import async_optimizer
-from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
-from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
+from lightning_roundpipe.memory.dtypes import Formats
+from lightning_roundpipe.memory.grad_buffers import HostGradBuffers, HostGradSums
+from lightning_roundpipe.memory.host_layer import host_layers, make_buckets
+from lightning_roundpipe.updates import async_optimizer
+from lightning_roundpipe.updates.grad_readiness import GradReadiness
+from lightning_roundpipe.updates.loss_handle import StepGradients
 
 SHAPES = {
     "Qwen3-1.7B": {"hidden": 2048, "inner": 6144, "layers": 6, "vocabulary": 8_000},

@@ -32,6 +32,7 @@ from rich.table import Table
 from timed_cuda import TimedCuda
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.memory import grad_buffers
 from lightning_roundpipe.planning import Costs, Plan, greedy_partition
 from lightning_roundpipe.planning.cases import Case, read_cases
 from lightning_roundpipe.planning.host_time import HostTime
@@ -39,7 +40,6 @@ from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.pipeline import Rules, run_steps
 from lightning_roundpipe.planning.search import search_partition
 from lightning_roundpipe.planning.updates import PIECE_BYTES, UpdateModel
-from lightning_roundpipe.runtime.memory import grad_buffers
 
 CASES = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"
 MODELS = ("qwen3-1.7b", "llama3.1-8b")

@@ -27,16 +27,16 @@ from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import intraop_threads, make_devices
+from lightning_roundpipe.memory import grad_buffers
+from lightning_roundpipe.memory.dtypes import Formats
+from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, HostGradBuffers, Reduction
+from lightning_roundpipe.memory.host_layer import host_layers, make_buckets
 from lightning_roundpipe.planning.memory import partition_within
 from lightning_roundpipe.planning.pipeline import run_steps
-from lightning_roundpipe.runtime.memory import grad_buffers
-from lightning_roundpipe.runtime.memory.dtypes import Formats
-from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums, HostGradBuffers, Reduction
-from lightning_roundpipe.runtime.memory.host_layer import host_layers, make_buckets
-from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
-from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
-from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
-from lightning_roundpipe.runtime.threads.task_thread import TaskThread
+from lightning_roundpipe.threads.task_thread import TaskThread
+from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.grad_readiness import GradReadiness
+from lightning_roundpipe.updates.loss_handle import StepGradients
 
 MEMORY_SHARE = 0.9
 STEPS = 6

@@ -27,12 +27,12 @@ from torch.optim import Optimizer
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices.core_semaphore import concurrent_devices
 from lightning_roundpipe.engine.engine import Engine
+from lightning_roundpipe.memory.budget import peak_bytes, worker_bytes
 from lightning_roundpipe.messages import PREFIX, gib, plural, seconds, warn
 from lightning_roundpipe.model.quantized import weights_in
 from lightning_roundpipe.optim.independence import KNOWN, is_torchs
 from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.memory.budget import peak_bytes, worker_bytes
 
 ANNOUNCES = "roundpipe_announces"
 """Class attribute of callbacks that replace [2] and [3]."""

@@ -262,11 +262,6 @@ class Options:
         self._check_modes()
 
     @property
-    def asks_for_parts(self) -> bool:
-        """Whether the user sets the number of microbatches or the stages they run in."""
-        return self.num_microbatches is not None or self.microbatch_size is not None or self.plan_text is not None
-
-    @property
     def plan_text(self) -> str | None:
         """The stages as the user wrote them; None where a policy makes the plan."""
         return None if self.plan in PLAN_POLICIES else self.plan

@@ -24,13 +24,13 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Literal
 
+from lightning_roundpipe.engine.events import COMPUTE, DOWNLOADS, UPLOADS
 from lightning_roundpipe.messages import seconds
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import paper_plan
-from lightning_roundpipe.runtime.reporting.events import COMPUTE, DOWNLOADS, UPLOADS
 
 SLOW = 1.2
 """Steps that take more than this many times what is planned are slow."""

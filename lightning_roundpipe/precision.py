@@ -30,10 +30,10 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_roundpipe.config import PRECISION_ALIASES, PRECISIONS
+from lightning_roundpipe.memory.dtypes import Formats, widen
+from lightning_roundpipe.memory.loss_scale import Scales
 from lightning_roundpipe.optim.clipping import Clip
 from lightning_roundpipe.optim.scaling import LossScale
-from lightning_roundpipe.runtime.memory.dtypes import Formats, widen
-from lightning_roundpipe.runtime.memory.loss_scale import Scales
 
 _OF_THE_FLAG = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 """The plugins that Lightning creates for ``Trainer(precision=...)``. Any other plugin has hooks of its own."""

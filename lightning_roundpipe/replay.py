@@ -27,11 +27,11 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.diagnosis import plan_and_costs, with_shortest_times
+from lightning_roundpipe.engine.events import bubble_percent
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.pipeline import Rules, SimulatedEvent, SimulatedRun, run_steps
-from lightning_roundpipe.runtime.reporting.events import bubble_percent
 
 _KINDS = {
     "forward": "forward",

@@ -37,8 +37,11 @@ from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.engine.report import Report
 from lightning_roundpipe.evaluation_window import EvaluationWindow
+from lightning_roundpipe.faults.interrupts import interrupts_deferred
+from lightning_roundpipe.faults.notes import remedied
 from lightning_roundpipe.lookahead import TakenBatch, TransferOnce
 from lightning_roundpipe.machines.file_tensors import FileTensors
+from lightning_roundpipe.memory.budget import over_capacity
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.meta import make_room
 from lightning_roundpipe.model.quantized import load_states, prepare
@@ -60,9 +63,6 @@ from lightning_roundpipe.refusals import (
     unreadable_checkpoint,
 )
 from lightning_roundpipe.resuming import holds_place, warn_of_lost_place
-from lightning_roundpipe.runtime.faults.interrupts import interrupts_deferred
-from lightning_roundpipe.runtime.faults.notes import remedied
-from lightning_roundpipe.runtime.memory.budget import over_capacity
 from lightning_roundpipe.several_machines import SeveralMachines, folder_of_checkpoints
 from lightning_roundpipe.step_monitor import RoundPipeMonitor
 from lightning_roundpipe.stepping import Stepping

@@ -169,6 +169,19 @@ def same_loggers() -> Iterator[None]:
 
 
 @pytest.fixture
+def device() -> Iterator[Any]:
+    """One emulated device."""
+    import torch
+
+    from lightning_roundpipe.config import Emulation
+    from lightning_roundpipe.devices import make_devices
+
+    [made] = make_devices("cpu", [torch.device("cpu")], Emulation())
+    yield made
+    made.close()
+
+
+@pytest.fixture
 def plan_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs ``roundpipe-plan`` with its arguments in this process: exit code, standard output, standard error."""
     from lightning_roundpipe.commands import plan
@@ -195,7 +208,7 @@ def no_threads_left() -> Iterator[None]:
 
 
 def _threads_that_matter(before: set[threading.Thread]) -> list[threading.Thread]:
-    threads = (t for t in threading.enumerate() if t not in before and t.name != "roundpipe-lease")  # ends by itself
+    threads = (t for t in threading.enumerate() if t not in before)
     return [thread for thread in threads if not thread.daemon or _ours(thread)]
 
 

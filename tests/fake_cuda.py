@@ -168,7 +168,11 @@ class AutogradThread:
         if caller is self._own or not caller.name.startswith("roundpipe-"):  # the main thread's loss is on the host
             return self._real(*args, **kwargs)
         raised: list[BaseException] = []
-        whom, grad, stream = thread_owner.behalf(), torch.is_grad_enabled(), getattr(_current, "stream", None)
+        whom, grad, stream = (
+            thread_owner.context_of_thread(),
+            torch.is_grad_enabled(),
+            getattr(_current, "stream", None),
+        )
         device = current_device()
 
         def run() -> None:

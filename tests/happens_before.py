@@ -39,8 +39,8 @@ from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.devices.cuda_streams import CudaStream
 from lightning_roundpipe.engine.microbatch import Microbatch
-from lightning_roundpipe.runtime.threads.task_thread import TaskThread
-from lightning_roundpipe.runtime.user_code.mode import Proxies
+from lightning_roundpipe.threads.task_thread import TaskThread
+from lightning_roundpipe.user_code.mode import Proxies
 
 SYNCHRONIZES = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero")
 """Operations that return to the host what it waits for."""

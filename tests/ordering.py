@@ -33,10 +33,10 @@ from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
 from lightning_roundpipe.devices.thread_event import ThreadEvent
 from lightning_roundpipe.engine.evaluation import Batch
-from lightning_roundpipe.engine.graph_cut import Boundary
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.worker import Worker
-from lightning_roundpipe.runtime.core.in_flight import IN_FLIGHT
+from lightning_roundpipe.memory.in_flight import IN_FLIGHT
+from lightning_roundpipe.user_code.graph_cut import Boundary
 
 HOST = "host"
 PAGE = 12

@@ -1,4 +1,4 @@
-"""A worker's arena, whatever its size: the same bits, less memory, and nothing is uploaded or summed too early."""
+"""A worker's arena, whatever its size: the same bits, less memory, and no place is used twice."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ from torch import Tensor, nn
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Event
 from lightning_roundpipe.devices.emulated import EmulatedDevice
+from lightning_roundpipe.memory.arenas import Place, StageArena
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.core.arenas import Place, StageArena
-from lightning_roundpipe.runtime.core.turns import Slot
-from lightning_roundpipe.runtime.core.weight_uploads import WeightUploads
-from lightning_roundpipe.runtime.core.worker import Worker
 
 PLAN = Plan.parse("forward 0 1 2; fused 3; backward 2 1 0; round 2")
 SHARES = (1.0, 0.6, 0.3, 0.0)
@@ -48,40 +45,6 @@ def test_a_smaller_arena_saves_what_it_is_smaller_by() -> None:
         counted.append(max(report["peak_device_bytes"]))
         assert counted[-1] <= report["planned_device_bytes"]
     assert counted == sorted(counted, reverse=True) and len(set(counted)) == len(counted)
-
-
-@pytest.mark.parametrize("share", [1.0, 0.0])
-def test_weights_wait_for_their_place(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the smallest arena there is no room for weights beside a slot with gradients; beside others there is."""
-    open_slots: dict[int, Slot] = {}
-    early: dict[str, int] = {}
-    opened, closed, upload = Worker.open, Worker.close_slot, WeightUploads.upload
-
-    def open_it(worker: Worker, slot: Slot, following: Slot | None = None) -> bool:
-        if slot.place is None:
-            worker.prepare(slot)
-        open_slots[worker.index] = slot
-        return opened(worker, slot, following)
-
-    def close(worker: Worker, slot: Slot) -> None:
-        there = open_slots.pop(worker.index)
-        early.setdefault(there.phase, 0)
-        with monkeypatch.context() as patch:
-            patch.setattr(WeightUploads, "upload", upload)  # what comes now has waited
-            closed(worker, slot)
-
-    def up(uploads: WeightUploads, slot: Slot, *args: Any, **kwargs: Any) -> None:
-        there = open_slots.get(uploads.device.index, slot)
-        if there is not slot:
-            early[there.phase] = early.get(there.phase, 0) + 1
-        upload(uploads, slot, *args, **kwargs)
-
-    monkeypatch.setattr(Worker, "open", open_it)
-    monkeypatch.setattr(Worker, "close_slot", close)
-    monkeypatch.setattr(WeightUploads, "upload", up)
-    fit(share)
-    assert early["forward"] > 0
-    assert (early["backward"] > 0) == (early["fused"] > 0) == bool(share)
 
 
 @pytest.mark.slow

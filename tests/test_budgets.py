@@ -17,10 +17,10 @@ from lightning_roundpipe import RoundPipeStrategy, strategy
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices import host_memory, make_devices
 from lightning_roundpipe.devices.emulated import EmulatedDevice
+from lightning_roundpipe.memory.budget import worker_bytes
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.memory.budget import worker_bytes
 
 GIB = 2**30
 

@@ -23,8 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.torch_version import TorchVersion
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices import generators
-from lightning_roundpipe.runtime.layer_calls.compiling import CompiledForwards
+from lightning_roundpipe.engine.compiling import CompiledForwards
 
 
 class Block(nn.Module):
@@ -131,26 +130,6 @@ def test_evaluation_runs_compiled_too() -> None:
     result = run(strategy, Module(), copy.deepcopy(given), val_batches=given, devices=2, callbacks=[counting])
     torch.testing.assert_close(result.metrics["val_loss"], plain.metrics["val_loss"])
     assert counting.forward == 2 + 1  # without gradients it is another code
-
-
-def test_nobody_draws_while_torch_compiles() -> None:
-    """For torch gives generators back their state when it is done, as if nobody had drawn meanwhile."""
-    free: list[bool] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        def look() -> None:
-            free.append(generators.HOST_LOCK.acquire(blocking=False))
-
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
-        return graph.forward
-
-    settings = {"backend": backend, "dynamic": False}
-    strategy = ours(compile_layers=settings, layers=LAYERS, num_microbatches=2)
-    run(strategy, Module(), [*batches(2), *batches(1, samples=6)], devices=2)
-    assert len(free) == 4, "what has other sizes is compiled in a step that has a plan"
-    assert not any(free)
 
 
 class Arenas(pl.Callback):

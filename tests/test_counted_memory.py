@@ -20,12 +20,12 @@ from stress import all_reports
 
 from lightning_roundpipe.devices import Event
 from lightning_roundpipe.devices.cuda import CudaDevice
-from lightning_roundpipe.runtime.core.in_flight import IN_FLIGHT, InFlight
-from lightning_roundpipe.runtime.core.worker import Worker
+from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.memory.in_flight import IN_FLIGHT, InFlight
 
 LLAMA = 6
 WORKSPACE = 4 * 1024
-"""cuBLAS's for a microbatch's thread, see `fake_cuda`: planned, and not played here."""
+"""cuBLAS's for the thread of a microbatch, or autograd's, see `fake_cuda`: planned, and not played here."""
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ def test_one_worker_holds_what_was_planned(name: str, lora: bool, plan: str, opt
         reports = [report for make in made if not (report := make())["profiled"]]
     assert len(reports) == 3
     for report in reports:
-        [peak], planned = report["peak_device_bytes"], report["planned_device_bytes"] - 4 * WORKSPACE
+        [peak], planned = report["peak_device_bytes"], report["planned_device_bytes"] - 5 * WORKSPACE
         before = max(call["input_bytes"] for call in report["costs"]["calls"])
         assert peak / planned > 0.93  # inputs of the next microbatch may come after the peak
-        assert peak <= 1.05 * planned + before, "the call before may keep its inputs until the GPU has finished it"
+        assert peak <= 1.05 * planned + IN_FLIGHT * before, "calls in flight keep their inputs"
     assert found.faults == []
 
 
@@ -72,7 +72,7 @@ def test_what_user_code_makes_and_holds_is_planned(name: str, devices: int) -> N
         reports = [report for make in made if not (report := make())["profiled"]]
     assert len(reports) == 3
     for report in reports:
-        peak, planned = max(report["peak_device_bytes"]), report["planned_device_bytes"] - 4 * WORKSPACE
+        peak, planned = max(report["peak_device_bytes"]), report["planned_device_bytes"] - 5 * WORKSPACE
         flying = IN_FLIGHT * max(call["input_bytes"] + call["returning_bytes"] for call in report["costs"]["calls"])
         assert peak <= 1.05 * planned + flying
         assert devices > 1 or peak >= 0.65 * planned

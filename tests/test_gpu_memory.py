@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_libraries import library_bytes
 from lightning_roundpipe.devices.emulated import EmulatedDevice
-from lightning_roundpipe.runtime.memory.flat_params import aligned
+from lightning_roundpipe.memory.flat_params import aligned
 
 WITHIN = 0.05
 LAYERS = 6

@@ -12,7 +12,7 @@ import zoo
 from harness import assert_same, assert_tensors_same, ours, run
 from torch import Tensor, nn
 
-from lightning_roundpipe.runtime.memory import grad_buffers
+from lightning_roundpipe.memory import grad_buffers
 
 HOOKS = (
     "on_train_start", "on_train_epoch_start", "on_validation_start", "on_validation_epoch_start",

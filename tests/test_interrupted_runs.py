@@ -24,8 +24,8 @@ from torch import Tensor
 from lightning_roundpipe import train
 from lightning_roundpipe.callbacks import Checkpoints
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.tasks import CausalLM
+from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 
 QUICK = ["experiment=random_tokens", "prompt=null", "data.batch_size=2"]  # steps of two microbatches
 
@@ -215,7 +215,7 @@ def test_a_torn_step_is_not_saved(
             refused.append(trainer.strategy.whole)
 
     monkeypatch.setattr(AsyncOptimizer, "_apply", torn)
-    monkeypatch.setattr("lightning_roundpipe.runtime.optimizer.async_optimizer.PIECE", 1)  # a layer at a time
+    monkeypatch.setattr("lightning_roundpipe.updates.async_optimizer.PIECE", 1)  # a layer at a time
     monkeypatch.setattr("lightning_roundpipe.callbacks.plan_table.PlanTable.on_exception", Saves.on_exception)
     with pytest.raises(SystemExit):
         run(monkeypatch, *QUICK, "callbacks.checkpoint.every_n_train_steps=2")

@@ -13,9 +13,9 @@ from lightning_roundpipe.commands.choices import make_model, read_config
 from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
 from lightning_roundpipe.config import Options
+from lightning_roundpipe.memory.budget import layers_that_fit
+from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.model.layers import find_layers
-from lightning_roundpipe.runtime.memory.budget import layers_that_fit
-from lightning_roundpipe.runtime.memory.dtypes import Formats
 
 PARTS = ["input_layernorm", "self_attn", "post_attention_layernorm", "mlp"]
 

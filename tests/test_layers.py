@@ -22,8 +22,10 @@ PACKAGE = ROOT / "lightning_roundpipe"
 LAYERS: list[set[str]] = [
     {"config", "messages", "extras"},
     {"devices", "planning", "model", "optim", "machines"},
-    {"batches"},
-    {"runtime"},
+    {"batches", "threads"},
+    {"faults", "memory"},
+    {"user_code"},
+    {"updates", "tiles"},
     {"engine"},
     {
         "precision",
@@ -123,13 +125,13 @@ def test_imports_go_downwards(file: Path) -> None:
 @pytest.mark.parametrize(
     ("unit", "code", "expected"),
     [
-        ("planning", "from lightning_roundpipe.runtime.engine import Engine", "above"),
-        ("planning", "def f():\n    import lightning_roundpipe.runtime", "above"),
-        ("runtime", "if TYPE_CHECKING:\n    from ..strategy import RoundPipeStrategy", "above"),
-        ("runtime", "from lightning_roundpipe import RoundPipeStrategy", "above"),
+        ("planning", "from lightning_roundpipe.engine.engine import Engine", "above"),
+        ("planning", "def f():\n    import lightning_roundpipe.engine", "above"),
+        ("engine", "if TYPE_CHECKING:\n    from ..strategy import RoundPipeStrategy", "above"),
+        ("engine", "from lightning_roundpipe import RoundPipeStrategy", "above"),
         ("model", "from ..devices import Device", "beside"),
         ("planning", "from .. import model", "beside"),
-        ("runtime", "from ..planning import schedule\nfrom . import tape\nimport torch", None),
+        ("engine", "from ..planning import schedule\nfrom . import tape\nimport torch", None),
         ("devices", "from lightning_roundpipe import config", None),
     ],
 )
@@ -164,7 +166,7 @@ def longest(name: list[str], modules: Collection[str]) -> str | None:
 
 
 def of_packages(imports: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """What packages import of each other: those of `LAYERS`, and in their place the folders in ``runtime``."""
+    """What packages import of each other."""
     found: dict[str, set[str]] = {}
     for module, targets in imports.items():
         package = package_of(module)
@@ -173,8 +175,7 @@ def of_packages(imports: Mapping[str, set[str]]) -> dict[str, set[str]]:
 
 
 def package_of(module: str) -> str:
-    parts = module.split(".")
-    return ".".join(parts[: 2 if parts[0] == "runtime" else 1])
+    return module.partition(".")[0]
 
 
 def circle(uses: Mapping[str, set[str]]) -> list[str]:
@@ -191,7 +192,7 @@ def test_no_imports_form_a_circle() -> None:
 
 
 def test_packages_import_in_an_order() -> None:
-    """The folders of ``runtime`` included: what one of them is for can be understood without those above it."""
+    """What one of them is for can be understood without those above it."""
     assert not circle(of_packages(imports_of_modules()))
 
 
@@ -201,8 +202,6 @@ def test_packages_import_in_an_order() -> None:
         ({"a.x": {"a.y"}, "a.y": {"a.x"}}, True, False),
         ({"a.x": {"a.y"}, "a.y": {"a.z"}, "a.z": {"a.x"}, "b": {"a.x"}}, True, False),
         ({"a.x": {"b.x"}, "b.y": {"a.y"}}, False, True),
-        ({"runtime.core.x": {"runtime.modes.x"}, "runtime.modes.y": {"runtime.core.y"}}, False, True),
-        ({"runtime.core.x": {"runtime.memory.x"}, "runtime.engine": {"runtime.core.x"}}, False, False),
         ({"a.x": {"a.y", "b"}, "a.y": {"b"}, "b": set()}, False, False),
     ],
 )
@@ -214,15 +213,15 @@ def test_the_check_sees_circles(imports: dict[str, set[str]], modules: bool, pac
 @pytest.mark.parametrize(
     "code",
     [
-        "if TYPE_CHECKING:\n    from lightning_roundpipe.runtime.engine import Engine",
-        "def f():\n    from ..engine import Engine",
-        "from lightning_roundpipe.runtime import engine",
-        "import lightning_roundpipe.runtime.engine as e",
+        "if TYPE_CHECKING:\n    from lightning_roundpipe.engine.engine import Engine",
+        "def f():\n    from ..engine.engine import Engine",
+        "from lightning_roundpipe.engine import engine",
+        "import lightning_roundpipe.engine.engine as e",
     ],
 )
 def test_all_imports_count(code: str) -> None:
-    [(_, name)] = imported_names(ast.parse(code), ["lightning_roundpipe", "runtime", "core"])
-    assert longest(name[1:], imports_of_modules()) == "runtime.engine"
+    [(_, name)] = imported_names(ast.parse(code), ["lightning_roundpipe", "memory"])
+    assert longest(name[1:], imports_of_modules()) == "engine.engine"
 
 
 def test_both_flavours_have_the_same_parts() -> None:
@@ -299,8 +298,6 @@ def large_classes(tree: ast.Module, module: str) -> dict[str, tuple[int, int]]:
 def test_a_class_with_many_attributes_or_collaborators_says_why() -> None:
     silent = []
     for file in sorted(PACKAGE.rglob("*.py")):
-        if unit_of(file) == "engine":  # the third edition, which is divided when the second has gone
-            continue
         source = file.read_text()
         for name in large_classes(tree := ast.parse(source), str(file.relative_to(PACKAGE))):
             node = next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name.partition(":")[2])
@@ -326,9 +323,7 @@ def test_the_check_sees_large_classes() -> None:
 
 
 def test_no_two_files_and_no_two_classes_have_one_name() -> None:
-    """The third edition of the engine, beside the second, repeats some of its names."""
-    mine = [file for file in FILES if unit_of(file) != "engine"]
-    files, classes = Counter(file.name for file in mine if file.name != "__init__.py"), Counter[str]()
-    for file in mine:
+    files, classes = Counter(file.name for file in FILES if file.name != "__init__.py"), Counter[str]()
+    for file in FILES:
         classes.update(node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef))
     assert [name for name, times in [*files.items(), *classes.items()] if times > 1] == []

@@ -22,7 +22,7 @@ files = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relativ
 SAID = {"warn", "rank_zero_warn", "rank_zero_info", "rank_zero_deprecation", "inform", "_inform"}
 """Functions and methods whose first argument a user reads as it is."""
 PREFIXED = {"hints"}
-"""Objects whose methods of these names put the prefix in front themselves; see `runtime.reporting.hints`."""
+"""Objects whose methods of these names put the prefix in front themselves; see `engine.hints`."""
 
 NOUNS = (
     "batches|calls|cases|devices|epochs|files|layers|lines|microbatches|optimizers|parameters|records|rounds|rows|samples|"

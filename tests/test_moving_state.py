@@ -186,18 +186,3 @@ def test_batches_of_a_window_in_the_same_memory(as_tensors: bool) -> None:
     other = refilled(ours(), module, 2, as_tensors=as_tensors, window=2)
     for name, value in plain.items():
         torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-5)
-
-
-def test_a_buffer_that_moves_does_not_keep_steps_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_roundpipe.runtime.core.step import Step
-
-    seen: list[bool] = []
-    real = Step.run_planned
-
-    def run_planned(self: Step, *args: Any, **kwargs: Any) -> None:
-        seen.append(self.spec.overlaps)
-        real(self, *args, **kwargs)
-
-    monkeypatch.setattr(Step, "run_planned", run_planned)
-    train(ours(num_microbatches=4, plan=OVERLAPPING[2][2]), *CASES["a buffer between steps"], devices=2)
-    assert len(seen) > 3 and all(seen[-3:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,18 +13,14 @@ import stress
 import torch
 import torch.nn.functional as F
 import transformers
-from editions import third
 from harness import assert_identical, assert_same, ours, run
 from torch import Tensor, nn
 
-from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import DeviceOutOfMemory
-from lightning_roundpipe.runtime.core import learned as of_learned
-from lightning_roundpipe.runtime.profile.first_batch import Planner
+from lightning_roundpipe.engine.planner import Planner
 
 Batch = dict[str, Any]
 HARD = {"poison": True, "delay_seed": 3}
-SAID = "which the batches before have not shown"
 
 
 class Model(nn.Module):
@@ -128,12 +123,12 @@ def test_the_next_batches_are_learned_until_a_plan_has_the_calls(name: str, caps
 
 
 @pytest.mark.parametrize("name", ["a head for each batch", "a second loss"])
-def test_the_same_bits_as_without_a_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_numbers_as_without_a_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code between layers draws, too, as often as without a plan."""
     module = Module(lambda m, b, i: STEPS[name](m, b | {"x": F.dropout(b["x"], 0.2)}, i) * (0.5 + torch.rand(())), 0.3)
     planned = run(ours(num_microbatches=4), module, data(), devices=2)
     monkeypatch.setattr(Planner, "plan_from", lambda *_, **__: None)
-    assert_identical(run(ours(num_microbatches=4), module, data(), devices=2), planned)
+    assert_same(run(ours(num_microbatches=4), module, data(), devices=2), planned)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -222,11 +217,10 @@ def test_a_given_plan_is_kept(caplog: Any) -> None:
     assert result.report["plan"].startswith("forward 0-1; fused 2-4")
 
 
-def test_what_comes_once_is_waited_for_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_learned, "MOST_LEARNED_AGAIN", 2)
+def test_calls_that_come_once_end_no_plan() -> None:
     module = Module(lambda m, b, i: cross_entropy(m.model(b["x"], head=int(i == 2)), b))
-    result = run(ours(num_microbatches=4), module, data(7), devices=2)
-    assert_same(run("auto", module, data(7)), result)
+    result = run(ours(num_microbatches=4), module, data(4), devices=2)
+    assert_same(run("auto", module, data(4)), result)
     assert result.report is not None
     assert not result.report["profiled"]
 
@@ -285,35 +279,11 @@ def test_out_of_memory_names_the_call(memory: int) -> None:
     module, batches = wide(256)
     with pytest.raises(DeviceOutOfMemory) as caught, harness.quiet():
         run(ours(num_microbatches=4, emulation={"memory": memory}), module, batches, devices=2)
-    place, *calls = caught.value.__notes__
+    [place] = caught.value.__notes__
     assert "in layer 'model.wide" in place
-    if third():
-        return
-    [call] = calls
-    assert re.search(r"has called layer 'model.wide(.0)?' after layer 'model.head', which the batches before", call)
-    assert "needs more memory for it than the plan leaves. Use smaller microbatches" in call
 
 
 # ------------------------------------------------------------------------------------------- what cannot leave the plan
-
-
-class Writes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.mul_(0.5)
-        out: Tensor = self.linear(x)
-        return out
-
-
-def _writes(module: Any) -> None:
-    module.model.blocks[3] = Writes()
-
-
-def _normed(module: Any) -> None:
-    torch.nn.utils.spectral_norm(module.model.blocks[3][0])
 
 
 def late_head(module: Any, batch: Batch, index: int) -> Tensor:
@@ -322,22 +292,6 @@ def late_head(module: Any, batch: Batch, index: int) -> Tensor:
         x = block(x)
     h = module.model.blocks[3](x * 1)
     return cross_entropy(module.model.heads[int(index == 2)](h), batch)
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [(_writes, "writes to its arguments"), (_normed, "changes a buffer that its output depends on")],
-)
-def test_a_kept_graph_that_cannot_be_recomputed(change: Callable[[Any], None], why: str) -> None:
-    module, plan = Module(late_head), "forward 0-2; fused 3-4; backward 0-2; round 4"
-    change(module)
-    layers = ["Sequential", "Linear", *(["Writes"] if change is _writes else [])]
-    strategy = ours(num_microbatches=4, plan=plan, layers=layers)
-    with (
-        pytest.raises(RoundPipeError, match=rf"called layer 'model.heads.1' after .*Layer 'model.blocks.3' {why}"),
-        harness.quiet(),
-    ):
-        run(strategy, module, data(4), devices=2)
 
 
 def test_a_batch_norm_whose_graph_was_kept_is_recomputed() -> None:

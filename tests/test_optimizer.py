@@ -23,10 +23,10 @@ from harness import Result, loader, ours, run, trainer_of
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, Optimizer
 
+from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
-from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
-from lightning_roundpipe.runtime.optimizer import async_optimizer
-from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates import async_optimizer
+from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 
 LAYERS = ["Linear", "ResidualBlock"]
 BATCHES = zoo.make_batches("mlp", 6)

@@ -24,10 +24,10 @@ from torch.optim import SGD
 from lightning_roundpipe.devices.errors import StreamAborted
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.uploads import WeightUploads
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
-from lightning_roundpipe.runtime.optimizer import async_optimizer
-from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.memory.param_buckets import ParamBucket
+from lightning_roundpipe.updates import async_optimizer
+from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 
 PLAN = harness.per_call(4, 2)
 ONE_STAGE = "forward none; fused 0-3; backward none; round 2"

@@ -21,15 +21,15 @@ from without import take_out
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Event, make_devices
+from lightning_roundpipe.memory import grad_buffers
+from lightning_roundpipe.memory.dtypes import Formats
+from lightning_roundpipe.memory.grad_buffers import HostGradBuffers, Reduction
+from lightning_roundpipe.memory.host_layer import host_layers, make_buckets
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
-from lightning_roundpipe.runtime.memory import grad_buffers
-from lightning_roundpipe.runtime.memory.dtypes import Formats
-from lightning_roundpipe.runtime.memory.grad_buffers import HostGradBuffers, Reduction
-from lightning_roundpipe.runtime.memory.host_layer import host_layers, make_buckets
-from lightning_roundpipe.runtime.optimizer import async_optimizer
-from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
-from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
-from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
+from lightning_roundpipe.updates import async_optimizer
+from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.grad_readiness import GradReadiness
+from lightning_roundpipe.updates.loss_handle import StepGradients
 
 PART = 256
 """Bytes: 64 numbers in fp32."""
@@ -270,7 +270,7 @@ def test_the_first_parts_are_stepped_while_the_last_are_on_their_way(submitted: 
 
 def test_a_part_is_not_taken_before_it_is_there(stepped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Submitted, "bring", lambda self, index: self.parts[index].came.set())
-    take_out(monkeypatch, "runtime.memory.grad_buffers:HostGradSums._wait_for", "part.wait()")
+    take_out(monkeypatch, "memory.grad_buffers:HostGradSums._wait_for", "part.wait()")
     made = Submitted(cast=False)
     made.updates.settle()  # though no part has come
     assert made.master.isnan().all()

@@ -36,13 +36,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GPTQConfig, LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.model import quantize, quantize_experts
 from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.model.quantized import companions, prepare
 from lightning_roundpipe.model.replica import Replica, unique_parameters
 from lightning_roundpipe.model.unpacked import see_products
-from lightning_roundpipe.runtime.layer_calls.token_tiles import TokenTiles
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.tiles.token_tiles import TokenTiles
 
 VOCAB, WIDTH = 97, 64
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
 from typing import Any
@@ -15,14 +14,11 @@ import torch
 import torch.nn.functional as F
 import zoo
 from harness import Result, assert_identical, assert_same, ours, run
-from patience import longer_each_try
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PhimoeConfig, PhimoeForCausalLM
 
-from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices import generators
-from lightning_roundpipe.runtime.user_code.rng import Randomness
+from lightning_roundpipe.engine.randomness import Randomness
 
 
 class Dropping(nn.Module):
@@ -195,45 +191,20 @@ def test_random_state_after_a_step_is_the_same_for_all() -> None:
     assert len({value for drawn in seen[0] for value in drawn}) == 9
 
 
-class NoLock(contextlib.nullcontext[None]):
-    def acquire(self, blocking: bool) -> bool:
-        return False
+def test_one_draws_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulated devices share a generator: four workers draw what one does, however long from seeding to drawing."""
 
+    def begin(self: Randomness, *args: Any) -> bool:
+        draws = real(self, *args)
+        time.sleep(0.001 * draws)
+        return draws
 
-def draws_differ(missing: bool, times: float = 1.0) -> bool:
-    """Whether four workers draw what one does, when each takes a while from seeding to drawing."""
-
-    def seed(host: bool, seed: int, device: Any) -> None:
-        real(host, seed, device)
-        time.sleep(0.001 * times)
-
-    real = Randomness._seed
+    real = Randomness.begin
     options: dict[str, Any] = {"num_microbatches": 4, "layers": DROPPING_LAYERS}
     reference = run(ours(**options), DROPPING, _wide(3), devices=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Randomness, "_seed", staticmethod(seed))
-        if missing:
-            patch.setattr(generators, "HOST_LOCK", NoLock())
-        try:
-            result = run(ours(**options, plan=harness.per_call(5, 4)), DROPPING, _wide(3), devices=4)
-        except RoundPipeError as error:  # a recomputation has drawn otherwise
-            assert "computes something else" in str(error)
-            return True
-    try:
-        assert_identical(reference, result, rng=True)
-    except AssertionError:
-        return True
-    return False
-
-
-def test_one_draws_at_a_time() -> None:
-    """Emulated devices share a generator: without the lock from seeding to return, masks get mixed up."""
-    assert not draws_differ(missing=False)
-
-
-@longer_each_try
-def test_one_draws_at_a_time_or_it_shows(times: float) -> None:
-    assert draws_differ(missing=True, times=times)
+    monkeypatch.setattr(Randomness, "begin", begin)
+    result = run(ours(**options, plan=harness.per_call(5, 4)), DROPPING, _wide(3), devices=4)
+    assert_identical(reference, result, rng=True)
 
 
 @pytest.mark.slow

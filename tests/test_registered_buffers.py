@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from traps import Block, Net
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.reporting.hints import Hints
+from lightning_roundpipe.engine.hints import Hints
 
 SETUPS = [(1, None), (3, None), (3, halves(5))]
 """Microbatches and plans."""

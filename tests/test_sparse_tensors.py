@@ -13,7 +13,7 @@ import zoo
 from harness import assert_same, ours, run
 from torch import Tensor
 
-from lightning_roundpipe.runtime.reporting.hints import Hints
+from lightning_roundpipe.engine.hints import Hints
 
 MLP = zoo.make_module("mlp").model
 ROLLED = torch.eye(zoo.WIDTH).roll(1, 0)

@@ -64,7 +64,7 @@ def cases(draw: st.DrawFn) -> Case:
         prefetch=draw(st.sampled_from([1, 1, 0])),
         emulation={
             "poison": True,
-            "delay_seed": (delays := draw(st.integers(0, 2**16))),
+            "delay_seed": draw(st.integers(0, 2**16)),
             "bandwidth": draw(st.sampled_from([None, None, 1e6])),
             "latency": draw(st.sampled_from([0.0, 0.0, 3e-4])),
         },
@@ -103,7 +103,7 @@ class Alive(pl.Callback):
 
     @staticmethod
     def counted() -> Counter[str]:
-        packages = ("lightning_roundpipe.runtime", "lightning_roundpipe.engine")
+        packages = ("lightning_roundpipe.engine", "lightning_roundpipe.memory", "lightning_roundpipe.updates")
         ours = [o for o in gc.get_objects() if str(type(o).__module__).startswith(packages)]
         return Counter(type(o).__name__ for o in ours)
 

@@ -138,7 +138,7 @@ def test_what_training_step_sets_stays_set(devices: int) -> None:
 
 
 def test_only_values_of_the_users_code_are_looked_at() -> None:
-    from lightning_roundpipe.runtime.user_code.thread_state import thread_locals_of
+    from lightning_roundpipe.user_code.thread_state import thread_locals_of
 
     assert set(map(id, thread_locals_of(build("thread", "within")))) == {id(LOCAL), id(Block.own)}
     assert thread_locals_of(nn.Sequential(nn.Linear(2, 2))) == ()

@@ -22,11 +22,11 @@ from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.messages import RoundPipeWarning
-from lightning_roundpipe.runtime.layer_calls import tile_check
-from lightning_roundpipe.runtime.layer_calls.tile_check import TileVerdict, check
-from lightning_roundpipe.runtime.layer_calls.tiled_call import Adding, CallSurroundings, Layout, TiledCall
-from lightning_roundpipe.runtime.layer_calls.token_tiles import TokenTiles
-from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
+from lightning_roundpipe.tiles import tile_check
+from lightning_roundpipe.tiles.tile_check import TileVerdict, check
+from lightning_roundpipe.tiles.tiled_call import Adding, CallSurroundings, Layout, TiledCall
+from lightning_roundpipe.tiles.token_tiles import TokenTiles
+from lightning_roundpipe.user_code.thread_state import TorchThreadState
 
 
 @pytest.fixture
@@ -104,18 +104,6 @@ def test_validation_and_tiles(made: list[TokenTiles]) -> None:
 
 
 @pytest.mark.slow
-def test_a_recomputation_leaves_out_a_forward_that_nobody_reads(made: list[TokenTiles]) -> None:
-    """After the checked steps, an MLP's tiles run in the forward and in the backward; a norm's three times."""
-    batches = [zoo.make_batches("llama", 1)[0]] * 4
-    run(ours(num_microbatches=1, token_tiles=4, plan=per_call(6)), zoo.make_module("llama"), batches)
-    tiles = made[-1]
-    block = next(known for of in tiles._known.values() for known in of if len(known.watched) > 1)
-    names = dict(enumerate(name for name, _ in zoo.make_module("llama").model.model.layers[0].named_modules()))
-    assert {names[number] for number in block.needed} == {"input_layernorm", "post_attention_layernorm"}
-    assert {names[number] for number in block.watched - block.needed} == {"mlp"}
-
-
-@pytest.mark.slow
 def test_tiles_hold_less(made: list[TokenTiles]) -> None:
     batch = {key: value.repeat(1, 8) for key, value in zoo.make_batches("llama", 1)[0].items()}
     peaks = []
@@ -136,7 +124,7 @@ def _train_within(tiles: Any, memory: int | None) -> Result:
 
 @pytest.mark.slow
 def test_auto_turns_tiles_on_where_a_call_does_not_fit(made: list[TokenTiles], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_roundpipe.runtime.layer_calls.token_tiles.AUTO_TILE", 64)
+    monkeypatch.setattr("lightning_roundpipe.tiles.token_tiles.AUTO_TILE", 64)
     whole = _train_within(None, None)
     with pytest.raises(torch.OutOfMemoryError):
         _train_within(None, 1_700_000)
@@ -152,8 +140,7 @@ def test_auto_turns_tiles_on_where_a_call_does_not_fit(made: list[TokenTiles], m
 @pytest.mark.slow
 def test_auto_turns_tiles_on_where_no_plan_fits(made: list[TokenTiles], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call of the first batch fits on its own, but not with what waits beside it under a plan."""
-    monkeypatch.setattr("lightning_roundpipe.runtime.layer_calls.token_tiles.AUTO_TILE", 64)
-    monkeypatch.setattr(TokenTiles, "may_need", lambda *_: False)
+    monkeypatch.setattr("lightning_roundpipe.tiles.token_tiles.AUTO_TILE", 64)
     with pytest.raises(DoesNotFit):
         _train_within(None, 2_350_000)
     assert_same(_train_within(None, None), _train_within("auto", 2_350_000))
@@ -209,7 +196,7 @@ class _Wide(ZooModule):
 
 
 def test_wide_modules_train_as_plain_lightning_in_tiles(made: list[TokenTiles]) -> None:
-    """And validate. A recomputation needs the values of the gate, and not those of the MLP."""
+    """And validate."""
     module, batch = _Wide(), torch.randn(4, 12, 8, dtype=torch.float64)
     plain, ran = (
         run(strategy, module, [batch] * 4, val_batches=[batch], blocking=True)
@@ -218,13 +205,10 @@ def test_wide_modules_train_as_plain_lightning_in_tiles(made: list[TokenTiles]) 
     assert_same(plain, ran)
     assert set(made[-1].ran) == {"model.0", "model.1", "model.2"}
     assert all({"gate", "mlp"} <= set(names) for names in made[-1].ran.values())
-    known, _ = made[-1]._known[1]  # in training, and in validation
-    names = [name for name, _ in _Wide.Block().named_modules()]
-    assert ({names[i] for i in known.needed}, {names[i] for i in known.watched - known.needed}) == ({"gate"}, {"mlp"})
 
 
 def test_auto_runs_what_does_not_fit_in_tiles(made: list[TokenTiles], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_roundpipe.runtime.layer_calls.token_tiles.AUTO_TILE", 8)
+    monkeypatch.setattr("lightning_roundpipe.tiles.token_tiles.AUTO_TILE", 8)
     module, batch = _Wide(), torch.randn(2, 64, 8, dtype=torch.float64)
 
     def within(tiles: Any, memory: int | None) -> Result:
@@ -437,7 +421,7 @@ def test_gradients_of_tiles_are_those_of_the_whole(dtype: torch.dtype, adding: b
 def _tiled(module: _Layer, x: Tensor, tile: int, *, adding: bool) -> Tensor:
     around = CallSurroundings(
         TorchThreadState.capture(("cpu",)), contextvars.copy_context(), contextlib.nullcontext, lambda tensors: None,
-        contextlib.nullcontext, False, False, Adding(adding),
+        contextlib.nullcontext, Adding(adding),
     )  # fmt: skip
     layout = Layout.of([x])
     assert layout is not None

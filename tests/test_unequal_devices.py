@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices import emulated_work
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.engine import planner
+from lightning_roundpipe.engine.events import EventSource, Recorder
+from lightning_roundpipe.engine.speeds import worker_speeds
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.pipeline import run_steps
-from lightning_roundpipe.runtime.profile.speeds import worker_speeds
-from lightning_roundpipe.runtime.reporting.events import EventSource, Recorder
 
 FORWARD_S, BACKWARD_S = 0.02, 0.04
 BLOCKS = 12

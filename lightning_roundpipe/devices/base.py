@@ -16,14 +16,11 @@ Both kinds keep three rules, and rely on them:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from lightning_roundpipe.devices.generators import GeneratorLock
 
 _NOTHING = nullcontext()
 POISON = 0xFF
@@ -41,53 +38,6 @@ class TrackedTensors(AbstractContextManager["TrackedTensors"]):
 
     def __exit__(self, *error: object) -> None:
         self.release()
-
-
-class SavedAmount(NamedTuple):
-    """What a call saves: positions of inputs and of outputs, and the bytes of all other storages."""
-
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    nbytes: int
-
-
-class SavedAmounts:
-    """What a layer saves for backward, in calls that are alike."""
-
-    MOST = 256
-    """Kinds of calls to remember. Batches of varying length make many."""
-
-    def __init__(self) -> None:
-        self._found: dict[Hashable, tuple[SavedAmount, bool | None]] = {}
-        """By kind of call: the amount, and whether a second call has saved it too; None if one has not."""
-
-    def known(self, key: Hashable) -> SavedAmount | None:
-        """Return what calls of this kind save; None if that is not known, or differs."""
-        amount, agreed = self._found.get(key, (None, None))
-        return amount if agreed else None
-
-    def learn(self, key: Hashable, amount: SavedAmount) -> None:
-        """Remember what a call of this kind has saved."""
-        before = self._found.get(key)
-        if before is None:
-            if len(self._found) >= self.MOST:
-                self._found.clear()
-            self._found[key] = amount, False
-        elif before[1] is not None:
-            self._found[key] = amount, True if before[0] == amount else None
-
-
-class SavedCounter(AbstractContextManager["SavedCounter"]):
-    """Context around the forward of one call of a layer, which counts what autograd saves."""
-
-    @abstractmethod
-    def held(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> object:
-        """Return an object that counts the saved tensors while it lives. Keep it as long as the graph.
-
-        Args:
-            inputs: the tensors that the layer was called with.
-            outputs: the tensors that it returned.
-        """
 
 
 class Event(ABC):
@@ -201,8 +151,6 @@ class Device(ABC):
     """How many bytes of calls the host may enqueue ahead of the device, memory permitting."""
     backward_needs_interpreter: bool
     """Whether autograd runs backward on the thread that calls it, as on the host, and not on one of its own."""
-    generator_lock: GeneratorLock
-    """Reentrant lock of ``generator``, shared by all devices that share it. Hold it from seeding to the last draw."""
 
     @property
     def streams(self) -> tuple[Stream, ...]:
@@ -321,15 +269,6 @@ class Device(ABC):
             DeviceOutOfMemory: it does not fit.
         """
         return _NOTHING
-
-    def saved_counter(self, amounts: SavedAmounts, key: Hashable) -> SavedCounter | None:
-        """Return what counts as `saved_for_backward` does, and knows calls that are alike; None if the device counts.
-
-        Args:
-            amounts: what the layer is known to save.
-            key: equal for calls that are alike.
-        """
-        return None
 
     @abstractmethod
     def peak_bytes(self) -> int:

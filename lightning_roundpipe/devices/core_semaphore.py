@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 
-from lightning_roundpipe.devices import interpreter_lease, intraop_threads
+from lightning_roundpipe.devices import intraop_threads
 
 
 class Semaphore:
@@ -27,10 +27,7 @@ class Semaphore:
             self.release()
 
     def acquire(self) -> None:
-        try:
-            self._tokens.get_nowait()
-        except queue.Empty:
-            interpreter_lease.released(self._tokens.get)
+        self._tokens.get()
 
     def release(self) -> None:
         self._tokens.put(None)
@@ -94,7 +91,7 @@ def emulated_work(seconds: float) -> None:
     _mine.held = None
     permits.release()
     try:
-        interpreter_lease.released(time.sleep, seconds)
+        time.sleep(seconds)
     finally:
         permits.acquire()
         _mine.held = permits

@@ -21,10 +21,8 @@ from lightning_roundpipe.devices.base import Device, Stream
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.devices.cuda_streams import CudaStream, EventClock, begin_on
 from lightning_roundpipe.devices.errors import DeviceOutOfMemory, out_of_memory
-from lightning_roundpipe.devices.generators import GeneratorLock
 from lightning_roundpipe.devices.host_memory import worth_copying
 
-_generator_locks: dict[int, GeneratorLock] = {}
 _open: WeakSet[CudaDevice] = WeakSet()
 """The open devices of all strategies in the process."""
 
@@ -61,7 +59,6 @@ class CudaDevice(Device):
     ) -> None:
         self.index, self.torch_device = index, torch_device
         self.generator = torch.cuda.default_generators[torch_device.index]
-        self.generator_lock = _generator_locks.setdefault(torch_device.index, GeneratorLock())
         self.lead_bytes = LEAD_BYTES
         self.backward_needs_interpreter = False
         self._pin_memory, self._sharers = pin_memory, sharers
@@ -71,7 +68,7 @@ class CudaDevice(Device):
         self.others: list[CudaStream] = []
         """The compute streams of the other GPUs."""
         self._multiplying = 0
-        """How many threads multiply matrices beside the worker's and autograd's, see `settle_libraries`."""
+        """How many threads multiply matrices beside one microbatch's and autograd's, see `settle_libraries`."""
         self._clock = EventClock(torch_device)
         self.compute: CudaStream = self._stream("compute")
         self.weights_up = self._chunked("weights_up", turn)
@@ -198,7 +195,7 @@ class CudaDevice(Device):
             return
         cuda_libraries.clear()
         for device in run:
-            device._multiplying = threads
+            device._multiplying = threads - 1
 
     # -- computing
 

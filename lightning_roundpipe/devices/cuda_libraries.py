@@ -1,8 +1,8 @@
 """GPU memory that CUDA's libraries keep for themselves.
 
 torch gives cuBLAS a workspace per thread and stream that multiplies matrices. Its allocator counts the workspaces, but
-torch does not free them by itself. Layers multiply on the worker's thread, on autograd's thread for the GPU, and, from
-the steps on in which their calls are plain, on the thread of each microbatch.
+torch does not free them by itself. Layers multiply on the thread of each microbatch and on autograd's thread for the
+GPU.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import re
 import torch
 
 _THREADS = 2
-"""The worker's thread and autograd's. Workers on one GPU share the latter, so it is counted too often there."""
+"""One microbatch's thread and autograd's. Workers on one GPU share the latter, so it is counted too often there."""
 _KIB = 1024
 _USUAL, _SINCE_HOPPER = (2 * 4096 + 8 * 16) * _KIB, 8 * 4096 * _KIB
 """torch's default sizes, used when ``CUBLAS_WORKSPACE_CONFIG`` is not set."""
 
 
 def library_bytes(torch_device: torch.device, others: int) -> int:
-    """Return the bytes of one worker's workspaces, plus those of ``others``, the microbatches' threads."""
+    """Return the bytes of one worker's workspaces, plus those of ``others``, the other microbatches' threads."""
     return (_THREADS + others) * workspace_bytes(torch_device)
 
 

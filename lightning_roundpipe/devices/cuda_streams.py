@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices import interpreter_lease
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.base import Event, Stream, check_copy, check_fill
 
@@ -114,7 +113,7 @@ class CudaEvent(GpuEvent):
     def wait(self) -> None:
         # The GPU never waits for the host here, so its work always ends and an abort need not wake this wait.
         self._switch.check()
-        interpreter_lease.released(self.event.synchronize)
+        self.event.synchronize()
         self._switch.check()
 
     def done(self) -> bool:

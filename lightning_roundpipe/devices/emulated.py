@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import copy_priority, core_semaphore, generators, intraop_threads
+from lightning_roundpipe.devices import copy_priority, core_semaphore, intraop_threads
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
-from lightning_roundpipe.devices.base import POISON, Device, SavedAmounts, SavedCounter, Stream, TrackedTensors
+from lightning_roundpipe.devices.base import POISON, Device, Stream, TrackedTensors
 from lightning_roundpipe.devices.emulated_link import Delays, Link
 from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
 from lightning_roundpipe.devices.heap import share_heap
 from lightning_roundpipe.devices.ledger import Ledger, LedgerTrackedTensors
-from lightning_roundpipe.devices.saved import LedgerSavedCounter, saved_for_backward
+from lightning_roundpipe.devices.saved import saved_for_backward
 
 ALIGNMENT = 256
 """Bytes. The least alignment of a GPU's allocator, which vectorised kernels rely on."""
@@ -40,7 +40,7 @@ class EmulatedDevice(Device):
     def __init__(self, index: int, torch_device: torch.device, emulation: Emulation) -> None:
         share_heap()
         self.index, self.torch_device = index, torch_device
-        self.generator, self.generator_lock = torch.default_generator, generators.HOST_LOCK
+        self.generator = torch.default_generator
         self.lead_bytes = 0  # an enqueued call has run already
         self.backward_needs_interpreter = True
         self._emulation = emulation
@@ -136,9 +136,6 @@ class EmulatedDevice(Device):
 
     def saved_for_backward(self) -> AbstractContextManager[None]:
         return self._saved_for_backward  # stateless, so calls may share it and nest
-
-    def saved_counter(self, amounts: SavedAmounts, key: Hashable) -> SavedCounter:
-        return LedgerSavedCounter(self._ledger, self._arena_keys, amounts, key)
 
     def peak_bytes(self) -> int:
         return self._ledger.peak()

@@ -1,10 +1,8 @@
-"""The owner of a thread: the thread on whose behalf it works.
+"""The context in which a thread works.
 
 On a GPU, autograd runs backward on a thread of its own per device, while the calling thread waits. The context of the
-caller (which layer runs, whose locks are held) must be visible there. Otherwise a layer that recomputes in its own
-backward would wait for locks that its own caller holds, and the engine would take its operations for another thread's.
-Python's thread-locals and context variables do not follow into autograd's threads; what is kept here does, as grad mode
-and autocast do.
+caller (which layer runs, for which microbatch) must be known there. Python's thread-locals and context variables do not
+follow into autograd's threads; what is kept here does, as grad mode and autocast do.
 """
 
 from __future__ import annotations
@@ -12,15 +10,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 _KEY = "lightning_roundpipe"
 
 
-def _stash(found: Behalf | None) -> None:
+def _stash(found: Any) -> None:
     """Let torch keep ``found`` for the calling thread, and pass it on to autograd's threads."""
     if _takes_no_reference():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
@@ -42,23 +39,9 @@ def _takes_no_reference() -> bool:
     return True
 
 
-class Behalf(NamedTuple):
-    """The owner of a thread, and the context that it works in."""
-
-    thread: int
-    context: Any
-
-
-def behalf() -> Behalf | None:
-    """Return the calling thread's owner and context; None if it runs none of the engine's work."""
-    found: Behalf | None = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
-    return found
-
-
-def thread() -> int:
-    """Return the identity of the calling thread's owner, by default its own."""
-    found = behalf()
-    return threading.get_ident() if found is None else found.thread
+def context_of_thread() -> Any:
+    """Return the calling thread's context; None if it runs none of the engine's work."""
+    return torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
 
 
 class working:
@@ -70,8 +53,8 @@ class working:
         self._context = context
 
     def __enter__(self) -> None:
-        before = self._before = behalf()
-        _stash(Behalf(threading.get_ident() if before is None else before.thread, self._context))
+        self._before = context_of_thread()
+        _stash(self._context)
 
     def __exit__(self, *_: object) -> None:
         _stash(self._before)

@@ -4,9 +4,10 @@
     the call runs on another worker, or is recomputed there ── it comes from the host ── [2]
     its turn is next ── it comes already, if the worker has room beside what the plan needs ── [3]
 
-The copy in [1] is made at once, so that nothing that user code or the layer writes later can reach it. Each tensor is
-saved once, however many layers take it, and comes once for neighbouring calls of a stage. Copies of one direction run
-in order on streams of their own; whoever reads what they write waits for their events.
+The copy in [1] is made before the layer runs, so that nothing that user code or the layer writes later can reach it: at
+once if it goes to another worker, else in the call's turn, as microbatches that wait for theirs would all hold one.
+Each tensor is saved once, however many layers take it, and comes once for neighbouring calls of a stage. Copies of one
+direction run in order on streams of their own; whoever reads what they write waits for their events.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from torch import Tensor
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.base import check_copy, stage
+from lightning_roundpipe.engine.events import Recorder
+from lightning_roundpipe.memory.host_tensor import HostTensor
+from lightning_roundpipe.memory.peak_memory import INPUTS
 from lightning_roundpipe.planning.crossing import tensor_bytes
-from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
-from lightning_roundpipe.runtime.memory.peak_memory import INPUTS
-from lightning_roundpipe.runtime.reporting.events import Recorder
 
 
 class Arriving(NamedTuple):

@@ -16,10 +16,14 @@ from lightning_roundpipe.batches.logs import LogRecorder
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.engine.attributes import LayerAttributes
+from lightning_roundpipe.engine.alloc_retries import Retries
+from lightning_roundpipe.engine.compiling import forwards_of
 from lightning_roundpipe.engine.context import Context, Learned
 from lightning_roundpipe.engine.evaluation import Evaluations
+from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.executor import Executor
+from lightning_roundpipe.engine.hints import Hints
+from lightning_roundpipe.engine.layer_attributes import LayerAttributes
 from lightning_roundpipe.engine.manual import ManualStep
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.planner import Planner, rates_of
@@ -28,27 +32,23 @@ from lightning_roundpipe.engine.process_state import USER_CODE, changes
 from lightning_roundpipe.engine.randomness import CallerRandomState, Randomness
 from lightning_roundpipe.engine.report import Report, report_of
 from lightning_roundpipe.engine.step import Step
+from lightning_roundpipe.faults.interrupts import interrupts_allowed, interrupts_deferred
+from lightning_roundpipe.faults.notes import remedied
 from lightning_roundpipe.machines.peers import Peers
+from lightning_roundpipe.memory.budget import layers_that_fit
+from lightning_roundpipe.memory.dtypes import Formats
+from lightning_roundpipe.memory.grad_buffers import GradientMemory, Reduction
+from lightning_roundpipe.memory.host_model import HostModel
 from lightning_roundpipe.model.structure import Structure
-from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed, interrupts_deferred
-from lightning_roundpipe.runtime.faults.notes import remedied
-from lightning_roundpipe.runtime.layer_calls.compiling import forwards_of
-from lightning_roundpipe.runtime.layer_calls.token_tiles import TokenTiles
-from lightning_roundpipe.runtime.memory.budget import layers_that_fit
-from lightning_roundpipe.runtime.memory.dtypes import Formats
-from lightning_roundpipe.runtime.memory.grad_buffers import GradientMemory, Reduction
-from lightning_roundpipe.runtime.memory.host_model import HostModel
-from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
-from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExchange
-from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
-from lightning_roundpipe.runtime.reporting.alloc_retries import Retries
-from lightning_roundpipe.runtime.reporting.events import Recorder
-from lightning_roundpipe.runtime.reporting.hints import Hints
-from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
-from lightning_roundpipe.runtime.user_code.host_metrics import HostMetrics
-from lightning_roundpipe.runtime.user_code.interception import Interceptor, intercepted, without_caches
-from lightning_roundpipe.runtime.user_code.module_state import AttributeView, SharedAttributes, observed_writes
-from lightning_roundpipe.runtime.user_code.thread_state import thread_locals_of
+from lightning_roundpipe.tiles.token_tiles import TokenTiles
+from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.gradient_exchange import GradientExchange
+from lightning_roundpipe.updates.loss_handle import StepGradients
+from lightning_roundpipe.user_code.bypassed_gradients import Accumulators
+from lightning_roundpipe.user_code.host_metrics import HostMetrics
+from lightning_roundpipe.user_code.interception import Interceptor, intercepted, without_caches
+from lightning_roundpipe.user_code.module_state import AttributeView, SharedAttributes, observed_writes
+from lightning_roundpipe.user_code.thread_state import thread_locals_of
 
 
 @dataclass
@@ -92,6 +92,8 @@ class WindowResult:
 class Engine:
     """Trains and evaluates one LightningModule on a set of devices.
 
+    It has many attributes because it makes the parts that outlive a step, and lends them to each.
+
     Args:
         module: the user's LightningModule, with its weights on the CPU.
         devices: one for each worker.
@@ -130,7 +132,7 @@ class Engine:
         reduction = Reduction(getattr(torch, dtype) if dtype is not None else None, pool.summing)
         casts = self.formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights
         rates = rates_of(devices[0]) if options.plan == "static" else None
-        self.tiles = TokenTiles(options.token_tiles, None) if options.token_tiles is not None else None
+        self.tiles = TokenTiles(options.token_tiles) if options.token_tiles is not None else None
         attributes, randomness = LayerAttributes(model.layers), Randomness(devices)
         shared = SharedAttributes(module)
         shared.touched = attributes.touched
@@ -350,7 +352,12 @@ class Engine:
                 self._drain()
             if given is not None and self._step_in_flight is None:
                 given.arrive()  # if this step fails, the devices stop, and the update would be incomplete
-            self.updates.begin(zero_grad=zero_grad)
+            try:
+                self.updates.begin(zero_grad=zero_grad)
+            except Exception:
+                with contextlib.suppress(Exception):  # an update has failed the step in flight, too
+                    self._drain()
+                raise
         elif given is not None and unused:
             given.release()
         self.worker_pool.refuse_broken()

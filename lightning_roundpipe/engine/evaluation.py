@@ -38,27 +38,27 @@ from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.arguments import collect, is_box
 from lightning_roundpipe.engine.context import Context, StepSpec
+from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.executor import LayerCall, Run
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.randomness import CallerRandomState
 from lightning_roundpipe.engine.slots import Slot
+from lightning_roundpipe.engine.surrounding_modes import Surroundings
 from lightning_roundpipe.engine.sync import Cancelled, CancelScope, Runner, Signal
 from lightning_roundpipe.engine.trace import Trace, TracedCall
+from lightning_roundpipe.faults.interrupts import interrupts_deferred
+from lightning_roundpipe.faults.notes import remedied
+from lightning_roundpipe.memory.grad_buffers import HostGradSums
+from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.forward_plan import ForwardPlan, plan_forward
 from lightning_roundpipe.planning.memory import BESIDE
-from lightning_roundpipe.runtime.faults.interrupts import interrupts_deferred
-from lightning_roundpipe.runtime.faults.notes import remedied
-from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
-from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.reporting.events import Recorder
-from lightning_roundpipe.runtime.threads.task_thread import Task
-from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
-from lightning_roundpipe.runtime.user_code.interception import Interceptor, calling, intercepted
-from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode
-from lightning_roundpipe.runtime.user_code.module_state import AttributeView, SharedAttributes, observed_writes
-from lightning_roundpipe.runtime.user_code.thread_state import apply_context
+from lightning_roundpipe.threads.task_thread import Task
+from lightning_roundpipe.user_code.interception import Interceptor, calling, intercepted
+from lightning_roundpipe.user_code.mode import DATA, UserCodeMode
+from lightning_roundpipe.user_code.module_state import AttributeView, SharedAttributes, observed_writes
+from lightning_roundpipe.user_code.thread_state import apply_context
+from lightning_roundpipe.user_code.writes import IN_PLACE
 
 
 class Kind(NamedTuple):
@@ -142,6 +142,8 @@ class Round:
 class Batch(Microbatch):
     """A batch of an evaluation.
 
+    It has many collaborators because it is a microbatch.
+
     Args:
         flight: those that it is among.
         round_: the slots that it runs in.
@@ -176,7 +178,7 @@ class Batch(Microbatch):
         return "evaluation"
 
     def _user_code_mode(self) -> UserCodeMode:
-        return _UserCode(self.context, self.touched, self._aside)
+        return _EvaluationUserCode(self.context, self.touched, self._aside)
 
     def touched(self) -> None:
         """Be alone, as user code is about to write to weights, when no upload reads them. Calls read what it writes."""
@@ -220,7 +222,7 @@ class Batch(Microbatch):
         except BaseException as error:
             self._step.spec.scope.fail(error)
         finally:
-            self._before = None
+            self._before = self._surroundings = None  # which knows the mode, and that this
             self._given.clear()
             self._pass(len(self.over))
             self._baton.release()
@@ -328,7 +330,7 @@ class Batch(Microbatch):
         return 0
 
 
-class _UserCode(UserCodeMode):
+class _EvaluationUserCode(UserCodeMode):
     """The torch function mode of a batch; tells before user code writes to weights.
 
     Args:
@@ -450,6 +452,8 @@ class Flight:
 
 class Evaluations:
     """Evaluates as many batches at once as the caller starts. Lives as long as the engine.
+
+    It has many collaborators because Lightning's loop, hooks and batches in flight meet here.
 
     Args:
         context: the engine's parts.

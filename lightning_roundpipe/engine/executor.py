@@ -23,8 +23,10 @@ from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.engine.activations import Arriving
 from lightning_roundpipe.engine.arguments import Arguments, Substitution, collect
-from lightning_roundpipe.engine.attributes import LayerWrites
-from lightning_roundpipe.engine.graph_cut import Gradients, InputEdge, cut, inlet, reaches_out, run_backward
+from lightning_roundpipe.engine.compiling import LayerCompiler
+from lightning_roundpipe.engine.events import EventSource
+from lightning_roundpipe.engine.layer_attributes import LayerWrites
+from lightning_roundpipe.engine.output_collectors import collecting
 from lightning_roundpipe.engine.process_state import changes
 from lightning_roundpipe.engine.randomness import Randomness, Seed
 from lightning_roundpipe.engine.shared_memory import sharing
@@ -32,27 +34,25 @@ from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import Baton, Runner
 from lightning_roundpipe.engine.trace import TracedCall
 from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.faults.notes import FaultPlace, noted
+from lightning_roundpipe.memory.arenas import address_of
+from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.memory.host_tensor import HostTensor
+from lightning_roundpipe.memory.module_buffers import BufferValue, ReplicaBuffers
+from lightning_roundpipe.memory.peak_memory import GRADIENTS, INPUTS, OUTPUTS, PeakMemoryMeter
 from lightning_roundpipe.model.attributes import Contents, StateDiff
 from lightning_roundpipe.model.cast_weights import CastWatcher
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.planning.profile import Hardware
-from lightning_roundpipe.runtime.core.arenas import address_of
-from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
-from lightning_roundpipe.runtime.layer_calls.compiling import LayerCompiler
-from lightning_roundpipe.runtime.layer_calls.output_collectors import collecting
-from lightning_roundpipe.runtime.layer_calls.tile_check import refuse_random
-from lightning_roundpipe.runtime.layer_calls.tiled_call import CallSurroundings
-from lightning_roundpipe.runtime.layer_calls.token_tiles import TokenTiles
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
-from lightning_roundpipe.runtime.memory.module_buffers import BufferValue, ReplicaBuffers
-from lightning_roundpipe.runtime.memory.peak_memory import GRADIENTS, INPUTS, OUTPUTS, PeakMemoryMeter
-from lightning_roundpipe.runtime.reporting.events import EventSource
-from lightning_roundpipe.runtime.user_code.bypassed_gradients import Borrowing, Lender
-from lightning_roundpipe.runtime.user_code.interception import Inside
-from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
+from lightning_roundpipe.tiles.tile_check import refuse_random
+from lightning_roundpipe.tiles.tiled_call import CallSurroundings
+from lightning_roundpipe.tiles.token_tiles import TokenTiles
+from lightning_roundpipe.user_code.bypassed_gradients import Borrowing, Lender
+from lightning_roundpipe.user_code.graph_cut import Gradients, InputEdge, cut, inlet, reaches_out, run_backward
+from lightning_roundpipe.user_code.interception import Inside
+from lightning_roundpipe.user_code.thread_state import TorchThreadState
 
 T = TypeVar("T")
 LONG_S = 3e-4
@@ -65,6 +65,8 @@ _NOTHING = contextlib.nullcontext()
 
 class LayerCall:
     """A call of a layer, and what the tape keeps of it.
+
+    It has many attributes because a recomputation needs all that the forward depended on.
 
     Args:
         layer: the layer.
@@ -184,7 +186,9 @@ class _Computing:
         inside: the context of the layer's code.
     """
 
-    __slots__ = ("_baton", "_call", "_calling", "_core", "_kind", "_runner", "_slot", "_start", "_stream", "_worker")
+    __slots__ = (
+        "_baton", "_call", "_calling", "_core", "_kind", "_name", "_runner", "_slot", "_start", "_stream", "_worker",
+    )  # fmt: skip
 
     def __init__(
         self, worker: Worker, baton: Baton | None, call: LayerCall, slot: Slot, kind: str, runner: Runner,
@@ -193,6 +197,7 @@ class _Computing:
         self._worker, self._baton, self._call, self._slot = worker, baton, call, slot
         self._kind, self._runner = kind, runner
         self._calling, self._stream = working(inside), worker.device.compute.running()
+        self._name = worker.device.named(kind, "slot", slot.index, call.layer.name, "of", call.microbatch)
 
     def __enter__(self) -> None:
         device = self._worker.device
@@ -210,6 +215,8 @@ class _Computing:
             if self._baton is not None:
                 self._baton.acquire(self._runner)
             raise
+        if self._name is not None:
+            self._name.__enter__()
         self._calling.__enter__()
         self._stream.__enter__()
 
@@ -221,6 +228,8 @@ class _Computing:
             if error is None:
                 end = self._worker.device.compute.record(timed=True)
         finally:
+            if self._name is not None:
+                self._name.__exit__(kind, error, traceback)
             self._core.__exit__(kind, error, traceback)
             if self._baton is not None:
                 self._baton.acquire(self._runner)
@@ -233,6 +242,8 @@ class _Computing:
 
 class Executor:
     """Runs calls on one worker.
+
+    It has many collaborators because whatever a layer's code may do beside returning tensors is found here.
 
     Args:
         worker: the worker.
@@ -286,8 +297,11 @@ class Executor:
             buffers.load()
         with self.device.track(tensors, INPUTS):
             meter = self._meter(call, tensors)
-            fitting = functools.partial(self._run, call, slot, tensors, replica, runner, "forward", inside, grad=grad)
-            run, aliases, sink = self._tiled_if_needed(call, fitting)
+
+            def running(kind: str, given: list[Tensor], grad: bool) -> tuple[Run, list[Tensor], Gradients]:
+                return self._run(call, slot, given, replica, runner, kind, inside, grad=grad)
+
+            run, aliases, sink = self._fitting(call, running, tensors, replica, buffers, meter, grad=grad)
             found = run.tensors
             self.device.track_until_freed(found, OUTPUTS)
             if meter is not None and call.traced is not None:
@@ -379,7 +393,7 @@ class Executor:
         own = [p._version for p in replica.parameters]
         writes = LayerWrites(replica)
         draws = self._randomness.begin(layer.index, device, call.seed)
-        tiled = self._in_tiles(call, replica, draws=draws, holds=bool(built.attributes))
+        tiled = self._in_tiles(call, replica, draws=draws)
         forward = self._compiler.of(layer, replica)
         saved = device.saved_for_backward() if grad else _NOTHING
         unmoved = replica.unregistered_tensors.unmoved(layer.name) if again else _NOTHING
@@ -452,16 +466,16 @@ class Executor:
         gives_up = not alone and self.device.backward_needs_interpreter and layer.launch_seconds >= LONG_S
         return _Computing(self.worker, self._baton if gives_up else None, call, slot, kind, runner, inside)
 
-    def _in_tiles(
-        self, call: LayerCall, replica: Replica, *, draws: bool, holds: bool
-    ) -> contextlib.AbstractContextManager[Any]:
+    def _in_tiles(self, call: LayerCall, replica: Replica, *, draws: bool) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which modules inside the layer run in tiles of tokens.
 
         Not where a tile's backward would find other values than its forward: in buffers that the layer writes to, and
-        in attributes that came with the call, which it ``holds``.
+        in tensors of attributes that came with the call.
         """
         tiles, layer, device = self._tiles, call.layer, self.device
-        if tiles is None or not tiles.on or holds or layer.mutable_buffers or layer.borrows:
+        if tiles is None or not tiles.on or layer.mutable_buffers or layer.borrows:
+            return _NOTHING
+        if call.arguments.attributes_alone() is None:
             return _NOTHING
         around = CallSurroundings(
             thread_state=call.thread_state,
@@ -469,21 +483,33 @@ class Executor:
             saving=device.saved_for_backward,
             track=lambda tensors: device.track_until_freed(tensors, GRADIENTS),
             guard=refuse_random if draws else contextlib.nullcontext,
-            choosing=False,
-            valueless=False,
             adding=tiles.of(layer, replica).adding,
         )
         return tiles.around(layer, replica, call.state, around)
 
-    def _tiled_if_needed(self, call: LayerCall, run: Callable[[], T]) -> T:
-        """Run a call of the first window, and once more in tiles if a worker's memory is too small without them."""
-        try:
-            return run()
-        except torch.OutOfMemoryError:
-            if self._tiles is None or self._tiles.on or call.traced is None:
-                raise
-        self._tiles.turn_on()
-        return run()
+    def _fitting(
+        self, call: LayerCall, run: Callable[[str, list[Tensor], bool], T], tensors: list[Tensor], replica: Replica,
+        buffers: ReplicaBuffers, meter: PeakMemoryMeter | None, *, grad: bool,
+    ) -> T:  # fmt: skip
+        """Run a call; one of the first window in tiles if a worker's memory is too small without.
+
+        Modules are compared with their parts in a run of its own, which the call's time and memory do not contain. It
+        has no graph, so that there is room for the comparisons.
+        """
+        tiles = self._tiles
+        if tiles is None or meter is None:
+            return run("forward", tensors, grad)
+        if not tiles.on:
+            try:
+                return run("forward", tensors, grad)
+            except torch.OutOfMemoryError:
+                tiles.turn_on()
+            _begin_again(replica, buffers)
+        if tiles.unknown(call.layer, call.state):
+            run("recompute", [t.clone() for t in tensors], False)
+            _begin_again(replica, buffers)
+        meter.restart()
+        return run("forward", tensors, grad)
 
     def _meter(self, call: LayerCall, given: Iterable[Tensor]) -> PeakMemoryMeter | None:
         """Return what measures the call's memory in the first window."""
@@ -578,11 +604,15 @@ class Executor:
             adding: contextlib.AbstractContextManager[Any] = _NOTHING
             if self._tiles is not None and self._tiles.on:
                 replica.apply(call.state)  # tiles run the layer's code
+                replica.fill(call.contents)
+                replica.hold(call.arguments.attributes_alone() or {})
                 adding = self._tiles.of(layer, replica).adding
             alone = layer.index in self._randomness.draws
             with self._computing(call, slot, "backward", runner, inside, alone=alone), watched, adding:
                 # Other calls may reach the same stand-in's graph.
                 run_backward(roots, values, retain_graph=bool(layer.reaches_out))
+            if adding is not _NOTHING:
+                replica.drop_written()
         if buffers:
             buffers.refuse_written(held)
         if sums is not None:
@@ -629,6 +659,14 @@ class Executor:
                 f"{_kinds([(t.shape, t.dtype) for t in outputs])} when it was recomputed for its backward: what it "
                 "does must depend on its arguments, weights, buffers and random numbers alone."
             )
+
+
+def _begin_again(replica: Replica, buffers: ReplicaBuffers) -> None:
+    """Undo what a run has written, which another one follows."""
+    replica.drop_written()
+    if buffers:
+        buffers.discard(thorough=True)
+        buffers.load()
 
 
 def _refuse_written(layer: HostLayer, replica: Replica, positions: Collection[int]) -> None:

@@ -35,20 +35,20 @@ from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.executor import LayerCall
+from lightning_roundpipe.engine.loss_seeds import filled_like, seed_of
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.randomness import CallerRandomState
 from lightning_roundpipe.engine.step import Step
-from lightning_roundpipe.engine.user_code import UserCode
-from lightning_roundpipe.runtime.core.loss_seeds import filled_like, seed_of
-from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
-from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
-from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
-from lightning_roundpipe.runtime.user_code.interception import calling
-from lightning_roundpipe.runtime.user_code.mode import DATA, Proxies
-from lightning_roundpipe.runtime.user_code.module_state import observed_writes
-from lightning_roundpipe.runtime.user_code.thread_state import apply_context
+from lightning_roundpipe.engine.surrounding_modes import Surroundings
+from lightning_roundpipe.memory.grad_buffers import HostGradSums
+from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.loss_handle import StepGradients
+from lightning_roundpipe.user_code.interception import calling
+from lightning_roundpipe.user_code.mode import DATA, UserCodeMode
+from lightning_roundpipe.user_code.module_state import observed_writes
+from lightning_roundpipe.user_code.stand_ins import Proxies
+from lightning_roundpipe.user_code.thread_state import apply_context
 
 
 class ManualStep(Step):
@@ -118,7 +118,7 @@ class ManualMicrobatch(Microbatch):
         step: the step.
     """
 
-    mode: _UserCode
+    mode: _ManualUserCode
 
     def __init__(self, context: Context, step: ManualStep) -> None:
         self._manual = step
@@ -132,8 +132,8 @@ class ManualMicrobatch(Microbatch):
         self._random = CallerRandomState([])
         """The caller's generators, as user code has left them."""
 
-    def _user_code_mode(self) -> UserCode:
-        return _UserCode(self.context, self.differentiate, self._touched)
+    def _user_code_mode(self) -> UserCodeMode:
+        return _ManualUserCode(self.context, self.differentiate, self._touched)
 
     def run_step(self, function: Callable[[], Any]) -> None:
         """Run ``training_step``. Errors fail the step, which raises them in the main thread."""
@@ -150,7 +150,9 @@ class ManualMicrobatch(Microbatch):
         finally:
             for call in self._tape:  # a gradient that reaches one of these in a later step is an error
                 call.gradients.close()
-            self._tape.clear()
+            for kept in (self._tape, self._weights, self._before):  # calls know this
+                kept.clear()
+            self._surroundings = None  # which knows the mode, and that this
             self._close_section()
             self._random.restore()
             self._baton.release()
@@ -279,7 +281,7 @@ class ManualMicrobatch(Microbatch):
         )
 
 
-class _UserCode(UserCode):
+class _ManualUserCode(UserCodeMode):
     """The torch function mode of the batch. It replaces ``Tensor.backward`` and ``torch.autograd.backward``.
 
     Args:

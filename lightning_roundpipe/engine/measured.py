@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.engine.caller_modes import without_caller_modes
 from lightning_roundpipe.engine.pool import Pool
 from lightning_roundpipe.engine.trace import TracedCall
+from lightning_roundpipe.memory.peak_memory import PeakMemoryMeter
 from lightning_roundpipe.planning.crossing import Crossing, storage_bytes
-from lightning_roundpipe.runtime.memory.peak_memory import PeakMemoryMeter
-from lightning_roundpipe.runtime.threads.caller_modes import without_caller_modes
 
 
 class MeasuredMemory:

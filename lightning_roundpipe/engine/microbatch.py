@@ -31,34 +31,33 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.engine.activations import Activations, Arriving
 from lightning_roundpipe.engine.arguments import Arguments, collect
+from lightning_roundpipe.engine.caller_modes import without_caller_modes
 from lightning_roundpipe.engine.context import Context, StepSpec
 from lightning_roundpipe.engine.executor import LayerCall
-from lightning_roundpipe.engine.graph_cut import InputEdge, Part, run_backward
+from lightning_roundpipe.engine.loss_seeds import filled_like, seed_of
 from lightning_roundpipe.engine.measured import MeasuredMemory
+from lightning_roundpipe.engine.output_collectors import hand_over
 from lightning_roundpipe.engine.randomness import USER_CODE, Seed
 from lightning_roundpipe.engine.repeated_calls import connected, repeated
 from lightning_roundpipe.engine.shared_memory import SharedOutputs
 from lightning_roundpipe.engine.slots import Slot
+from lightning_roundpipe.engine.surrounding_modes import Surroundings
 from lightning_roundpipe.engine.sync import Cancelled, GivenUp, Runner, Signal, Trail
 from lightning_roundpipe.engine.trace import Trace, TracedCall
-from lightning_roundpipe.engine.user_code import UserCode
 from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.faults.notes import FaultPlace, noted
+from lightning_roundpipe.memory.grad_buffers import HostGradSums
+from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.memory.host_tensor import HostTensor
+from lightning_roundpipe.memory.param_buckets import ParamBucket
+from lightning_roundpipe.memory.version_waits import Versioned
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.crossing import storage_bytes
-from lightning_roundpipe.runtime.core.loss_seeds import filled_like, seed_of
-from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
-from lightning_roundpipe.runtime.layer_calls.output_collectors import hand_over
-from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
-from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
-from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
-from lightning_roundpipe.runtime.memory.version_waits import Versioned
-from lightning_roundpipe.runtime.threads.caller_modes import without_caller_modes
-from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
-from lightning_roundpipe.runtime.user_code.interception import Inside, calling
-from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
-from lightning_roundpipe.runtime.user_code.module_state import AttributeView, observe
+from lightning_roundpipe.user_code.bypassed_gradients import Accumulators
+from lightning_roundpipe.user_code.graph_cut import InputEdge, Part, run_backward
+from lightning_roundpipe.user_code.interception import Inside, calling
+from lightning_roundpipe.user_code.mode import UserCodeMode
+from lightning_roundpipe.user_code.module_state import AttributeView, observe
 
 
 class StepOfMicrobatch(Protocol):
@@ -96,6 +95,8 @@ class StepOfMicrobatch(Protocol):
 
 class Microbatch:
     """See above.
+
+    It has many attributes because all that one thread knows of its way through a step is here, and nowhere else.
 
     Args:
         context: the parts of the engine that outlive the step.
@@ -162,7 +163,7 @@ class Microbatch:
 
     def _user_code_mode(self) -> UserCodeMode:
         context = self.context
-        return UserCode(
+        return UserCodeMode(
             context.model.bucket_of, self._read_master, context.model.formats, train=True,
             accelerator=context.pool.accelerator, devices=context.pool.devices, aside=self._aside,
             buffers=context.model.buffers, targets=TargetCounts() if self._step.weights.counts_targets else None,
@@ -648,8 +649,6 @@ class Microbatch:
         planned = trace is not None and call.index < len(trace.calls) and layer.index not in self._rewritten
         position = self._step.forward_slot(self.index, call.index) if planned else None
         keeps = position is not None and self._slots[position].phase == "fused"
-        if traced.taped and not keeps:
-            call.saved = list(map(self._activations.save, given, homes))
         workers = self.context.pool.workers
         if position is not None:
             coming = self._elsewhere(call, homes, workers[self._slots[position].worker].device)
@@ -663,15 +662,19 @@ class Microbatch:
                 call.slot = self._step.on_demand("backward", call.index, layer, sums, self.index, number)
         with where as (worker, slot), worker.device.activate():
             device, bring = worker.device, self._activations.on
-            worker.bound_copies([saved.ready for saved in call.saved if saved.ready is not None], self.runner)
-            inputs = [
-                bring(coming[i], device, lent=not keeps) if i in coming else Arriving(tensor, None)
-                for i, tensor in enumerate(given)
-            ]
-            with noted(lambda: FaultPlace(layer.title, self._kind(), self.index, slot, device)), without_caller_modes():
-                result, run = self.context.executors[worker.index].forward(
-                    call, slot, inputs, self.runner, Inside(layer.name), keep_graph=keeps
-                )
+            with noted(lambda: FaultPlace(layer.title, self._kind(), self.index, slot, device)):
+                worker.wait_for_copies(self.runner)
+                if traced.taped and not keeps:
+                    call.saved = [coming.get(i) or self._activations.save(t, device) for i, t in enumerate(given)]
+                    worker.copying = [saved.ready for saved in call.saved if saved.ready is not None]
+                inputs = [
+                    bring(coming[i], device, lent=not keeps) if i in coming else Arriving(tensor, None)
+                    for i, tensor in enumerate(given)
+                ]
+                with without_caller_modes():
+                    result, run = self.context.executors[worker.index].forward(
+                        call, slot, inputs, self.runner, Inside(layer.name), keep_graph=keeps
+                    )
             self._worker = worker if call.place is None else self._worker
             if call.kinds and not (traced.taped or keeps):  # it computes with a parameter of another module
                 call.saved = list(map(self._activations.save, given, homes))
@@ -693,7 +696,7 @@ class Microbatch:
     def _elsewhere(self, call: LayerCall, homes: Sequence[Device | None], device: Device) -> dict[int, HostTensor]:
         """Return, by position, the tensors that have to come to ``device`` for a call."""
         there = [i for i, home in enumerate(homes) if home is not device]
-        return {i: call.saved[i] if call.saved else self._activations.save(call.tensors[i], homes[i]) for i in there}
+        return {i: self._activations.save(call.tensors[i], homes[i]) for i in there}
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -757,16 +760,16 @@ class Microbatch:
         with where as (worker, slot), worker.device.activate():
             self._refuse_unplaced(call, slot.sums.get(call.index))
             bring = self._activations.on
-            inputs = [bring(each, device) for each in saved]
-            arriving = [
-                [bring(part, device) if isinstance(part, HostTensor) else Arriving(part, None) for part in of_output]
-                for of_output in parts
-            ]
-            del parts
-            if position is not None and self._step.ahead:
-                self._recompute_ahead(call, worker, slot)
-            following = self._following(slot)
             with noted(lambda: FaultPlace(layer.title, "backward", self.index, slot, device)):
+                inputs = [bring(each, device) for each in saved]
+                arriving = [
+                    [bring(p, device) if isinstance(p, HostTensor) else Arriving(p, None) for p in of_output]
+                    for of_output in parts
+                ]
+                del parts
+                if position is not None and self._step.ahead:
+                    self._recompute_ahead(call, worker, slot)
+                following = self._following(slot)
                 self._activations.bring_ahead(following, device, worker.room)
                 gradients = self.context.executors[worker.index].backward(
                     call, slot, inputs, arriving, self.mode.proxies.factor, self.runner,

@@ -9,8 +9,20 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.engine.context import Context
+from lightning_roundpipe.engine.events import Recorder
+from lightning_roundpipe.engine.hints import Hints
+from lightning_roundpipe.engine.speeds import worker_speeds
 from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.faults.interrupts import interrupts_allowed
+from lightning_roundpipe.memory.budget import (
+    check_plan_fits,
+    libraries_note,
+    memory_of_workers,
+    worker_bytes,
+)
+from lightning_roundpipe.memory.grad_buffers import GradientLayout
+from lightning_roundpipe.memory.host_layer import HostLayer, begin_to_train
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits
@@ -30,19 +42,7 @@ from lightning_roundpipe.planning.pipeline import Rules, period_of_ends, step_en
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, partly_fused, search_partition, unpacking_plans
-from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
-from lightning_roundpipe.runtime.layer_calls.token_tiles import TokenTiles
-from lightning_roundpipe.runtime.memory.budget import (
-    check_plan_fits,
-    libraries_note,
-    memory_of_workers,
-    worker_bytes,
-)
-from lightning_roundpipe.runtime.memory.grad_buffers import GradientLayout
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer, begin_to_train
-from lightning_roundpipe.runtime.profile.speeds import worker_speeds
-from lightning_roundpipe.runtime.reporting.events import Recorder
-from lightning_roundpipe.runtime.reporting.hints import Hints
+from lightning_roundpipe.tiles.token_tiles import TokenTiles
 
 WORTH_S = 0.5
 """A step that takes at least this many seconds is worth a search for a better plan, however few steps follow."""
@@ -62,6 +62,8 @@ _MOST_TURNS = 60_000
 
 class Planner:
     """It is where `planning` meets the engine.
+
+    It has many collaborators because costs come from layers, devices and memory.
 
     Args:
         context: the engine's parts.

@@ -24,10 +24,10 @@ from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.process_state import noticed_changes
 from lightning_roundpipe.engine.sync import Baton, CancelScope, Runner
 from lightning_roundpipe.engine.worker import Worker
-from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
-from lightning_roundpipe.runtime.faults.notes import add_remedy
-from lightning_roundpipe.runtime.threads.task_thread import Task, TaskThread, within
-from lightning_roundpipe.runtime.user_code.bypassed_gradients import functions_given_stand_ins
+from lightning_roundpipe.faults.interrupts import interrupts_allowed
+from lightning_roundpipe.faults.notes import add_remedy
+from lightning_roundpipe.threads.task_thread import Task, TaskThread, within
+from lightning_roundpipe.user_code.bypassed_gradients import functions_given_stand_ins
 
 GRACE = 5.0
 """Seconds that threads have to return after the main thread has stopped waiting for a failed step."""
@@ -37,6 +37,8 @@ LOOK = 0.25
 
 class Pool:
     """See above.
+
+    It has many collaborators because it starts, watches and ends whatever runs.
 
     Args:
         devices: one for each worker.

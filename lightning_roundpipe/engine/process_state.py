@@ -19,7 +19,7 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 from lightning_roundpipe.devices.process_context import shared_context
-from lightning_roundpipe.runtime.user_code.interception import current
+from lightning_roundpipe.user_code.interception import current
 
 _FUNCTIONS = (
     (forward_ad, "enter_dual_level"), (eager_transforms, "enter_jvp_nesting"), (torch.random, "fork_rng"),

@@ -11,6 +11,7 @@ generator is not in its parked state, and the step is refused: a recomputation c
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,11 +21,19 @@ import torch
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.runtime.user_code.rng import Seed, derive, host_state
 
 _PARKED = 0x5EED
+
+Seed = tuple[int, ...]
+"""The integers that a seed is derived from; see `derive`."""
 USER_CODE = -1
 """Stands for user code among the numbers of layers."""
+
+
+def derive(*keys: int) -> int:
+    """Return a 63-bit seed from integers; equal keys give equal seeds on every machine."""
+    digest = hashlib.blake2b(b",".join(str(k).encode() for k in keys), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 class Randomness:
@@ -136,4 +145,7 @@ class CallerRandomState:
         np.random.set_state(self._host[1])
 
 
-__all__ = ["USER_CODE", "CallerRandomState", "Randomness", "Seed"]
+def host_state() -> Any:
+    """Return the states of Python's and NumPy's generators, to compare."""
+    numpy: Any = np.random.get_state()
+    return random.getstate(), numpy[0], numpy[2], numpy[1].tobytes()

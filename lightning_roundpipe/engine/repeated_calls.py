@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.engine.randomness import Seed
+from lightning_roundpipe.engine.randomness import Seed, derive
 from lightning_roundpipe.engine.trace import TracedCall
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.user_code.rng import derive
+from lightning_roundpipe.memory.host_layer import HostLayer
 
 _ANCHOR = torch.empty(0, requires_grad=True)
 

@@ -8,11 +8,11 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+from lightning_roundpipe.engine.events import DOWNLOADS, UPLOADS, bubble_percent, span_of
 from lightning_roundpipe.engine.step import Step
+from lightning_roundpipe.memory.budget import peak_bytes
 from lightning_roundpipe.messages import gib, plural, seconds
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.memory.budget import peak_bytes
-from lightning_roundpipe.runtime.reporting.events import DOWNLOADS, UPLOADS, bubble_percent, span_of
 
 _WIDTH = 80
 

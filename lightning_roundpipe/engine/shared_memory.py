@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.core.arenas import address_of
+from lightning_roundpipe.memory.arenas import address_of
 
 
 def sharing(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:

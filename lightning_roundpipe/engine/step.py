@@ -22,24 +22,24 @@ from lightning_roundpipe.batches.logs import LogRecorder, recorded_logs
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.waiter import Waiter
+from lightning_roundpipe.engine.alloc_retries import so_far
 from lightning_roundpipe.engine.context import Context, StepSpec
+from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import CancelScope, Runner
 from lightning_roundpipe.engine.trace import Trace
+from lightning_roundpipe.faults.notes import add_waiting_note
+from lightning_roundpipe.memory.grad_buffers import HostGradSums
+from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.schedule import Plan, Stage
-from lightning_roundpipe.runtime.faults.notes import add_waiting_note
-from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
-from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
-from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
-from lightning_roundpipe.runtime.reporting.alloc_retries import so_far
-from lightning_roundpipe.runtime.reporting.events import Recorder
-from lightning_roundpipe.runtime.threads.task_thread import Task
-from lightning_roundpipe.runtime.user_code.interception import Inside, current
-from lightning_roundpipe.runtime.user_code.thread_state import apply_context
+from lightning_roundpipe.threads.task_thread import Task
+from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.grad_readiness import GradReadiness
+from lightning_roundpipe.updates.loss_handle import StepGradients
+from lightning_roundpipe.user_code.interception import Inside, current
+from lightning_roundpipe.user_code.thread_state import apply_context
 
 _ALONE = 1_000_000
 """Added to the uses of a layer by calls that the plan does not have, for each microbatch: their sums are apart."""
@@ -47,6 +47,8 @@ _ALONE = 1_000_000
 
 class Step:
     """See above.
+
+    It has many collaborators because a step joins plan, slots, microbatches and gradients.
 
     Args:
         context: the parts of the engine that outlive the step.
@@ -184,7 +186,8 @@ class Step:
 
     def _slot(self, stage: Stage, trace: Trace, microbatches: range, number: int) -> Slot:
         calls = range(stage.first, stage.last + 1)
-        layers = {c.layer.index: c.layer for i, c in enumerate(trace.calls) if i in calls}
+        needed = [trace.calls[i] for i in calls if stage.phase != "backward" or trace.calls[i].taped]
+        layers = {call.layer.index: call.layer for call in needed}
         sums = {}
         for i in calls if stage.phase != "forward" else ():
             call = trace.calls[i]
@@ -214,12 +217,10 @@ class Step:
     def backward_slot(self, microbatch: int, call: int) -> int | None:
         position = self._backward[call]
         slot = self._rounds[microbatch // self._round_size][position]
-        # A call that no backward followed in the first window has no memory for gradients there.
-        return position if call in slot.sums or not self._has_gradients(call) else None
-
-    def _has_gradients(self, call: int) -> bool:
         assert self.trace is not None
-        return any(self.trace.calls[call].layer.trainable())
+        layer = self.trace.calls[call].layer
+        # A call that no backward followed in the first window has no memory for weights or gradients there.
+        return position if call in slot.sums or (slot.has(layer) and not any(layer.trainable())) else None
 
     def on_demand(
         self, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None, microbatch: int, worker: int

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_roundpipe.memory.grad_buffers import GradientLayout
+from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.planning.costs import CallCost
 from lightning_roundpipe.planning.crossing import Crossed
-from lightning_roundpipe.runtime.memory.grad_buffers import GradientLayout
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 
 @dataclass

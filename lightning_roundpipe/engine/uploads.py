@@ -13,10 +13,10 @@ import threading
 from collections import deque
 
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.engine.events import EventSource
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.runtime.core.arenas import StageArena
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.reporting.events import EventSource
+from lightning_roundpipe.memory.arenas import StageArena
+from lightning_roundpipe.memory.host_layer import HostLayer
 
 
 class WeightUploads:

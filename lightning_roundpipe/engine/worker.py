@@ -22,21 +22,21 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.activations import Room
-from lightning_roundpipe.engine.slots import Slot, Turns
+from lightning_roundpipe.engine.events import EventSource
+from lightning_roundpipe.engine.slots import Slot, SlotTurns
 from lightning_roundpipe.engine.sync import Baton, GivenUp, Runner, Signal
 from lightning_roundpipe.engine.uploads import WeightUploads
+from lightning_roundpipe.memory.arenas import Arena, StageArena, address_of
+from lightning_roundpipe.memory.grad_buffers import DeviceGradSums
+from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.memory.in_flight import IN_FLIGHT, InFlight
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.model.rounded import RoundedWeight
 from lightning_roundpipe.planning.memory import Reserved
-from lightning_roundpipe.runtime.core.arenas import Arena, StageArena, address_of
-from lightning_roundpipe.runtime.core.in_flight import IN_FLIGHT, InFlight
-from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.reporting.events import EventSource
-from lightning_roundpipe.runtime.threads.task_thread import TaskThread
+from lightning_roundpipe.threads.task_thread import TaskThread
 
 
-class Memory:
+class SlotMemory:
     """An arena for slots, and the uploads to it.
 
     Args:
@@ -55,6 +55,8 @@ class Memory:
 class Worker:
     """See above.
 
+    It has many collaborators because arenas, uploads, copies of layers and sums belong to one device.
+
     Args:
         device: the device.
         baton: the baton.
@@ -71,8 +73,8 @@ class Worker:
     def __init__(self, device: Device, baton: Baton, *, prefetch: bool) -> None:
         self.device, self.index = device, device.index
         self._baton, self._prefetch = baton, prefetch
-        self.turns = Turns(baton, self.close_slot)
-        self.planned, self.spare = Memory(device), Memory(device)
+        self.turns = SlotTurns(baton, self.close_slot)
+        self.planned, self.spare = SlotMemory(device), SlotMemory(device)
         self.copies = Arena(device, "unpacked weights")
         self._replicas: dict[int, Replica] = {}
         self._bound: dict[int, Tensor] = {}
@@ -81,8 +83,8 @@ class Worker:
         """Bytes that calls beyond the first `IN_FLIGHT` may keep alive; 0 allows no such calls."""
         self.room = Room()
         self._in_flight = InFlight()
-        self._copying: list[Event] = []
-        """The ends of the copies to the host that the last call has begun."""
+        self.copying: list[Event] = []
+        """The ends of the copies of the last call's inputs to the host."""
         self.sender = TaskThread(f"roundpipe-gradients{device.index}", device.activate)
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -146,13 +148,13 @@ class Worker:
                 return
 
     def enter(self, slot: Slot, microbatch: int, runner: Runner, coming: Callable[[], None] | None = None) -> None:
-        """Wait for the turn of a microbatch, and open the slot if it is the first. For ``coming`` see `Turns.enter`."""
+        """Wait for a microbatch's turn, and open the slot if it is the first. For ``coming`` see `SlotTurns.enter`."""
         self.turns.enter(slot, microbatch, runner, coming)
         if not slot.opened:
             self.open(slot, self.planned, runner)
             self._prepare_next()
 
-    def open(self, slot: Slot, memory: Memory, runner: Runner, present: Slot | None = None) -> None:
+    def open(self, slot: Slot, memory: SlotMemory, runner: Runner, present: Slot | None = None) -> None:
         """Give a slot its weights' and gradients' memory [1]. The uploads may still be on their way.
 
         Args:
@@ -193,7 +195,7 @@ class Worker:
             if slot.readiness is not None:
                 slot.readiness.uploading(layer.bucket, slot.uploaded[layer.index])
 
-    def _open_gradients(self, slot: Slot, memory: Memory) -> None:
+    def _open_gradients(self, slot: Slot, memory: SlotMemory) -> None:
         sums = {call: s for call, s in slot.sums.items() if s.layout.nbytes}
         if not sums:
             return
@@ -244,12 +246,9 @@ class Worker:
                 event.wait()
         self.device.compute.wait(event)
 
-    def bound_copies(self, begun: list[Event], runner: Runner) -> None:
-        """Let copies of inputs that go to the host take the memory of one call at most: wait for those of the last one.
-
-        ``begun``: the ends of the present call's.
-        """
-        before, self._copying = self._copying, begun
+    def wait_for_copies(self, runner: Runner) -> None:
+        """Have the compute stream wait for the last call's copies to the host, so that one call's take memory."""
+        before, self.copying = self.copying, []
         for event in before:
             self.follow(event, runner)
 
@@ -273,7 +272,7 @@ class Worker:
                 if slot.readiness is not None:
                     slot.readiness.sent(slot, call)
                 continue
-            with self.device.compute.running():  # the thread may be anybody's who has left the slot
+            with self.device.compute.running():  # who closes a slot may be on another device
                 gradients.narrow()
             end = self.device.compute.record()
             work = functools.partial(self._send, slot, call, gradients, end)
@@ -311,7 +310,7 @@ class Worker:
         except BaseException as error:
             scope.fail(error)
 
-    def close_slot(self, slot: Slot, memory: Memory | None = None) -> None:
+    def close_slot(self, slot: Slot, memory: SlotMemory | None = None) -> None:
         """Free a slot's place behind what uses it [4]."""
         memory = memory or self.planned
         compute = self.device.compute
@@ -334,14 +333,14 @@ class Worker:
             if not pending:
                 compute.poison(memory.arena.bytes_of(place.weights.start, place.weights.end))
                 place.weights.last_use = compute.record()
-            memory.arena.retire(place)
+                memory.arena.retire(place)
         memory.last = slot.sent
         self._in_order(functools.partial(self._sent, slot, memory, compute.record(), pending), waits=bool(pending))
         memory.uploads.proceed()
         if memory is self.planned:
             self._prepare_next()
 
-    def _sent(self, slot: Slot, memory: Memory, end: Event, pending: list[int]) -> None:
+    def _sent(self, slot: Slot, memory: SlotMemory, end: Event, pending: list[int]) -> None:
         """On the sending thread, behind all of a slot's gradients: free their place.
 
         Weights that no call has asked for may be ``pending``: not published yet, so that their upload is still to come.
@@ -355,8 +354,9 @@ class Worker:
                     slot.uploads[layer].wait(slot.cancel_scope)
                     stream.wait(slot.uploaded[layer])
                 with memory.uploads.lock:
-                    if pending:
+                    if pending:  # only now: what is uploaded to the place has found all that were there before it
                         place.weights.last_use = stream.record()
+                        memory.arena.retire(place)
                     if (region := place.gradients) is not None:
                         stream.poison(memory.arena.bytes_of(region.start, region.end))
                         region.last_use = stream.record()
@@ -423,7 +423,7 @@ class Worker:
     def abandon(self) -> None:
         """Reset the worker after a failure, when its thread and the device are at rest."""
         self.turns.clear()
-        self.room.taken, self._copying = 0, []
+        self.room.taken, self.copying = 0, []
         for memory in (self.planned, self.spare):
             memory.uploads.forget()
             memory.arena.abandon()

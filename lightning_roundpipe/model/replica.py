@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
@@ -28,7 +27,6 @@ from lightning_roundpipe.model.attributes import (
     equal,
     frozen,
     holds_nothing,
-    same,
     same_objects,
 )
 from lightning_roundpipe.model.quantized import aliases, companions, empty_like, follow, is_packed
@@ -53,8 +51,6 @@ def parameter_places(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Par
 
 class Replica:
     """The copy of one layer for one worker.
-
-    It has many attributes because two editions of the engine ask it in different ways for what a call has changed.
 
     Args:
         layer: the user's module.
@@ -110,10 +106,6 @@ class Replica:
         self._contents: Contents | None = None
         self._filled: list[Any] = []
         """Its own containers, in the order of ``_contents``."""
-        self._held: AttributeSnapshot | None = None
-        """The modules' present attributes; None if not known."""
-        self._flat: list[Any] = []
-        """The same values in one list, and behind them what was registered at first."""
 
     def _fill(self, module: nn.Module, clone: nn.Module, own: dict[str, Any], memo: dict[int, Any]) -> None:
         state, theirs = clone.__dict__, dict(module.__dict__)  # at once: other threads run code that sets attributes
@@ -187,13 +179,6 @@ class Replica:
                 state.pop(key, None)
             state.update({k: self.localized(v) for k, v in changed.items()})
         self._applied = diff
-        self._held = None
-
-    def set(self, carried: dict[tuple[int, str], Any]) -> None:
-        """Set attributes that came with the call."""
-        for (index, key), value in carried.items():
-            self.modules[index].__dict__[key] = self.localized(value)
-            self._held = None
 
     def fill(self, contents: Contents) -> None:
         """Let containers that are attributes hold ``contents``, in copies of its own."""
@@ -201,7 +186,6 @@ class Replica:
             self._contents, self._filled = contents, [frozen(held) for held in contents.held]
             for (index, key), mine in zip(contents.places, self._filled, strict=True):
                 self.modules[index].__dict__[key] = mine
-            self._held = None
 
     def changed_contents(self) -> list[tuple[tuple[int, str], Any]]:
         """Return the containers whose contents the layer's code has changed since `fill`, with their places."""
@@ -216,11 +200,6 @@ class Replica:
         """Set attributes to containers that are this call's own; what the layer's code changes is found in them."""
         for (index, key), value in containers.items():
             self.modules[index].__dict__[key] = value if isinstance(value, Container) else self.localized(value)
-            self._held = None
-
-    def has_hooks(self) -> bool:
-        """Return whether a module has forward hooks."""
-        return any(chain.from_iterable(map(_HOOKS, self.modules)))
 
     def has_registered(self) -> bool:
         """Return whether code has registered or removed parameters, modules or buffers, or replaced some."""
@@ -250,53 +229,16 @@ class Replica:
     def replace_forward(self, number: int, forward: Callable[..., Any]) -> None:
         """Have module ``number`` run ``forward`` from now on, as if its attributes had been so from the start."""
         self.modules[number].__dict__["forward"] = self._base[number]["forward"] = forward
-        self._held = None
 
-    def attributes(self) -> AttributeSnapshot:
-        """Return the modules' attributes, for :meth:`written` after a call; the same object until one changes them."""
-        if self._held is None:
-            held = [(i, k, m.__dict__[k]) for i, m in enumerate(self.modules) for k in _held(m.__dict__)]
-            contents = {(i, k): (container, frozen(container)) for i, k, container in held}
-            self._held = AttributeSnapshot([dict(m.__dict__) for m in self.modules], contents)
-            self._flat = [v for values in self._held.values for v in values.values()] + self._objects_before
-        return self._held
-
-    def is_untouched(self, before: AttributeSnapshot) -> bool:
-        """Return whether code has set no attribute, changed no container and registered nothing during a call.
-
-        In one pass, for calls that are expected to do nothing of this; `written` and `has_registered` look closer.
-        """
-        return (
-            before is self._held
-            and same_objects([m.__dict__ for m in self.modules] + self._registered, self._flat)
-            and (not before.contents or all(same(now, then) for now, then in before.contents.values()))
-        )
-
-    def written(self, before: AttributeSnapshot) -> list[tuple[int, str, Any]]:
-        """Return the attributes that the layer's code set, and the containers that it changed, during a call.
-
-        Returns:
-            (module index, name, value); a container is copied.
-        """
-        changes = []
-        for index, (module, old) in enumerate(zip(self.modules, before.values, strict=True)):
-            state = module.__dict__
-            if len(state) == len(old) and all(map(operator.is_, state.values(), old.values())):
-                continue
-            changes += [(index, k) for k, v in state.items() if k not in STRUCTURE and old.get(k, self) is not v]
-        inside = [
-            place
-            for place, (container, contents) in before.contents.items()
-            if not same(container, contents) and place not in changes
-        ]
-        return [(i, k, frozen(self.modules[i].__dict__[k])) for i, k in changes + inside]
+    def attributes(self) -> list[dict[str, Any]]:
+        """Return the modules' present attributes."""
+        return [dict(m.__dict__) for m in self.modules]
 
     def drop_written(self) -> None:
         """Drop attributes that a call has set: the next call starts from the layer's own."""
         for index in range(len(self.modules)):
             self._restore(index)
         self._applied = self._contents = None
-        self._held = None
 
     def _restore(self, index: int) -> None:
         state, base = self.modules[index].__dict__, self._base[index]
@@ -306,15 +248,6 @@ class Replica:
         state.update({k: frozen(v) for k, v in self._base_contents[index].items()})
 
 
-@dataclass
-class AttributeSnapshot:
-    """The attributes of a replica's modules: ``values`` by module and name, and ``contents`` of containers."""
-
-    values: list[dict[str, Any]]
-    contents: dict[tuple[int, str], tuple[Any, Any]]
-
-
-_HOOKS = operator.attrgetter("_forward_hooks", "_forward_pre_hooks")
 _BOOKKEEPING = frozenset(nn.Module().__dict__)
 """Attributes of every module, among them its hooks. Code inside a layer does not change them."""
 

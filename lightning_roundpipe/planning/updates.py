@@ -14,7 +14,7 @@ ADAMW_BYTES = 28
 """Memory traffic of AdamW for a weight: weight, gradient and moments are read, all but the gradient are written."""
 
 PIECE_BYTES = 2**26
-"""Bytes of gradients that the engine updates while the next ones arrive (`runtime.memory.grad_buffers.PART`)."""
+"""Bytes of gradients that the engine updates while the next ones arrive (`memory.grad_buffers.PART`)."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class UpdateModel:
             raise ValueError(f"bytes_per_s={self.bytes_per_s!r} must be more than 0 bytes of gradients a second.")
 
     def parts_of(self, nbytes: int) -> int:
-        """Return in how many parts ``nbytes`` of gradients travel (`runtime.memory.grad_buffers.STREAMED`)."""
+        """Return in how many parts ``nbytes`` of gradients travel (`memory.grad_buffers.STREAMED`)."""
         if self.piece_bytes is None or nbytes < 2 * self.piece_bytes:
             return 1
         return math.ceil(nbytes / self.piece_bytes)

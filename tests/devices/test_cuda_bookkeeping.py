@@ -20,7 +20,7 @@ from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.engine.sync import Baton, CancelScope, Runner
 from lightning_roundpipe.engine.worker import Worker
-from lightning_roundpipe.runtime.core.in_flight import IN_FLIGHT
+from lightning_roundpipe.memory.in_flight import IN_FLIGHT
 
 NEAR_S = 10.0
 """Seconds that may pass between two looks at the clock: a machine may be busy."""

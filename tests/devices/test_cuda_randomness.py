@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.cuda import CudaDevice
-from lightning_roundpipe.runtime.user_code.interception import current
+from lightning_roundpipe.user_code.interception import current
 
 PLAN = harness.per_call(5, 4)
 

@@ -97,10 +97,8 @@ def test_what_libraries_keep_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None
         used = ours(num_microbatches=2, layers=["Linear", "ResidualBlock"], plan=plan)
         reports.append(run(used, zoo.make_module("mlp"), zoo.make_batches("mlp", 2), devices=2, watch=False).report)
     assert reports[1]["planned_device_bytes"] - reports[0]["planned_device_bytes"] == 3 * 30 * 1024
-    # The thread of a microbatch whose user code is measured warms up, too.
-    threads = Counter(warmed)
-    assert {threads.pop(f"roundpipe-worker{n}") for n in range(2)} == {4}
-    assert threads.keys() == {"roundpipe-microbatch0"}
+    # Each microbatch, as its calls are measured, warms up once on each GPU; in both runs.
+    assert Counter(warmed) == {f"roundpipe-microbatch{n}": 4 for n in range(2)}
 
 
 BY_HAND = {"plan": "forward none; fused 0-5; backward none; round 4", "num_microbatches": 4}

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_roundpipe.devices import Device, DeviceOutOfMemory, SavedAmounts
-from lightning_roundpipe.devices.base import SavedAmount
+from lightning_roundpipe.devices import Device, DeviceOutOfMemory
 from lightning_roundpipe.devices.ledger import Ledger
 
 MakeDevice = Callable[..., Device]
@@ -288,81 +287,6 @@ def test_sparse_tensors_are_saved_uncounted(make: MakeDevice) -> None:
     loss.backward()
     assert dense.grad is not None
     assert device.resident_bytes() == 0
-
-
-def counted(device: Device, model: nn.Module, x: torch.Tensor, amounts: SavedAmounts, key: str) -> tuple[Any, Any]:
-    """An output, and what holds its saved tensors in the books."""
-    counter = device.saved_counter(amounts, key)
-    assert counter is not None
-    with counter:
-        y = model(x)
-    return y, counter.held([x], [y])
-
-
-def test_calls_that_are_alike_are_counted_as_each_tensor_is(make: MakeDevice) -> None:
-    """The saved input and output have memory that others count, too. From the third call on no hook runs."""
-    device = make()
-    model, weights = held_mlp(device)
-    model.append(nn.Tanh())  # saves what it returns
-    amounts, held = SavedAmounts(), []
-    for i in range(4):
-        x = torch.randn(8, 16)
-        with device.track([x], "boundary"):
-            y, holder = counted(device, model, x, amounts, "alike")
-            assert (holder is not None) == (i >= 2)
-            device.track_until_freed([y], "outputs")
-            assert device.resident_by_purpose() == {
-                "weights": weights,
-                "boundary": 512,
-                "saved for backward": (4 if i < 2 else 3) * 512 + (i >= 2) * 512,
-            }
-        assert device.resident_bytes() == weights + 5 * 512, "the graph keeps its input"
-        y.sum().backward()
-        holder = None
-        held.append(device.resident_bytes())
-        del y
-    assert held == [weights + 512] * 4, "the output is alive, and nothing else"
-    assert device.resident_bytes() == weights
-
-
-def test_calls_that_save_different_amounts_are_counted_tensor_by_tensor(make: MakeDevice) -> None:
-    """Sizes may depend on values: no shape tells."""
-
-    class Picks(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x[x[:, 0] > 0] ** 2).sum()
-
-    device, amounts = make(), SavedAmounts()
-    for rows in (2, 3, 4, 4, 4):
-        x = torch.full((8, 16), -1.0)
-        x[:rows] = 1
-        x.requires_grad_()
-        y, holder = counted(device, Picks(), x, amounts, "alike")
-        assert holder is None
-        assert device.resident_bytes() >= rows * 64
-        del y
-
-
-def test_a_limit_counts_each_tensor(make: MakeDevice) -> None:
-    device = make(memory=3 * 16 * 16 * 4 + 4 * 512)
-    model, _ = held_mlp(device)
-    amounts = SavedAmounts()
-    for _ in range(4):
-        y, holder = counted(device, model, torch.randn(8, 16), amounts, "alike")
-        assert holder is None
-        del y
-    with pytest.raises(DeviceOutOfMemory, match="saved for backward"):
-        counted(device, model, torch.randn(9, 16), amounts, "alike")
-
-
-def test_amounts_are_not_remembered_for_ever() -> None:
-    amounts = SavedAmounts()
-    for i in range(2 * SavedAmounts.MOST):
-        for _ in range(2):
-            amounts.learn(i, SavedAmount((), (), i))
-    assert amounts.known(0) is None
-    assert amounts.known(2 * SavedAmounts.MOST - 1) == SavedAmount((), (), 2 * SavedAmounts.MOST - 1)
-    assert len(amounts._found) <= SavedAmounts.MOST
 
 
 def test_a_storage_that_is_tracked_until_it_is_freed_runs_no_python_then(make: MakeDevice) -> None:

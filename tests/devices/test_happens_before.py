@@ -16,8 +16,8 @@ from harness import ours, run
 
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_streams import CudaStream
-from lightning_roundpipe.runtime.memory import grad_buffers
-from lightning_roundpipe.runtime.optimizer import async_optimizer
+from lightning_roundpipe.memory import grad_buffers
+from lightning_roundpipe.updates import async_optimizer
 
 PLAN = "forward 0 1-3; fused 4-5; backward 2-3 0-1; round 2"
 PLANS = {"llama": (6, PLAN), "vit": (6, PLAN), "gpt2": (7, PLAN.replace("4-5", "4-6"))}

@@ -17,9 +17,9 @@ from patience import PATIENCE_S, until
 
 from lightning_roundpipe.devices import core_semaphore, intraop_threads
 from lightning_roundpipe.devices.waiter import Waiter
-from lightning_roundpipe.runtime.optimizer.grad_readiness import Dropped, GradReadiness
-from lightning_roundpipe.runtime.threads.sync import CancelScope
-from lightning_roundpipe.runtime.threads.task_thread import TaskThread
+from lightning_roundpipe.threads.cancel_scope import CancelScope
+from lightning_roundpipe.threads.task_thread import TaskThread
+from lightning_roundpipe.updates.grad_readiness import Dropped, GradReadiness
 
 TEAM = 3
 pytestmark = pytest.mark.skipif(

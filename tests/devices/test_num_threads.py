@@ -17,7 +17,7 @@ import zoo
 from harness import ours, run
 
 from lightning_roundpipe.devices import intraop_threads
-from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 
 linux = pytest.mark.skipif(
     intraop_threads._openmp() is None, reason="torch's OpenMP is not GNU's, which tells a thread's team"

@@ -1,4 +1,4 @@
-"""Who a thread works for: handed by torch to the threads that autograd runs backward on, and locks go by it."""
+"""The context of a thread: torch hands it to the threads that autograd runs backward on."""
 
 # Tensor.backward and the like have no types.
 # mypy: disable-error-code="no-untyped-call"
@@ -9,12 +9,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices.generators import GeneratorLock
-from lightning_roundpipe.devices.thread_owner import behalf, thread, working
+from lightning_roundpipe.devices.thread_owner import context_of_thread, working
 
 DEEP = 70
 """Backwards within each other: from the 61st on, torch has threads of its own for them on the CPU, too."""
@@ -30,7 +28,7 @@ class Nested(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.seen.append((threading.get_ident(), thread(), behalf()))
+        ctx.seen.append((threading.get_ident(), context_of_thread()))
         if ctx.depth:
             run(ctx.depth - 1, ctx.seen)
         return grad, None, None
@@ -45,71 +43,20 @@ def run(depth: int, seen: list[Any]) -> None:
 def test_autograds_own_threads_are_told() -> None:
     seen: list[Any] = []
     with working("a layer"):
-        mine = behalf()
         run(DEEP, seen)
-    assert behalf() is None
+    assert context_of_thread() is None
     own = threading.get_ident()
-    assert {ident == own for ident, _, _ in seen} == {True, False}, "torch used no thread of its own"
-    assert {(of, who) for _, of, who in seen} == {(own, mine)}
+    assert {ident == own for ident, _ in seen} == {True, False}, "torch used no thread of its own"
+    assert {context for _, context in seen} == {"a layer"}
 
 
 def test_work_within_work() -> None:
     with working("outer"):
         with working("inner"):
-            found = behalf()
-            assert found is not None and found.context == "inner"
-        found = behalf()
-        assert found is not None and found.context == "outer"
+            assert context_of_thread() == "inner"
+        assert context_of_thread() == "outer"
     with ThreadPoolExecutor(1) as other:
-        assert other.submit(behalf).result() is None
-
-
-def test_a_lock_is_entered_again_by_whom_its_owner_has_lent_work() -> None:
-    lock, seen = GeneratorLock(), []
-
-    class Enters(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            seen.append(lock.acquire(timeout=0))
-            lock.release()
-            return grad
-
-    class Around(Nested):
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-            if ctx.depth:
-                with torch.enable_grad():
-                    Around.apply(torch.ones(1, requires_grad=True), ctx.depth - 1, ctx.seen).backward()
-            else:
-                ctx.seen.append(threading.get_ident())
-                with torch.enable_grad():
-                    Enters.apply(torch.ones(1, requires_grad=True)).backward()
-            return grad, None, None
-
-    where: list[int] = []
-    with working("a layer"), lock:
-        Around.apply(torch.ones(1, requires_grad=True), DEEP, where).backward()
-        with ThreadPoolExecutor(1) as other:
-            assert not other.submit(lock.acquire, False).result()
-    assert where != [threading.get_ident()]
-    assert seen == [True]
-
-
-def test_a_lock_is_free_when_it_was_released_as_often_as_taken() -> None:
-    lock = GeneratorLock()
-    with ThreadPoolExecutor(1) as other:
-        with lock, lock, pytest.raises(RuntimeError, match="does not hold it"):
-            other.submit(lock.release).result()
-        assert other.submit(lock.acquire, False).result()
-        assert not lock.acquire(blocking=False)
-        assert not lock.acquire(timeout=0.01)
-        other.submit(lock.release).result()
-    assert lock.acquire(blocking=False)
-    lock.release()
+        assert other.submit(context_of_thread).result() is None
 
 
 def test_no_reference_is_lost() -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import time
+from dataclasses import replace
+
 import pytest
-from engine_rounds import bits, run
+from engine_rounds import Boom, Engined, Round, bits, run
+
+from lightning_roundpipe.config import Emulation
 
 
 @pytest.mark.timeout(300)
@@ -26,3 +32,25 @@ def test_the_same_bits_under_any_plan(part: int) -> None:
 def test_many_rounds(part: int) -> None:
     for seed in range(500):
         run(1000 + 500 * part + seed)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_update_that_fails_beside_a_step_is_raised_once(staleness: int) -> None:
+    """Before the next window begins: the step in flight has failed with it, and is over when the error is raised."""
+    drawn = replace(Round.draw(0), apart=True, overlap=True, plan=None, staleness=staleness, error=None)
+    ours = Engined(drawn, Emulation())
+    try:
+        state, momentum = copy.deepcopy(ours.network.state_dict()), ours.momentum()
+        for _ in range(3):
+            ours.window(drawn.windows[0])
+        ours.engine.settle()
+        ours.fuse.place, ours.fuse.left = "optimizer", 2
+        ours.window(drawn.windows[0])
+        time.sleep(0.2)
+        with pytest.raises(Boom):
+            ours.window(drawn.windows[0])
+        ours.restore(state, momentum)
+        ours.window(drawn.windows[0])
+        ours.engine.settle()
+    finally:
+        ours.engine.close()

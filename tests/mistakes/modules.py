@@ -7,7 +7,6 @@ import functools
 from typing import Any
 
 import lightning.pytorch as pl
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -187,13 +186,6 @@ class _Steered(zoo.PlainClassifier):
         inner.register_forward_hook(lambda m, inputs, out: out + self.vector if self.global_step else None)
 
 
-def _prefix_tuning(user: User) -> None:
-    module = zoo.make_module("llama")
-    config = peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
-    module.model = peft.get_peft_model(module.model, config)
-    user.fit(module, zoo.make_batches("llama", 1))
-
-
 class _Registers(zoo.PlainClassifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.model.head.weight.register_hook(lambda grad: grad)
@@ -350,8 +342,8 @@ MODULES = [
     Mistake(
         SECTION,
         "two backward passes through the same calls",
-        "a gradient reached layer '…' after its backward",
-        "a first backward of several through the same calls needs retain_graph=True",
+        "a gradient entered layer '…' past its outputs",
+        "Of several backwards under manual optimization, all but the last need retain_graph=True",
         (lambda user: user.fit(Manual(mlp(), twice=True)),),
     ),
     Mistake(
@@ -468,17 +460,10 @@ MODULES = [
         SECTION,
         "a frozen layer computes with a trained parameter of another module (a steering vector), in a later batch for "
         "the first time",
-        "layer '…', of which nothing is trained, computes with a trained tensor that it has from a hook",
-        "use it from the first batch on",
-        (lambda user: user.fit(_Steered()),),
+        "layer '…' computes with parameter '…' of another module, which did not show in the first batch",
+        "Pass the parameter to the layer",
+        (lambda user: user.fit(_Steered(), overlap=False),),
         finished=1,
-    ),
-    Mistake(
-        SECTION,
-        "prefix tuning, whose vectors lie in a key-value cache",
-        "layer '…' is called with a DynamicCache in training",
-        "take prompt tuning, P-tuning or adapters instead",
-        (_prefix_tuning,),
     ),
     Mistake(
         SECTION,

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.model.attributes import ModuleState
 from lightning_roundpipe.model.replica import Replica, parameter_places, unique_parameters
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.user_code.interception import Interceptor
+from lightning_roundpipe.user_code.interception import Interceptor
 
 CPU = torch.device("cpu")
 
@@ -281,23 +281,6 @@ def test_disabled_adapters_are_seen_and_applied() -> None:
     assert torch.equal(projection(x), plain)
     copy.apply(after)
     assert torch.equal(projection(x), adapted)
-
-
-def test_what_the_layers_code_sets_is_found_and_forgotten(layer: Odd) -> None:
-    """Found, so that it can be written back once; forgotten, so that the next call starts from the layer's own."""
-    layer.seen = 0  # type: ignore[assignment]
-    layer.kept = {"old": [0]}  # type: ignore[assignment]
-    copy = Replica(layer, CPU)
-    before = copy.attributes()
-    assert copy.written(before) == []
-    copy.module.kept["old"].append(1)  # type: ignore[operator, index]
-    copy.module.seen = 1
-    copy.module.inner.last = value = torch.ones(1)
-    assert copy.written(before) == [(0, "seen", 1), (1, "last", value), (0, "kept", {"old": [0, 1]})]
-    copy.drop_written()
-    assert layer.kept == copy.module.kept == {"old": [0]}
-    assert copy.module.seen == 0 and not hasattr(copy.module.inner, "last")
-    assert copy.written(copy.attributes()) == []
 
 
 # ------------------------------------------------------------------------------------------------------ as in training

@@ -163,7 +163,7 @@ WAITS = {
     "what a call is given": ("engine.worker:Worker.follow", "self.device.compute.wait(event)"),
     "a download before its upload": ("engine.activations:upload", "stream.wait(saved.ready)"),
     "a backward before its gradients travel": ("engine.worker:Worker._send", "stream.wait(end)"),
-    "gradients before they are used": ("runtime.memory.grad_buffers:HostGradSums.take", "self.wait()"),
+    "gradients before they are used": ("memory.grad_buffers:HostGradSums.take", "self.wait()"),
     "copies before their memory goes": ("devices.cuda_streams:CudaStream.copy", "self.keep(to, of)"),
     "a call before what was brought for it goes": (
         "engine.activations:Activations.drop",

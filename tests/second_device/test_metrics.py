@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
-from lightning_roundpipe.runtime.user_code.host_metrics import HostMetrics
+from lightning_roundpipe.user_code.host_metrics import HostMetrics
 from second_device import metrics
 from second_device.user_code import mode, there
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
+from lightning_roundpipe.user_code.mode import UserCodeMode
 from second_device import backend
 
 HOME = torch.device(backend.NAME, 0)

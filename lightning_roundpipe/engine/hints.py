@@ -1,0 +1,115 @@
+"""Hints and warnings to the user, each issued once: what is switched off, cut or run otherwise than asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.messages import PREFIX, plural, warn
+from lightning_roundpipe.model.refine import Refined
+from lightning_roundpipe.user_code.interception import PACKED_ROWS
+
+_MOST_REASONS = 6
+"""How many modules a warning says the reasons of."""
+
+_PACKED = (
+    "position_ids begin anew within rows. Each document attends to itself alone here, as use_cache is off. In plain "
+    "training with use_cache=True, as in the model's configuration, transformers lets the documents of a row see each "
+    "other: call the model with use_cache=False to keep them apart there too."
+)
+
+
+class Hints:
+    """Issues each hint and warning once.
+
+    Args:
+        inform: called with the text of each hint. Warnings go through `warn`.
+
+    Attributes:
+        cuts: which layers were cut because a worker's memory is too small for them; empty if none were.
+    """
+
+    def __init__(self, inform: Callable[[str], None]) -> None:
+        self._inform = inform
+        self._said: set[str] = set()
+        self.cuts = ""
+
+    def after_step(self, switched_off: Sequence[str]) -> None:
+        """Issue the hints that a finished step gives rise to. ``switched_off``: settings that were off during it."""
+        for name in switched_off:
+            if name == PACKED_ROWS:
+                self.warn(name, _PACKED)
+            else:
+                self.say(name, f"training runs with {name}=False, as the strategy recomputes layers itself.")
+
+    def of_one_microbatch(self, devices: int) -> None:
+        """Hint: a step of one microbatch keeps one device busy at a time."""
+        self.say(
+            "one",
+            f"a step has one microbatch, which keeps one of {plural(devices, 'device')} busy at a time. Set "
+            "Trainer(accumulate_grad_batches=...) with smaller batches, or RoundPipeStrategy(num_microbatches=...) to "
+            "cut each batch.",
+        )
+
+    @property
+    def knows_tiles(self) -> bool:
+        """Whether `of_tiles` has said something."""
+        return not self._said.isdisjoint({"tiles", "no tiles"})
+
+    def of_tiles(self, tile: int, ran: Mapping[str, Sequence[str]], why_not: Mapping[str, Mapping[str, str]]) -> None:
+        """Hint: modules run in tiles; or warning: none does, though calls have more tokens than a tile.
+
+        Args:
+            tile: tokens in a tile.
+            ran: names of the modules, by layer.
+            why_not: why others do not, by layer and module.
+        """
+        if ran:
+            layers: dict[tuple[str, ...], int] = {}
+            for names in ran.values():
+                key = tuple(name or "the layer itself" for name in names)
+                layers[key] = layers.get(key, 0) + 1
+            found = "; ".join(f"{', '.join(names)} of {plural(number, 'layer')}" for names, number in layers.items())
+            return self.say("tiles", f"tiles of at most {plural(tile, 'token')}: {found}.")
+        reasons = {f"{name or 'the layer'} {why}" for of_layer in why_not.values() for name, why in of_layer.items()}
+        if not reasons:
+            return None
+        listed = "; ".join(sorted(reasons)[:_MOST_REASONS])
+        return self.warn(
+            "no tiles",
+            f"nothing inside layers runs in tiles of tokens, though token_tiles asks for it: {listed}. Set "
+            "token_tiles=None, which saves the comparisons.",
+        )
+
+    def of_cuts(self, refined: Refined) -> None:
+        """Hint: layers that were too large for a worker were cut."""
+        if refined.cuts:
+            self.cuts = "; ".join(refined.summary())
+            self.say("cuts", f"cut {self.cuts}: two of them with their gradients do not fit on a device.")
+
+    def of_compiled(self, layers: Sequence[HostLayer]) -> None:
+        """Warning: a compiled `nn.TransformerEncoder` pads otherwise in eval mode than one that is not compiled."""
+        for layer in layers:
+            encoders = [m for m in layer.module.modules() if isinstance(m, nn.TransformerEncoder)]
+            if any(getattr(m, "use_nested_tensor", False) and getattr(m, "mask_check", True) for m in encoders):
+                self.warn(
+                    "compiled",
+                    f"layer {layer.name!r} is or has an nn.TransformerEncoder, which is compiled. With a "
+                    "src_key_padding_mask in eval mode, torch then leaves padded positions as they are; without "
+                    "compile_layers they are zero. Make it with enable_nested_tensor=False, which leaves them in both "
+                    "cases, or make its layers the strategy's (layers=['TransformerEncoderLayer', ...]).",
+                )
+
+    def say(self, key: str, text: str) -> None:
+        """Issue a hint, which the user need not act on; once for each ``key``."""
+        if key not in self._said:
+            self._said.add(key)
+            self._inform(PREFIX + text)
+
+    def warn(self, key: str, text: str) -> None:
+        """Issue a warning, which names the setting that helps; once for each ``key``."""
+        if key not in self._said:
+            self._said.add(key)
+            warn(PREFIX + text)

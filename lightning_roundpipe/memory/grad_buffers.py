@@ -1,0 +1,624 @@
+"""Gradient sums: from a worker, which adds up a round's microbatches, through host memory to the optimizer.
+
+Sums are kept per call, not per layer. A layer that is called twice then adds up in the same order under every plan. So
+do rounds: the device buffer of a later round starts from the sum so far.
+
+    worker: attach ── backward of the round's microbatches ── detach ── [1]
+    download into the call's host buffer ── once the previous batch's sum is consumed ── [2]
+    arrived ── taken: read by the optimizer, or handed to .grad ── consumed ── [3]
+
+With ``reduce_dtype`` the sum of a round travels in a narrower dtype. It is narrowed in place and lands beside the host
+sum, and a host thread adds it there, one for each worker. Later rounds then start from zero. So do rounds that run side
+by side, in any dtype.
+
+    worker: detach ── narrowed ── [4]
+    download into the landing ── once what landed there before has been added ── [5]
+    added to the call's host buffer, on the worker's summing thread ── arrived ── [6]
+
+A large layer's gradients travel in parts, so that `async_optimizer` can use the first ones while the rest are on their
+way. Those that land are added part by part, while the next part lands.
+
+    download, part by part ── each part's own event ── [7]
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device, Event, Stream, StreamAborted
+from lightning_roundpipe.devices.errors import raise_kept, without_frames
+from lightning_roundpipe.devices.waiter import Waiter
+from lightning_roundpipe.memory.flat_params import ParamSlice, holders, in_a_row
+from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.threads.cancel_scope import CancelScope
+from lightning_roundpipe.threads.task_thread import TaskThread
+
+STREAMED = 2**27
+"""Bytes from which on gradients travel and are used in parts. Their download takes about five milliseconds."""
+PART = 2**26
+"""Bytes of a part: 64 MiB, two milliseconds of a link's time, sixteen million fp32 elements.
+
+A part costs the optimizer's thread some twenty calls of torch, before each of which it may wait for the interpreter.
+"""
+LEAST = 2**18
+"""Elements that are narrowed through a temporary: in place they would overwrite others that are not narrowed yet."""
+MULTIPLIED = 2**22
+"""Elements that are multiplied at once: their product is a temporary, of 16 MiB in fp32."""
+LOOK = 0.25
+"""Seconds between two checks that the summing thread is alive."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients come to the host.
+
+    Attributes:
+        dtype: dtype in which gradients travel if it is narrower than their own; None: in their own.
+        thread: returns the thread that adds what has landed from a worker to the sums. What lands from one worker lands
+            in order, so that its thread waits for nothing that comes after what is there.
+        adding: taken for each sum, which alone takes all of the host's memory bandwidth, and of torch's threads.
+    """
+
+    dtype: torch.dtype | None
+    thread: Callable[[int], TaskThread]
+    adding: threading.Lock = field(default_factory=threading.Lock)
+
+
+class GradientLayout:
+    """The layout of the gradients of one layer's trainable parameters in a flat buffer.
+
+    Args:
+        layer: the layer.
+        trainable: per master, whether it is trained. Default: as it is now.
+        dtype: dtype in which gradients travel if it is narrower than their own.
+
+    Attributes:
+        trained: per master, whether its gradient has a place.
+        segments, nbytes: slices and size of the sums, on a worker and on the host.
+        travelling, travel_nbytes: slices and size of what is downloaded.
+        narrowed: whether the two differ.
+    """
+
+    def __init__(
+        self, layer: HostLayer, trainable: Sequence[bool] | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        self.trained = list(trainable or layer.trainable())
+        self.positions = [i for i, trained in enumerate(self.trained) if trained]
+        masters = [layer.masters[position] for position in self.positions]
+        self.keys = list(map(id, masters))
+        dtypes = [master.dtype for master in masters]
+        narrow = [dtype if dtype is not None and _narrows(dtype, own) else own for own in dtypes]
+        self.segments, self.nbytes = in_a_row(masters, dtypes)
+        self.travelling, self.travel_nbytes = in_a_row(masters, narrow)
+        self.narrowed = narrow != dtypes
+
+
+def _narrows(dtype: torch.dtype, own: torch.dtype) -> bool:
+    return own.is_floating_point and dtype.itemsize < own.itemsize
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """Host memory for the gradients of a call's layer.
+
+    Attributes:
+        views: the gradients, as cached views. Making one takes longer than the update of a small parameter.
+        alone: `holders` of the memory while only the engine holds it.
+    """
+
+    flat: Tensor
+    views: list[Tensor]
+    alone: int
+
+    @property
+    def unused(self) -> bool:
+        return holders(self.flat) == self.alone
+
+
+class HostGradBuffers:
+    """The host memory for the gradients of one call's layer, reused by every batch.
+
+    User code may keep sums that were handed to ``.grad`` beyond their batch. The next batch then gets a second buffer,
+    and the two alternate.
+    """
+
+    def __init__(
+        self, layer: HostLayer, device: Device, reduction: Reduction, trainable: Sequence[bool] | None = None
+    ) -> None:
+        self.layer = layer
+        self.layout = GradientLayout(layer, trainable, reduction.dtype)
+        self._device, self._reduction = device, reduction
+        self._buffers: list[_Buffer] = []
+        self._landing = self._make_landing() if self.layout.narrowed else None
+        self._last: HostGradSums | None = None
+
+    @property
+    def used(self) -> bool:
+        """Whether any batch has had gradients for it."""
+        return self._last is not None
+
+    def reserve(self) -> None:
+        """Allocate the first batch's buffer now: page-locking takes time and may stall what runs meanwhile."""
+        self._unused()
+
+    def begin(self, *, apart: bool = False) -> HostGradSums:
+        """Return the sum of a new batch.
+
+        Args:
+            apart: whether each round's sum travels alone, and the host adds it.
+        """
+        if apart and self._landing is None and self.layout.nbytes:
+            self._landing = self._make_landing()
+        before = self._last
+        while before is not None and before.unused:
+            before = before.before
+        buffer = before.buffer if before is not None and not before.handed_out else self._unused()
+        landing = self._landing if apart or self.layout.narrowed else None
+        self._last = HostGradSums(self.layer, self.layout, buffer, before, landing)
+        return self._last
+
+    def _make_landing(self) -> _Landing:
+        return _Landing(self.layout, self._device, self._reduction)
+
+    def _unused(self) -> _Buffer:
+        for buffer in self._buffers:
+            if buffer.unused:
+                return buffer
+        nbytes = self.layout.nbytes
+        if self.layout.narrowed or not nbytes:  # only the host writes to it, so it needs no page-locked memory
+            flat = torch.empty(nbytes, dtype=torch.uint8)
+        else:
+            flat = self._device.host_buffer(nbytes)
+        views = [segment.view(flat) for segment in self.layout.segments]
+        buffer = _Buffer(flat, views, holders(flat))
+        self._buffers = [*self._buffers[-1:], buffer]
+        return buffer
+
+
+def _spans(nbytes: int) -> list[tuple[int, int]]:
+    """Return the begins and ends of the parts in which ``nbytes`` travel [7]."""
+    length = PART if nbytes >= STREAMED else max(nbytes, 1)
+    return [(start, min(start + length, nbytes)) for start in range(0, nbytes, length)]
+
+
+class _Piece(NamedTuple):
+    """Elements of a gradient in a part of what lands: they, and the place of their sum in the host buffer."""
+
+    parameter: int
+    landed: Tensor
+    own: slice
+    dtype: torch.dtype
+
+
+class _Landing:
+    """Host memory where the sums of a call's rounds land, one after another, before they are added up.
+
+    Args:
+        layout: layout of the call's gradients.
+        device: allocates the memory.
+        reduction: how gradients come to the host.
+
+    Attributes:
+        ends: for each part of what lands, the bytes of the sum up to its end.
+    """
+
+    def __init__(self, layout: GradientLayout, device: Device, reduction: Reduction) -> None:
+        self.flat = device.host_buffer(layout.travel_nbytes)
+        self.thread = reduction.thread
+        self._adding = reduction.adding
+        self._parts = [self._pieces(layout, *span) for span in _spans(layout.travel_nbytes)]
+        self.ends = list(accumulate((max((p.own.stop for p in part), default=0) for part in self._parts), max))
+
+    def _pieces(self, layout: GradientLayout, start: int, end: int) -> list[_Piece]:
+        """Return the pieces of gradients between two bytes of what lands."""
+        pieces = []
+        for index, (lands, own) in enumerate(zip(layout.travelling, layout.segments, strict=True)):
+            first, last = max(start, lands.offset), min(end, lands.offset + lands.nbytes)
+            if first < last:
+                place = slice(*(own.offset + (at - lands.offset) * own.nbytes // lands.nbytes for at in (first, last)))
+                pieces.append(_Piece(index, self.flat[first:last].view(lands.dtype), place, own.dtype))
+        return pieces
+
+    def add_to(self, sums: Tensor, part: int, present: Sequence[bool], summed: Sequence[bool]) -> None:
+        """Add the gradients of a part that are ``present`` to ``sums``. One that is not yet ``summed`` is copied."""
+        with self._adding:
+            for parameter, landed, own, dtype in self._parts[part]:
+                if present[parameter]:
+                    total = sums[own].view(dtype)
+                    if summed[parameter]:
+                        total.add_(landed)
+                    else:
+                        total.copy_(landed)
+
+
+class _Added(Event):
+    """Reached once a part of a download has been added to the sum, and the parts before it [6]."""
+
+    def __init__(self, thread: TaskThread, before: _Added | None = None) -> None:
+        self._thread, self._before = thread, before
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+
+    def after(self, landed: Event, add: Callable[[], None]) -> None:
+        """Wait for ``landed``, add to the sum and reach the event. Runs on the summing thread."""
+        before, self._before = self._before, None
+        try:
+            landed.wait()
+            add()
+        except BaseException as error:
+            self._error = error.with_traceback(None)  # whose frames refer to the sum, which refers to this
+        if before is not None and before._error is not None:
+            self._error = before._error
+        self._over.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End the wait: the part does not come."""
+        if not self._over.is_set():
+            self._error = error
+            self._over.set()
+
+    def wait(self) -> None:
+        while not (self._over.is_set() or self._over.wait(LOOK)):
+            if not self._thread.alive:
+                raise RoundPipeError(
+                    f"the thread that sums gradients has died ({self._thread.died!r})"
+                ) from self._thread.died
+        if self._error is not None:
+            raise_kept(self._error, "gradients_down")
+
+    def done(self) -> bool:
+        return self._over.is_set()
+
+    def time(self) -> float:
+        raise RuntimeError("a sum has no time: ask for that of its download.")
+
+
+class GradientMemory:
+    """Host memory for the gradients of all calls, allocated on first use.
+
+    Args:
+        layers: the layers that are called.
+        device: any device; allocates host memory that copies asynchronously.
+        reduction: how gradients come to the host.
+    """
+
+    def __init__(self, layers: Sequence[HostLayer], device: Device, reduction: Reduction) -> None:
+        self.reduction = reduction
+        self._layers, self._device = layers, device
+        self._buffers: dict[tuple[int, int, tuple[bool, ...] | None], HostGradBuffers] = {}
+        self._reserves = self._reserved = False
+        """Whether `reserve` has been called, and whether no batch has ended since the last reservation."""
+
+    def of(self, layer: HostLayer, use: int, trainable: tuple[bool, ...] | None = None) -> HostGradBuffers:
+        """Return the memory of one call.
+
+        Args:
+            layer: the layer.
+            use: how often the layer was called before in the microbatch.
+            trainable: per master, whether it is trained. Default: as it is now.
+        """
+        key = (layer.index, use, trainable)
+        if key not in self._buffers:
+            self._buffers[key] = HostGradBuffers(layer, self._device, self.reduction, trainable)
+        return self._buffers[key]
+
+    def reserve(self) -> None:
+        """Allocate the memory of one call of each layer now, before the first batch, which is measured."""
+        for layer in self._layers:
+            self.of(layer, 0).reserve()
+        self._reserves = self._reserved = True
+
+    def give_back(self) -> None:
+        """After a batch: free reserved memory that no call had gradients for. A later call allocates it again."""
+        if self._reserved:
+            self._reserved = False
+            self._buffers = {key: buffers for key, buffers in self._buffers.items() if buffers.used}
+
+    def drop(self) -> None:
+        """Drop all memory: its gradients will not be read, or never arrive."""
+        self._buffers.clear()
+
+    def reserve_again(self) -> None:
+        """Reserve again after `drop`, for the parameters that are trained now, if memory was reserved before."""
+        if self._reserves:
+            self.reserve()
+
+
+class HostGradSums:
+    """The gradients of one call's layer, summed over one batch's microbatches, in host memory.
+
+    ``present`` says per trainable parameter whether it got a gradient. One that got none must keep ``.grad`` None, or
+    AdamW would decay it.
+
+    Args:
+        layer: the layer.
+        layout: layout of the gradients in ``buffer``.
+        buffer: the call's host memory.
+        before: the previous batch's sum in the same buffer.
+        landing: where the sums of rounds land. None: downloads go to ``buffer`` itself.
+    """
+
+    def __init__(
+        self, layer: HostLayer, layout: GradientLayout, buffer: _Buffer, before: HostGradSums | None,
+        landing: _Landing | None = None,
+    ) -> None:  # fmt: skip
+        self.layer = layer
+        self.layout = layout
+        self.buffer = buffer
+        self.flat = buffer.flat
+        self.landing = landing
+        self.present = [False] * len(layout.segments)
+        self.handed_out = False
+        """Whether views of the buffer were handed to user code, which may keep them."""
+        self.consumed = Waiter()
+        """Woken when the contents of the buffer are no longer needed."""
+        self.before = before
+        """The sum whose values occupy the buffer until `make_room`."""
+        self.parts: list[tuple[int, Event]] = []
+        """Of each part of the last download, its end in bytes of the sum, and the event after which it is there [7]."""
+        self._there: Event | None = None
+        self._over = False
+
+    @property
+    def arrived(self) -> Event | None:
+        """The end of the last download, or its addition: the sum may be read or overwritten afterwards."""
+        return self.parts[-1][1] if self.parts else None
+
+    @property
+    def unused(self) -> bool:
+        """Whether the step ended without a download to it, so that the buffer still holds the sum of `before`."""
+        return self._over and self.arrived is None and self.before is not None
+
+    def end(self) -> None:
+        """Mark the step as over: nothing more is downloaded to it."""
+        self._over = True
+        if self.arrived is None and self.before is not None and self.before.unused:
+            self.before = self.before.before  # keeps the chain of unused sums short
+
+    @property
+    def has_room(self) -> bool:
+        """Whether neither `make_room` nor a download waits."""
+        before = self.before
+        consumed = before is None or (before.consumed.woken and (before.arrived is None or before.arrived.done()))
+        return consumed and (self.landing is None or self.arrived is None or self.arrived.done())
+
+    def make_room(self, cancel_scope: CancelScope) -> None:
+        """Before a download: wait until the previous batch's sum is consumed [2]."""
+        before, self.before = self.before, None
+        if before is not None:
+            cancel_scope.wait(before.consumed)
+            # If nothing took that sum, its download may still be on its way.
+            before.wait()
+
+    def land(
+        self,
+        stream: Stream,
+        source: Tensor,
+        worker: int,
+        present: Sequence[bool],
+        begun: Callable[[], object],
+        failed: Callable[[BaseException], object],
+    ) -> None:
+        """Enqueue the download of a worker's gradients that are ``present``, and have the summing thread add them.
+
+        Each part waits until what has landed there before is added [5].
+
+        Args:
+            stream: the stream of the worker's downloads.
+            source: the gradients on the worker.
+            worker: number of the worker.
+            present: per trainable parameter, whether it has a gradient.
+            begun: called once another worker's may follow, part by part.
+            failed: called with an error before those who wait for a part are told of it.
+        """
+        landing = self.landing
+        assert landing is not None
+        summed, before, thread = self.present, [event for _, event in self.parts], landing.thread(worker)
+        spans, added = _spans(len(source)), list[_Added]()
+        for _ in spans:
+            added.append(_Added(thread, added[-1] if added else None))
+        self.present = [a or b for a, b in zip(summed, present, strict=True)]
+        self.parts = list(zip(landing.ends, added, strict=True))
+        try:
+            for part, (start, end) in enumerate(spans):
+                if before:
+                    before[part].wait()
+                stream.copy(landing.flat[start:end], source[start:end])
+                add = partial(landing.add_to, self.flat, part, present, summed)
+                thread.submit(partial(added[part].after, stream.record(), add))
+                if not part:
+                    begun()
+        except BaseException as error:
+            failed(error)
+            told = without_frames(error, stream.name)  # these refer to the sum, which refers to its parts
+            for event in added:
+                event.fail(told)
+            raise
+
+    def wait(self) -> None:
+        """Wait for the download. Any thread may."""
+        if (arrived := self.arrived) is not None:
+            self._wait_for(arrived)
+            self._there = arrived
+
+    def _wait_for(self, part: Event) -> None:
+        """Wait for a part of the download. Once all of it has arrived, an abort of the device no longer matters."""
+        arrived = self.arrived
+        if arrived is self._there:
+            return
+        try:
+            part.wait()
+        except StreamAborted:
+            if arrived is not self._there:  # another thread may have waited for it before the device was aborted
+                raise
+
+    def take_part(self, key: int, start: int, end: int, factor: float) -> Tensor:
+        """Like `take`, for elements ``start`` to ``end`` of the gradient of the master with id ``key``."""
+        index = self.layout.keys.index(key)
+        segment = self.layout.segments[index]
+        nbytes = segment.offset + end * segment.dtype.itemsize
+        self._wait_for(next((event for there, event in self.parts if there >= nbytes), self.parts[-1][1]))
+        part = self.buffer.views[index].view(-1)[start:end]
+        return part if factor == 1.0 else part.mul_(factor)
+
+    def take(self, factor: float) -> dict[int, Tensor]:
+        """Multiply the gradients by ``factor`` in place and return them by id of the master, as views into the buffer.
+
+        After a hand-out the views are new tensors, so that the caller owns them. Otherwise they are the cached ones,
+        which the next batch uses too.
+        """
+        self.wait()
+        views = self.buffer.views
+        if self.handed_out:
+            views = [segment.view(self.flat) for segment in self.layout.segments]
+        taken = {key: view for key, view, present in zip(self.layout.keys, views, self.present, strict=True) if present}
+        if factor != 1.0:
+            for view in taken.values():
+                view.mul_(factor)
+        return taken
+
+    def view_of(self, key: int) -> Tensor:
+        """Return the sum for the master with id ``key`` as it lies in the buffer now."""
+        return self.buffer.views[self.layout.keys.index(key)]
+
+    def got(self) -> list[nn.Parameter]:
+        """Return the masters that got a gradient."""
+        positions = zip(self.layout.positions, self.present, strict=True)
+        return [self.layer.masters[position] for position, present in positions if present]
+
+
+class DeviceGradSums:
+    """The sum of one call's gradients on a worker, while its slot runs.
+
+    Autograd accumulates into ``.grad`` of the replica's parameters. A parameter's first gradient is copied into the
+    arena. Later ones are added to it there: by autograd, or by `detach` where they need a factor or have another dtype,
+    because a sum in low precision would lose a microbatch's contribution.
+    """
+
+    def __init__(self, host: HostGradSums, segment: Tensor) -> None:
+        self.host = host
+        self.segment = segment
+        self.views = [s.view(segment) for s in host.layout.segments]
+        self.present = self.continued(host)
+
+    @staticmethod
+    def continued(host: HostGradSums) -> list[bool]:
+        """Return, per trainable parameter, whether a slot goes on from the sum of an earlier round."""
+        return [False] * len(host.present) if host.landing is not None else list(host.present)
+
+    def upload(self, stream: Stream) -> None:
+        """Enqueue the upload of the earlier rounds' sum, which this round continues."""
+        stream.copy(self.segment[: self.host.layout.nbytes], self.host.flat)
+
+    def attach(self, parameters: Sequence[nn.Parameter], factor: float = 1.0) -> None:
+        """Prepare ``.grad`` for a microbatch's backward, whose gradients will be multiplied by ``factor``."""
+        for view, position, present in zip(self.views, self.host.layout.positions, self.present, strict=True):
+            if parameters[position].grad is not None:
+                raise RoundPipeError(
+                    f"a gradient entered layer {self.host.layer.name!r} past its outputs: a tensor computed inside was "
+                    "kept by a hook, a list or an object that the strategy does not see. Return it from the layer."
+                )
+            direct = present and _adds_itself(parameters[position], view, factor)
+            parameters[position].grad = view if direct else None
+
+    def detach(self, parameters: Sequence[nn.Parameter], factor: float = 1.0) -> None:
+        """Add the microbatch's gradients times ``factor`` to the sum and clear ``.grad``, after its backward."""
+        for index, position in enumerate(self.host.layout.positions):
+            grad = parameters[position].grad
+            parameters[position].grad = None
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                raise RoundPipeError(
+                    f"layer {self.host.layer.name!r} produced a sparse gradient; build its embedding with sparse=False."
+                )
+            view = self.views[index]
+            if self.present[index] and not _adds_itself(parameters[position], view, factor):
+                _add_product(view, grad, factor)
+            elif grad is not view:
+                view.copy_(grad)
+                if factor != 1.0:
+                    view.mul_(factor)
+            self.present[index] = True
+
+    def narrow(self) -> None:
+        """Convert the sum to the travelling dtype on the compute stream [4]. Nothing is added to it afterwards."""
+        layout = self.host.layout
+        for own, travelling, present in zip(layout.segments, layout.travelling, self.present, strict=True):
+            if present and travelling != own:
+                _narrow(self.segment, own, travelling)
+
+    def download(
+        self,
+        stream: Stream,
+        worker: int,
+        begun: Callable[[], object] = lambda: None,
+        failed: Callable[[BaseException], object] = lambda error: None,
+    ) -> None:
+        """Enqueue the download and publish which gradients are present. Call after `HostGradSums.make_room`.
+
+        Args:
+            stream: the stream of ``worker``'s downloads of gradients.
+            worker: number of the worker.
+            begun: called once another worker's download to the same sums may follow.
+            failed: called with an error, which the caller gets as well, before other workers may meet it.
+        """
+        landing, nbytes = self.host.landing, self.host.layout.travel_nbytes
+        if landing is not None:
+            self.host.land(stream, self.segment[:nbytes], worker, self.present, begun, failed)
+            return
+        parts = []
+        for start, end in _spans(nbytes):
+            stream.copy(self.host.flat[start:end], self.segment[start:end])
+            parts.append((end, stream.record()))
+        self.host.parts, self.host.present = parts, self.present
+        begun()
+
+
+def _narrow(buffer: Tensor, own: ParamSlice, narrow: ParamSlice) -> None:
+    """Convert the elements of ``own`` into ``narrow``, which begins no later in ``buffer`` and takes fewer bytes.
+
+    One operation must not write what it reads. So each pass converts as many elements as fit into the free bytes in
+    front of them, about twice as many each time; at first it converts `LEAST` through a temporary.
+    """
+    source = buffer[own.offset : own.offset + own.nbytes].view(own.dtype)
+    target = buffer[narrow.offset : narrow.offset + narrow.nbytes].view(narrow.dtype)
+    done = 0
+    while done < len(source):
+        free = (own.offset + done * source.itemsize - narrow.offset) // target.itemsize
+        end = min(max(free, done + LEAST), len(source))
+        part = source[done:end]
+        target[done:end].copy_(part if end <= free else part.to(target.dtype, copy=True))
+        done = end
+
+
+def _add_product(total: Tensor, grad: Tensor, factor: float) -> None:
+    """Add ``grad`` times ``factor`` to ``total``, rounding the product.
+
+    ``add_`` with ``alpha`` does not round it, as the hardware multiplies and adds at once. But the sum of a round of
+    one microbatch travels as a rounded product, and every plan must give the same bits.
+    """
+    if factor == 1.0:
+        total.add_(grad)
+        return
+    if not (grad.is_contiguous() and total.is_contiguous()):
+        total.add_(grad.to(total.dtype, copy=True).mul_(factor))
+        return
+    flat, flat_grad = total.view(-1), grad.view(-1)
+    for start in range(0, len(flat), MULTIPLIED):
+        part = slice(start, start + MULTIPLIED)
+        flat[part].add_(flat_grad[part].to(total.dtype, copy=True).mul_(factor))
+
+
+def _adds_itself(parameter: nn.Parameter, view: Tensor, factor: float) -> bool:
+    """Whether autograd may accumulate into ``view`` directly."""
+    return factor == 1.0 and parameter.dtype is view.dtype

@@ -1,0 +1,50 @@
+"""A module with its parameters in host memory: its layers and parameter buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.memory.dtypes import Formats
+from lightning_roundpipe.memory.host_layer import host_layers, make_buckets
+from lightning_roundpipe.memory.mapped_files import mapped_weights
+from lightning_roundpipe.memory.module_buffers import HostBuffers
+
+
+class HostModel:
+    """The user's LightningModule as the engine holds it.
+
+    Args:
+        module: the module, with its weights on the CPU.
+        layers: the modules that run on workers, by name.
+        device: any device; allocates host memory that copies asynchronously.
+        formats: dtypes in which layers and user code compute.
+        apart: whether the optimizer writes to masters while they are uploaded.
+
+    Attributes:
+        buffers: the layers' buffers, as calls leave them.
+        bucket_of: bucket by id of the master.
+        undisturbed: whether no update of any master is pending.
+    """
+
+    def __init__(
+        self, module: nn.Module, layers: Mapping[str, nn.Module], device: Device, formats: Formats, *, apart: bool
+    ) -> None:
+        self.module, self.formats = module, formats
+        mapped = mapped_weights(module.parameters(), device, formats)
+        self.layers = host_layers(layers, device, formats, apart=apart, mapped=mapped)
+        self.buffers = self.layers[0].buffers if self.layers else HostBuffers()
+        self.buckets = make_buckets(self.layers, module.parameters(), formats, apart=apart)
+        self.bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.masters}
+        self.masters = [p for bucket in self.buckets for p in bucket.masters]
+        self.undisturbed = True
+
+    def name_of(self, master: nn.Parameter) -> str:
+        """Return the qualified name of a parameter, for messages."""
+        return next((name for name, p in self.module.named_parameters() if p is master), "")
+
+    def trainable(self) -> list[bool]:
+        """Return per parameter of each layer whether it is trained now."""
+        return [p.requires_grad for layer in self.layers for p in layer.masters]

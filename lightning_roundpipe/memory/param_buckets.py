@@ -1,0 +1,113 @@
+"""Parameters that are updated together, and the version of them that is published.
+
+An upload of a layer waits for the version that the step computes with, and only for that of its own layer. The
+optimizer goes through the layers in forward order, and the next forward follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from lightning_roundpipe.memory.dtypes import Formats
+from lightning_roundpipe.memory.flat_params import FlatBuffer
+from lightning_roundpipe.memory.version_waits import Versioned
+
+Part = Callable[[nn.Parameter, int, int], None]
+"""Called with a master and the range of its elements that is ready."""
+
+
+class ParamBucket(Versioned):
+    """The masters of one layer, of layers that share some, or of no layer.
+
+    Args:
+        index: position in forward order.
+        masters: the masters.
+        flats: the buffers of the layers that they belong to.
+        formats: dtypes that they are computed with in.
+        apart: whether masters are updated while a step computes with their working copies.
+
+    Attributes:
+        version: the last published version of the weights, which uploads may read.
+        shared: ids of those that several layers have.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        masters: Sequence[nn.Parameter],
+        flats: Sequence[FlatBuffer] = (),
+        formats: Formats | None = None,
+        *,
+        apart: bool = False,
+    ) -> None:
+        super().__init__()
+        self.index = index
+        self.masters = list(masters)
+        self.shared: set[int] = set()
+        self._flats = list(flats)
+        self._formats = formats or Formats()
+        self.apart = apart
+        self._copies: dict[int, Tensor] = {}
+        """Working copies, by id, of masters that belong to no layer and that user code has read."""
+        self._following: list[tuple[int, Part]] = []
+        """Versions and callbacks that are told of each part that is ready before the whole version."""
+
+    # -- versions in parts --------------------------------------------------------------------------------------------
+
+    def when(self, version: int, then: Callable[[], None], part: Part | None = None) -> bool:
+        """See `Versioned.when`.
+
+        Args:
+            version: the version to wait for.
+            then: called when it is published.
+            part: called, by the same thread, for parts of the version that are ready earlier. Parts published
+                before this call are missed.
+        """
+        waits = super().when(version, then)
+        if waits and part is not None:
+            with self._lock:
+                self._following.append((version, part))
+        return waits
+
+    def publish_part(self, version: int, master: nn.Parameter, start: int, end: int) -> None:
+        """Let uploads read elements ``start`` to ``end`` of one master. All other readers wait for `publish`."""
+        with self._lock:
+            due = [part for wanted, part in self._following if wanted == version]
+        for part in due:
+            part(master, start, end)
+
+    def publish(self, version: int) -> None:
+        super().publish(version)
+        with self._lock:
+            self._following = [(wanted, part) for wanted, part in self._following if wanted > version]
+
+    # -- working copies -----------------------------------------------------------------------------------------------
+
+    def read(self, master: nn.Parameter) -> Tensor:
+        """Return what user code reads for ``master``: the values that a layer finds on its worker."""
+        if not (self.apart or self._formats.differ(master)):
+            return master
+        for flat in self._flats:
+            if (index := flat.index_of(master)) is not None:
+                return flat.read(index)
+        if id(master) not in self._copies:
+            self._copies[id(master)] = master.detach().to(self._formats.of(master), copy=True)
+        return self._copies[id(master)]
+
+    def refresh(self, *, trained_only: bool = False) -> None:
+        """Bring the working copies up to date. No thread may read them or write to the masters meanwhile."""
+        for flat in self._flats:
+            if flat.copied and (flat.trained or not trained_only):
+                flat.refresh()
+        for master in self.masters if self._copies else ():
+            if id(master) in self._copies and (master.requires_grad or not trained_only):
+                self._copies[id(master)].copy_(master.detach())
+
+    def refresh_part(self, master: nn.Parameter, start: int, end: int) -> None:
+        """Refresh the working copies of elements ``start`` to ``end`` of one contiguous master."""
+        for flat in self._flats:
+            flat.refresh_part(master, start, end)
+        if id(master) in self._copies:
+            self._copies[id(master)].view(-1)[start:end].copy_(master.detach().view(-1)[start:end])

@@ -1,0 +1,55 @@
+"""Versioned state that each update renews, and waits for one of its versions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from lightning_roundpipe.devices.waiter import Waiter
+from lightning_roundpipe.threads.cancel_scope import CancelScope
+
+
+class Versioned:
+    """State with versions that are published in increasing order.
+
+    Attributes:
+        version: the last published version.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[int, Callable[[], None]]] = []
+
+    def when(self, version: int, then: Callable[[], None]) -> bool:
+        """Have the publishing thread call ``then`` once ``version`` is published.
+
+        Returns:
+            False if it already is; ``then`` is not called in that case.
+        """
+        with self._lock:
+            if self.version >= version:
+                return False
+            self._waiting.append((version, then))
+            return True
+
+    def has(self, version: int) -> bool:
+        """Return whether ``version`` is published."""
+        return self.version >= version
+
+    def wait(self, version: int, cancel_scope: CancelScope) -> None:
+        """Block until ``version`` is published."""
+        if self.has(version):
+            return
+        waiter = Waiter()
+        if self.when(version, waiter.wake):
+            cancel_scope.wait(waiter)
+
+    def publish(self, version: int) -> None:
+        """Publish ``version`` and call what waits for it."""
+        with self._lock:
+            self.version = max(self.version, version)
+            due = [then for wanted, then in self._waiting if wanted <= version]
+            self._waiting = [(wanted, then) for wanted, then in self._waiting if wanted > version]
+        for then in due:
+            then()

@@ -1,1 +1,0 @@
-"""The engine that runs a plan: microbatches, turns, the tape, workers, and copies between host and device."""

@@ -1,1 +1,0 @@
-"""Inputs, outputs and side effects of layer calls."""

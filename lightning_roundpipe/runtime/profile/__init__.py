@@ -1,1 +1,0 @@
-"""What the first batches show of user code and layers, and the plan made from it."""

@@ -1,1 +1,0 @@
-"""The events of a step, and the hints to the user."""

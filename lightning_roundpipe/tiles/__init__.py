@@ -1,0 +1,1 @@
+"""Modules that run their tokens in tiles, so that their largest tensors are never whole."""

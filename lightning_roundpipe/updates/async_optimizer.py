@@ -1,0 +1,667 @@
+"""The optimizer on a thread of its own: steps each bucket as its gradients arrive, and the next forward follows it.
+
+    main thread: begin ── losses ── submit ── [1]             the batch ends in an optimizer step; backward goes on
+    optimizer thread, bucket by bucket as they become ready, of several the first in forward order:
+        take the gradients from the host buffers ── add what earlier batches have accumulated ── [2]
+        with clipping by norm or loss scaling: wait for all buckets, as all norms, or whether all gradients are finite,
+        must be known before any bucket is stepped; then step all or none, in forward order ── [3]
+        step ── release the host buffers ── publish the version ── [4]
+        a large bucket, without clipping by norm or loss scaling: part by part, each as soon as it has arrived ── [5]
+    worker: uploads of the next step wait for the version of their own layer only
+
+A batch is followed by an optimizer step, or its gradients are accumulated; `submit`, or the `begin` of the next batch,
+decides which. `submit` takes a snapshot of the hyperparameters, as schedulers change them afterwards.
+
+With staleness 1 a step computes with working copies of the masters. An update is published once the next step has made
+its last upload of the bucket. That is long before that step's gradients of the bucket are ready; published only then,
+the update would make the step behind wait for its end.
+
+With several machines, `GradientExchange` sums the gradients between [1] and [2]: the thread takes buckets in the same
+order on each machine, and steps one when its sum has arrived, while the next ones are computed and on their way.
+
+No deadlock: the thread waits only for the backward of a batch, which needs only updates submitted before that batch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices.errors import StreamAborted
+from lightning_roundpipe.faults.interrupts import interrupts_deferred
+from lightning_roundpipe.memory import grad_buffers
+from lightning_roundpipe.memory.flat_params import ALONE, holders
+from lightning_roundpipe.memory.grad_buffers import HostGradSums
+from lightning_roundpipe.memory.loss_scale import Scales
+from lightning_roundpipe.memory.param_buckets import ParamBucket
+from lightning_roundpipe.optim.clipping import Clip, clamp, coefficient, norms, scale
+from lightning_roundpipe.optim.hyperparameters import Hyperparameters
+from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
+from lightning_roundpipe.optim.scaling import unscale
+from lightning_roundpipe.threads.cancel_scope import CancelScope
+from lightning_roundpipe.threads.task_thread import TaskThread
+from lightning_roundpipe.updates.grad_readiness import Dropped
+from lightning_roundpipe.updates.gradient_exchange import GradientExchange
+from lightning_roundpipe.updates.loss_handle import StepGradients
+
+PIECE = 16_000_000
+"""Parameters to step in one call at most, if several buckets are ready. A call costs 0.1 ms of Python with Adam, and
+0.5 ms with other optimizers. A full piece takes about 10 ms, and the next forward of all its layers waits for that."""
+TORN = "which has changed some layers and not others; go on from a checkpoint."
+_REMEMBERED = 4
+"""Number of updates whose end is remembered: a report, read while steps overlap, is about an earlier step."""
+LOOK = 0.25
+"""Seconds between two checks that the thread is alive."""
+
+
+@dataclass(frozen=True)
+class _OptimizerStep:
+    """One optimizer step.
+
+    Attributes:
+        number: the version of the weights that it makes.
+        batch: the gradients of its last batch; None if that gave none.
+        hyperparameters: a snapshot of when the step was submitted.
+        clip: how to clip gradients; None leaves them.
+        partial_optimizer: steps some of the optimizer's parameters.
+        scale: the loss scale, which the gradients of all its batches were multiplied by.
+        outside: ids of the masters that the optimizer does not hold, whose gradients its ``zero_grad`` does not drop.
+    """
+
+    number: int
+    batch: StepGradients | None
+    hyperparameters: Hyperparameters
+    clip: Clip | None
+    partial_optimizer: PartialOptimizer
+    scale: float
+    outside: AbstractSet[int]
+
+    def held(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Return the ``gradients`` of the optimizer's parameters, in its order: only they are clipped."""
+        return {key: gradients[key] for key in self.hyperparameters.group_of if key in gradients}
+
+
+class _Accumulated:
+    """The gradients of one bucket that batches have accumulated for the next optimizer step. Steps reuse its memory.
+
+    Those of masters outside of the optimizer are accumulated over all steps, as in plain training.
+
+    Attributes:
+        shown: whether user code has seen the tensors in ``.grad``, and may keep them.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[int, Tensor] = {}
+        self._present: set[int] = set()
+        self.shown = False
+
+    def add(self, gradients: dict[int, Tensor]) -> None:
+        for key, gradient in gradients.items():
+            if key in self._present:
+                self._memory[key].add_(gradient)
+            elif key in self._memory:
+                self._memory[key].copy_(gradient)
+            else:
+                self._memory[key] = gradient.clone()
+        self._present |= gradients.keys()
+
+    def with_last(self, gradients: dict[int, Tensor], outside: AbstractSet[int]) -> dict[int, Tensor]:
+        """Return the sum with the last batch's ``gradients``; these themselves where nothing was accumulated."""
+        kept = self._present | outside
+        self.add({key: gradient for key, gradient in gradients.items() if key in kept})
+        return gradients | self.present()
+
+    def part_with_last(self, key: int, gradient: Tensor | None, start: int, end: int) -> Tensor:
+        """Return the sum for the numbers ``start`` to ``end`` of one gradient, accumulated, in the last batch, or both.
+
+        Args:
+            key: id of the master.
+            gradient: these numbers of the last batch's gradient; None if it has none.
+            start: the first number.
+            end: behind the last number.
+        """
+        if key not in self._present:
+            assert gradient is not None
+            return gradient
+        total = self._memory[key].view(-1)[start:end]
+        return total if gradient is None else total.add_(gradient)
+
+    def present(self) -> dict[int, Tensor]:
+        return {key: self._memory[key] for key in self._present}
+
+    def multiply(self, factor: float) -> None:
+        """Multiply by ``factor``, a quotient of loss scales: a power of two, which rounds nothing."""
+        for gradient in self.present().values() if factor != 1.0 else ():
+            gradient.mul_(factor)
+
+    def forget(self, outside: AbstractSet[int]) -> None:
+        self._present &= outside
+        if self.shown:  # do not reuse memory that user code still holds
+            self._memory = {
+                key: memory for key, memory in self._memory.items() if key in self._present or holders(memory) == ALONE
+            }
+            self.shown = bool(self._present)
+
+    def drop(self, key: int) -> None:
+        """Forget one gradient with its memory: user code has replaced it in ``.grad``, and may keep it."""
+        self._present.discard(key)
+        self._memory.pop(key, None)
+
+
+class AsyncOptimizer:
+    """Applies gradients to masters, in the order of the batches.
+
+    The class is large because it holds the whole optimizer step: accumulation, loss scaling, clipping, stepping, and
+    what ``.grad`` shows in between, on two threads that must agree on the order of all this.
+
+    Args:
+        buckets: all buckets of the model, in forward order.
+        optimizer: returns the one that the next step will use, which user code may replace; None if there is none.
+        staleness: 0: a step computes with all updates before it. 1: with all but the last, which is applied meanwhile.
+        scales: the loss scales.
+        around: returns a context that the thread enters for as long as it lives.
+        exchange: sums gradients over several machines; None if there is only one.
+
+    Attributes:
+        submitted: the number of optimizer steps submitted, which is the version of the newest weights.
+        torn: whether the last update was cut short, by a failing backward, after some buckets had been stepped.
+        whole: whether no submitted update has failed or was left out.
+        applied: the last updates that are applied, by number, each with when it was, on the clock of
+            ``time.perf_counter()``.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[ParamBucket],
+        optimizer: Callable[[], Optimizer | None] = lambda: None,
+        staleness: int = 0,
+        scales: Scales | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        exchange: GradientExchange | None = None,
+    ) -> None:
+        self._exchange = exchange
+        self.buckets = list(buckets)
+        self.staleness = staleness
+        self._first = self.submitted = max(bucket.version for bucket in self.buckets)  # an earlier instance's, or 0
+        self.torn = self._applying = False
+        self.whole = True
+        self._optimizer = optimizer
+        self.applied: dict[int, float] = {}
+        self._cancel_scopes: list[CancelScope] = []
+        self._thread = TaskThread("roundpipe-optimizer", around)
+        self._error: BaseException | None = None
+        self._batch: StepGradients | None = None
+        self._accumulated: dict[ParamBucket, _Accumulated] = {bucket: _Accumulated() for bucket in buckets}
+        self._masters = {id(master): master for bucket in self.buckets for master in bucket.masters}
+        self._sizes = {bucket: sum(master.numel() for master in bucket.masters) for bucket in buckets}
+        self._nbytes = {bucket: sum(master.nbytes for master in bucket.masters) for bucket in buckets}
+        self._partial_optimizer: tuple[Optimizer, PartialOptimizer] | None = None
+        self._scales = scales or Scales()
+        self._scales.fix(self.wanted, self.submitted)
+        self._window_is_open = False
+        """Whether a batch has been accumulated that no step has used."""
+        self._left: dict[int, Tensor] = {}
+        """The gradients that the last step used, by id of the master."""
+        self._left_in: Sequence[HostGradSums] = ()
+        """The sums whose memory these lie in."""
+        self._shown: dict[int, Tensor] | None = {}
+        """What `show` has put into ``.grad`` since the last batch, by id of the master; None if it was not called.
+        Before the first batch, all that is in ``.grad`` is user code's."""
+
+    # -- the main thread ----------------------------------------------------------------------------------------------
+
+    def begin(self, *, zero_grad: bool) -> None:
+        """Prepare for a batch. If no step has followed the one before it, that one is accumulated.
+
+        Args:
+            zero_grad: whether to drop what was accumulated, as ``Optimizer.zero_grad`` does.
+
+        Raises:
+            Exception: what an update has raised.
+        """
+        self.raise_error()
+        self._hide()
+        self._accumulate()
+        if zero_grad:
+            self._window_is_open = False
+            outside = self._outside()
+            self._post(lambda: self._forget(outside))
+
+    def accompany(self, cancel_scope: CancelScope) -> None:
+        """Fail a running step when an update fails: it would wait for a version that is never published."""
+        self._cancel_scopes = [*self._cancel_scopes, cancel_scope]
+        # An update may have failed since `begin` looked. Each thread writes its own field (this list, or the error)
+        # before it reads the other's, so at least one of them sees both.
+        if (error := self._error) is not None:
+            cancel_scope.fail(error)
+
+    def leave(self, cancel_scope: CancelScope) -> None:
+        """End what `accompany` began: the step is over."""
+        self._cancel_scopes = [other for other in self._cancel_scopes if other is not cancel_scope]
+
+    def offer(self, gradients: StepGradients) -> None:
+        """Take the gradients of a batch, whose loss may be differentiated later or not at all."""
+        self._batch = gradients
+
+    @interrupts_deferred()
+    def submit(self, clip: Clip | None) -> None:
+        """Submit the optimizer step that follows the batch [1]."""
+        batch, self._batch = self._batch, None
+        if batch is not None and batch.scale is None:  # its loss was not differentiated
+            batch.release()
+            batch = None
+        self.submitted += 1
+        optimizer = self._optimizer()
+        assert optimizer is not None, "a step has an optimizer"
+        self._window_is_open = False
+        scale, partial_optimizer = self._scales.last, self._partial_optimizer_of(optimizer)
+        values, outside = Hyperparameters.of(optimizer), self._outside()
+        step = _OptimizerStep(self.submitted, batch, values, clip, partial_optimizer, scale, outside)
+        self._post(lambda: self._run(step))
+
+    def accumulated(self) -> dict[int, Tensor]:
+        """Return the gradients accumulated for the next optimizer step, by id of the master. Call `settle` first."""
+        if self._shown is not None:
+            self.show(after_step=True)  # takes over what user code has put in their place
+        return self._present()
+
+    def _present(self) -> dict[int, Tensor]:
+        return {
+            key: gradient for bucket in self.buckets for key, gradient in self._accumulated[bucket].present().items()
+        }
+
+    def go_on(self, gradients: dict[int, Tensor]) -> None:
+        """Start from ``gradients``, which `accumulated` returned in an earlier run."""
+        self._window_is_open = True
+        for bucket in self.buckets:
+            mine = {id(master): gradients[id(master)] for master in bucket.masters if id(master) in gradients}
+            self._accumulated[bucket].add(mine)
+
+    def show(self, *, after_step: bool) -> None:
+        """Put into ``.grad`` what plain training leaves there, until the next batch begins. Call `settle` first.
+
+        User code may write to these gradients, replace or drop them: that counts, as in plain training.
+
+        Args:
+            after_step: whether plain training still has the gradients that a step has used.
+        """
+        if not (after_step or self._window_is_open) and self._shown is None:
+            self._forget(frozenset())  # validation begins with the module's zero_grad, which reaches all parameters
+        self._hide()
+        self._shown = {}
+        gradients = self._present() if self._window_is_open else self._left | self._present()
+        if not self._window_is_open:
+            for total in self._left_in:
+                total.handed_out = True  # the next batch must not reuse memory that user code has kept
+        for bucket in self.buckets:
+            self._accumulated[bucket].shown = True
+            for master in bucket.masters:
+                gradient = gradients.get(id(master))
+                if gradient is not None and gradient.shape == master.shape:  # torch takes no other, from a former .data
+                    self._shown[id(master)] = master.grad = gradient.detach()
+
+    def _hide(self) -> None:
+        """Take back from ``.grad`` what `show` has put there, with the changes by user code."""
+        shown, self._shown = self._shown, None
+        if shown is None:
+            return
+        outside = self._outside()
+        for bucket in self.buckets:
+            for master in bucket.masters:
+                key, now = id(master), master.grad
+                master.grad = None
+                if now is shown.get(key):
+                    continue
+                self._accumulated[bucket].drop(key)
+                self._left.pop(key, None)
+                if now is not None and (self._window_is_open or key in outside):
+                    self._accumulated[bucket].add({key: now.detach()})
+                elif now is not None:
+                    self._left[key] = now.detach()
+
+    @property
+    def begun(self) -> bool:
+        """Whether an optimizer step was submitted."""
+        return self.submitted > self._first
+
+    @property
+    def wanted(self) -> int:
+        """The version of the weights that the next step computes with."""
+        return max(0, self.submitted - self.staleness)
+
+    def publish_all(self) -> None:
+        """Let the next step see all updates, whatever the staleness, and user code's writes. Call `settle` first."""
+        moved = self._scales.fix(self.wanted, self.submitted)
+        for accumulated in self._accumulated.values():
+            accumulated.multiply(moved)
+        for bucket in self.buckets:
+            bucket.refresh()
+            bucket.publish(self.submitted)
+
+    def settle(self, *, within_batch: bool = False) -> None:
+        """Wait until everything submitted has been applied.
+
+        Args:
+            within_batch: whether the last batch goes on, and its loss may still be differentiated: its gradients stay
+                apart from those of earlier batches.
+
+        Raises:
+            Exception: what an update has raised; once.
+        """
+        if not within_batch:
+            self._accumulate()
+        self._rest()
+        self.raise_error()
+
+    def release_masters(self) -> None:
+        """Drop all references to the memory of masters. Call `settle` first."""
+        if self._partial_optimizer is not None:
+            self._partial_optimizer[1].release()
+
+    def drop(self, error: BaseException) -> None:
+        """After a failed step, finish what was submitted and drop the gradients of its batch.
+
+        Args:
+            error: the error of the step. It gets a note if some layers had been stepped already.
+        """
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            batch.release()
+        self._rest()
+        if self._error is error:  # an update has failed the step, which raises it
+            self._error = None
+        if self.torn:
+            error.add_note(f"roundpipe: the backward pass was running and its optimizer step had begun, {TORN}")
+
+    def raise_error(self) -> None:
+        """Raise what an update has raised, once."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
+
+    def retire(self) -> None:
+        """Settle, publish all updates and stop the thread. From here on the caller steps."""
+        self.settle()
+        self.publish_all()
+        self.close()
+
+    def close(self) -> None:
+        """Finish what was submitted, and join the thread."""
+        self._thread.stop()
+        self._thread.join()
+
+    def _accumulate(self) -> None:
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return
+        if batch.scale is None:
+            batch.release()
+            return
+        self._window_is_open = True
+        self._post(lambda: self._add(batch))
+
+    def _rest(self) -> None:
+        waiter = self._thread.submit(lambda: None).waiter
+        while not waiter.wait_for(LOOK):
+            if not self._thread.alive:
+                raise RoundPipeError(f"the optimizer's thread has died ({self._thread.died!r})") from self._thread.died
+
+    def _partial_optimizer_of(self, optimizer: Optimizer) -> PartialOptimizer:
+        if self._partial_optimizer is None or self._partial_optimizer[0] is not optimizer:
+            self._partial_optimizer = (
+                optimizer,
+                PartialOptimizer(optimizer, list(self._masters.values())),
+            )
+        return self._partial_optimizer[1]
+
+    def _outside(self) -> AbstractSet[int]:
+        """Return the ids of the masters that the optimizer does not hold now, which a parameter group may change.
+
+        Several machines have none, as they sum the gradients of each step anew.
+        """
+        optimizer = self._optimizer()
+        if self._exchange is not None or optimizer is None:
+            return frozenset()
+        return self._masters.keys() - {id(master) for group in optimizer.param_groups for master in group["params"]}
+
+    # -- the optimizer's thread ---------------------------------------------------------------------------------------
+
+    def _post(self, work: Callable[[], None]) -> None:
+        def guarded() -> None:
+            if self._error is not None:
+                return
+            try:
+                work()
+            except (Dropped, StreamAborted):  # the step has failed, before or during the download of its gradients
+                self.torn, self.whole = self._applying, False  # the step raises the error
+            except BaseException as error:
+                error.add_note(f"roundpipe: this happened in an optimizer step, {TORN}")
+                self._error, self.whole = error, False
+                for cancel_scope in self._cancel_scopes:
+                    cancel_scope.fail(error)
+
+        self._thread.submit(guarded)
+
+    def _forget(self, outside: AbstractSet[int]) -> None:
+        self._left, self._left_in = {}, ()
+        for accumulated in self._accumulated.values():
+            accumulated.forget(outside)
+
+    def _as_they_come(
+        self, batch: StepGradients | None, came: Callable[[ParamBucket], None]
+    ) -> Iterator[list[ParamBucket]]:
+        """Yield all buckets as they become ready, small ones together; of several, the first in forward order first.
+
+        Args:
+            batch: the gradients to wait for; None if there are none, so that all buckets are ready.
+            came: called with each bucket when its weights are uploaded, and again when it is ready.
+        """
+        readiness = batch.readiness if batch is not None else None
+        there: list[tuple[int, ParamBucket]] = []
+        coming = len(self.buckets)
+        while coming or there:
+            if coming:
+                buckets = self.buckets if readiness is None else readiness.take(wait=not there, sent=came)
+                for bucket in buckets:
+                    came(bucket)
+                    heapq.heappush(there, (bucket.index, bucket))
+                coming -= len(buckets)
+            yield self._piece(there)
+
+    def _in_order(self, batch: StepGradients | None, came: Callable[[ParamBucket], None]) -> Iterator[ParamBucket]:
+        """Yield all buckets as they become ready, in the order in which machines exchange them; see `_as_they_come`."""
+        assert self._exchange is not None
+        readiness = batch.readiness if batch is not None else None
+        there: set[ParamBucket] = set(self.buckets) if readiness is None else set()
+        for bucket in self._exchange.order:
+            while bucket not in there:
+                assert readiness is not None
+                there.update(readiness.take(wait=True, sent=came))
+            came(bucket)
+            yield bucket
+
+    def _piece(self, there: list[tuple[int, ParamBucket]]) -> list[ParamBucket]:
+        buckets = [heapq.heappop(there)[1]]
+        size = self._sizes[buckets[0]]
+        while there and (size := size + self._sizes[there[0][1]]) <= PIECE:
+            buckets.append(heapq.heappop(there)[1])
+        return buckets
+
+    def _add(self, batch: StepGradients) -> None:
+        if self._exchange is not None:
+            batch.weigh()
+        for buckets in self._as_they_come(batch, lambda bucket: None):
+            for bucket in buckets:
+                self._accumulated[bucket].add(batch.take(bucket))
+                batch.release(bucket)
+        batch.release()
+
+    def _uploaded(self, bucket: ParamBucket, step: _OptimizerStep) -> None:
+        """With staleness 1, publish the update before this one: the step's last upload of the bucket is over.
+
+        Until then the step's own version had to stay in the working copies.
+        """
+        if self.staleness and not bucket.has(step.number - 1):
+            bucket.refresh(trained_only=True)
+            bucket.publish(step.number - 1)
+
+    def _gathered(self, step: _OptimizerStep) -> Iterator[dict[ParamBucket, dict[int, Tensor]]]:
+        """Yield the gradients of buckets as they become ready; see `_gather`."""
+        if self._exchange is None:
+            for buckets in self._as_they_come(step.batch, lambda bucket: self._uploaded(bucket, step)):
+                yield {bucket: self._gather(bucket, step) for bucket in buckets}
+            return
+        for bucket in self._in_order(step.batch, lambda bucket: self._uploaded(bucket, step)):
+            yield from self._summed(self._exchange.add(bucket, self._gather(bucket, step)))
+        yield from self._summed(self._exchange.rest())
+
+    def _summed(
+        self, arrived: list[tuple[ParamBucket, dict[int, Tensor]]]
+    ) -> Iterator[dict[ParamBucket, dict[int, Tensor]]]:
+        for bucket, gradients in arrived:
+            for master in bucket.masters:
+                self._left.pop(id(master), None)
+            self._left.update(gradients)
+            yield {bucket: gradients}
+
+    def _gather(self, bucket: ParamBucket, step: _OptimizerStep) -> dict[int, Tensor]:
+        """Return the bucket's gradients, summed over all batches since the last step [2]."""
+        last = step.batch.take(bucket) if step.batch is not None else {}
+        gathered = self._accumulated[bucket].with_last(last, step.outside)
+        self._left.update(gathered)
+        return gathered
+
+    def _run(self, step: _OptimizerStep) -> None:
+        self._left, self._left_in = {}, step.batch.sums if step.batch is not None else ()
+        if self._exchange is not None:
+            self._exchange.begin()
+            if step.batch is not None:
+                step.batch.weigh()
+            else:
+                self._exchange.share(None)
+        with step.partial_optimizer.prepared(step.hyperparameters):  # while the gradients are still on their way
+            self._step(step)
+        self._applying = False
+        recent = {number: when for number, when in self.applied.items() if number > step.number - _REMEMBERED}
+        self.applied = recent | {step.number: time.perf_counter()}
+
+    def _step(self, step: _OptimizerStep) -> None:
+        self._applying = False
+        clip = step.clip if step.clip is not None and step.clip.kind == "norm" else None
+        scaled = self._scales.scale is not None
+        if not (clip or scaled):
+            if self._exchange is not None:
+                for mine in self._gathered(step):
+                    self._apply(step, mine)
+                self._publish_weights(step, wait=True)
+                return
+            for buckets in self._as_they_come(step.batch, lambda bucket: self._uploaded(bucket, step)):
+                if not (len(buckets) == 1 and self._apply_parts(step, buckets[0])):
+                    self._apply(step, {bucket: self._gather(bucket, step) for bucket in buckets})
+            return
+        gathered: dict[ParamBucket, dict[int, Tensor]] = {}
+        measured: dict[int, Tensor] = {}
+        finite = True
+        for bucket, gradients in (pair for mine in self._gathered(step) for pair in mine.items()):
+            gathered[bucket] = gradients
+            held = {key: grad for key, grad in gradients.items() if key in step.hyperparameters.group_of}
+            if scaled:
+                finite &= unscale(held.values(), step.scale)
+            if clip:
+                measured.update(zip(held, norms(list(held.values())), strict=True))
+        whole = step.held({key: gradient for gradients in gathered.values() for key, gradient in gradients.items()})
+        lengths, some = [measured[key] for key in whole] if clip else [], bool(whole)
+        if self._exchange is not None and self._exchange.owner:
+            norms_of = measured if clip else {key: torch.zeros(()) for key in whole}
+            lengths, finite = self._exchange.combined_norms(norms_of, list(step.hyperparameters.group_of), finite)
+            some = bool(lengths)
+        if scaled:
+            self._scales.decided(step.number, finite=finite if some else None)
+        if clip and some and finite:
+            scale(list(whole.values()), coefficient(lengths, clip))  # [3]
+        there = [(bucket.index, bucket) for bucket in self.buckets]
+        while there:
+            self._apply(step, {bucket: gathered[bucket] if finite else {} for bucket in self._piece(there)})
+        self._publish_weights(step, wait=True)
+
+    def _apply(self, step: _OptimizerStep, gathered: dict[ParamBucket, dict[int, Tensor]]) -> None:
+        """Step the parameters of some buckets that have gradients, and publish the buckets [4]."""
+        self._applying = True
+        gradients = {key: gradient for mine in gathered.values() for key, gradient in mine.items()}
+        if step.clip is not None and step.clip.kind == "value":
+            clamp(list(step.held(gradients).values()), step.clip)
+        step.partial_optimizer.step(step.hyperparameters, gradients)
+        if self._exchange is not None and self._exchange.owner:
+            for bucket in gathered:
+                self._exchange.send_weights(bucket)
+            self._publish_weights(step, wait=False)
+            return
+        for bucket in gathered:
+            self._refresh_and_finish(step, bucket)
+
+    def _publish_weights(self, step: _OptimizerStep, *, wait: bool) -> None:
+        """Publish buckets whose weights have come from the machines that update them."""
+        for bucket in self._exchange.weights(wait=wait) if self._exchange is not None else ():
+            self._refresh_and_finish(step, bucket)
+
+    def _refresh_and_finish(self, step: _OptimizerStep, bucket: ParamBucket) -> None:
+        if not self.staleness:
+            bucket.refresh(trained_only=True)
+        self._finish(step, bucket)
+
+    def _apply_parts(self, step: _OptimizerStep, bucket: ParamBucket) -> bool:
+        """Step a large bucket part by part, while later parts are downloaded and earlier ones uploaded [5].
+
+        Returns:
+            False if nothing was done, as the bucket has to be stepped as a whole: it is small, its batch gave no
+            gradients, user code has added to them, the optimizer does not hold all, or its kernel takes no parts.
+        """
+        batch, values, accumulated = step.batch, step.hyperparameters, self._accumulated[bucket]
+        if (
+            batch is None
+            or self._nbytes[bucket] < grad_buffers.STREAMED
+            or (found := batch.sums_by_master(bucket)) is None
+            or not step.outside.isdisjoint(found)
+        ):
+            return False
+        keys = [key for key in dict.fromkeys((*found, *accumulated.present())) if key in values.group_of]
+        if not step.partial_optimizer.steps_parts(values, keys):
+            return False
+        self._applying = True
+        masters = {id(master): master for master in bucket.masters}
+        for key in keys:
+            master = masters[key]
+            length = grad_buffers.PART // master.itemsize
+            for start in range(0, max(master.numel(), 1), length):  # of an empty one, the kernel counts the step
+                end = min(start + length, master.numel())
+                last = batch.take_part(found[key], key, start, end) if key in found else None
+                gradient = accumulated.part_with_last(key, last, start, end)
+                if step.clip is not None:
+                    clamp([gradient], step.clip)
+                step.partial_optimizer.step_part(values, key, gradient, start, end)
+                if not self.staleness:
+                    bucket.refresh_part(master, start, end)
+                    bucket.publish_part(step.number, master, start, end)
+        self._left.update({key: found[key][0].view_of(key) for key in found} | accumulated.present())
+        self._finish(step, bucket)
+        return True
+
+    def _finish(self, step: _OptimizerStep, bucket: ParamBucket) -> None:
+        """Release the gradients of a stepped bucket, and publish it; with staleness 1, `_uploaded` does that later."""
+        self._accumulated[bucket].forget(step.outside)
+        if step.batch is not None:
+            step.batch.release(bucket)
+        if not self.staleness:
+            bucket.publish(step.number)

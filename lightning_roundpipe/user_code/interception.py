@@ -1,0 +1,224 @@
+"""Interception of layer calls during a step: calling a layer hands the call to a worker.
+
+Each layer gets an instance attribute ``forward`` that asks the calling thread's context what to do. It exists only
+while a step runs, so that checkpoints, copies and callbacks see the user's module unchanged. Forward hooks on the layer
+itself run around it, in user code, as in plain training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices.process_context import replaced
+from lightning_roundpipe.devices.thread_owner import context_of_thread, working
+from lightning_roundpipe.memory.host_layer import HostLayer
+
+PACKED_ROWS = "packed rows"
+"""What is switched off with a cache on which the attention of a model depends."""
+
+
+class CallContext(Protocol):
+    """Decides what becomes of the layer calls of a thread."""
+
+    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+def calling(context: CallContext) -> contextlib.AbstractContextManager[None]:
+    """Send layer calls on this thread, and on the autograd threads that run its backward, to ``context``."""
+    return working(context)
+
+
+def current() -> Any:
+    """Return the calling thread's context; None on a thread that the engine does not run."""
+    return context_of_thread()
+
+
+class _ForwardStandIn:
+    """Stands in for the ``forward`` of ``module``.
+
+    Attributes:
+        own: the module's own instance attribute ``forward``, if it was patched; restored after the step.
+    """
+
+    is_interceptor = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self.own: Any = None
+        self._module = module
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        return type(self._module).forward
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own ``forward`` in place."""
+        return self.own(*args, **kwargs) if self.own is not None else self._forward(self._module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the module for user code: within a step, the copy is an ordinary module."""
+        return copy.deepcopy(self.own, memo) or types.MethodType(self._forward, copy.deepcopy(self._module, memo))
+
+    def install(self, fail: Callable[[BaseException], None] | None) -> None:
+        """Replace ``forward``. ``fail`` is told of calls from foreign threads; None (evaluation) runs them in place."""
+        self.own = self._module.__dict__.get("forward")
+        self._module.__dict__["forward"] = self
+
+    def remove(self) -> None:
+        if self.own is not None:
+            self._module.__dict__["forward"] = self.own  # in its place: attributes are compared in order
+        else:
+            self._module.__dict__.pop("forward", None)
+
+
+class Interceptor(_ForwardStandIn):
+    """Stands in for one layer's ``forward``."""
+
+    def __init__(self, layer: HostLayer) -> None:
+        super().__init__(layer.module)
+        self._layer = layer
+        self._fail: Callable[[BaseException], None] | None = None
+        self._ask = self._hand_over
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._ask(*args, **kwargs)
+
+    def _hand_over(self, *args: Any, **kwargs: Any) -> Any:
+        context = current()
+        if context is not None:
+            return context.call(self._layer, args, kwargs)
+        if self._fail is not None:
+            error = RoundPipeError(
+                f"layer {self._layer.name!r} was called from a thread that user code has started: its gradients would "
+                "be lost. Call layers from training_step's own thread."
+            )
+            self._fail(error)
+            raise error
+        return self.run(*args, **kwargs)
+
+    def install(self, fail: Callable[[BaseException], None] | None) -> None:
+        self._fail = fail
+        # Compiled user code must not be traced through the engine. Compiling it has imported dynamo by now.
+        if "torch._dynamo" in sys.modules and self._ask == self._hand_over:
+            self._ask = torch.compiler.disable(self._hand_over)  # type: ignore[no-untyped-call]
+        super().install(fail)
+
+    def remove(self) -> None:
+        self._fail = None
+        super().remove()
+
+
+class Inside:
+    """The context of a thread that runs a layer on a worker; refuses calls of other layers from inside it.
+
+    Args:
+        name: name of the layer.
+        passed_by: the microbatch's ``passed_by``, in a backward.
+    """
+
+    def __init__(self, name: str, passed_by: Callable[[nn.Parameter, Tensor], bool] | None = None) -> None:
+        self.name = name
+        self._passed_by = passed_by
+
+    def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
+        """Take a gradient that autograd is about to accumulate into ``master``; see `bypassed_gradients`."""
+        if self._passed_by is None:
+            raise RoundPipeError(
+                f"layer {self.name!r} runs a backward in its forward that reaches a parameter of shape "
+                f"{tuple(master.shape)} which is not its own. Pass the parameter to the layer, or detach it."
+            )
+        return self._passed_by(master, grad)
+
+    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise RoundPipeError(
+            f"layer {layer.name!r} was called by code inside layer {self.name!r}, which runs on another device. Make "
+            "the module that calls both a layer: RoundPipeStrategy(layers=[...])."
+        )
+
+
+@contextlib.contextmanager
+def intercepted(
+    interceptors: Sequence[Interceptor], fail: Callable[[BaseException], None] | None = None
+) -> Iterator[None]:
+    """Intercept calls within this context; see `Interceptor.install`."""
+    for interceptor in interceptors:
+        interceptor.install(fail)
+    try:
+        yield
+    finally:
+        for interceptor in interceptors:
+            interceptor.remove()
+
+
+class _Off(int):
+    """Replaces ``use_cache=True`` of a configuration: false, and records that it was read.
+
+    Encoders have the setting too but never read it, and a caller may pass ``use_cache=False`` anyway. The setting
+    counts as switched off only if the model reads it.
+    """
+
+    asked: list[str]
+
+    def __bool__(self) -> bool:
+        if "use_cache" not in self.asked:
+            self.asked.append("use_cache")
+        return False
+
+
+@contextlib.contextmanager
+def without_caches(root: nn.Module) -> Iterator[list[str]]:
+    """Switch off key-value caches and gradient checkpointing of Hugging Face models.
+
+    The recomputation would fill a cache a second time. Checkpointing would recompute what is recomputed anyway.
+
+    Yields:
+        What was switched off; complete at the end of the step.
+    """
+    configs = [getattr(m, "config", None) for m in root.modules()]
+    caches: dict[int, Any] = {id(c): c for c in configs if getattr(c, "use_cache", False) is True}
+    checkpointed: list[Any] = [m for m in root.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    switched_off = ["gradient_checkpointing"] * bool(checkpointed)
+    off = _Off()
+    off.asked = switched_off
+    for config in caches.values():
+        object.__setattr__(config, "use_cache", off)  # bypasses the configuration's check for a bool
+    for module in checkpointed:
+        module.gradient_checkpointing = False
+    try:
+        with _packed_rows_noted(switched_off):
+            yield switched_off
+    finally:
+        for config in caches.values():
+            config.use_cache = True
+        for module in checkpointed:
+            module.gradient_checkpointing = True
+
+
+@contextlib.contextmanager
+def _packed_rows_noted(switched_off: list[str]) -> Iterator[None]:
+    """Add `PACKED_ROWS` to ``switched_off`` if a model keeps documents apart because its cache is off.
+
+    transformers asks the position ids where documents begin if there is neither a mask nor a cache.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    find: Any = getattr(masks, "find_packed_sequence_indices", None)
+    if find is None:
+        yield
+        return
+
+    def found(*args: Any, **kwargs: Any) -> Any:
+        documents = find(*args, **kwargs)
+        if documents is not None and "use_cache" in switched_off and PACKED_ROWS not in switched_off:
+            switched_off.append(PACKED_ROWS)
+        return documents
+
+    with replaced(masks, find_packed_sequence_indices=found):
+        yield

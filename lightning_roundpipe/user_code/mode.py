@@ -1,0 +1,344 @@
+"""The torch function mode of the user's code between layer calls, one per microbatch.
+
+Every torch function that user code calls passes through `UserCodeMode`, which does four things:
+
+* It replaces masters that user code reads (a bare ``nn.Parameter``, ``F.linear(h, embed.weight)``) by stand-ins of this
+  microbatch. Microbatches then do not accumulate into one ``.grad`` in the order in which threads happen to run, and
+  user code sees masters in the dtype of the computation.
+* It moves host tensors (labels, masks, parameters) to the device of the tensors that they meet, through page-locked
+  memory, because other copies would block the host until the device is ready.
+* Where user code reads values of a device, the host waits, and other microbatches run their user code meanwhile.
+* With ``loss_weight="targets"`` it counts the targets of mean cross entropies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from lightning_roundpipe.batches.weights import TargetCounts
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.memory.dtypes import Formats
+from lightning_roundpipe.memory.module_buffers import HostBuffers
+from lightning_roundpipe.user_code.graph_cut import hook_gradient, keep_gradient, refuse_across
+from lightning_roundpipe.user_code.host_to_device import HostToDeviceCopier
+from lightning_roundpipe.user_code.module_state import about_to_write, about_to_write_in_place
+from lightning_roundpipe.user_code.stand_ins import Proxies
+from lightning_roundpipe.user_code.untraced import leave_untraced
+from lightning_roundpipe.user_code.waits import waits
+from lightning_roundpipe.user_code.writes import IN_PLACE, witness
+
+DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_SETS_TRAINED = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+VIEWS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+"""Attribute getters that are differentiable."""
+_VALUES = {DATA, *VIEWS}
+"""Attribute getters whose result shares the tensor's memory."""
+DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+ACCESSORS = frozenset({"__get__", "__set__", "__delete__", "requires_grad_"})
+"""Functions that read or set an attribute of a tensor."""
+
+
+_MIX_DEVICES = frozenset({"to", "copy_", "set_", "_pack_padded_sequence", "tensor_split"})
+"""Functions that move a tensor themselves, or take lengths or positions on the host beside data on a device."""
+
+_NO_VALUES = frozenset(
+    {"size", "dim", "numel", "stride", "is_contiguous", "__len__", "type", "is_floating_point", "__get__"}
+)
+"""Functions that do not read a tensor's values."""
+
+
+class UserCodeMode(TorchFunctionMode):
+    """The torch function mode of one microbatch's user code.
+
+    It has many attributes because torch offers one place in which to see an operation: whatever has to act on what user
+    code computes (proxies of weights, counts, copies between host and device, buffers) is called from here.
+
+    Args:
+        masters: ids of all the user's parameters.
+        read: returns the values of a trained master, after waiting for its last update.
+        formats: dtypes in which user code sees masters.
+        train: whether to replace masters; evaluation only follows devices and dtypes.
+        accelerator: the device type that host tensors move to; None if host and device are the same.
+        devices: devices that host tensors move to.
+        aside: runs a wait for a device while other microbatches may run user code.
+        buffers: the layers' buffers; pending values are settled before user code reads a buffer.
+        targets: counts the targets of mean cross entropies; None if nobody asks.
+
+    Attributes:
+        returning: whether a backward runs; what it computes is not a loss.
+        targets: the argument; an empty one if it is None.
+        met_others: whether user code has computed with a trained ``nn.Parameter`` that is no master.
+        met_buffer: a buffer of a layer that user code has read or written after calls of the step had changed it; empty
+            if there is none.
+    """
+
+    def __init__(
+        self,
+        masters: Container[int],
+        read: Callable[[nn.Parameter], Tensor],
+        formats: Formats | None = None,
+        *,
+        train: bool,
+        accelerator: str | None,
+        devices: Sequence[Device] = (),
+        aside: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
+        buffers: HostBuffers | None = None,
+        targets: TargetCounts | None = None,
+    ) -> None:
+        super().__init__()
+        leave_untraced(type(self).__torch_function__)
+        self._counts_targets = targets is not None
+        self.targets = targets or TargetCounts()
+        self.targets.read = partial(number_of, aside=aside)
+        self.proxies = Proxies(read)
+        self._read = read
+        self.returning = self.met_others = False
+        self.met_buffer = ""
+        self._data: list[tuple[nn.Parameter, Tensor, int]] = []
+        """Per ``.data`` of a master that was read: the master, the data's `witness`, and the version at that time."""
+        self._masters = masters
+        self._train = train
+        self._accelerator = accelerator
+        self._formats = formats or Formats()
+        self._replaces = train or self._formats.low is not None
+        self._aside = aside
+        self._buffers = HostBuffers() if buffers is None else buffers
+        self._bringer = HostToDeviceCopier(accelerator, devices)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.autograd.backward:
+            return self._backward(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if self._buffers and (func in _VALUES or name not in _NO_VALUES):
+            self._settle_buffers((args, kwargs))
+        if name in ACCESSORS:
+            if name == "__get__" and self._is_master(args[0]) and not self._refuses(func, args[0]):
+                if func == DTYPE:  # compared with ==, as each access makes a new getter
+                    return self._formats.of(args[0])
+                if func == DATA:
+                    return self._watched(args[0], func(self._read(args[0]), *args[1:]))
+                if func in VIEWS:
+                    return func(self.stand_in(args[0]), *args[1:])
+            if func in _SETS_TRAINED and isinstance(args[0], nn.Parameter):
+                about_to_write(args[0], "requires_grad")
+            result = func(*args, **kwargs)
+            if func == DATA and self._train and id(args[0]) in self._masters:
+                return self._watched(args[0], result)
+            return result
+        writes = self._train and args and isinstance(args[0], Tensor) and IN_PLACE.fullmatch(name)
+        if writes and about_to_write_in_place(args[0]):
+            self._buffers.overwrite(args[0])
+        if self._train and name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
+            return self._hooked(func, args, kwargs)
+        if self._replaces and not self._writes(name, args):
+            args, kwargs = self._with_proxies(args, kwargs)
+        if self._train:
+            if func is torch.autograd.grad:
+                given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
+                refuse_across(given["outputs"], given["inputs"], self.proxies.masters_of(given["inputs"]))
+            if func is Tensor.backward and kwargs.get("inputs") is not None:
+                refuse_across(args[0], kwargs["inputs"], self.proxies.masters_of(kwargs["inputs"]))
+            result = self._call(func, name, args, kwargs)
+            if self._counts_targets and not self.returning:
+                self.targets.note(func, args, kwargs, result)
+            return result
+        return self._call(func, name, args, kwargs)
+
+    def _backward(
+        self, tensors: Sequence[Any], grad_tensors: Any, retain_graph: bool | None, create_graph: bool, inputs: Any
+    ) -> None:
+        """Run ``torch.autograd.backward``, and user code in it under this mode.
+
+        Torch leaves the mode around its own function.
+        """
+        given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors or [None] * len(tensors)
+        grads = torch.autograd._make_grads(tensors, given, is_grads_batched=False)
+        retain = create_graph if retain_graph is None else retain_graph
+        with self:
+            _engine_run_backward(
+                tensors, grads, retain, create_graph, inputs or (), allow_unreachable=True, accumulate_grad=True
+            )
+
+    def _watched(self, master: nn.Parameter, data: Tensor) -> Tensor:
+        """Watch the ``data`` of ``master``, which has a version counter of its own, and return it."""
+        self._data.append((master, witness(data), data._version))
+        return data
+
+    def written_by_data(self) -> list[nn.Parameter]:
+        """Return the masters that were written to through their ``.data`` since the last call."""
+        if not self._data:
+            return []
+        written = [master for master, seen, version in self._data if seen._version != version]
+        self._data = [(master, seen, seen._version) for master, seen, _ in self._data]
+        return written
+
+    def _settle_buffers(self, given: Any) -> None:
+        found = (self._buffers.awaits(leaf) for leaf in tree_iter(given) if isinstance(leaf, Tensor))
+        if buffer := next(filter(None, found), ""):
+            self.met_buffer = buffer
+            self._aside(self._buffers.settle)
+
+    def _call(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._accelerator is not None:
+            if (brought := self._bringer.answer(name, args, kwargs)) is not None:
+                return brought
+            args, kwargs = self._on_one_device(name, args, kwargs)
+            if waits(name, args, kwargs, self._accelerator):
+                return self._aside(lambda: func(*args, **kwargs))
+        return func(*args, **kwargs)
+
+    def given_to_function(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments for a `torch.autograd.Function`, whose ``apply`` is not a torch function."""
+        if self._replaces:
+            args, _ = self._with_proxies(args, {})
+        return args if self._accelerator is None else self._on_one_device("apply", args, {})[0]
+
+    def _refuses(self, func: Callable[..., Any], master: nn.Parameter) -> bool:
+        """Whether ``.data`` of a master that is seen in another dtype is read, which is refused in training.
+
+        The caller may write there and mean the master.
+        """
+        if func != DATA or not self._formats.differ(master):
+            return False
+        self.refuse_write("reads .data of", master)
+        return True
+
+    def _writes(self, name: str, args: tuple[Any, ...]) -> bool:
+        """Whether a master that is seen in another dtype is written to in place, which its copy cannot replace."""
+        target = args[0] if args else None
+        if not isinstance(target, nn.Parameter) or not self._is_master(target) or not self._formats.differ(target):
+            return False
+        if not (IN_PLACE.fullmatch(name)):
+            return False
+        self.refuse_write("writes to", target)
+        return True
+
+    def refuse_write(self, does: str, master: nn.Parameter) -> None:
+        """Raise an error in training: user code ``does`` something to a master of which it sees a copy."""
+        if self._train:
+            raise RoundPipeError(
+                f"training_step {does} a parameter of shape {tuple(master.shape)}, of which it sees a low-precision "
+                "copy: what is written there would be lost. Read it with .detach(), and write to parameters between "
+                "steps, for example in on_train_batch_start."
+            )
+
+    def _with_proxies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace masters among the arguments and in lists one level deep; torch functions take them nowhere else."""
+        if any(isinstance(a, (nn.Parameter, list, tuple)) for a in args):
+            args = tuple(self._proxied(a) for a in args)
+        if any(isinstance(v, (nn.Parameter, list, tuple)) for v in kwargs.values()):
+            kwargs = {k: self._proxied(v) for k, v in kwargs.items()}
+        return args, kwargs
+
+    def stand_in(self, value: Any) -> Any:
+        """Return the stand-in if ``value`` is a trained master or one seen in another dtype, else ``value``."""
+        if not self._is_master(value):
+            return value
+        return self.proxies.of(value) if self._train else self._read(value)
+
+    def _is_master(self, value: Any) -> bool:
+        if type(value) is Tensor or not isinstance(value, nn.Parameter):
+            return False
+        if id(value) not in self._masters:
+            self.met_others |= value.requires_grad
+            return False
+        return (self._train and value.requires_grad) or self._formats.differ(value)
+
+    def _proxied(self, value: Any) -> Any:
+        if type(value) in (list, tuple) and any(isinstance(v, nn.Parameter) for v in value):
+            return type(value)(map(self.stand_in, value))
+        return self.stand_in(value)
+
+    def _hooked(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        if isinstance(tensor, nn.Parameter):
+            raise RoundPipeError(
+                f"{getattr(func, '__name__', '')} was called on a parameter within training_step, once for each "
+                "microbatch. Do it between batches, for example in on_fit_start or on_train_batch_start."
+            )
+        if not tensor.requires_grad or func is Tensor.register_post_accumulate_grad_hook:
+            return func(*args, **kwargs)
+        if func is Tensor.register_hook:
+            return hook_gradient(tensor, *args[1:], **kwargs)
+        keep_gradient(tensor)
+        return None
+
+    def _on_one_device(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Move operands to one device: that of the tensor that ``name`` writes to, else that of the device operands.
+
+        Plain Lightning keeps a module's buffers and a metric's state on the GPU; here they stay on the host. So an
+        update of such a tensor brings its operands to the host and waits for them.
+        """
+        if name in _MIX_DEVICES:
+            return args, kwargs
+        there: list[torch.device] = []
+        host = 0
+        for leaf in tree_iter((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                if (home := _home(leaf)).type == self._accelerator:
+                    there.append(home)
+                elif leaf.dim():
+                    host += 1
+        if not there:
+            return args, kwargs
+        target = _written_by(name, args, kwargs)
+        where = there[0] if target is None else _home(target)
+        several = any(home != where for home in there)
+        if not (host or several):
+            return args, kwargs
+        if target is None and several:
+            where = _newest(there)
+
+        def follow(tensor: Tensor) -> Tensor:
+            home = _home(tensor)
+            if home == where or (home.type != self._accelerator and not tensor.dim()):
+                return tensor
+            if tensor.is_leaf and tensor.requires_grad and home.type != self._accelerator:
+                return self.proxies.on(tensor, where)
+            aside = self._aside if where.type != self._accelerator else (lambda bring: bring())
+            moved: Tensor = aside(lambda: self._bringer.bring(tensor, where))
+            return moved
+
+        out = kwargs.get("out")
+        first = 1 if target is not None and out is None else 0
+        moved = (*args[:first], *(tree_map_only(Tensor, follow, a) for a in args[first:]))
+        return moved, {k: v if v is out else tree_map_only(Tensor, follow, v) for k, v in kwargs.items()}
+
+
+def number_of(count: Tensor, *, aside: Callable[[Callable[[], Any]], Any]) -> float:
+    """Return ``count``, for which the host may have to wait: on a GPU, by way of ``aside``."""
+    if count.device.type == "cpu":
+        return float(count)
+    return float(aside(lambda: float(count)))
+
+
+def _home(tensor: Tensor) -> torch.device:
+    return tensor.device
+
+
+def _written_by(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the tensor that the torch function ``name`` writes to, or the first of several."""
+    written = kwargs.get("out")
+    if written is None and args and (IN_PLACE.fullmatch(name) or (name.startswith("_foreach") and name.endswith("_"))):
+        written = args[0]
+    return next((leaf for leaf in tree_iter(written) if isinstance(leaf, Tensor)), None)
+
+
+def _newest(there: list[torch.device]) -> torch.device:
+    """Return the GPU of several that the microbatch is on now, so that its tensor need not move; else the last one."""
+    now = torch.device(there[0].type, torch.accelerator.current_device_index())
+    return now if now in there else there[-1]

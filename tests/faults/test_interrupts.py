@@ -1,0 +1,285 @@
+"""Signals wait for a place where they do no harm."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from patience import PATIENCE_S
+
+from lightning_roundpipe.faults.interrupts import interrupts_allowed, interrupts_deferred
+
+
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def child_died() -> None:
+    signal.raise_signal(signal.SIGCHLD)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Put back what was there, and see to it that the tests did."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGCHLD, signal.SIGUSR1)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    after = signal.getsignal(signal.SIGINT)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert after in (signal.default_int_handler, signal.SIG_IGN), after
+
+
+def test_it_is_held_back_until_the_end() -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt):
+        with interrupts_deferred():
+            press()
+            reached.append("the end")
+        reached.append("behind it")
+    assert reached == ["the end"]
+
+
+def test_nothing_happens_without_one() -> None:
+    with interrupts_deferred(), interrupts_allowed(), interrupts_allowed(False):
+        pass
+    with interrupts_allowed():
+        pass
+
+
+def test_what_is_decorated_returns() -> None:
+    @interrupts_deferred()
+    def add(a: int, b: int) -> int:
+        with interrupts_allowed():
+            return a + b
+
+    assert [add(1, 2), add(3, 4)] == [3, 7]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_it_comes_where_it_may(before: bool) -> None:
+    """Also one that came before that."""
+    reached = []
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+        if before:
+            press()
+        reached.append("waiting")
+        with interrupts_allowed():
+            press()
+            reached.append("too far")
+        reached.append("too far")
+    assert reached == ["waiting"]
+
+
+def test_it_comes_once() -> None:
+    with interrupts_deferred(), pytest.raises(KeyboardInterrupt), interrupts_allowed():
+        press()
+    with interrupts_deferred(), pytest.raises(KeyboardInterrupt), interrupts_allowed():
+        press()
+
+
+def test_whoever_leaves_is_not_interrupted_again() -> None:
+    """The one who was waiting cleans up: until that is done, the next one is held back."""
+    cleaned = []
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+        try:
+            with interrupts_allowed():
+                try:
+                    press()
+                finally:
+                    press()
+                    cleaned.append("inside")
+        except KeyboardInterrupt:
+            cleaned.append("outside")
+    assert cleaned == ["inside", "outside"]
+
+
+def test_a_second_one_does_not_wait() -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+        press()
+        reached.append(1)
+        press()
+        reached.append(2)
+    assert reached == [1]
+
+
+def test_back_to_holding_inside() -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred(), interrupts_allowed():
+        with interrupts_allowed(False):
+            press()
+            reached.append("held")
+        reached.append("not yet")
+        with interrupts_allowed():
+            reached.append("too far")
+    assert reached == ["held", "not yet"]
+
+
+def test_an_inner_one_ends_with_the_outer_one() -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+        with interrupts_deferred():
+            press()
+        reached.append("outer")
+    assert reached == ["outer"]
+
+
+def test_beside_another_exception() -> None:
+    with pytest.raises(KeyboardInterrupt) as caught, interrupts_deferred():
+        press()
+        raise ValueError("first")
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+def test_it_is_ignored_where_it_was() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interrupts_deferred(), interrupts_allowed():
+        press()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_other_handlers_are_called_with_their_signal() -> None:
+    """torch's data loader raises from a handler for SIGCHLD."""
+    seen: list[int] = []
+    handler: Callable[..., Any] = lambda number, frame: seen.append(number)  # noqa: E731 - compared below
+    signal.signal(signal.SIGCHLD, handler)
+    with interrupts_deferred():
+        child_died()
+        child_died()
+        assert seen == []
+        with interrupts_allowed():
+            assert seen == [signal.SIGCHLD] * 2
+            child_died()
+            assert len(seen) == 3
+        child_died()
+        assert len(seen) == 3
+    assert len(seen) == 4
+    assert signal.getsignal(signal.SIGCHLD) is handler
+
+
+def test_handlers_that_may_save_are_called_at_the_end() -> None:
+    """In the order of their signals, and not while the engine waits, which others may interrupt."""
+    seen: list[int] = []
+    for number in (signal.SIGUSR1, signal.SIGCHLD):
+        signal.signal(number, lambda number, frame: seen.append(number))
+    with interrupts_deferred():
+        with interrupts_allowed():
+            signal.raise_signal(signal.SIGUSR1)
+            child_died()
+            assert seen == [signal.SIGCHLD]
+        signal.raise_signal(signal.SIGUSR1)
+        child_died()
+        with interrupts_allowed():
+            assert seen == [signal.SIGCHLD] * 2
+    assert seen == [signal.SIGCHLD] * 2 + [signal.SIGUSR1] * 2
+    signal.raise_signal(signal.SIGUSR1)
+    assert len(seen) == 5
+
+
+def test_a_handler_that_is_set_inside_stays() -> None:
+    """One that calls the handler which it found, as torch's does, goes on doing so."""
+    seen: list[str] = []
+    signal.signal(signal.SIGCHLD, lambda *_: seen.append("first"))
+    with interrupts_deferred():
+        found: Any = signal.getsignal(signal.SIGCHLD)
+
+        def chained(number: int, frame: Any) -> None:
+            seen.append("second")
+            found(number, frame)
+
+        signal.signal(signal.SIGCHLD, chained)
+    assert signal.getsignal(signal.SIGCHLD) is chained
+    child_died()
+    assert seen == ["second", "first"]
+
+
+def test_it_may_come_while_handlers_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every one of them, and though there is one already."""
+    real = signal.signal
+    child = signal.getsignal(signal.SIGCHLD)
+    for moment in range(4):
+        for earlier in (False, True):
+            steps = iter(range(100))
+
+            def put(*args: Any, steps: Any = steps, moment: int = moment) -> Any:
+                if next(steps) == moment:
+                    press()
+                return real(*args)
+
+            with pytest.raises(KeyboardInterrupt):
+                with interrupts_deferred():
+                    if earlier:
+                        press()
+                    monkeypatch.setattr(signal, "signal", put)
+                monkeypatch.undo()
+                press()  # where it was too late for this moment
+            monkeypatch.undo()
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            assert signal.getsignal(signal.SIGCHLD) is child
+
+
+def test_other_threads_have_nothing_to_do_with_it() -> None:
+    inside, done = threading.Event(), threading.Event()
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with interrupts_deferred(), interrupts_allowed():
+                inside.set()
+                done.wait(PATIENCE_S)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    inside.wait(PATIENCE_S)
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+        press()
+        done.set()
+        thread.join()
+    assert not failed
+
+
+class Thing:
+    """May be referred to weakly."""
+
+
+class Going:
+    def __init__(self, order: list[str]) -> None:
+        self.order = order
+
+    def __del__(self) -> None:
+        self.order.append("begins")
+        press()
+        self.order.append("ends")
+
+
+@pytest.mark.parametrize("way", ["finalizer", "del"])
+def test_an_interrupt_is_not_lost_in_a_finalizer(way: str) -> None:
+    """What is raised there Python prints, and goes on."""
+    order: list[str] = []
+
+    def goes() -> None:
+        order.append("begins")
+        press()
+        order.append("ends")
+
+    def user_code() -> None:
+        thing: Any = Going(order) if way == "del" else Thing()
+        if way == "finalizer":
+            weakref.finalize(thing, goes)
+        del thing
+
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred(), interrupts_allowed():
+        user_code()
+        order.append("goes on")
+        with interrupts_allowed():  # as when it calls a layer
+            order.append("not reached")
+    assert order == ["begins", "ends", "goes on"]

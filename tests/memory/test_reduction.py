@@ -1,0 +1,321 @@
+"""Gradients that travel in fewer bytes, piece by piece: narrowed on the worker, added up on the host."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from without import take_out
+
+from lightning_roundpipe.config import Emulation, RoundPipeError
+from lightning_roundpipe.devices import Device, make_devices
+from lightning_roundpipe.devices.errors import StreamError
+from lightning_roundpipe.memory import grad_buffers
+from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, HostGradBuffers, Reduction
+from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.threads.cancel_scope import CancelScope
+from lightning_roundpipe.threads.task_thread import TaskThread
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    [made] = make_devices("cpu", [torch.device("cpu")], Emulation(poison=True, bandwidth="10MB"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def reduction() -> Iterator[Reduction]:
+    thread = TaskThread("roundpipe-sums")
+    yield Reduction(torch.bfloat16, lambda worker: thread)
+    thread.stop()
+    thread.join()
+
+
+def _layer(device: Device, *parameters: Tensor) -> HostLayer:
+    module = nn.ParameterList([nn.Parameter(p) for p in parameters])
+    return HostLayer(0, "layer", module, device, {})
+
+
+def _send(buffers: HostGradBuffers, device: Device, rounds: list[list[Tensor | None]]) -> dict[int, Tensor]:
+    """What is taken after ``rounds``, each with a gradient, or none, for each parameter."""
+    host = buffers.begin()
+    for gradients in rounds:
+        arena = torch.full((host.layout.nbytes,), 0xFF, dtype=torch.uint8)
+        on_device = DeviceGradSums(host, arena)
+        copies = [nn.Parameter(master.detach().clone()) for master in host.layer.masters]
+        on_device.attach(copies)
+        for copy, gradient in zip(copies, gradients, strict=True):
+            copy.grad = gradient
+        on_device.detach(copies)
+        on_device.narrow()
+        host.make_room(CancelScope())
+        on_device.download(device.gradients_down, 0)
+    taken = {key: gradient.clone() for key, gradient in host.take(1.0).items()}
+    host.consumed.wake()
+    return taken
+
+
+@pytest.fixture(params=[None, 16, 512, 2**15], ids=lambda part: part and f"{part} bytes")
+def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
+    """The bytes of a part of what travels; None: all of it."""
+    if request.param is not None:
+        monkeypatch.setattr(grad_buffers, "STREAMED", request.param)
+        monkeypatch.setattr(grad_buffers, "PART", request.param)
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("least", [1, 7, grad_buffers.LEAST])
+def test_each_round_is_rounded_and_the_sum_is_not(
+    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch, least: int, part: int | None
+) -> None:
+    """Weights of several sizes, formats and strides, of which none lies where it will travel but the first."""
+    monkeypatch.setattr(grad_buffers, "LEAST", least)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [torch.zeros(3), torch.zeros(1000, 7), torch.zeros(2, 3, 5, 5).to(memory_format=torch.channels_last)]
+    shapes += [torch.zeros(300, dtype=torch.bfloat16), torch.zeros(65, dtype=torch.float64), torch.zeros(5000)]
+    layer = _layer(device, *shapes)
+    rounds = [[torch.randn(p.shape, generator=generator).to(p.dtype) for p in shapes] for _ in range(3)]
+    taken = _send(HostGradBuffers(layer, device, reduction), device, [list(r) for r in rounds])
+    for index, (master, shape) in enumerate(zip(layer.masters, shapes, strict=True)):
+        expected = sum((r[index].bfloat16().to(shape.dtype) for r in rounds), torch.zeros(()).to(shape.dtype))
+        assert torch.equal(taken[id(master)], expected) and taken[id(master)].dtype is shape.dtype, index
+
+
+def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(
+    device: Device, reduction: Reduction, part: int | None
+) -> None:
+    layer = _layer(device, torch.zeros(4), torch.zeros(4), torch.zeros(4))
+    one = torch.ones(4)
+    buffers = HostGradBuffers(layer, device, reduction)
+    for factor in (1, 2):  # the second batch finds what the first one left
+        taken = _send(buffers, device, [[one * factor, None, None], [one * factor, one * factor, None]])
+        assert [id(m) in taken for m in layer.masters] == [True, True, False]
+        assert [taken[id(m)].unique().tolist() for m in layer.masters[:2]] == [[2.0 * factor], [1.0 * factor]]
+
+
+WAITS = [
+    ("memory.grad_buffers:_Added.after", "landed.wait()"),
+    ("memory.grad_buffers:HostGradSums._wait_for", "part.wait()"),
+    ("memory.grad_buffers:HostGradSums.land", "before[part].wait()"),
+]
+
+
+@pytest.mark.parametrize("part", [None, 2**15], indirect=True)
+@pytest.mark.parametrize("wait", [None, *WAITS], ids=lambda wait: str(wait and wait[1]))
+def test_each_wait_is_needed(
+    device: Device,
+    reduction: Reduction,
+    monkeypatch: pytest.MonkeyPatch,
+    wait: tuple[str, str] | None,
+    part: int | None,
+) -> None:
+    """Downloads are slow here (`device`), and so is adding."""
+    real = grad_buffers._Landing.add_to
+
+    def late(self: Any, *args: Any) -> None:
+        time.sleep(0 if wait == WAITS[0] else 0.05)
+        real(self, *args)
+
+    monkeypatch.setattr(grad_buffers._Landing, "add_to", late)
+    if wait is not None:
+        take_out(monkeypatch, *wait)
+    layer = _layer(device, torch.zeros(20_000))
+    rounds: list[list[Tensor | None]] = [[torch.full((20_000,), float(value))] for value in (1, 2, 4)]
+    [taken] = _send(HostGradBuffers(layer, device, reduction), device, rounds).values()
+    assert (taken.unique().tolist() == [7.0]) == (wait is None)
+
+
+@pytest.mark.parametrize("part", [2**15], indirect=True)
+def test_a_part_is_used_and_lands_again_while_the_next_one_is_added(
+    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    """The second part of the first round is added when the second round's first part is on its way, and not before."""
+    real_add, real_copy = grad_buffers._Landing.add_to, type(device.gradients_down).copy
+    copied, again, added = [], threading.Event(), []
+
+    def copy(self: Any, *args: Any) -> None:
+        copied.append(args)
+        real_copy(self, *args)
+        if len(copied) == 3:
+            again.set()
+
+    def add_to(self: Any, sums: Tensor, part: int, *args: Any) -> None:
+        assert len(added) != 1 or again.wait(10)
+        added.append(part)
+        real_add(self, sums, part, *args)
+
+    monkeypatch.setattr(type(device.gradients_down), "copy", copy)
+    monkeypatch.setattr(grad_buffers._Landing, "add_to", add_to)
+    layer = _layer(device, torch.zeros(20_000))
+    [taken] = _send(
+        HostGradBuffers(layer, device, reduction), device, [[torch.ones(20_000)], [torch.ones(20_000)]]
+    ).values()
+    assert added == [0, 1, 0, 1] and taken.unique().tolist() == [2.0]
+
+
+@pytest.mark.parametrize("part", [2**15], indirect=True)
+def test_the_sum_of_a_part_may_be_taken_before_the_next_one_is_added(
+    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    layer = _layer(device, torch.zeros(20_000), torch.zeros(3))
+    host = HostGradBuffers(layer, device, reduction).begin()
+    first, real_add = threading.Event(), grad_buffers._Landing.add_to
+
+    def add_to(self: Any, sums: Tensor, part: int, *args: Any) -> None:
+        assert not part or first.wait(10)
+        real_add(self, sums, part, *args)
+
+    monkeypatch.setattr(grad_buffers._Landing, "add_to", add_to)
+    on_device = DeviceGradSums(host, torch.zeros(host.layout.nbytes, dtype=torch.uint8))
+    on_device.views[0].fill_(3.0)
+    on_device.present = [True, True]
+    on_device.narrow()
+    on_device.download(device.gradients_down, 0)
+    key, other = map(id, layer.masters)
+    count = part // 2  # in bf16
+    assert torch.equal(host.take_part(key, 0, count, 1.0), torch.full((count,), 3.0)) and not host.parts[1][1].done()
+    first.set()
+    assert torch.equal(host.take_part(key, count, 20_000, 2.0), torch.full((20_000 - count,), 6.0))
+    assert not host.take_part(other, 0, 3, 1.0).any()
+
+
+@pytest.mark.parametrize("part", [2**14], indirect=True)
+def test_who_waits_for_a_part_that_will_not_come_is_told(
+    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    """Another worker follows as soon as the first part is on its way, and waits for the others one by one. The step
+    knows the error before: what that worker is told has another type."""
+    host = HostGradBuffers(_layer(device, torch.zeros(20_000)), device, reduction).begin()
+    real, copied, begun = type(device.gradients_down).copy, [], []
+    failed: list[tuple[BaseException, bool]] = []
+
+    def copy(self: Any, *args: Any) -> None:
+        copied.append(args)
+        if len(copied) == 2:
+            raise ValueError("lost on the way")
+        real(self, *args)
+
+    monkeypatch.setattr(type(device.gradients_down), "copy", copy)
+    on_device = DeviceGradSums(host, torch.zeros(host.layout.nbytes, dtype=torch.uint8))
+    on_device.present = [True]
+    on_device.narrow()
+    with pytest.raises(ValueError, match="lost on the way"):
+        on_device.download(
+            device.gradients_down,
+            0,
+            lambda: begun.append(len(copied)),
+            lambda error: failed.append((error, host.parts[-1][1].done())),
+        )
+    assert begun == [1] and len(host.parts) == 3
+    assert [(str(error), told) for error, told in failed] == [("lost on the way", False)]
+    for _, event in host.parts[1:]:
+        with pytest.raises(StreamError, match="lost on the way"):
+            event.wait()
+
+
+def test_everybody_is_told_however_many_parts_do_not_come(
+    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of one wait ended that for the part before it. Python's stack was too small for many, and the summing
+    thread, which takes such links apart, may have come between."""
+    monkeypatch.setattr(grad_buffers, "STREAMED", 16)
+    monkeypatch.setattr(grad_buffers, "PART", 16)
+    host = HostGradBuffers(_layer(device, torch.zeros(20_000)), device, reduction).begin()
+
+    def copy(self: Any, *args: Any) -> None:
+        raise ValueError("lost on the way")
+
+    monkeypatch.setattr(type(device.gradients_down), "copy", copy)
+    on_device = DeviceGradSums(host, torch.zeros(host.layout.nbytes, dtype=torch.uint8))
+    on_device.present = [True]
+    on_device.narrow()
+    with pytest.raises(ValueError, match="lost on the way"):
+        on_device.download(device.gradients_down, 0)
+    assert len(host.parts) > 2 * sys.getrecursionlimit() and all(event.done() for _, event in host.parts)
+
+
+@pytest.mark.parametrize("part", [2**14], indirect=True)
+@pytest.mark.parametrize("where", ["copy", "add_to"])
+def test_an_error_does_not_keep_the_memory_of_gradients(
+    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch, part: int, where: str
+) -> None:
+    """Who waits for a part keeps its error, whose traceback refers to the sums, and these to the part."""
+
+    def fails(*args: Any) -> None:
+        raise ValueError("lost on the way")
+
+    monkeypatch.setattr(type(device.gradients_down) if where == "copy" else grad_buffers._Landing, where, fails)
+
+    def send() -> list[weakref.ref[Any]]:
+        host = HostGradBuffers(_layer(device, torch.zeros(20_000)), device, reduction).begin()
+        on_device = DeviceGradSums(host, torch.zeros(host.layout.nbytes, dtype=torch.uint8))
+        on_device.present = [True]
+        on_device.narrow()
+        with pytest.raises((ValueError, StreamError), match="lost on the way"):
+            on_device.download(device.gradients_down, 0)
+            host.wait()
+        return [weakref.ref(host), weakref.ref(host.landing)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        left = send()
+        reduction.thread(0).submit(lambda: None).waiter.wait()
+        assert [ref() for ref in left] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(("dtype", "narrowed"), [(torch.bfloat16, False), (torch.float32, True)])
+def test_what_is_as_narrow_already_travels_as_it_is(
+    device: Device, reduction: Reduction, dtype: torch.dtype, narrowed: bool
+) -> None:
+    buffers = HostGradBuffers(_layer(device, torch.zeros(512, dtype=dtype)), device, reduction)
+    assert buffers.layout.narrowed is narrowed and buffers.layout.travel_nbytes == 1024
+
+
+def test_products_are_rounded_before_they_are_added_whatever_the_order_of_elements() -> None:
+    """Every plan must give the same bits; a gradient may be transposed."""
+    total, grad = torch.randn(5, 7), torch.randn(5, 7)
+    expected = total + grad * 0.3
+    for mine, its in ((total.clone(), grad), (total.t().contiguous().t(), grad), (total.clone(), grad.t().clone().t())):
+        grad_buffers._add_product(mine, its, 0.3)
+        assert torch.equal(mine, expected)
+
+
+def test_an_error_of_the_summing_thread_reaches_who_waits_for_the_sum() -> None:
+    """And so does its death, as nobody would wake them. An error in one part is one of those behind it, too."""
+
+    class Fails:
+        def wait(self) -> None:
+            raise ValueError("lost on the way")
+
+    class Lands:
+        def wait(self) -> None:
+            pass
+
+    thread = TaskThread("roundpipe-sums")
+    added, never = grad_buffers._Added(thread), grad_buffers._Added(thread)
+    failing: Any = Fails()
+    landing: Any = Lands()
+    later = grad_buffers._Added(thread, added)
+    thread.submit(lambda: added.after(failing, lambda: None))
+    thread.submit(lambda: later.after(landing, lambda: None))
+    with pytest.raises(StreamError, match="lost on the way"):
+        later.wait()
+    with pytest.raises(StreamError, match="lost on the way"):
+        added.wait()
+    assert added.done() and not never.done()
+    thread.stop()
+    thread.join()
+    with pytest.raises(RoundPipeError, match="the thread that sums gradients has died"):
+        never.wait()

@@ -1,0 +1,130 @@
+"""Waiting for each other, and leaving together."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from patience import join, start, until
+
+from lightning_roundpipe.devices.waiter import Waiter
+from lightning_roundpipe.threads.cancel_scope import Cancelled, CancelScope
+
+# ------------------------------------------------------------------------------------------------------------- failures
+
+
+def test_a_failure_wakes_everybody() -> None:
+    """The first one is kept, those who come to wait later leave as well, and devices are told once."""
+    told: list[str] = []
+    cancel_scope = CancelScope(lambda: told.append(threading.current_thread().name))
+    left: list[type] = []
+
+    def wait() -> None:
+        try:
+            cancel_scope.wait(Waiter())
+        except Cancelled as error:
+            left.append(type(error))
+
+    threads = start(*[wait] * 5)
+    until(lambda: len(cancel_scope._waiters) == 5)
+    cancel_scope.check()
+    first = ValueError("first")
+    cancel_scope.fail(first)
+    cancel_scope.fail(ValueError("second"))
+    join(threads)
+    assert left == [Cancelled] * 5 and cancel_scope.error is first and cancel_scope.failed
+    assert told == [threading.current_thread().name]
+    assert not cancel_scope._waiters
+    with pytest.raises(Cancelled):
+        cancel_scope.wait(Waiter())
+    with pytest.raises(Cancelled):
+        cancel_scope.check()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_failure_at_any_moment_leaves_nobody_behind(seed: int) -> None:
+    """Between being registered and waiting, while being woken, or before: each thread leaves with `Cancelled`."""
+    cancel_scope, drawn = CancelScope(), random.Random(seed)
+    delays = [drawn.random() * 0.004 for _ in range(12)]
+    left: list[int] = []
+
+    def wait(delay: float, number: int) -> Callable[[], None]:
+        def run() -> None:
+            time.sleep(delay)
+            try:
+                cancel_scope.wait(Waiter())
+            except Cancelled:
+                left.append(number)
+
+        return run
+
+    threads = start(*(wait(delay, number) for number, delay in enumerate(delays)))
+    time.sleep(0.002)
+    cancel_scope.fail(ValueError())
+    join(threads)
+    assert sorted(left) == list(range(12))
+
+
+def test_user_code_does_not_catch_an_abort() -> None:
+    """``except Exception`` in a training_step must not swallow the failure of another thread."""
+    assert issubclass(Cancelled, BaseException) and not issubclass(Cancelled, Exception)
+
+
+def test_a_wake_before_the_wait_is_not_lost() -> None:
+    waiter, cancel_scope = Waiter(), CancelScope()
+    waiter.wake()
+    cancel_scope.wait(waiter)
+
+
+def test_a_wake_is_not_lost_to_an_interrupt_behind_the_wait() -> None:
+    """Whoever was interrupted just after being woken asks once more, as `Pool.rest` does."""
+    waiter = Waiter()
+    assert not waiter.wait_for(0.0)
+    waiter.wake()
+    waiter.wait()
+    assert waiter.wait_for(0.0)
+    waiter.wait()
+
+
+def test_waiting_is_progress() -> None:
+    """What the watchdog looks at: a step in which nobody goes on is stuck."""
+    cancel_scope, waiter = CancelScope(), Waiter()
+    before = cancel_scope.progress
+    waiter.wake()
+    cancel_scope.wait(waiter)
+    assert cancel_scope.progress > before
+
+
+def test_what_fails_a_step_fails_the_one_behind_it_and_not_the_other_way_round() -> None:
+    first = CancelScope()
+    second = CancelScope(before=first)
+    second.fail(ValueError("second"))
+    assert not first.failed
+    first, error = CancelScope(), ValueError("first")
+    second = CancelScope(before=first)
+    first.fail(error)
+    assert second.failed and second.error is error
+    assert CancelScope(before=first).failed, "one that comes later"
+    first = CancelScope()
+    second = CancelScope(before=first)
+    first.progress += 3
+    second.progress += 1
+    assert second.moved == 4
+    second.part()
+    assert second.moved == 1
+
+
+def test_a_wait_whose_time_is_over_at_once_ends() -> None:
+    """`SimpleQueue.get` of Python 3.11 waits for ever if its time is over before it sleeps."""
+    for seconds in (0.0, 1e-9, 1e-7, 1e-6, 1e-5):
+        for _ in range(500):
+            assert not Waiter().wait_for(seconds)
+    woken = Waiter()
+    woken.wake()
+    assert woken.wait_for(0.0) and woken.wait_for(1.0)
+    late = Waiter()
+    threading.Timer(0.01, late.wake).start()
+    assert late.wait_for(60.0)

@@ -1,0 +1,103 @@
+"""Functions that another thread runs in place of a task thread."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from patience import join, start, until
+
+from lightning_roundpipe.devices.thread_owner import _stash
+from lightning_roundpipe.threads.task_thread import TaskThread
+
+
+@pytest.fixture
+def thread() -> Iterator[TaskThread]:
+    thread = TaskThread("roundpipe-test")
+    yield thread
+    thread.stop()
+    assert thread.join(time.monotonic() + 60)
+
+
+def test_what_is_submitted_during_a_turn_runs_after_it(thread: TaskThread) -> None:
+    order: list[str] = []
+    assert thread.take_turn()
+    task = thread.submit(lambda: order.append("task"))
+    assert not task.waiter.wait_for(0.05)
+    order.append("turn")
+    thread.end_turn()
+    task.waiter.wait()
+    assert order == ["turn", "task"]
+
+
+def test_no_turn_while_anything_is_left_to_run(thread: TaskThread) -> None:
+    begun, go = threading.Event(), threading.Event()
+    thread.submit(lambda: (begun.set(), go.wait()))
+    begun.wait()
+    last = thread.submit(lambda: None)
+    assert not thread.take_turn()
+    go.set()
+    last.waiter.wait()
+    until(thread.take_turn)
+    assert not thread.take_turn()  # this thread has it
+    thread.end_turn()
+
+
+def test_a_thread_that_is_woken_gets_the_turn(thread: TaskThread) -> None:
+    """Else the call after one that was handed over would be handed over, too, and so on."""
+    for _ in range(300):
+        thread.submit(lambda: None).waiter.wait()
+        assert thread.take_turn()
+        thread.end_turn()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_function_at_a_time(seed: int, thread: TaskThread) -> None:
+    inside: list[int] = []
+    most = [0]
+    ways = {"here": 0, "there": 0}
+
+    def function() -> None:
+        inside.append(1)
+        most[0] = max(most[0], len(inside))
+        time.sleep(0)
+        inside.pop()
+
+    def work(number: int) -> None:
+        drawn = random.Random(100 * seed + number)
+        for _ in range(100):
+            if thread.take_turn():
+                ways["here"] += 1
+                try:
+                    function()
+                finally:
+                    thread.end_turn()
+            else:
+                ways["there"] += 1
+                thread.submit(function).waiter.wait()
+            time.sleep(drawn.random() * 0.0002)
+
+    join(start(*(lambda number=number: work(number) for number in range(4))))  # type: ignore[misc]
+    assert most == [1]
+    assert min(ways.values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not list threads")
+def test_a_joined_thread_has_released_what_torch_kept_for_it() -> None:
+    """It is released after the thread's Python code, and aborts the process if the interpreter is finalized by then."""
+    released: list[int] = []
+
+    class Kept:
+        def __del__(self) -> None:
+            time.sleep(0.2)
+            released.append(threading.get_ident())
+
+    thread = TaskThread("roundpipe-test")
+    ident = thread.submit(lambda: (_stash(Kept()), threading.get_ident())[1])
+    thread.stop()
+    assert thread.join(time.monotonic() + 60)
+    assert released == [ident.result()]

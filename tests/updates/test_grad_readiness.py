@@ -1,0 +1,198 @@
+"""Which bucket's gradients are there, and when."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from patience import join, start
+from torch import nn
+
+from lightning_roundpipe.devices import StreamAborted
+from lightning_roundpipe.engine.slots import Slot
+from lightning_roundpipe.memory.param_buckets import ParamBucket
+from lightning_roundpipe.threads.cancel_scope import CancelScope
+from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.grad_readiness import Dropped, GradReadiness
+
+
+def buckets(count: int) -> list[ParamBucket]:
+    return [ParamBucket(index, [nn.Parameter()]) for index in range(count)]
+
+
+class Layer:
+    index = 0
+
+    def __init__(self, bucket: ParamBucket) -> None:
+        self.bucket = bucket
+
+
+def slot(*held: ParamBucket, adds: tuple[ParamBucket, ...] = ()) -> Slot:
+    layers: list[Any] = [Layer(bucket) for bucket in held]
+    sums: Any = {call: SimpleNamespace(layer=Layer(bucket)) for call, bucket in enumerate(adds)}
+    return made_slot(0, layers, sums)
+
+
+def made_slot(index: int, layers: list[Any], sums: Any) -> Slot:
+    recorder: Any = None
+    return Slot(index, 0, "fused", range(5), layers, sums, [0], 0, recorder, CancelScope())
+
+
+def there(readiness: GradReadiness) -> list[int]:
+    return [bucket.index for bucket in readiness.take(wait=False)]
+
+
+def test_a_unit_comes_when_all_slots_that_hold_it_are_closed() -> None:
+    a, b, c = buckets(3)
+    slots = [slot(a), slot(b, c), slot(b), slot(adds=(a,))]
+    readiness = GradReadiness([a, b, c])
+    readiness.expect(slots)
+    readiness.passed(())
+    assert there(readiness) == []
+    readiness.closed(slots[1])
+    assert there(readiness) == [2]
+    readiness.closed(slots[0])
+    assert there(readiness) == []
+    readiness.closed(slots[3])
+    readiness.closed(slots[2])
+    assert there(readiness) == [0, 1]
+    readiness.ended()
+    assert there(readiness) == []
+
+
+def test_a_unit_comes_before_its_slot_is_closed_once_all_its_gradients_are_sent() -> None:
+    """Of a unit that two layers share, those of both; of one with a layer that sends none, when the slot is closed."""
+    tied, alone, frozen = buckets(3)
+    layers: list[Any] = [Layer(tied), Layer(alone), Layer(frozen), Layer(tied), Layer(frozen)]
+    sums: Any = {call: SimpleNamespace(layer=layers[call]) for call in (0, 1, 2, 3)}
+    first, second = (made_slot(i, layers, sums) for i in range(2))
+    readiness = GradReadiness([tied, alone, frozen])
+    readiness.expect([first, second])
+    readiness.passed(())
+    readiness.closed(first)
+    assert there(readiness) == []
+    came = []
+    for call in (3, 2, 1, 0):
+        readiness.sent(second, call)
+        came.append(there(readiness))
+    assert came == [[], [], [1], [0]]
+    readiness.closed(second)
+    assert there(readiness) == [2]
+
+
+class Upload:
+    """An event that notes that it was waited for."""
+
+    def __init__(self, name: str, notes: list[str], error: Exception | None = None) -> None:
+        self.name, self.notes, self.error = name, notes, error
+
+    def wait(self) -> None:
+        self.notes.append(self.name)
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_unit_is_sent_when_its_uploads_are_over() -> None:
+    a, b = buckets(2)
+    slots, notes = [slot(a), slot(b), slot(a)], list[str]()
+    readiness = GradReadiness([a, b])
+    readiness.expect(slots)
+    send = functools.partial(readiness.take, wait=False, sent=lambda bucket: notes.append(f"unit {bucket.index}"))
+    readiness.uploading(b, Upload("b", notes))  # type: ignore[arg-type]
+    readiness.uploading(a, Upload("a", notes))  # type: ignore[arg-type]
+    assert send() == [] and notes == []  # user code may still read them, before all losses
+    readiness.passed([b])
+    assert send() == [] and notes == []  # a is to be uploaded once more, and user code has read b
+    readiness.uploading(a, Upload("a again", notes))  # type: ignore[arg-type]
+    assert send() == [] and notes == ["a", "a again", "unit 0"]
+    readiness.ended()
+    assert send() == [] and notes[3:] == ["b", "unit 1"]
+    for each in slots:
+        readiness.closed(each)
+    assert send() == [b, a] and len(notes) == 5
+
+
+def test_an_upload_that_fails_sends_nothing() -> None:
+    """The devices are stopped by the step behind, or this one fails, which is said in another way."""
+    [a] = buckets(1)
+    held, notes = slot(a), list[str]()
+    readiness = GradReadiness([a])
+    readiness.expect([held])
+    readiness.passed(())
+    readiness.uploading(a, Upload("a", notes, StreamAborted("aborted")))  # type: ignore[arg-type]
+    assert readiness.take(wait=False, sent=lambda bucket: notes.append("sent")) == []
+    readiness.closed(held)
+    assert readiness.take(wait=True) == [a]
+    assert notes == ["a"]
+
+
+def test_before_all_losses_nothing_comes() -> None:
+    """User code may still read any of them."""
+    a, b = buckets(2)
+    held = slot(a)
+    readiness = GradReadiness([a, b])
+    readiness.expect([held])
+    readiness.closed(held)
+    assert there(readiness) == []
+    readiness.passed(())
+    assert sorted(there(readiness)) == [0, 1]
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_what_user_code_reads_comes_when_all_microbatches_have_ended(ends_first: bool) -> None:
+    a, b = buckets(2)
+    held = slot(a)
+    readiness = GradReadiness([a, b])
+    readiness.expect([held])
+    steps = [lambda: readiness.passed([a]), readiness.ended]
+    (steps.reverse if ends_first else list)()
+    readiness.closed(held)
+    steps[0]()
+    assert 0 not in there(readiness)
+    steps[1]()
+    assert 0 in there(readiness)
+
+
+def test_who_waits_is_woken() -> None:
+    (a,) = buckets(1)
+    readiness = GradReadiness([a])
+    taken: list[ParamBucket] = []
+    threads = start(lambda: taken.extend(readiness.take(wait=True)))
+    readiness.passed(())
+    join(threads)
+    assert taken == [a]
+
+
+def test_what_has_failed_does_not_come() -> None:
+    readiness = GradReadiness(buckets(1))
+    left: list[bool] = []
+
+    def take() -> None:
+        with pytest.raises(Dropped):
+            readiness.take(wait=True)
+        left.append(True)
+
+    threads = start(take)
+    readiness.fail()
+    join(threads)
+    assert left == [True]
+
+
+def test_small_units_are_stepped_together_and_the_first_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_roundpipe.updates import async_optimizer as module
+
+    sizes = [10, 10, 30, 5, 5, 5]
+    made = [
+        ParamBucket(index, [nn.Parameter(nn.Linear(size, 1, bias=False).weight)]) for index, size in enumerate(sizes)
+    ]
+    updates = AsyncOptimizer(made)
+    monkeypatch.setattr(module, "PIECE", 20)
+    came: list[int] = []
+    pieces = [
+        [bucket.index for bucket in piece] for piece in updates._as_they_come(None, lambda u: came.append(u.index))
+    ]
+    updates.close()
+    assert came == [0, 1, 2, 3, 4, 5]
+    assert pieces == [[0, 1], [2], [3, 4, 5]]

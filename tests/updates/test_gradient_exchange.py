@@ -1,0 +1,237 @@
+"""Gradients of two machines, threads here, are added up, and weights that one of them updates reach the other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from patience import PATIENCE_S
+from torch import Tensor, nn
+
+from lightning_roundpipe.batches.weights import Contribution
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.machines.peers import GRADIENTS, WEIGHTS, Peers
+from lightning_roundpipe.memory.param_buckets import ParamBucket
+from lightning_roundpipe.updates import gradient_exchange
+from lightning_roundpipe.updates.gradient_exchange import GradientExchange
+
+MACHINES = 2
+
+
+class Work:
+    """An operation of all machines, which happens when the last one has come to it."""
+
+    def __init__(self) -> None:
+        self.came: dict[int, tuple[Callable[[list[Tensor]], None], Tensor]] = {}
+        self.done = threading.Event()
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+
+class Connected(Peers):
+    """A machine whose operations are done in the memory of all of them."""
+
+    def __init__(self, rank: int, works: dict[tuple[str, int], Work], lock: threading.Lock) -> None:
+        liveness: Any = SimpleNamespace(name_of=lambda rank: f"machine {rank}")
+        super().__init__(rank, [f"machine {rank}" for rank in range(MACHINES)], liveness, {})
+        self._works, self._lock, self._numbers = works, lock, {GRADIENTS: 0, WEIGHTS: 0}
+
+    def _join(self, group: str, tensor: Tensor, operation: Callable[[list[Tensor]], None]) -> Work:
+        with self._lock:
+            work = self._works.setdefault((group, self._numbers[group]), Work())
+            self._numbers[group] += 1
+            work.came[self.rank] = operation, tensor
+            if len(work.came) == MACHINES:
+                operation([work.came[rank][1] for rank in range(MACHINES)])
+                work.done.set()
+        return work
+
+    def start(self, operation: Any, tensor: Tensor, group: str, src: int = 0) -> Any:
+        def reduce(tensors: list[Tensor]) -> None:
+            total = torch.stack(tensors).sum(0) if operation is dist.all_reduce else tensors[src].clone()
+            for each in tensors:
+                each.copy_(total)
+
+        return self._join(group, tensor, reduce)
+
+    def deliver(self, tensor: Tensor, sources: Sequence[int], to: int, group: str) -> Any:
+        def bring(tensors: list[Tensor]) -> None:
+            tensors[to].copy_(torch.cat([tensors[source] for source in sources]))
+
+        return self._join(group, tensor, bring)
+
+    def wait(self, work: Any, label: str) -> None:
+        assert work.done.wait(PATIENCE_S), label
+
+    def sum(self, tensor: Tensor, label: str, group: str = GRADIENTS, op: Any = None) -> Tensor:
+        self.wait(self.start(dist.all_reduce, tensor, group), label)
+        return tensor
+
+
+class Machine:
+    """A model of three buckets, the last of them frozen, and its exchange."""
+
+    def __init__(self, peers: Peers, **options: Any) -> None:
+        torch.manual_seed(3)
+        self.rank = peers.rank
+        made = [torch.randn(4, 6), torch.randn(5), torch.randn(6, 3).t(), torch.randn(7), torch.randn(2)]
+        self.masters = [nn.Parameter(tensor.double()) for tensor in made]
+        self.masters[-1].requires_grad_(False)
+        first, second, third, fourth, last = self.masters
+        self.buckets = [ParamBucket(i, some) for i, some in enumerate(([first, second], [third, fourth], [last]))]
+        self.exchange = GradientExchange(peers, self.buckets, **options)
+
+    def gradients(self) -> dict[int, Tensor]:
+        """Its own: the first machine has none of the second parameter, and no machine has any of the fourth."""
+        generator = torch.Generator().manual_seed(self.rank)
+        found = [torch.randn(m.shape, generator=generator, dtype=m.dtype) for m in self.masters[:3]]
+        found[0] = found[0].t().contiguous().t()
+        return {id(m): g for i, (m, g) in enumerate(zip(self.masters, found, strict=False)) if (self.rank, i) != (0, 1)}
+
+    def named(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Sums by the position of their master."""
+        return {i: sums[id(master)] for i, master in enumerate(self.masters) if id(master) in sums}
+
+    def step(self) -> dict[int, Tensor]:
+        """Add this machine's gradients bucket by bucket, and return the sums that come."""
+        mine, came = self.gradients(), list[tuple[ParamBucket, dict[int, Tensor]]]()
+        self.exchange.begin()
+        for bucket in self.exchange.order:
+            came += self.exchange.add(bucket, {id(m): mine[id(m)] for m in bucket.masters if id(m) in mine})
+        came += self.exchange.rest()
+        assert [bucket for bucket, _ in came] == [bucket for bucket in self.exchange.order if bucket in dict(came)]
+        return self.named({key: gradient for _, sums in came for key, gradient in sums.items()})
+
+
+def on_all(job: Callable[[Machine], Any], **options: Any) -> tuple[list[Machine], list[Any]]:
+    """What ``job`` gives on each machine, beside the other one."""
+    works, lock = dict[tuple[str, int], Work](), threading.Lock()
+    machines = [Machine(Connected(rank, works, lock), **options) for rank in range(MACHINES)]
+    with ThreadPoolExecutor(MACHINES) as threads:
+        return machines, [found.result(PATIENCE_S) for found in [threads.submit(job, one) for one in machines]]
+
+
+def expected(machines: list[Machine]) -> dict[int, Tensor]:
+    first, second = (machine.named(machine.gradients()) for machine in machines)
+    return {0: first[0] + second[0], 1: second[1], 2: first[2] + second[2]}
+
+
+def assert_equal(found: dict[int, Tensor], wanted: dict[int, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[i], wanted[i]) for i in wanted)
+
+
+@pytest.mark.parametrize("message", [2**25, 64])
+def test_all_machines_get_the_sums(message: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one message a bucket, or in more than may be on their way at once."""
+    monkeypatch.setattr(gradient_exchange, "MESSAGE", message)
+    machines, found = on_all(Machine.step)
+    for sums in found:
+        assert_equal(sums, expected(machines))
+
+
+def test_gradients_travel_in_fewer_bits() -> None:
+    machines, found = on_all(Machine.step, dtype=torch.bfloat16)
+    narrow, wide = machines[0].exchange.sent, on_all(Machine.step)[0][0].exchange.sent
+    assert narrow == wide // 4
+    assert_equal(found[0], found[1])
+    for i, wanted in expected(machines).items():
+        torch.testing.assert_close(found[0][i], wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("message", [2**25, 64])
+def test_an_owner_gets_the_sums_of_its_buckets_and_sends_their_weights(
+    message: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_exchange, "MESSAGE", message)
+
+    def step(machine: Machine) -> dict[int, Tensor]:
+        exchange = machine.exchange
+        exchange.step_apart(True)
+        sums = machine.step()
+        updated = []
+        for bucket in exchange.order:
+            if exchange.owns(bucket):
+                for i, master in enumerate(machine.masters):
+                    if i in sums and any(master is one for one in bucket.masters):
+                        master.data -= sums[i]
+            exchange.send_weights(bucket)
+            updated += exchange.weights(wait=False)
+        updated += exchange.weights(wait=True)
+        assert sorted(bucket.index for bucket in updated) == [0, 1, 2]
+        return sums
+
+    machines, (first, second) = on_all(step, shards=True)
+    assert first.keys() & second.keys() == set()
+    wanted = expected(machines)
+    assert_equal(first | second, wanted)
+    start = on_all(lambda machine: None)[0][0].masters
+    for i, before in enumerate(start):
+        after = before.data - wanted[i] if i in wanted else before.data
+        assert all(torch.equal(machine.masters[i].data, after) for machine in machines)
+
+
+def test_one_machine_alone_gets_the_sums_of_a_checkpoint() -> None:
+    """They take other memory there, and none on the machines that get nothing; gradients stay as they are."""
+
+    def collect(machine: Machine) -> tuple[dict[int, Tensor], int]:
+        copies = 0
+
+        def copied(gradient: Tensor) -> Tensor:
+            nonlocal copies
+            copies += 1
+            return gradient.clone()
+
+        mine = machine.gradients()
+        sums = machine.named(dict(machine.exchange.summed(mine, 0, copied)))
+        assert_equal(machine.named(mine), machine.named(machine.gradients()))
+        return sums, copies
+
+    machines, ((sums, copies), (nothing, none)) = on_all(collect)
+    assert_equal(sums, expected(machines))
+    assert copies == 2 and not nothing and not none
+
+
+def test_norms_of_owned_gradients_are_combined() -> None:
+    def combine(machine: Machine) -> tuple[list[Tensor], bool]:
+        keys = [id(master) for master in machine.masters]
+        norms = {keys[i]: torch.tensor(float(i + 1)) for i in ((0, 2) if machine.rank else (1,))}
+        return machine.exchange.combined_norms(norms, keys, finite=machine.rank == 0)
+
+    for norms, finite in on_all(combine)[1]:
+        assert [float(norm) for norm in norms] == [1.0, 2.0, 3.0], "the fourth has no gradient anywhere"
+        assert not finite
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares"), [("samples", [0.25, 0.75]), ("targets", [0.25, 0.75]), ("sum", [1.0, 1.0])]
+)
+def test_windows_weigh_as_microbatches_do(kind: str, shares: list[float]) -> None:
+    assert on_all(lambda machine: machine.exchange.share(Contribution(kind, 1.0 + 2 * machine.rank)))[1] == shares
+
+
+def test_shared_out_state_needs_the_same_way_of_stepping_everywhere() -> None:
+    """The errors name the setting with which each machine has all state."""
+
+    def differ(machine: Machine) -> None:
+        machine.exchange.step_apart(machine.rank == 0)
+        with pytest.raises(RoundPipeError, match=r"on machine 1 a hook.*or set shard_optimizer=False"):
+            machine.exchange.share(None)
+
+    def change(machine: Machine) -> None:
+        machine.exchange.refuse_rebuilding()
+        machine.exchange.step_apart(True)
+        with pytest.raises(RoundPipeError, match="set shard_optimizer=False, or change the model before training"):
+            machine.exchange.refuse_rebuilding()
+        with pytest.raises(RoundPipeError, match=r"came during training.*set shard_optimizer=False"):
+            machine.exchange.step_apart(False)
+
+    on_all(differ, shards=True)
+    on_all(change, shards=True)
