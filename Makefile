@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
 export PIP_PROGRESS_BAR := off
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-engine test-slow test-processors test-gpu lint types docs bench bench-gpu gpu-first-run wheel clean
+.PHONY: help install train test test-slow test-processors test-gpu lint types docs bench bench-gpu gpu-first-run wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-22s %s\n", $$1, $$2 }'
@@ -47,14 +47,6 @@ train: $(STAMP) ## the main job: LoRA on SmolLM2-135M on four emulated devices
 
 test: $(STAMP) ## every test that is not slow
 	@$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_PROCESSES) --dist worksteal --durations=25 $(ARGS)
-
-# Those that run no step of the engine are the same with both editions.
-ENGINE_TESTS := tests/engine tests/second_device $(filter-out tests/test_commands_% $(patsubst %,tests/test_%.py,data docs \
-	documented_commands examples gantt harness hardware_auto layers lightning_internals loading messages overrides \
-	packaging page pictures plan_table replay site sweep text_files timeline wheel),$(wildcard tests/test_*.py))
-
-test-engine: $(STAMP) ## the fast tests of steps, with the third edition of the engine
-	@$(BIN)/python -m pytest --engine 3 -m "not slow and not gpu" $(ENGINE_TESTS) -n $(TEST_PROCESSES) --dist worksteal $(ARGS)
 
 test-slow: $(STAMP) ## a fifth of the slow tests; the others with TURN=1 to TURN=4, all with EVERY=1
 	@$(BIN)/python -m pytest -m "slow and not gpu" --every $(EVERY) --turn $(TURN) -n $(TEST_PROCESSES) --dist worksteal --durations=25 $(ARGS)

@@ -208,7 +208,7 @@ def no_threads_left() -> Iterator[None]:
 
 
 def _threads_that_matter(before: set[threading.Thread]) -> list[threading.Thread]:
-    threads = (t for t in threading.enumerate() if t not in before and t.name != "roundpipe-lease")  # ends by itself
+    threads = (t for t in threading.enumerate() if t not in before)
     return [thread for thread in threads if not thread.daemon or _ours(thread)]
 
 

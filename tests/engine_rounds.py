@@ -308,7 +308,7 @@ def run(seed: int) -> str:
         _compare(plain.network, ours.network, drawn)
     finally:
         ours.engine.close()
-    left = [t.name for t in threading.enumerate() if t not in before and t.name != "roundpipe-lease"]
+    left = [t.name for t in threading.enumerate() if t not in before]
     assert not left, left
     return outcome
 

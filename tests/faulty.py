@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import editions
 import harness
 import lightning.pytorch as pl
 import pytest
@@ -29,6 +28,7 @@ from harness import Result, assert_same, loader, ours, run, trainer_of
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices import Device, emulated
+from lightning_roundpipe.engine import pool as engine_pool
 
 WITHIN_S = 60.0
 """Seconds from an exception to the caller, where it takes milliseconds: nobody waited until the grace was over."""
@@ -248,7 +248,7 @@ def devices_made() -> Iterator[list[Device]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(emulated, "make_emulated", make)
-        patch.setattr(editions.pool_module(), "GRACE", 2 * WITHIN_S)
+        patch.setattr(engine_pool, "GRACE", 2 * WITHIN_S)
         yield made
 
 

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import editions
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -37,6 +36,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_roundpipe.engine import planner as engine_planner
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.memory import Reserved, arena_bytes
 
@@ -376,7 +376,7 @@ def _copied(value: Any) -> Any:
 @contextlib.contextmanager
 def arenas_of(share: float) -> Iterator[None]:
     """Workers reserve the smallest arena, and ``share`` of what the largest one has more, as if memory were short."""
-    planner = editions.planner_module()
+    planner = engine_planner
     real = planner.reserved_within
 
     def reserved(plan: Plan, costs: Costs, workers: int, *args: Any) -> Reserved:
@@ -609,7 +609,7 @@ def _fail_on(found: list[_Difference]) -> None:
 
 def lasting_threads() -> list[str]:
     """Names of the threads that are alive, without the lease's keeper, which comes and goes."""
-    return sorted(thread.name for thread in threading.enumerate() if thread.name != "roundpipe-lease")
+    return sorted(thread.name for thread in threading.enumerate())
 
 
 def roundpipe_threads() -> list[str]:

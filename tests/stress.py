@@ -161,7 +161,7 @@ class Case:
         plan: text, with its round; None with one microbatch: a slot per call as it comes.
         sizes: samples of each batch, the first one included (which is learned from).
         empty: (batch, microbatch) without a single target: it has no backward.
-        skips: (batch, microbatch) that leaves a layer out. Not in the first batch.
+        skips: (batch, microbatch) that leaves a layer out. Not in the first window.
         extra: (batch, microbatch, place) that calls a layer once more, which the plan does not have. Likewise.
         accumulate: batches per optimizer step.
         blocking: whether somebody looks at gradients, so that they are handed to ``.grad``.

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import editions
 import faulty
 import harness
 import lightning.pytorch as pl
@@ -157,44 +156,20 @@ Site = tuple[str, str, int]
 
 WORKING = {
     "strategy.py": ("_start_engine", "_stop_engine"),
-    "engine.py": (
-        "train_window",
-        "evaluate",
-        "_begin",
-        "_prepare",
-        "_failing",
-        "_drain",
-        "_end",
-        "settle",
-        "enable_async_optimizer",
-    ),
+    "engine.py": ("train_window", "_prepare", "_failing", "_drain", "_end", "settle", "_result_of"),
+    "step.py": ("run", "_begin", "_rest", "drain", "release", "finish"),
+    "pool.py": ("rest", "close", "_close_devices", "wait"),
+    "evaluation.py": ("begin", "start", "wait_for", "show", "end"),
+    "randomness.py": ("park", "restore"),
+    "sync.py": ("acquire", "release"),
     "async_optimizer.py": ("begin", "submit", "settle"),
-    "step.py": ("_join", "_rest", "drain", "release"),
-    "slot_queues.py": ("append",),
     "report.py": ("report_of",),
     "interception.py": ("install", "remove", "intercepted", "without_caches"),
     "interrupts.py": ("interrupts_deferred", "install", "remove"),
-    "worker_pool.py": ("rest", "close", "_close_devices"),
-    "rng.py": ("park", "restore"),
     "worker.py": ("close", "reserve"),
     "emulated.py": ("close", "allocate", "free"),
 }
 """Functions that must not be left in the middle: most of what the main thread does is none of these."""
-THIRD: dict[str, dict[str, tuple[str, ...]]] = {
-    "worker_pool.py": {},
-    "slot_queues.py": {},
-    "rng.py": {},
-    "engine.py": {"engine.py": ("train_window", "_prepare", "_failing", "_drain", "_end", "settle", "_result_of")},
-    "step.py": {"step.py": ("run", "_begin", "_rest", "drain", "release", "finish")},
-    "pool.py": {"pool.py": ("rest", "close", "_close_devices", "wait")},
-    "evaluation.py": {"evaluation.py": ("begin", "start", "wait_for", "show", "end")},
-    "randomness.py": {"randomness.py": ("park", "restore")},
-    "sync.py": {"sync.py": ("acquire", "release")},
-}
-if editions.third():
-    WORKING |= {file: names for found in THIRD.values() for file, names in found.items()}
-    for gone in (file for file, found in THIRD.items() if not found):
-        del WORKING[gone]
 
 
 class Lines:

@@ -96,7 +96,7 @@ def test_a_device_that_is_too_small(batch: int) -> None:
         seen.append(f"{where[1]}: {what[1] if what else ''}")
     assert room > 0
     if batch:
-        assert seen[0] == "forward: inputs of the next call"
+        assert seen[0] == "forward: inputs of the running call"
         phases = {text.split(":")[0] for text in seen}
         # A forward runs as its recomputation does, so that a recomputation seldom comes first.
         assert {"forward", "backward"} <= phases <= {"forward", "recomputation", "backward"}, seen

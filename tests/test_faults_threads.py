@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import editions
 import faulty
 import harness
 import lightning.pytorch as pl
@@ -21,6 +20,7 @@ from patience import PATIENCE_S, join, longer_each_try, until
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.engine import pool as engine_pool
 from lightning_roundpipe.threads.task_thread import TaskThread
 
 # ----------------------------------------------------------------------------------------------------------------- dead
@@ -41,7 +41,7 @@ class End(pl.Callback):
     def _end(self, engine: Any) -> None:
         worker_pool: Any = engine.worker_pool
         worker = worker_pool.workers[1]
-        own = worker.sender if editions.third() else worker.thread
+        own = worker.sender
         thread = own if self.which == "worker" else worker_pool.thread(1)
         if not self.after_s:
             end(thread)
@@ -72,7 +72,7 @@ def test_a_dead_thread_is_reported(which: str, batch: int, after_s: float) -> No
         trainer.fit(module, harness.loader(batches), harness.loader(BATCHES[:1]))
     assert time.monotonic() - ended.at < faulty.WITHIN_S
     said = str(caught.value)
-    worker = "gradients" if editions.third() else "worker"
+    worker = "gradients"
     died = worker if which == "worker" else which
     assert re.match(rf"thread 'roundpipe-{died}\d' has died \(AttributeError", said), said
     for name in ("MainThread", f"roundpipe-{worker}0"):
@@ -165,7 +165,7 @@ class StickAt(pl.Callback):
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
     """Afterwards it is let go, and the thread that was left behind ends."""
-    monkeypatch.setattr(editions.pool_module(), "GRACE", 0.2)
+    monkeypatch.setattr(engine_pool, "GRACE", 0.2)
     STUCK.release.clear()
     STUCK.reached.clear()
     yield STUCK
@@ -198,9 +198,7 @@ def test_a_stuck_thread_is_reported(where: str, stuck: Stuck) -> None:
     said = str(caught.value)
     assert said.startswith("nothing happened for watchdog_timeout=0.5 seconds")
     assert "wait_for_nothing" in said, "no stack shows where it is stuck"
-    assert (
-        "Thread 'MainThread'" in said and f"Thread 'roundpipe-{'gradients' if editions.third() else 'worker'}" in said
-    )
+    assert "Thread 'MainThread'" in said and "Thread 'roundpipe-gradients" in said
     assert len(go_on.refused) == 2 and all("never came back" in text for text in go_on.refused)
 
     def as_expected() -> bool:

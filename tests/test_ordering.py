@@ -143,10 +143,6 @@ BESIDE: dict[str, tuple[Damage, str]] = {
         lambda r, e: e.append(find(e, kind="download_gradients", slot=2) | {"kind": "upload_gradients"}),
         "gradients went up",
     ),
-    "gradients in another order": (
-        lambda r, e: move(find(e, kind="download_gradients", slot=2), 99.0),
-        "came down from slots [5, 2]",
-    ),
 }
 
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_roundpipe.devices.errors import StreamAborted
+from lightning_roundpipe.engine.microbatch import Microbatch
+from lightning_roundpipe.engine.uploads import WeightUploads
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.param_buckets import ParamBucket
-from lightning_roundpipe.runtime.core.sections import UserCodeSections
-from lightning_roundpipe.runtime.core.weight_uploads import WeightUploads
 from lightning_roundpipe.updates import async_optimizer
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 
@@ -228,11 +228,9 @@ class Reading(Gated):
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("forgets", [False, True])
 def test_weights_that_user_code_reads(staleness: int, forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are stepped when all microbatches have ended; the next user code waits for that, without the user-code
-    lock.
-    """
+    """They are stepped when all microbatches have ended; the next user code waits for that, without the baton."""
     if forgets:  # as if user code had not read it before
-        monkeypatch.setattr(UserCodeSections, "enter", _forgetting(UserCodeSections.enter))
+        monkeypatch.setattr(Microbatch, "_enter_user_code", _forgetting(Microbatch._enter_user_code))
     gate = Gate(-1)
     plain = run("auto", Reading(gate), BATCHES, watch=False)
     with monkeypatch.context() as patch:
@@ -244,9 +242,9 @@ def test_weights_that_user_code_reads(staleness: int, forgets: bool, monkeypatch
 
 
 def _forgetting(real: Callable[..., None]) -> Callable[..., None]:
-    def enter(self: UserCodeSections, *args: Any, **kwargs: Any) -> None:
-        self._engine.learned.read_by_user_code = frozenset()
-        real(self, *args, **kwargs)
+    def enter(self: Microbatch, *args: Any) -> None:
+        self.context.learned.read_by_user_code = frozenset()
+        real(self, *args)
 
     return enter
 
@@ -347,7 +345,7 @@ class Watched:
         self.broken: list[str] = []
         self.seen = 0
         self._lock = threading.Lock()
-        upload, copy, apply = WeightUploads.upload, HostLayer.upload, AsyncOptimizer._apply
+        upload, copy, apply = WeightUploads._upload, HostLayer.upload, AsyncOptimizer._apply
 
         def uploading(uploads: WeightUploads, slot: Any, layer: HostLayer, *args: Any) -> None:
             masters = layer.bucket.version
@@ -379,7 +377,7 @@ class Watched:
                 self.note(f"[4] gradients of update {step.number} were written while they were used")
             apply(updates, step, gathered)
 
-        patch.setattr(WeightUploads, "upload", uploading)
+        patch.setattr(WeightUploads, "_upload", uploading)
         patch.setattr(HostLayer, "upload", copying)
         patch.setattr(AsyncOptimizer, "_apply", applying)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import editions
 import harness
 import lightning.pytorch as pl
 import pytest
@@ -24,6 +23,7 @@ from zoo_runs import plain
 
 from lightning_roundpipe import RoundPipePrecision
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.engine import planner as engine_planner
 
 WIDTH = 16
 
@@ -33,7 +33,7 @@ class Sent:
 
     def __init__(self) -> None:
         self.names: list[set[str]] = []
-        self.real = editions.rounding_module().send_rounded
+        self.real = engine_planner.send_rounded
 
     def __call__(self, layers: Any, workers: Any) -> bool:
         changed: bool = self.real(layers, workers)
@@ -53,7 +53,7 @@ def both(
     results, sent = [], Sent()
     with pytest.MonkeyPatch.context() as patch:
         for rounding in (lambda layers, workers: False, sent):
-            patch.setattr(editions.planner_module(), "send_rounded", rounding)
+            patch.setattr(engine_planner, "send_rounded", rounding)
             chosen = {"num_microbatches": 3} | options.get("strategy", {})
             if precision == "16-mixed":  # or Lightning takes bf16 on the CPU
                 chosen["precision_plugin"] = RoundPipePrecision(precision, scaler())
@@ -87,7 +87,7 @@ def test_models(name: str, lora: bool, precision: str) -> None:
 def test_one_microbatch_equals_plain_training() -> None:
     sent = Sent()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(editions.planner_module(), "send_rounded", sent)
+        patch.setattr(engine_planner, "send_rounded", sent)
         strategy = ours(num_microbatches=1, plan=harness.halves(6))
         result = run(strategy, zoo.make_module("llama"), zoo.make_batches("llama"), precision="bf16-mixed")
     assert sent.names[0]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
-import editions
 import harness
 import lightning.pytorch as pl
 import pytest
@@ -14,8 +12,8 @@ import torch
 from harness import ours
 from torch import Tensor, nn
 
+from lightning_roundpipe.engine import worker as engine_worker
 from lightning_roundpipe.memory import grad_buffers
-from lightning_roundpipe.memory.grad_buffers import _Added
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 
 WIDTH, MICROBATCHES = 64, 4
@@ -113,7 +111,7 @@ def test_gradients_leave_while_their_round_runs(options: dict[str, Any], monkeyp
     """In each round, and the optimizer steps the last layers before the last slot is closed."""
     closed: list[float] = []
     stepped: list[tuple[int, float]] = []
-    worker = editions.worker_module().Worker
+    worker = engine_worker.Worker
     real_close, real_apply = worker.close_slot, AsyncOptimizer._apply
 
     def close_slot(self: Any, slot: Any, *args: Any) -> None:
@@ -147,8 +145,8 @@ def test_gradients_leave_while_their_round_runs(options: dict[str, Any], monkeyp
 
 def test_gradients_of_a_call_are_added_in_the_order_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the second round leave last, at the end of its slot. Later rounds wait for them."""
-    worker = editions.worker_module().Worker
-    name = "send" if editions.third() else "send_final"
+    worker = engine_worker.Worker
+    name = "send"
     real = getattr(worker, name)
 
     def send(self: Any, slot: Any, calls: Any, *args: Any) -> Any:
@@ -159,33 +157,6 @@ def test_gradients_of_a_call_are_added_in_the_order_of_rounds(monkeypatch: pytes
     monkeypatch.setattr(worker, name, send)
     several, _ = trained(3, plan="forward none; fused 0-2; backward none; round 1")
     harness.assert_identical(one, several)
-
-
-def test_slots_close_and_gradients_are_added_in_any_order_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second round's slot closes before the first's, and each worker's gradients have a thread."""
-    worker = editions.worker_module().Worker
-    real_close, real_after = worker.close_slot, _Added.after
-    closed, threads = list[int](), set[str]()
-
-    def close_slot(self: Any, slot: Any, *args: Any) -> None:
-        apart = slot.apart if editions.third() else slot.side_by_side
-        if apart and slot.round == 0:
-            time.sleep(0.2)
-        real_close(self, slot, *args)
-        if apart:
-            closed.append(slot.round)
-
-    def after(self: _Added, *args: Any) -> None:
-        threads.add(threading.current_thread().name)
-        real_after(self, *args)
-
-    one, _ = trained(1)
-    monkeypatch.setattr(worker, "close_slot", close_slot)
-    monkeypatch.setattr(_Added, "after", after)
-    several, _ = trained(2, plan="forward none; fused 0-2; backward none; round 1")
-    harness.assert_identical(one, several)
-    assert closed.index(1) < closed.index(0)
-    assert threads == {"roundpipe-sums0", "roundpipe-sums1"}
 
 
 @pytest.mark.parametrize("part", [False, True])

@@ -421,7 +421,7 @@ def test_gradients_of_tiles_are_those_of_the_whole(dtype: torch.dtype, adding: b
 def _tiled(module: _Layer, x: Tensor, tile: int, *, adding: bool) -> Tensor:
     around = CallSurroundings(
         TorchThreadState.capture(("cpu",)), contextvars.copy_context(), contextlib.nullcontext, lambda tensors: None,
-        contextlib.nullcontext, False, False, Adding(adding),
+        contextlib.nullcontext, Adding(adding),
     )  # fmt: skip
     layout = Layout.of([x])
     assert layout is not None

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import bitsandbytes as bnb
-import editions
 import pytest
 from harness import Result, assert_identical, assert_same, run
 from test_quantized import PLAN, batches, task, trained, with_experts
 from torch import Tensor
 
+from lightning_roundpipe.engine import planner as engine_planner
 from lightning_roundpipe.model import quantize_experts, unpacked
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import device_bytes
@@ -140,7 +140,7 @@ def test_precisions(precision: str) -> None:
 def test_a_copy_without_room_is_made_for_each_use(monkeypatch: pytest.MonkeyPatch, unpackings: Counter[str]) -> None:
     module = task()
     per_use = fit(module, PLAN)
-    planner = editions.planner_module()
+    planner = engine_planner
     real = planner.reserved_within
     monkeypatch.setattr(planner, "reserved_within", lambda *given: real(*given)._replace(copies=BLOCK))
     assert_identical(per_use, fit(module, ONCE))

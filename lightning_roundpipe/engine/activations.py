@@ -5,8 +5,8 @@
     its turn is next ── it comes already, if the worker has room beside what the plan needs ── [3]
 
 The copy in [1] is made before the layer runs, so that nothing that user code or the layer writes later can reach it: at
-once if it goes to another worker, else in the call's turn, as those that wait for theirs would all hold one. Each
-tensor is saved once, however many layers take it, and comes once for neighbouring calls of a stage. Copies of one
+once if it goes to another worker, else in the call's turn, as microbatches that wait for theirs would all hold one.
+Each tensor is saved once, however many layers take it, and comes once for neighbouring calls of a stage. Copies of one
 direction run in order on streams of their own; whoever reads what they write waits for their events.
 """
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from threading import local
 
 from lightning_roundpipe.config import Options
-from lightning_roundpipe.engine.attributes import LayerAttributes
 from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.executor import Executor
+from lightning_roundpipe.engine.layer_attributes import LayerAttributes
 from lightning_roundpipe.engine.pool import Pool
 from lightning_roundpipe.engine.randomness import Randomness
 from lightning_roundpipe.engine.trace import Trace
@@ -18,7 +18,7 @@ from lightning_roundpipe.memory.host_model import HostModel
 from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.threads.sync import CancelScope
+from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.gradient_exchange import GradientExchange
 from lightning_roundpipe.user_code.module_state import SharedAttributes

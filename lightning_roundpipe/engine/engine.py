@@ -17,13 +17,13 @@ from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.engine.alloc_retries import Retries
-from lightning_roundpipe.engine.attributes import LayerAttributes
 from lightning_roundpipe.engine.compiling import forwards_of
 from lightning_roundpipe.engine.context import Context, Learned
 from lightning_roundpipe.engine.evaluation import Evaluations
 from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.executor import Executor
 from lightning_roundpipe.engine.hints import Hints
+from lightning_roundpipe.engine.layer_attributes import LayerAttributes
 from lightning_roundpipe.engine.manual import ManualStep
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.planner import Planner, rates_of
@@ -92,6 +92,8 @@ class WindowResult:
 class Engine:
     """Trains and evaluates one LightningModule on a set of devices.
 
+    It has many attributes because it makes the parts that outlive a step, and lends them to each.
+
     Args:
         module: the user's LightningModule, with its weights on the CPU.
         devices: one for each worker.
@@ -130,7 +132,7 @@ class Engine:
         reduction = Reduction(getattr(torch, dtype) if dtype is not None else None, pool.summing)
         casts = self.formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights
         rates = rates_of(devices[0]) if options.plan == "static" else None
-        self.tiles = TokenTiles(options.token_tiles, None) if options.token_tiles is not None else None
+        self.tiles = TokenTiles(options.token_tiles) if options.token_tiles is not None else None
         attributes, randomness = LayerAttributes(model.layers), Randomness(devices)
         shared = SharedAttributes(module)
         shared.touched = attributes.touched

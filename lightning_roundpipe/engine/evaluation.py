@@ -143,6 +143,8 @@ class Round:
 class Batch(Microbatch):
     """A batch of an evaluation.
 
+    It has many collaborators because it is a microbatch.
+
     Args:
         flight: those that it is among.
         round_: the slots that it runs in.
@@ -177,7 +179,7 @@ class Batch(Microbatch):
         return "evaluation"
 
     def _user_code_mode(self) -> UserCodeMode:
-        return _UserCode(self.context, self.touched, self._aside)
+        return _EvaluationUserCode(self.context, self.touched, self._aside)
 
     def touched(self) -> None:
         """Be alone, as user code is about to write to weights, when no upload reads them. Calls read what it writes."""
@@ -221,7 +223,7 @@ class Batch(Microbatch):
         except BaseException as error:
             self._step.spec.scope.fail(error)
         finally:
-            self._before = None
+            self._before = self._surroundings = None  # which knows the mode, and that this
             self._given.clear()
             self._pass(len(self.over))
             self._baton.release()
@@ -339,7 +341,7 @@ class Batch(Microbatch):
         return 0
 
 
-class _UserCode(UserCodeMode):
+class _EvaluationUserCode(UserCodeMode):
     """The torch function mode of a batch; tells before user code writes to weights.
 
     Args:
@@ -461,6 +463,8 @@ class Flight:
 
 class Evaluations:
     """Evaluates as many batches at once as the caller starts. Lives as long as the engine.
+
+    It has many collaborators because Lightning's loop, hooks and batches in flight meet here.
 
     Args:
         context: the engine's parts.

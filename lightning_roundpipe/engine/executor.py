@@ -23,9 +23,9 @@ from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.engine.activations import Arriving
 from lightning_roundpipe.engine.arguments import Arguments, Substitution, collect
-from lightning_roundpipe.engine.attributes import LayerWrites
 from lightning_roundpipe.engine.compiling import LayerCompiler
 from lightning_roundpipe.engine.events import EventSource
+from lightning_roundpipe.engine.layer_attributes import LayerWrites
 from lightning_roundpipe.engine.output_collectors import collecting
 from lightning_roundpipe.engine.process_state import changes
 from lightning_roundpipe.engine.randomness import Randomness, Seed
@@ -65,6 +65,8 @@ _NOTHING = contextlib.nullcontext()
 
 class LayerCall:
     """A call of a layer, and what the tape keeps of it.
+
+    It has many attributes because a recomputation needs all that the forward depended on.
 
     Args:
         layer: the layer.
@@ -240,6 +242,8 @@ class _Computing:
 
 class Executor:
     """Runs calls on one worker.
+
+    It has many collaborators because whatever a layer's code may do beside returning tensors is found here.
 
     Args:
         worker: the worker.
@@ -479,8 +483,6 @@ class Executor:
             saving=device.saved_for_backward,
             track=lambda tensors: device.track_until_freed(tensors, GRADIENTS),
             guard=refuse_random if draws else contextlib.nullcontext,
-            choosing=False,
-            valueless=False,
             adding=tiles.of(layer, replica).adding,
         )
         return tiles.around(layer, replica, call.state, around)

@@ -118,7 +118,7 @@ class ManualMicrobatch(Microbatch):
         step: the step.
     """
 
-    mode: _UserCode
+    mode: _ManualUserCode
 
     def __init__(self, context: Context, step: ManualStep) -> None:
         self._manual = step
@@ -133,7 +133,7 @@ class ManualMicrobatch(Microbatch):
         """The caller's generators, as user code has left them."""
 
     def _user_code_mode(self) -> UserCodeMode:
-        return _UserCode(self.context, self.differentiate, self._touched)
+        return _ManualUserCode(self.context, self.differentiate, self._touched)
 
     def run_step(self, function: Callable[[], Any]) -> None:
         """Run ``training_step``. Errors fail the step, which raises them in the main thread."""
@@ -150,7 +150,9 @@ class ManualMicrobatch(Microbatch):
         finally:
             for call in self._tape:  # a gradient that reaches one of these in a later step is an error
                 call.gradients.close()
-            self._tape.clear()
+            for kept in (self._tape, self._weights, self._before):  # calls know this
+                kept.clear()
+            self._surroundings = None  # which knows the mode, and that this
             self._close_section()
             self._random.restore()
             self._baton.release()
@@ -279,7 +281,7 @@ class ManualMicrobatch(Microbatch):
         )
 
 
-class _UserCode(UserCodeMode):
+class _ManualUserCode(UserCodeMode):
     """The torch function mode of the batch. It replaces ``Tensor.backward`` and ``torch.autograd.backward``.
 
     Args:

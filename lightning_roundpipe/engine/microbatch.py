@@ -96,6 +96,8 @@ class StepOfMicrobatch(Protocol):
 class Microbatch:
     """See above.
 
+    It has many attributes because all that one thread knows of its way through a step is here, and nowhere else.
+
     Args:
         context: the parts of the engine that outlive the step.
         step: the step.
@@ -660,18 +662,19 @@ class Microbatch:
                 call.slot = self._step.on_demand("backward", call.index, layer, sums, self.index, number)
         with where as (worker, slot), worker.device.activate():
             device, bring = worker.device, self._activations.on
-            worker.wait_for_copies(self.runner)
-            if traced.taped and not keeps:
-                call.saved = [coming.get(i) or self._activations.save(t, device) for i, t in enumerate(given)]
-                worker.copying = [saved.ready for saved in call.saved if saved.ready is not None]
-            inputs = [
-                bring(coming[i], device, lent=not keeps) if i in coming else Arriving(tensor, None)
-                for i, tensor in enumerate(given)
-            ]
-            with noted(lambda: FaultPlace(layer.title, self._kind(), self.index, slot, device)), without_caller_modes():
-                result, run = self.context.executors[worker.index].forward(
-                    call, slot, inputs, self.runner, Inside(layer.name), keep_graph=keeps
-                )
+            with noted(lambda: FaultPlace(layer.title, self._kind(), self.index, slot, device)):
+                worker.wait_for_copies(self.runner)
+                if traced.taped and not keeps:
+                    call.saved = [coming.get(i) or self._activations.save(t, device) for i, t in enumerate(given)]
+                    worker.copying = [saved.ready for saved in call.saved if saved.ready is not None]
+                inputs = [
+                    bring(coming[i], device, lent=not keeps) if i in coming else Arriving(tensor, None)
+                    for i, tensor in enumerate(given)
+                ]
+                with without_caller_modes():
+                    result, run = self.context.executors[worker.index].forward(
+                        call, slot, inputs, self.runner, Inside(layer.name), keep_graph=keeps
+                    )
             self._worker = worker if call.place is None else self._worker
             if call.kinds and not (traced.taped or keeps):  # it computes with a parameter of another module
                 call.saved = list(map(self._activations.save, given, homes))
@@ -757,16 +760,16 @@ class Microbatch:
         with where as (worker, slot), worker.device.activate():
             self._refuse_unplaced(call, slot.sums.get(call.index))
             bring = self._activations.on
-            inputs = [bring(each, device) for each in saved]
-            arriving = [
-                [bring(part, device) if isinstance(part, HostTensor) else Arriving(part, None) for part in of_output]
-                for of_output in parts
-            ]
-            del parts
-            if position is not None and self._step.ahead:
-                self._recompute_ahead(call, worker, slot)
-            following = self._following(slot)
             with noted(lambda: FaultPlace(layer.title, "backward", self.index, slot, device)):
+                inputs = [bring(each, device) for each in saved]
+                arriving = [
+                    [bring(p, device) if isinstance(p, HostTensor) else Arriving(p, None) for p in of_output]
+                    for of_output in parts
+                ]
+                del parts
+                if position is not None and self._step.ahead:
+                    self._recompute_ahead(call, worker, slot)
+                following = self._following(slot)
                 self._activations.bring_ahead(following, device, worker.room)
                 gradients = self.context.executors[worker.index].backward(
                     call, slot, inputs, arriving, self.mode.proxies.factor, self.runner,

@@ -63,6 +63,8 @@ _MOST_TURNS = 60_000
 class Planner:
     """It is where `planning` meets the engine.
 
+    It has many collaborators because costs come from layers, devices and memory.
+
     Args:
         context: the engine's parts.
         tiles: runs modules inside layers in tiles of tokens; None: they run whole.

@@ -23,11 +23,13 @@ from lightning_roundpipe.memory.arenas import Place
 from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.planning.costs import Phase
-from lightning_roundpipe.threads.sync import CancelScope
+from lightning_roundpipe.threads.cancel_scope import CancelScope
 
 
 class Slot:
     """A stage of one step, on one worker.
+
+    It has many attributes because uploads, turns, sums and the report each follow a slot to its end.
 
     Args:
         index: position in the engine's sequence of slots.
@@ -115,7 +117,7 @@ class Slot:
         return self.first + len(self.microbatches)
 
 
-class Turns:
+class SlotTurns:
     """The turns of one worker. Every method is called with the baton held.
 
     Args:

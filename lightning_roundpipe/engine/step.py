@@ -48,6 +48,8 @@ _ALONE = 1_000_000
 class Step:
     """See above.
 
+    It has many collaborators because a step joins plan, slots, microbatches and gradients.
+
     Args:
         context: the parts of the engine that outlive the step.
         seed: numbers that identify the step.

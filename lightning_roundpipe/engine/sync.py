@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from lightning_roundpipe.devices import intraop_threads
 from lightning_roundpipe.devices.waiter import Waiter
-from lightning_roundpipe.threads.sync import Cancelled, CancelScope
+from lightning_roundpipe.threads.cancel_scope import Cancelled, CancelScope
 
 Subscribe = Callable[[Callable[[], None]], bool]
 """Has a callback called once something has come; returns False, and calls nothing, if it has come already."""

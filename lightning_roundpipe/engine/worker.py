@@ -23,7 +23,7 @@ from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.activations import Room
 from lightning_roundpipe.engine.events import EventSource
-from lightning_roundpipe.engine.slots import Slot, Turns
+from lightning_roundpipe.engine.slots import Slot, SlotTurns
 from lightning_roundpipe.engine.sync import Baton, GivenUp, Runner, Signal
 from lightning_roundpipe.engine.uploads import WeightUploads
 from lightning_roundpipe.memory.arenas import Arena, StageArena, address_of
@@ -36,7 +36,7 @@ from lightning_roundpipe.planning.memory import Reserved
 from lightning_roundpipe.threads.task_thread import TaskThread
 
 
-class Memory:
+class SlotMemory:
     """An arena for slots, and the uploads to it.
 
     Args:
@@ -55,6 +55,8 @@ class Memory:
 class Worker:
     """See above.
 
+    It has many collaborators because arenas, uploads, copies of layers and sums belong to one device.
+
     Args:
         device: the device.
         baton: the baton.
@@ -71,8 +73,8 @@ class Worker:
     def __init__(self, device: Device, baton: Baton, *, prefetch: bool) -> None:
         self.device, self.index = device, device.index
         self._baton, self._prefetch = baton, prefetch
-        self.turns = Turns(baton, self.close_slot)
-        self.planned, self.spare = Memory(device), Memory(device)
+        self.turns = SlotTurns(baton, self.close_slot)
+        self.planned, self.spare = SlotMemory(device), SlotMemory(device)
         self.copies = Arena(device, "unpacked weights")
         self._replicas: dict[int, Replica] = {}
         self._bound: dict[int, Tensor] = {}
@@ -146,13 +148,13 @@ class Worker:
                 return
 
     def enter(self, slot: Slot, microbatch: int, runner: Runner, coming: Callable[[], None] | None = None) -> None:
-        """Wait for the turn of a microbatch, and open the slot if it is the first. For ``coming`` see `Turns.enter`."""
+        """Wait for a microbatch's turn, and open the slot if it is the first. For ``coming`` see `SlotTurns.enter`."""
         self.turns.enter(slot, microbatch, runner, coming)
         if not slot.opened:
             self.open(slot, self.planned, runner)
             self._prepare_next()
 
-    def open(self, slot: Slot, memory: Memory, runner: Runner, present: Slot | None = None) -> None:
+    def open(self, slot: Slot, memory: SlotMemory, runner: Runner, present: Slot | None = None) -> None:
         """Give a slot its weights' and gradients' memory [1]. The uploads may still be on their way.
 
         Args:
@@ -193,7 +195,7 @@ class Worker:
             if slot.readiness is not None:
                 slot.readiness.uploading(layer.bucket, slot.uploaded[layer.index])
 
-    def _open_gradients(self, slot: Slot, memory: Memory) -> None:
+    def _open_gradients(self, slot: Slot, memory: SlotMemory) -> None:
         sums = {call: s for call, s in slot.sums.items() if s.layout.nbytes}
         if not sums:
             return
@@ -308,7 +310,7 @@ class Worker:
         except BaseException as error:
             scope.fail(error)
 
-    def close_slot(self, slot: Slot, memory: Memory | None = None) -> None:
+    def close_slot(self, slot: Slot, memory: SlotMemory | None = None) -> None:
         """Free a slot's place behind what uses it [4]."""
         memory = memory or self.planned
         compute = self.device.compute
@@ -338,7 +340,7 @@ class Worker:
         if memory is self.planned:
             self._prepare_next()
 
-    def _sent(self, slot: Slot, memory: Memory, end: Event, pending: list[int]) -> None:
+    def _sent(self, slot: Slot, memory: SlotMemory, end: Event, pending: list[int]) -> None:
         """On the sending thread, behind all of a slot's gradients: free their place.
 
         Weights that no call has asked for may be ``pending``: not published yet, so that their upload is still to come.

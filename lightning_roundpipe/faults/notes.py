@@ -12,7 +12,7 @@ import torch
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import NEW_PROCESS, DeviceOutOfMemory, DoesNotFit, is_sticky, sizeof
 from lightning_roundpipe.planning.costs import Phase
-from lightning_roundpipe.threads.sync import Cancelled
+from lightning_roundpipe.threads.cancel_scope import Cancelled
 
 _MARK = "roundpipe: "
 _SMALLER = (

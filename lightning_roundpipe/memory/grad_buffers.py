@@ -39,7 +39,7 @@ from lightning_roundpipe.devices.errors import raise_kept, without_frames
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.memory.flat_params import ParamSlice, holders, in_a_row
 from lightning_roundpipe.memory.host_layer import HostLayer
-from lightning_roundpipe.threads.sync import CancelScope
+from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.threads.task_thread import TaskThread
 
 STREAMED = 2**27

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from lightning_roundpipe.devices.waiter import Waiter
-from lightning_roundpipe.threads.sync import CancelScope
+from lightning_roundpipe.threads.cancel_scope import CancelScope
 
 
 class Versioned:

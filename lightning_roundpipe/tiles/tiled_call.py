@@ -4,14 +4,12 @@ A module that acts on each token alone gives the same whether it sees all tokens
 holds the intermediates of one tile, forward and backward, beside its inputs and outputs:
 
     forward: the tiles one after another, without a graph ── outputs into one buffer ── [1]
-    what the graph keeps: the inputs, and what each tile has chosen ── [2]
+    what the graph keeps: the inputs
     backward: each tile once more, with a graph that is differentiated at once ── gradients of inputs into one buffer
-    gradients of weights: into ``.grad`` directly, tile after tile ── [3]
+    gradients of weights: into ``.grad`` directly, tile after tile ── [2]
 
-On [3]: sums of 16-bit gradients are made in fp32 and rounded once, as one product over all tokens does. The order of
+On [2]: sums of 16-bit gradients are made in fp32 and rounded once, as one product over all tokens does. The order of
 the additions differs from that product's, so gradients of weights are equal to rounding only.
-
-A recomputation computes outputs that nobody reads if only the graph is needed, see `value_watch`. Then [1] is left out.
 """
 
 from __future__ import annotations
@@ -27,11 +25,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_roundpipe.tiles.discrete_ops import (
-    Choices,
-    DiscreteOpRecorder,
-    DiscreteOpReplayer,
-)
 from lightning_roundpipe.user_code.thread_state import TorchThreadState
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
@@ -156,8 +149,6 @@ class CallSurroundings:
         saving: returns the context in which the device counts what autograd saves.
         track: counts tensors of the backward until they are freed.
         guard: returns a context that refuses random numbers, or does nothing.
-        choosing: whether the layer may make discrete choices, which the backward's recomputation must repeat.
-        valueless: whether outputs that nobody reads may be left out: this is a recomputation.
         adding: set while a backward may add to ``.grad`` of the layer's parameters.
     """
 
@@ -166,8 +157,6 @@ class CallSurroundings:
     saving: Callable[[], contextlib.AbstractContextManager[Any]]
     track: Callable[[Sequence[Tensor]], None]
     guard: Callable[[], contextlib.AbstractContextManager[Any]]
-    choosing: bool
-    valueless: bool
     adding: Adding
 
 
@@ -212,7 +201,6 @@ class TiledCall:
     around: CallSurroundings
     outputs: Outputs | None = None
     differentiable: Sequence[bool] = ()
-    chosen: list[Choices] = field(default_factory=list)
     sums: dict[int, Tensor] = field(default_factory=dict)
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
@@ -221,30 +209,21 @@ class TiledCall:
         if trained:
             found = _Tiles.apply(self, *tensors, *self.parameters)  # type: ignore[no-untyped-call]
         else:
-            found = self.forward(tensors, keep=False)
+            found = self.forward(tensors)
         assert self.outputs is not None
         values = iter(found)
         return tree_unflatten(
             [next(values) if isinstance(x, Leaf) else x for x in self.outputs.leaves], self.outputs.spec
         )
 
-    def forward(self, tensors: Sequence[Tensor], *, keep: bool) -> tuple[Tensor, ...]:
-        """Return the outputs' tensors [1]. ``keep``: a backward follows, which needs the choices [2]."""
-        if keep and self.around.valueless and self.outputs is not None:
-            return tuple(  # one number each, expanded: nobody reads them
-                tensors[0].new_zeros((), dtype=x.dtype).expand(x.shape(self.layout))
-                for x in self.outputs.leaves
-                if isinstance(x, Leaf)
-            )
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the outputs' tensors [1]."""
         buffers: list[Tensor] = []
         self.outputs = None
         for span in self.layout.spans(self.tile):
             pieces = self.pieces(tensors, span)
-            choosing = DiscreteOpRecorder(pieces[0].device, pieces) if keep and self.around.choosing else None
-            with choosing or contextlib.nullcontext(), self.around.guard():
+            with self.around.guard():
                 found = self.call(pieces)
-            if choosing is not None:
-                self.chosen.append(Choices(choosing.made, None))
             self._put(found, span, buffers)
             del found
         return tuple(buffers)
@@ -252,7 +231,7 @@ class TiledCall:
     def backward(
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Return the gradients of ``tensors`` and, unless they are added to ``.grad``, of the parameters [3].
+        """Return the gradients of ``tensors`` and, unless they are added to ``.grad``, of the parameters [2].
 
         Args:
             tensors: the inputs.
@@ -268,7 +247,7 @@ class TiledCall:
                     for piece, want in zip(pieces, wanted, strict=False)
                 ]
                 del pieces
-                with self.around.thread_state.entered(grad=True), self.around.saving(), self._replaying(number, leaves):
+                with self.around.thread_state.entered(grad=True), self.around.saving():
                     outputs = self.around.context.copy().run(self.call, leaves)
                 roots = [o for o in tree_flatten(outputs)[0] if isinstance(o, Tensor)]
                 del outputs
@@ -378,14 +357,6 @@ class TiledCall:
                 part = part_of(total, span, shaped=self.shaped[i])
                 part.zero_() if leaf.grad is None else part.copy_(leaf.grad)
 
-    # -- choices
-
-    def _replaying(self, number: int, pieces: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
-        """Return a mode that repeats what the tile's forward chose."""
-        if number >= len(self.chosen) or not self.chosen[number].made:
-            return contextlib.nullcontext()
-        return DiscreteOpReplayer(pieces[0].device, pieces, self.chosen[number])
-
 
 class _Tiles(torch.autograd.Function):
     @staticmethod
@@ -393,7 +364,7 @@ class _Tiles(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call = call
         inputs = tensors[: len(call.places)]
-        outputs = call.forward(inputs, keep=True)
+        outputs = call.forward(inputs)
         ctx.save_for_backward(*inputs)
         apart = [
             not (t.is_floating_point() and (i >= len(call.differentiable) or call.differentiable[i]))

@@ -37,10 +37,8 @@ from lightning_roundpipe.tiles.tiled_call import (
     CallSurroundings,
     CannotTile,
     Layout,
-    Outputs,
     TiledCall,
 )
-from lightning_roundpipe.tiles.value_watch import ValueWatch
 
 _NEVER = (nn.Linear, nn.Embedding, nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.ParameterList)
 """Modules that keep nothing but their inputs and outputs, or are not called."""
@@ -56,16 +54,10 @@ class Known:
     Attributes:
         state: how the attributes differ from those at first.
         verdicts: by number of the module.
-        outputs: what each module returns for a tile.
-        needed: modules whose outputs' values a recomputation needs; others that were watched are in ``watched``.
-        watched: modules whose outputs a recomputation has followed.
     """
 
     state: StateDiff | None
     verdicts: dict[int, TileVerdict] = field(default_factory=dict)
-    outputs: dict[int, Outputs] = field(default_factory=dict)
-    needed: set[int] = field(default_factory=set)
-    watched: set[int] = field(default_factory=set)
 
 
 class TokenTiles:
@@ -73,18 +65,14 @@ class TokenTiles:
 
     Args:
         tile: tokens in a tile at most; ``"auto"``: `AUTO_TILE`, once something does not fit without tiles.
-        room: bytes that a worker has for a call, beside the weights and gradients of the largest layer; None without a
-            limit, so that everything fits.
     """
 
-    def __init__(self, tile: int | Literal["auto"], room: int | None) -> None:
+    def __init__(self, tile: int | Literal["auto"]) -> None:
         self.tile = AUTO_TILE if tile == "auto" else tile
         self.on = tile != "auto"
         """Whether modules run in tiles at all."""
         self.came = False
         """Whether tiles were turned on since the engine has learned its calls."""
-        self._room = room
-        self._fitted: dict[int, int] = {}
         self._known: dict[int, list[Known]] = {}
         self._copies: weakref.WeakKeyDictionary[Replica, _TiledReplica] = weakref.WeakKeyDictionary()
         self.ran: dict[str, list[str]] = {}
@@ -107,7 +95,6 @@ class TokenTiles:
         replica: Replica,
         state: StateDiff | None,
         surroundings: CallSurroundings,
-        watch: ValueWatch | None = None,
     ) -> Iterator[None]:
         """Let modules of ``replica`` run in tiles while its layer is called.
 
@@ -116,10 +103,9 @@ class TokenTiles:
             replica: its copy on a worker.
             state: how its attributes differ from those at first.
             surroundings: of the call.
-            watch: follows the outputs of tiled modules.
         """
         copy = self.of(layer, replica)
-        copy.run = _Run(self._of(layer, state), surroundings, watch, replica.attributes())
+        copy.run = _Run(self._of(layer, state), surroundings, replica.attributes())
         try:
             yield
         finally:
@@ -131,12 +117,6 @@ class TokenTiles:
         if copy is None:
             copy = self._copies[replica] = _TiledReplica(self, layer, replica)
         return copy
-
-    def watched(self, layer: HostLayer, state: StateDiff | None, watch: ValueWatch) -> None:
-        """Remember what a recomputation has shown."""
-        known = self._of(layer, state)
-        known.watched |= watch.seen
-        known.needed |= watch.needed
 
     def seen(self, layer: HostLayer, number: int) -> bool:
         """Return whether a module has run in tiles in any state of the layer's attributes."""
@@ -168,7 +148,6 @@ class TokenTiles:
 class _Run:
     known: Known
     surroundings: CallSurroundings
-    watch: ValueWatch | None
     attributes: list[dict[str, Any]]
     """Of each module of the layer, before the call."""
     inside: bool = False
@@ -218,10 +197,6 @@ class _TiledReplica:
     def _in_tiles(self, run: _Run, number: int, found: tuple[TiledCall, list[Tensor]]) -> Any:
         call, tensors = found
         result = call.run(tensors)
-        if run.watch is not None:
-            run.watch.returned(number, [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)])
-        assert call.outputs is not None
-        run.known.outputs[number] = call.outputs
         names = self._tiles.ran.setdefault(self._layer.name, [])
         if self._names[number] not in names:
             names.append(self._names[number])
@@ -254,8 +229,6 @@ class _TiledReplica:
         if verdict.why_not:
             return None
         call.differentiable = verdict.differentiable
-        if around.valueless and number in run.known.watched and number not in run.known.needed:
-            call.outputs = run.known.outputs.get(number)
         return call, tensors
 
     def _is_as_before(self, run: _Run, module: nn.Module) -> bool:

@@ -47,7 +47,7 @@ from lightning_roundpipe.optim.clipping import Clip, clamp, coefficient, norms, 
 from lightning_roundpipe.optim.hyperparameters import Hyperparameters
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.optim.scaling import unscale
-from lightning_roundpipe.threads.sync import CancelScope
+from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.threads.task_thread import TaskThread
 from lightning_roundpipe.updates.grad_readiness import Dropped
 from lightning_roundpipe.updates.gradient_exchange import GradientExchange

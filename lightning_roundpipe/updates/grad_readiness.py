@@ -175,10 +175,12 @@ class GradReadiness:
                 return taken
             if bucket is None:
                 raise Dropped
-            if isinstance(bucket, ParamBucket):
-                taken.append(bucket)
-                continue
             with contextlib.suppress(StreamAborted, StreamError):  # this step has failed, or the one behind it
+                if isinstance(bucket, ParamBucket):
+                    taken.append(bucket)
+                    for upload in self._uploads[bucket]:  # of a layer that no microbatch has called, too
+                        upload.wait()
+                    continue
                 for upload in bucket.uploads:
                     upload.wait()
                 sent(bucket.bucket)

@@ -18,8 +18,9 @@ from lightning_roundpipe.devices import DeviceOutOfMemory, StreamAborted, cuda, 
 from lightning_roundpipe.devices.base import Stream
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
+from lightning_roundpipe.engine.sync import Baton, CancelScope, Runner
+from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.memory.in_flight import IN_FLIGHT
-from lightning_roundpipe.runtime.core.worker import Worker
 
 NEAR_S = 10.0
 """Seconds that may pass between two looks at the clock: a machine may be busy."""
@@ -87,7 +88,9 @@ def test_a_worker_keeps_what_is_in_flight_until_it_has_waited(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not until it begins to wait: others could write to the memory meanwhile."""
-    worker = Worker(device)
+    baton, runner = Baton(), Runner(CancelScope())
+    worker = Worker(device, baton, prefetch=True)
+    baton.acquire(runner)
     fake_of(device.compute).busy = True
     there: list[bool] = []
     tensor = torch.zeros(100)
@@ -100,14 +103,16 @@ def test_a_worker_keeps_what_is_in_flight_until_it_has_waited(
 
     monkeypatch.setattr(FakeEvent, "synchronize", synchronize)
     try:
-        worker.keep_until_computed(tensor)
+        worker.keep_until_computed(runner, tensor)
         del tensor
         for _ in range(IN_FLIGHT):
-            worker.keep_until_computed(torch.zeros(100))
+            worker.keep_until_computed(runner, torch.zeros(100))
         assert there == [True]
         assert torch.UntypedStorage._expired(storage)
     finally:
         torch.UntypedStorage._free_weak_ref(storage)
+        worker.sender.stop()
+        worker.sender.join(None)
         worker.close()
 
 

@@ -17,7 +17,7 @@ from patience import PATIENCE_S, until
 
 from lightning_roundpipe.devices import core_semaphore, intraop_threads
 from lightning_roundpipe.devices.waiter import Waiter
-from lightning_roundpipe.threads.sync import CancelScope
+from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.threads.task_thread import TaskThread
 from lightning_roundpipe.updates.grad_readiness import Dropped, GradReadiness
 

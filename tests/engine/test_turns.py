@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from patience import PATIENCE_S
 
-from lightning_roundpipe.engine.slots import Slot, Turns
+from lightning_roundpipe.engine.slots import Slot, SlotTurns
 from lightning_roundpipe.engine.sync import Baton, Cancelled, CancelScope, GivenUp, Runner
 
 pytestmark = pytest.mark.timeout(4 * PATIENCE_S)
@@ -42,7 +42,7 @@ class Played:
         self.closed: list[list[int]] = [[] for _ in range(self.workers)]
         closed = self.closed
         self.turns = [
-            Turns(self.baton, lambda slot, worker=worker: closed[worker].append(slot.index))  # type: ignore[misc]
+            SlotTurns(self.baton, lambda slot, worker=worker: closed[worker].append(slot.index))  # type: ignore[misc]
             for worker in range(self.workers)
         ]
         for slot in self.slots:

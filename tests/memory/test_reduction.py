@@ -21,7 +21,7 @@ from lightning_roundpipe.devices.errors import StreamError
 from lightning_roundpipe.memory import grad_buffers
 from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, HostGradBuffers, Reduction
 from lightning_roundpipe.memory.host_layer import HostLayer
-from lightning_roundpipe.threads.sync import CancelScope
+from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.threads.task_thread import TaskThread
 
 

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import editions
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -25,9 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.sync import Baton, Runner
-from lightning_roundpipe.runtime.core.sections import UserCodeSections
 from lightning_roundpipe.tasks.causal_lm import CausalLM
-from lightning_roundpipe.threads.sync import UserLock
 from second_device import backend
 from second_device.backend import Wait
 
@@ -50,28 +47,6 @@ class Listens(pl.Callback):
         self._follow(patch)
 
     def _follow(self, patch: pytest.MonkeyPatch) -> None:
-        if editions.third():
-            self._follow_baton(patch)
-            return
-        acquire, release, pause = UserLock.acquire, UserLock.release, UserLock.pause
-
-        def acquired(lock: UserLock, *args: Any) -> None:
-            acquire(lock, *args)
-            self._mine.held = True
-
-        def released(lock: UserLock) -> None:
-            self._mine.held = False
-            release(lock)
-
-        def paused(lock: UserLock, piece: Any) -> None:
-            self._mine.held = False
-            pause(lock, piece)
-
-        patch.setattr(UserLock, "acquire", acquired)
-        patch.setattr(UserLock, "pause", paused)
-        patch.setattr(UserLock, "release", released)
-
-    def _follow_baton(self, patch: pytest.MonkeyPatch) -> None:
         sleep, acquire, release = Runner.sleep, Baton.acquire, Baton.release
 
         def slept(runner: Runner) -> None:
@@ -196,7 +171,6 @@ def test_a_wait_of_user_code_is_heard(devices: list[Any], monkeypatch: pytest.Mo
         return loss
 
     monkeypatch.setattr(Quiet, "training_step", training_step)
-    monkeypatch.setattr(UserCodeSections, "paused", lambda segments, wait: wait())
     monkeypatch.setattr(Microbatch, "_aside", lambda microbatch, wait: wait())
     heard = _heard("mlp without logging", monkeypatch)
     assert any(wait.what == "_local_scalar_dense" for wait in heard.holding)

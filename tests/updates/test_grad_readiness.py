@@ -13,7 +13,7 @@ from torch import nn
 from lightning_roundpipe.devices import StreamAborted
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.memory.param_buckets import ParamBucket
-from lightning_roundpipe.threads.sync import CancelScope
+from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.grad_readiness import Dropped, GradReadiness
 

@@ -1,11 +1,10 @@
-"""Boundary tensors of microbatches that wait for another worker are on the host, not on the worker that they left."""
+"""Microbatches that wait for another worker: what they hold fits the plan, and user code finds it as it was."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,29 +13,9 @@ import torch
 from harness import Result, assert_identical, ours, per_call, run
 from stress import all_reports
 from torch import Tensor, nn
-from without import take_out
 
-from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices import emulated
-from lightning_roundpipe.devices.emulated_link import Delays
 from lightning_roundpipe.planning import Costs, Plan
-from lightning_roundpipe.planning.memory import LEAVING, ahead_bytes, device_bytes, waiting_bytes
-from lightning_roundpipe.runtime.core import offloading
-from lightning_roundpipe.runtime.core.activation_store import ActivationStore
-from lightning_roundpipe.runtime.core.layer_executor import LayerExecutor
-from lightning_roundpipe.runtime.core.offloading import Departures
-from lightning_roundpipe.runtime.profile import first_batch
-from lightning_roundpipe.threads.sync import CancelScope
-from lightning_roundpipe.threads.task_thread import TaskThread
-
-NEEDED = first_batch.needs_offloading
-
-
-@pytest.fixture(autouse=True)
-def _offloading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs leave although the plan fits without that."""
-    monkeypatch.setattr(first_batch, "needs_offloading", lambda *_: True)
-
+from lightning_roundpipe.planning.memory import device_bytes, waiting_bytes
 
 WIDTH = 2048
 MICROBATCHES = 10
@@ -44,7 +23,7 @@ PLAN = per_call(5, MICROBATCHES)
 
 
 Between = Callable[[list[Tensor], list[Tensor], int], None]
-"""Looks at the outputs so far, of which all but the last have left, and adds to the loss."""
+"""Looks at the outputs so far, and adds to the loss."""
 
 
 class Scale(nn.Module):
@@ -87,18 +66,14 @@ def train(between: Any = None, *, devices: int = 3, steps: int = 3, **options: A
 
 
 @pytest.mark.slow
-def test_microbatches_that_wait_hold_nothing_on_workers_whoever_is_late() -> None:
+def test_microbatches_that_wait_hold_what_is_planned_whoever_is_late() -> None:
     """At no moment does a worker hold more than planned: its memory ends there, and any delay may come."""
     with all_reports() as made:
         free = train()
     report = made[-1]()
     costs, plan = Costs.from_dict(report["costs"]), Plan.parse(PLAN)
     need = device_bytes(plan, costs, 3)
-    boundary = 4 * WIDTH
-    assert set(waiting_bytes(plan, costs, 3)) == {LEAVING * boundary}
-    stay = Costs(tuple(replace(call, leaving_bytes=0) for call in costs))
-    assert max(waiting_bytes(plan, stay, 3)) == (MICROBATCHES - 1) * boundary
-    assert set(waiting_bytes(plan, costs, 1)) == {0, (MICROBATCHES - 1) * boundary}, "one worker holds them"
+    assert max(waiting_bytes(plan, costs, 3)) == (MICROBATCHES - 1) * 4 * WIDTH
     for seed in range(3):
         limits: Any = {"memory": need, "delay_seed": seed, "poison": True}
         with all_reports() as made:
@@ -106,44 +81,6 @@ def test_microbatches_that_wait_hold_nothing_on_workers_whoever_is_late() -> Non
         assert_identical(free, tight)
         assert made[-1]()["planned_device_bytes"] == need
     assert_identical(free, train(devices=1))
-
-
-class DownloadsLate(Delays):
-    """Copies of activations to the host take much longer than all others."""
-
-    def __init__(self, seed: int, name: str) -> None:
-        super().__init__(seed, name)
-        self.late = name.endswith("/activations_down")
-
-    def next(self) -> float:
-        return 0.02 if self.late else super().next() / 10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("missing", [None, "forward", "backward"])
-def test_no_call_begins_while_more_tensors_are_leaving_than_planned(
-    missing: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    most = {"forward": 0, "backward": 0}
-
-    def watched(name: str) -> Callable[..., Any]:
-        real = getattr(LayerExecutor, name)
-
-        def call(self: LayerExecutor, *args: Any) -> Any:
-            leaving = [*self._worker.departures._pending]
-            most[name] = max(most[name], sum(not departure.is_over() for departure in leaving))
-            return real(self, *args)
-
-        return call
-
-    for name in most:
-        monkeypatch.setattr(LayerExecutor, name, watched(name))
-    if missing is not None:
-        where = f"runtime.core.microbatch:MicrobatchTask._run_{missing}"
-        take_out(monkeypatch, where, "worker.departures.wait(self._cancel_scope)")
-    monkeypatch.setattr(emulated, "Delays", DownloadsLate)
-    train(emulation={"delay_seed": 0, "poison": True})
-    assert all((most[name] > LEAVING) is (name == missing) for name in most), most
 
 
 def overwrite(seen: list[Tensor], extra: list[Tensor], batch_idx: int) -> None:
@@ -168,7 +105,7 @@ def skip(seen: list[Tensor], extra: list[Tensor], batch_idx: int) -> None:
 
 
 def save_for_backward(seen: list[Tensor], extra: list[Tensor], batch_idx: int) -> None:
-    """Autograd saves the tensor itself, before it leaves and afterwards."""
+    """Autograd saves the tensor itself, before it goes to the next layer and afterwards."""
     extra.append(seen[-1] * seen[-1])
     if len(seen) > 1:
         extra.append(seen[-2] * seen[-2])
@@ -216,8 +153,8 @@ def _scripted_mean(h: Tensor) -> Tensor:
         overwrite, overwrite_a_view, skip, save_for_backward, own_function, hook, in_other_hands,
     ],
 )  # fmt: skip
-def test_user_code_sees_a_tensor_as_if_it_had_stayed(between: Between) -> None:
-    """One worker, from which nothing leaves, computes the same bits."""
+def test_user_code_sees_tensors_as_on_one_worker(between: Between) -> None:
+    """One worker computes the same bits."""
     assert_identical(train(between, devices=1), train(between, emulation={"poison": True}))
 
 
@@ -254,7 +191,7 @@ class InPlace(nn.Module):
 
 
 class WithoutGradients(pl.LightningModule):
-    """A frozen layer writes to its argument, which has left before and has an alias."""
+    """A frozen layer writes to its argument, which other layers have taken before and which has an alias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +213,7 @@ class WithoutGradients(pl.LightningModule):
 
 
 class Aliased(pl.LightningModule):
-    """An output has left when a tensor that shares its memory is written to, and goes on to a layer thereafter."""
+    """A tensor that shares an output's memory is written to between two layers that take the output."""
 
     plan = per_call(6, 6)  # all calls are recomputed: from a kept graph, the write would be refused
 
@@ -344,24 +281,6 @@ def test_numbers_are_those_of_one_device(kind: type[pl.LightningModule]) -> None
         assert_identical(alone, trained(2, emulation={"delay_seed": seed, "poison": True}))
 
 
-@torch.jit.script
-def _scripted_double(h: Tensor) -> Tensor:
-    h.mul_(2.0)
-    return h.sum()
-
-
-def test_a_write_that_nothing_sees_is_refused() -> None:
-    """TorchScript writes to the host's copy, from which the next calls start."""
-
-    def between(seen: list[Tensor], extra: list[Tensor], batch_idx: int) -> None:
-        if batch_idx and len(seen) == 3:
-            with torch.no_grad():
-                _scripted_double(seen[-2])
-
-    with pytest.raises(RoundPipeError, match=r"wrote to what a layer returned"):
-        train(between)
-
-
 def test_another_thread_reads_the_same_values_at_any_time() -> None:
     pool = concurrent.futures.ThreadPoolExecutor(1)
 
@@ -376,79 +295,3 @@ def test_another_thread_reads_the_same_values_at_any_time() -> None:
 
     with pool:
         train(between, emulation={"delay_seed": 0, "poison": True})
-
-
-def test_outputs_leave_only_where_the_plan_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[int] = []
-    monkeypatch.setattr(first_batch, "needs_offloading", NEEDED)
-    add = offloading.OffloadedTensors.add
-    monkeypatch.setattr(offloading.OffloadedTensors, "add", lambda *args: (left.append(1), add(*args))[1])
-    with all_reports() as made:
-        free = train()
-    report = made[-1]()
-    stay, plan = Costs.from_dict(report["costs"]), Plan.parse(PLAN)
-    assert max(waiting_bytes(plan, stay, 3)) == (MICROBATCHES - 1) * 4 * WIDTH
-    enough = device_bytes(plan, stay, 3, most=True) + ahead_bytes(plan, stay, 3)
-    assert_identical(free, train(emulation={"memory": enough}, memory_budget=1.0))
-    assert not left
-    assert_identical(free, train(emulation={"memory": enough - 4 * WIDTH}, memory_budget=1.0))
-    assert left
-
-
-def test_a_call_waits_for_the_oldest_departure_if_there_are_too_many() -> None:
-    departures, scope = Departures(), CancelScope()
-    first, *others = [departures.begin() for _ in range(LEAVING + 1)]
-    task: TaskThread = TaskThread("a test's microbatch")
-    waits = task.submit(lambda: departures.wait(scope))
-    assert not waits.waiter.wait_for(0.05)
-    others[0].leave()
-    assert not others[1].is_over() and not waits.waiter.wait_for(0.05), "it waits for the oldest"
-    first.leave()
-    waits.result()
-    departures.wait(scope)
-    task.stop()
-    task.join(None)
-
-
-class Twice(Scales):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        h = self.blocks[0](batch)
-        for block in list(self.blocks)[1:]:
-            h = block(h, h)
-        return h.square().mean()
-
-
-def test_a_tensor_that_is_passed_twice_leaves_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the host's memory would be taken for that on the worker."""
-    known: list[bool] = []
-    add = offloading.OffloadedTensors.add
-
-    def note(self: Any, tensor: Tensor, *given: Any) -> None:
-        known.append(self.get(tensor) is not None)
-        add(self, tensor, *given)
-
-    monkeypatch.setattr(offloading.OffloadedTensors, "add", note)
-    batches = [torch.randn(MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    run(ours(num_microbatches=MICROBATCHES, plan=PLAN, layers=["Scale"]), Twice(), batches, devices=3)
-    assert known and not any(known)
-
-
-def test_only_what_user_code_touches_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[int] = []
-    restored: list[int] = []
-    add, restore = offloading.OffloadedTensors.add, ActivationStore.restore
-
-    def note(self: Any, tensor: Tensor, *given: Any) -> None:
-        left.append(id(tensor))
-        add(self, tensor, *given)
-
-    def bring(self: Any, tensor: Tensor) -> None:
-        restored.extend([id(tensor)] * (self.offloaded.get(tensor) is not None))
-        restore(self, tensor)
-
-    monkeypatch.setattr(offloading.OffloadedTensors, "add", note)
-    monkeypatch.setattr(ActivationStore, "restore", bring)
-    train(steps=2)  # the first has no plan
-    assert len(left) == 4 * MICROBATCHES and not restored
-    train(skip, steps=2)
-    assert len(set(restored)) == 3 * MICROBATCHES

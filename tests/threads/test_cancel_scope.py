@@ -11,7 +11,7 @@ import pytest
 from patience import join, start, until
 
 from lightning_roundpipe.devices.waiter import Waiter
-from lightning_roundpipe.threads.sync import Cancelled, CancelScope
+from lightning_roundpipe.threads.cancel_scope import Cancelled, CancelScope
 
 # ------------------------------------------------------------------------------------------------------------- failures
 
