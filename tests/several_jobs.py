@@ -330,7 +330,9 @@ class Counting(pl.LightningModule):
         self.log("val", batch[:, 0].mean() + (10 * self.current_epoch if RANK else 0), sync_dist=True)
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return batch[:, 0]
+        self.model(batch)
+        gathered: Tensor = self.all_gather(batch[:, 0])  # each batch with the other machine's of the same number
+        return gathered
 
     def on_train_start(self) -> None:
         strategy = self.trainer.strategy
@@ -369,7 +371,7 @@ def lightning(folder: Path) -> dict[str, Any]:
         "world": (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.num_nodes),
         "start": start, "state": module.state_dict(), "seen": module.seen, "validated": module.validated,
         "said": module.said, "lines": logger.lines, "metrics": after, "epochs": trainer.current_epoch,
-        "best": saving.best_model_path, "predicted": torch.cat(predicted).tolist(), "then": validated,
+        "best": saving.best_model_path, "predicted": torch.cat(predicted, 1).tolist(), "then": validated,
     }  # fmt: skip
 
 

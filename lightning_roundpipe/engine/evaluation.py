@@ -10,10 +10,11 @@ that are started ahead then follow one another through the stages of a forward p
     closed, it goes on alone; no more batches start ── [3]
     wait_for, show ── the caller holds the baton while its hooks see what the batch has left ── [4]
 
-Alone in any case are steps that draw random numbers, write to weights, want gradients, have layers that set attributes,
-call a layer twice that changes its buffers, or give a layer an object again, as `generate` does with a cache. A batch
-alone stays on one worker, so that a cache need not move. A call for which user code wants gradients runs in place, on
-the user's own weights: autograd then sees what it sees in plain Lightning. So does every later call of the batch.
+Alone in any case are steps that draw random numbers, write to weights, want gradients, exchange something with other
+machines, have layers that set attributes, call a layer twice that changes its buffers, or give a layer an object again,
+as `generate` does with a cache. A batch alone stays on one worker, so that a cache need not move. A call for which user
+code wants gradients runs in place, on the user's own weights: autograd then sees what it sees in plain Lightning. So
+does every later call of the batch.
 
 A step that makes fewer calls than are known ends while batches before it still run: what it does behind its last call
 may come before what they do behind theirs.
@@ -267,6 +268,16 @@ class Batch(Microbatch):
             self._baton.wait(self.runner, slot.sent.then)
         self._step, self._slots, self._at, self._left = self._flight.without_plan, [], -1, 0
         super()._enter_user_code()
+
+    def may_exchange(self) -> bool:
+        """Return whether user code may exchange something with other machines, in the order of Lightning's own loop.
+
+        A batch alone may, and all others of its kind then run alone, too.
+        """
+        if self._flight.known is not None:
+            return False
+        self.be_alone()
+        return True
 
     # -- layer calls --------------------------------------------------------------------------------------------------
 
