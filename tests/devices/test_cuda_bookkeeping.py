@@ -14,7 +14,7 @@ import pytest
 import torch
 from fake_cuda import FakeEvent, FakeStream, play_cuda
 
-from lightning_roundpipe.devices import DeviceOutOfMemory, StreamAborted, cuda, cuda_libraries, cuda_streams
+from lightning_roundpipe.devices import DeviceOutOfMemory, StreamAborted, cuda_libraries, cuda_streams
 from lightning_roundpipe.devices.base import Stream
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
@@ -212,11 +212,9 @@ def test_abort_reset_and_close(device: CudaDevice) -> None:
         event.wait()
 
 
-def test_workers_of_one_gpu_share_its_lock(device: CudaDevice) -> None:
+def test_workers_of_one_gpu_share_its_generator(device: CudaDevice) -> None:
     other = CudaDevice(1, torch.device("cpu", 0), "off", sharers=2)
-    assert other.generator_lock is device.generator_lock
     assert other.generator is device.generator
-    assert cuda._generator_locks[0] is device.generator_lock
     other.close()
 
 
