@@ -170,6 +170,8 @@ def test_a_seed_decides() -> None:
 class Drawing(pl.Callback):
     """Draws from all three global generators between steps, as augmentations and samplers do."""
 
+    roundpipe_looks_away = True
+
     def __init__(self) -> None:
         self.drawn: list[tuple[float, float, float]] = []
 
@@ -189,6 +191,41 @@ def test_random_state_after_a_step_is_the_same_for_all() -> None:
         seen.append(drawing.drawn)
     assert all(drawn == seen[0] for drawn in seen)
     assert len({value for drawn in seen[0] for value in drawn}) == 9
+
+
+class Checkpointing(nn.Linear):
+    """Runs again in its backward, where a checkpoint saves the generator's state and puts it back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._slowly, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def _slowly(self, x: Tensor) -> Tensor:
+        time.sleep(0.01)
+        return super().forward(x)
+
+
+def test_what_the_main_thread_draws_is_not_put_back_by_a_checkpoint() -> None:
+    """Nothing draws in the model, so the backward of a step might go on beside the loop, which draws."""
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Sequential(*(Checkpointing(6, 6) for _ in range(3)))
+
+        def training_step(self, batch: Tensor) -> Tensor:
+            return self.model(batch).square().mean()  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    batches, drawn = [torch.randn(4, 6) for _ in range(6)], []
+    for strategy in ("auto", ours(num_microbatches=2, layers=["Checkpointing"], plan=harness.per_call(3, 2))):
+        random.seed(3)
+        np.random.seed(3)
+        drawing = Drawing()
+        run(strategy, Module(), batches, callbacks=[drawing])
+        drawn.append(drawing.drawn)
+    assert drawn[0] == drawn[1]
 
 
 def test_one_draws_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

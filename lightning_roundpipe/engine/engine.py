@@ -28,7 +28,7 @@ from lightning_roundpipe.engine.manual import ManualStep
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.planner import Planner, rates_of
 from lightning_roundpipe.engine.pool import Pool
-from lightning_roundpipe.engine.process_state import USER_CODE, changes
+from lightning_roundpipe.engine.process_state import any_changes
 from lightning_roundpipe.engine.randomness import CallerRandomState, Randomness
 from lightning_roundpipe.engine.report import Report, report_of
 from lightning_roundpipe.engine.step import Step
@@ -386,7 +386,7 @@ class Engine:
 
         Updates must go through the optimizer's thread, and there must be a plan. Each other condition rules out
         something that the main thread changes meanwhile: attributes of which each microbatch has its own, generators
-        that the backward draws from, the results that logs go to, torch's default dtype.
+        that the backward draws from or puts back, the results that logs go to, torch's default dtype.
         """
         context = self.context
         return (
@@ -395,7 +395,7 @@ class Engine:
             and not context.shared.put_back
             and not context.randomness.draws
             and not self.learned.logs_in_backward
-            and not changes(USER_CODE)
+            and not any_changes()
             and not self.formats.sets_default
         )
 

@@ -48,6 +48,11 @@ def changes(name: str) -> bool:
     return name in _alone
 
 
+def any_changes() -> bool:
+    """Return whether any layer, or user code, changes torch's state: the main thread must not run beside it."""
+    return bool(_alone)
+
+
 def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def noting(*args: Any, **kwargs: Any) -> Any:
