@@ -17,12 +17,15 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++
 
 ORDINARY = {
     "test_logging.py": "",
-    "test_manual.py": "not often_keeps",  # which counts what copies to the host refer to
+    "test_manual.py": "not often_keeps",
     "test_gradients_between_steps.py": "",
-    "test_evaluation.py": "",
+    "test_evaluation.py": "not are_busy and not at_once",
     "test_hooks.py": "",
 }
-"""Files of ordinary tests, and which of their tests are for devices that are not the host."""
+"""Files of ordinary tests, and which of their tests are for devices that are not the host.
+
+The others count what copies refer to that have not ended, and whose Python runs at once: a device computes behind it.
+"""
 
 
 def _run(where: Path, marked: str, *options: str, **settings: str) -> None:
