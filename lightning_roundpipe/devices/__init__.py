@@ -1,6 +1,6 @@
 """Devices: the streams, events, memory and generators of the workers, behind one façade for GPUs and emulated devices.
 
-The runtime imports from here and never asks which of the two kinds it runs on.
+The engine imports from here and never asks which of the two kinds it runs on.
 """
 
 from __future__ import annotations

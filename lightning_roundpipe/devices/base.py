@@ -1,6 +1,6 @@
-"""The device façade: all that the runtime knows about a worker's hardware.
+"""The device façade: all that the engine knows about a worker's hardware.
 
-The runtime never asks which kind of device it runs on. An emulated device has the streams, events and memory limit of a
+The engine never asks which kind of device it runs on. An emulated device has the streams, events and memory limit of a
 GPU, built from threads and a `Ledger`. Every ordering rule can thus be tested without a GPU, and a GPU runs the same
 code.
 

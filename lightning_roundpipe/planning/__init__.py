@@ -1,4 +1,4 @@
-"""Plans: which calls run together as a stage, and in which order. This package does not import the runtime."""
+"""Plans: which calls run together as a stage, and in which order. This package does not import the engine."""
 
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase
 from lightning_roundpipe.planning.partition import greedy_partition
