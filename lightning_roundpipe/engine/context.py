@@ -78,6 +78,15 @@ class Context:
     exchange: GradientExchange | None = None
     slots: itertools.count[int] = field(default_factory=itertools.count)
 
+    def align_slots(self, every: int) -> None:
+        """Skip slots until the next one's index is a multiple of ``every``.
+
+        Stages that are cut for one of unequal workers come to it in all steps then; slots of evaluation and of other
+        calls would shift them.
+        """
+        for _ in range(-(next(self.slots) + 1) % every):
+            next(self.slots)
+
     def thread_state(self) -> TorchThreadState:
         """Capture the calling thread's torch modes."""
         return TorchThreadState.capture(self.pool.device_types, self.thread_locals)

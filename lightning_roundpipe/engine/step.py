@@ -167,7 +167,9 @@ class Step:
             self._tasks.append(pool.thread(run.index).submit(work))
 
     def _lay_out(self, stages: Sequence[Stage], trace: Trace, count: int) -> None:
-        pool = self.context.pool
+        pool, costs = self.context.pool, self.context.learned.costs
+        if costs is not None and costs.unequal:
+            self.context.align_slots(len(pool.workers))
         for number, start in enumerate(range(0, count, self._round_size)):
             served = range(start, min(start + self._round_size, count))
             self._rounds.append([self._slot(stage, trace, served, number) for stage in stages])

@@ -92,6 +92,7 @@ class Seeds(zoo.PlainClassifier):
         return nn.functional.cross_entropy(logits * weights.to(logits.device), batch["y"]), logits
 
 
+@pytest.mark.xfail(reason="the engine does not refuse user code that seeds other devices' generators")
 def test_seeds_of_user_code_do_not_reach_other_devices(devices: list[Any]) -> None:
     """There a layer may be drawing its mask: torch seeds, and restores, the generators of all devices."""
     module, data = Seeds(zoo.make_module("mlp").model), zoo.make_batches("mlp", 4, samples=8)
