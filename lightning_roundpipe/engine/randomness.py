@@ -45,7 +45,6 @@ class Randomness:
     Attributes:
         learning: whether the first window runs, where everything is seeded.
         draws: numbers of the layers that draw, and `USER_CODE`.
-        in_backward: whether one of them draws where backward runs, too.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
