@@ -67,6 +67,7 @@ class Network(nn.Module):
 
     def __init__(self, drops: bool) -> None:
         super().__init__()
+        self.drops = drops
         self.embed = nn.Linear(6, WIDTH)
         self.twice = Block(0.2 * drops)
         self.frozen = Block(0.0).requires_grad_(False)
@@ -81,7 +82,7 @@ class Network(nn.Module):
         h = self.embed(x * self.first)  # call 0
         h += self.twice(-h, keep)  # 1
         with user_code.alone():
-            h = F.dropout(h, 0.1) * self.scale
+            h = F.dropout(h, 0.1 * self.drops) * self.scale
         if extra == 1:
             h = self.embed(h[:, :6] * self.first)
         h += self.frozen(h, keep)  # 2
@@ -89,7 +90,7 @@ class Network(nn.Module):
             h = h.neg()
         h = h + 0.5 * self.twice(h, keep)  # 3
         if extra == 2:
-            h = F.dropout(h + self.twice(h, keep), 0.1)
+            h = F.dropout(h + self.twice(h, keep), 0.1 * self.drops)
         if not skips:
             h = self.last(h, keep)  # 4
         out: Tensor = self.head(h)  # 5
@@ -165,7 +166,7 @@ class Case:
         extra: (batch, microbatch, place) that calls a layer once more, which the plan does not have. Likewise.
         accumulate: batches per optimizer step.
         blocking: whether somebody looks at gradients, so that they are handed to ``.grad``.
-        drops: whether layers draw random numbers. If not, a step's backward goes on when the next one begins.
+        drops: whether layers and user code draw random numbers. If not, a step's backward goes on when the next one begins.
         arena: share of the largest arena beyond the smallest one.
         emulation: options of the emulated devices, but for the memory.
         staleness: as in the strategy.
