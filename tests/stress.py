@@ -166,7 +166,8 @@ class Case:
         extra: (batch, microbatch, place) that calls a layer once more, which the plan does not have. Likewise.
         accumulate: batches per optimizer step.
         blocking: whether somebody looks at gradients, so that they are handed to ``.grad``.
-        drops: whether layers and user code draw random numbers. If not, a step's backward goes on when the next one begins.
+        drops: whether layers and user code draw random numbers. If not, a step's backward goes on when the next one
+            begins.
         arena: share of the largest arena beyond the smallest one.
         emulation: options of the emulated devices, but for the memory.
         staleness: as in the strategy.

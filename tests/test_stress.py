@@ -1,7 +1,7 @@
 """Any plan, any number of workers and microbatches, any delay: the same bits, in turn, within memory, without hanging.
 
 Each example is one run of `stress.faults`, which says what it looks at. That the looks are sharp enough is shown in
-`test_waits`, which takes out one wait of the runtime after another.
+`engine/test_waits`, which takes out one wait of the engine after another.
 """
 
 from __future__ import annotations

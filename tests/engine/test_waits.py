@@ -1,0 +1,86 @@
+"""Each wait of a step, taken out: numbers, turns or the order of accesses to memory show that it is missing.
+
+A wait that can be left out unnoticed is either not needed or not tested. `Ordering` needs no luck for this: it takes
+nothing from timing. Waits between threads show in the numbers, in an error, or in a step that hangs.
+"""
+
+from __future__ import annotations
+
+import time
+
+import harness
+import pytest
+import stress
+from ordering import Ordering
+from stress import CALLS, Case
+from without import take_out
+
+from lightning_roundpipe.updates import async_optimizer
+from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+
+CUT = Case(harness.per_call(CALLS, 2), 2, 4, (6, 6, 6), drops=False)
+"""Two rounds, a cut at every call: gradients travel up and down, and inputs between the workers."""
+EMPTY = Case("forward 0-4; fused 5; backward 3-4 1-2 0; round 1", 1, 3, (6, 6, 6), empty=(1, 2), drops=False)
+"""The last round has no backward: its slots close without one."""
+CASES = {"cut": CUT, "empty": EMPTY}
+
+WAITS = [
+    ("engine.activations:_downloaded", "stream.wait(made)"),
+    ("engine.activations:upload", "stream.wait(saved.ready)"),
+    ("engine.microbatch:Microbatch._moved", "self.context.pool.workers[to.index].follow(event, self.runner)"),
+    ("engine.microbatch:Microbatch._wait_for", "self._baton.wait(self.runner, functools.partial(what.when, version))"),
+    ("engine.microbatch:Microbatch.run", "self._baton.wait(self.runner, self._after.then)"),
+    ("engine.step:Step._wait", "self.context.pool.wait(waiter, self.spec.scope)"),
+    ("engine.step:Step._wait_for_outputs", "run.computed.wait()"),
+    ("engine.uploads:WeightUploads._upload", "stream.wait(event)"),
+    ("engine.worker:Worker._open_gradients", "stream.wait(event)"),
+    ("engine.worker:Worker._send", "stream.wait(end)"),
+    ("engine.worker:Worker._wait_for_gradients", "self.device.compute.wait(event)"),
+    ("engine.worker:Worker.close_slot", "compute.wait(slot.uploaded[layer.index])"),
+    ("engine.worker:Worker.close_slot", "self._wait_for_gradients(slot)  # a slot may close without a backward"),
+    ("engine.worker:Worker.follow", "self.device.compute.wait(event)"),
+    ("engine.worker:Worker.gradients_of", "self._wait_for_gradients(slot)"),
+    ("engine.worker:Worker.wait_for_weights", "self._baton.wait(runner, slot.uploads[layer.index].then)"),
+    ("engine.worker:Worker.wait_for_weights", "self.follow(upload, runner)"),
+    ("engine.executor:Executor._arrived", "self.worker.follow(event, runner)"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates are late, bucket by bucket."""
+    real = AsyncOptimizer._apply
+
+    def apply(*args: object) -> None:
+        time.sleep(0.02)
+        real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(async_optimizer, "PIECE", 0)
+    monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
+    monkeypatch.setattr(stress, "WATCHDOG", 10.0)
+
+
+def noticed(case: Case, where: str = "", line: str = "") -> list[str]:
+    """What the checks say of a run without ``line``."""
+    expected = stress.reference(case)
+    with pytest.MonkeyPatch.context() as patch:
+        if where:
+            take_out(patch, where, line)
+        try:
+            with Ordering() as ordering:
+                run = stress.train(case)
+        except Exception as error:
+            return [repr(error)]
+    return [*ordering.faults, *stress.wrong(run, expected)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_noticed_while_all_are_there(case: str) -> None:
+    """Or the test below would say nothing."""
+    assert noticed(CASES[case]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "line"), WAITS)
+def test_a_wait_that_is_missing_is_noticed(where: str, line: str) -> None:
+    assert any(noticed(case, where, line) for case in CASES.values()), "nothing shows"
