@@ -225,18 +225,10 @@ class FlatBuffer:
         """Return what layers compute with for one master."""
         return self.views[index] if self._reads_masters else self._source_places[index].view(self.source)
 
-    def span_of(self, master: nn.Parameter, start: int, end: int) -> tuple[int, int] | None:
-        """Return the byte range of elements ``start`` to ``end`` of one contiguous master in uploads, if it is here."""
-        if (index := self.index_of(master)) is None:
-            return None
-        place = self.places[index]
-        return place.offset + start * place.dtype.itemsize, place.offset + end * place.dtype.itemsize
-
-    def upload(self, stream: Stream, segment: Tensor, start: int = 0, end: int | None = None) -> None:
-        """Enqueue the copy into ``segment`` (uint8, ``nbytes`` long), or of its bytes ``start`` to ``end``."""
+    def upload(self, stream: Stream, segment: Tensor) -> None:
+        """Enqueue the copy into ``segment`` (uint8, ``nbytes`` long)."""
         if not self._reads_masters:
-            source = self.source if self._rounded is None else self._rounded
-            stream.copy(segment[start:end], source[start:end])
+            stream.copy(segment, self.source if self._rounded is None else self._rounded)
             return
         for place, view in zip(self.places, self.views, strict=True):
             stream.copy(place.view(segment), view)

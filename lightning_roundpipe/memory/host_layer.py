@@ -256,8 +256,7 @@ class HostLayer:
         """
         base = 0
         for flat in self.flats:
-            part = segment[base : base + flat.nbytes]
-            flat.upload(stream, part, 0, flat.nbytes)
+            flat.upload(stream, segment[base : base + flat.nbytes])
             base += flat.nbytes
         for master, place in zip(self.tied, self._tied_places, strict=True):
             stream.copy(place.view(segment), self.read(master))

@@ -6,16 +6,13 @@ optimizer goes through the layers in forward order, and the next forward follows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.flat_params import FlatBuffer
 from lightning_roundpipe.memory.version_waits import Versioned
-
-Part = Callable[[nn.Parameter, int, int], None]
-"""Called with a master and the range of its elements that is ready."""
 
 
 class ParamBucket(Versioned):
@@ -51,39 +48,6 @@ class ParamBucket(Versioned):
         self.apart = apart
         self._copies: dict[int, Tensor] = {}
         """Working copies, by id, of masters that belong to no layer and that user code has read."""
-        self._following: list[tuple[int, Part]] = []
-        """Versions and callbacks that are told of each part that is ready before the whole version."""
-
-    # -- versions in parts --------------------------------------------------------------------------------------------
-
-    def when(self, version: int, then: Callable[[], None], part: Part | None = None) -> bool:
-        """See `Versioned.when`.
-
-        Args:
-            version: the version to wait for.
-            then: called when it is published.
-            part: called, by the same thread, for parts of the version that are ready earlier. Parts published
-                before this call are missed.
-        """
-        waits = super().when(version, then)
-        if waits and part is not None:
-            with self._lock:
-                self._following.append((version, part))
-        return waits
-
-    def publish_part(self, version: int, master: nn.Parameter, start: int, end: int) -> None:
-        """Let uploads read elements ``start`` to ``end`` of one master. All other readers wait for `publish`."""
-        with self._lock:
-            due = [part for wanted, part in self._following if wanted == version]
-        for part in due:
-            part(master, start, end)
-
-    def publish(self, version: int) -> None:
-        super().publish(version)
-        with self._lock:
-            self._following = [(wanted, part) for wanted, part in self._following if wanted > version]
-
-    # -- working copies -----------------------------------------------------------------------------------------------
 
     def read(self, master: nn.Parameter) -> Tensor:
         """Return what user code reads for ``master``: the values that a layer finds on its worker."""

@@ -197,7 +197,6 @@ class StageBytes:
         """Bytes of the previous call's inputs, which follow in backward."""
         self.weights = 0
         self.gradients = 0
-        self.downloads = 0
         self.resumed = 0
         self.copies = 0
         self._copied: dict[str, int] = {}
@@ -224,7 +223,6 @@ class StageBytes:
             self.copies += max(copies - copied, 0)
             if self._phase != "forward" and call.needs_backward:
                 self.gradients += call.gradient_bytes
-                self.downloads += call.gradient_bytes if call.reduced_bytes is None else call.reduced_bytes
                 self.resumed += call.gradient_bytes if call.reduced_bytes is None else 0
             beside = own = self._own(call)
             if keeps:
@@ -354,10 +352,6 @@ class Costs:
                 for call in found.calls
             )
         )
-
-    def without_offloading(self) -> Costs:
-        """Return the costs where outputs stay on their worker while a microbatch waits for another one."""
-        return replace(self, calls=tuple(replace(call, leaving_bytes=0) for call in self.calls))
 
     @cached_property
     def _each(self) -> list[Costs]:

@@ -34,10 +34,6 @@ class ForwardPlan:
         """The position of each call's stage."""
         return {call: position for position, span in enumerate(self.forward) for call in span.calls()}
 
-    @property
-    def stage_of_backward(self) -> Mapping[int, int]:
-        return {}
-
     def round_batches(self, workers: int, in_flight: int) -> int:
         """Return how many batches a round has, so that those ``in_flight`` keep all workers busy.
 

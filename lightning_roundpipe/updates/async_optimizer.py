@@ -622,7 +622,7 @@ class AsyncOptimizer:
         self._finish(step, bucket)
 
     def _apply_parts(self, step: _OptimizerStep, bucket: ParamBucket) -> bool:
-        """Step a large bucket part by part, while later parts are downloaded and earlier ones uploaded [5].
+        """Step a large bucket part by part, while later parts are downloaded [5].
 
         Returns:
             False if nothing was done, as the bucket has to be stepped as a whole: it is small, its batch gave no
@@ -653,7 +653,6 @@ class AsyncOptimizer:
                 step.partial_optimizer.step_part(values, key, gradient, start, end)
                 if not self.staleness:
                     bucket.refresh_part(master, start, end)
-                    bucket.publish_part(step.number, master, start, end)
         self._left.update({key: found[key][0].view_of(key) for key in found} | accumulated.present())
         self._finish(step, bucket)
         return True

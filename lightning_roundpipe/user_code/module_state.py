@@ -28,8 +28,6 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices.process_context import shared_context
 
 Holder = nn.Module | nn.Parameter
-SegmentKey = tuple[int, int]
-"""A section of user code, by the layer call before it: index of the layer, and how often it has been called."""
 Place = tuple[int, str]
 """The id of a module and the name of an attribute, or the id of a parameter and ``"requires_grad"``."""
 
