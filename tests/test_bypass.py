@@ -568,7 +568,10 @@ def only_forward(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("mend", MENDS)
 def test_a_gradient_that_finds_another_way_is_delivered(mend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what keeps it from getting there, autograd's own accumulator shows it; without that, it is lost."""
+    """Without what keeps it from getting there, autograd's own accumulator shows it; without that, it is lost.
+
+    Or the optimizer, which then knows of nobody who reads the parameter, writes to it while backward needs it.
+    """
     take_out, build = MENDS[mend]
     module = build()
     plain = run("auto", module, batches())
@@ -576,7 +579,7 @@ def test_a_gradient_that_finds_another_way_is_delivered(mend: str, monkeypatch: 
     for microbatches, devices in ((1, 1), (4, 2)):
         assert_same(plain, train(module, microbatches, devices))
     monkeypatch.setattr(bypassed_gradients, "_arriving", lambda master, grads: None)
-    with pytest.raises(AssertionError, match="differences"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"differences|modified by an inplace operation"):
         assert_same(plain, train(module, 1, 1))
 
 

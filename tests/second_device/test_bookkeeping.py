@@ -85,5 +85,5 @@ def test_devices_that_are_not_used_do_not_become_current(monkeypatch: pytest.Mon
     counts = _counted(_batches([LONGEST] * (WARM + AFTER)), 1)
     assert [str(device.torch_device) for device in made] == ["played:1"]
     assert {index for found in counts.current.values() for index in found} == {1}
-    threads = {"MainThread", "roundpipe-worker0", "roundpipe-microbatch0", "roundpipe-microbatch1"}
+    threads = {"MainThread", "roundpipe-microbatch0", "roundpipe-microbatch1"}
     assert threads <= counts.current.keys()
