@@ -239,6 +239,13 @@ def test_sparse_tensors_pass_layers(kind: str, microbatches: int, devices: int) 
     check({"arrange": arrange, "middle": SPARSE[kind]}, microbatches, devices)
 
 
+def test_sparse_gradients_move_between_devices() -> None:
+    def arrange(self: Net) -> None:
+        self.extra, self.gate = Propagate(), Gate()
+
+    check({"arrange": arrange, "middle": SPARSE["returned"]}, microbatches=4, devices=3)
+
+
 # ------------------------------------------------------------------------------------------- transforms of torch.func
 
 

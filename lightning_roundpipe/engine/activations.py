@@ -128,6 +128,8 @@ class Activations:
         """
         if home is to:
             return tensor
+        if tensor.layout is not torch.strided:
+            return _sparse_on_host(tensor, home)
         with torch.no_grad(), torch.inference_mode(False):
             host = home.host_like(tensor)
         made = made or home.compute.record()
@@ -175,13 +177,19 @@ def download(tensor: Tensor, home: Device | None, recorder: Recorder, microbatch
     with torch.no_grad(), torch.inference_mode(False):
         if home is None:
             return HostTensor(stage(tensor.detach(), staging), None)
+        if tensor.layout is not torch.strided:
+            return _sparse_on_host(tensor, home)
         with home.compute.running():
-            if tensor.layout is not torch.strided:
-                return HostTensor(tensor.detach().cpu().clone(), None)
             host = home.host_like(tensor)
             to, of = check_copy(host, tensor)
             of = of.clone()
     return _downloaded(to, of, home, home.compute.record(), recorder, microbatch, host)
+
+
+def _sparse_on_host(tensor: Tensor, home: Device) -> HostTensor:
+    """Return a copy of a tensor without one storage of its own, for which the host waits."""
+    with torch.no_grad(), torch.inference_mode(False), home.compute.running():
+        return HostTensor(tensor.detach().cpu().clone(), None)
 
 
 def _downloaded(
