@@ -1,29 +1,27 @@
-"""Finds the hooks that read gradients or weights while an update may be running, and the callback that waits for it.
+"""Finds the hooks that may read weights or gradients while an update runs, and the callback that waits for it.
 
 The optimizer runs on its own thread while user code continues. Code that reads a weight, a gradient or optimizer state
 meanwhile would see half of an update, and code that writes one would lose its change, both silently. Lightning's hooks
-are known before training: an overridden hook of a callback or of the module is assumed to look at weights, unless it is
-known not to. Known are the functions of Lightning's own callbacks that we have read (``_READ``), and what a class
-declares:
+are known before training, so the rule is: an overridden hook of a callback or of the module waits for the update. Two
+kinds of hooks do not wait:
 
-``roundpipe_looks_away = ("on_train_batch_end",)``, or ``True`` for all hooks, on a callback, a LightningModule, a
-LightningDataModule or a learning-rate scheduler: these hooks neither read nor write weights, gradients or optimizer
-state. Without it, an ordinary logging callback costs speed, because the update has to finish first. The declaration
-covers the functions that the class defines or inherits, not what a subclass overrides.
+- those of a class that declares them passive: ``roundpipe_passive_hooks = ("on_train_batch_end",)``, or ``True`` for
+  all, on a callback, a LightningModule, a LightningDataModule or a learning-rate scheduler. Passive hooks neither read
+  nor write weights, gradients or optimizer state. The declaration covers the functions that the class defines or
+  inherits, not what a subclass overrides;
+- those of Lightning's own callbacks in ``_PASSIVE``, of exactly these classes.
 
 A hook after the step may read ``.grad`` too: in plain training, the step's clipped gradients stay there until the next
 backward. So waiting for an update includes setting ``.grad``.
 
-The audit cannot see code that Lightning does not call as a hook: a data set or ``collate_fn`` that runs the model in
-this process, a logger, a profiler, or the functions of a ``LambdaLR``. Nor can it see hooks on a parameter's
+The audit does not see code that Lightning does not call as a hook: a data set or ``collate_fn`` that runs the model in
+this process, a logger, a profiler, or the functions of a ``LambdaLR``. Nor does it see hooks on a parameter's
 ``AccumulateGrad`` node, which Python cannot list.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -36,7 +34,9 @@ from typing_extensions import override
 
 from lightning_roundpipe.optim.independence import stepped_by_parameter
 
-LOOKS_AWAY = "roundpipe_looks_away"
+PASSIVE_HOOKS = "roundpipe_passive_hooks"
+_EARLIER_NAME = "roundpipe_looks_away"
+"""What the declaration was called before the first release; read for one release more."""
 
 _WITHIN_THE_STEP = ("on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step")
 """Hooks of callbacks and modules in which plain training shows finished gradients, or the weights before the step.
@@ -64,43 +64,24 @@ PER_BATCH = frozenset({"on_train_batch_start", "on_train_batch_end", _SCHEDULER,
 _STARTS = ("on_sanity_check_start", "on_validation_start", "on_test_start", "on_predict_start")
 _ALWAYS = frozenset({*_STARTS, "on_train_epoch_end", "on_train_end", "on_save_checkpoint", "on_load_checkpoint"})
 
-_PROGRESS = """on_sanity_check_start on_sanity_check_end on_train_start on_train_epoch_start on_train_batch_end
-    on_train_epoch_end on_validation_start on_validation_batch_start on_validation_batch_end on_validation_end
-    on_test_start on_test_batch_start on_test_batch_end on_test_end on_predict_start on_predict_batch_start
-    on_predict_batch_end on_predict_end"""
-
-_NAMED = {
-    # They show and log what they are given: outputs, times, memory, learning rates.
-    "TQDMProgressBar": _PROGRESS + " on_train_end",
-    "RichProgressBar": _PROGRESS + " on_validation_epoch_end on_exception teardown",
-    "DeviceStatsMonitor": """on_train_batch_start on_train_batch_end on_validation_batch_start
-        on_validation_batch_end on_test_batch_start on_test_batch_end""",
-    "LearningRateMonitor": "on_train_start on_train_batch_start on_train_epoch_start",
-    "ThroughputMonitor": """on_train_start on_train_batch_end on_validation_start on_validation_batch_end
-        on_validation_end on_test_start on_test_batch_end on_predict_start on_predict_batch_end""",
-    "SpikeDetection": "on_train_batch_end",
-    "Timer": """on_fit_start on_train_start on_train_batch_end on_train_epoch_end on_train_end
-        on_validation_start on_validation_end on_test_start on_test_end""",
-    # They change how training continues, not the weights.
-    "EarlyStopping": "on_train_epoch_end on_validation_end",
-    "GradientAccumulationScheduler": "on_train_start on_train_epoch_start",
-    "StochasticWeightAveraging": "on_fit_start on_train_epoch_end",
-    # They save through Trainer.save_checkpoint, where the strategy finishes updates itself, or save earlier averages.
-    "ModelCheckpoint": """on_train_start on_train_batch_end on_train_epoch_end on_validation_end on_exception
-        on_train_end""",
-    "OnExceptionCheckpoint": "on_exception teardown",
-    "WeightAveraging": "on_save_checkpoint",
-    "EMAWeightAveraging": "",
+_PASSIVE = {
+    callbacks.TQDMProgressBar,
+    callbacks.RichProgressBar,
+    callbacks.DeviceStatsMonitor,
+    callbacks.LearningRateMonitor,
+    callbacks.ThroughputMonitor,
+    callbacks.SpikeDetection,
+    callbacks.Timer,
+    callbacks.EarlyStopping,
+    callbacks.GradientAccumulationScheduler,
+    callbacks.ModelCheckpoint,  # saves through Trainer.save_checkpoint, where the strategy finishes updates itself
+    callbacks.OnExceptionCheckpoint,
+    _LRCallback,
 }
-_READ: dict[type, str] = {getattr(callbacks, name): hooks for name, hooks in _NAMED.items() if hasattr(callbacks, name)}
-"""Lightning's own callbacks, each with its hooks that look neither at weights nor at optimizer state."""
-_READ[_LRCallback] = "on_train_batch_start on_train_batch_end"  # the learning-rate finder's
+"""Lightning's own callbacks whose hooks read neither weights nor optimizer state."""
 
 _NAMES = frozenset({*_WITHIN_THE_STEP, *_PARTS_OF_THE_STEP, *_OF_CALLBACKS, *_WAITS_AT, _SCHEDULER, "optimizer_step"})
 """The names of all functions that the audit considers."""
-
-_METHODS = (FunctionType, classmethod, staticmethod, property)
-_HARMLESS = frozenset(getattr(kind, hook, None) for kind, hooks in _READ.items() for hook in hooks.split())
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -110,7 +91,7 @@ def needs_gradients(trainer: Trainer, module: LightningModule, optimizers: Colle
     """Return why the masters' finished gradients are needed within the step, so that only the blocking step is correct.
 
     Call it after ``on_fit_start`` and ``on_train_start``, which may register hooks. A module whose ``optimizer_step``
-    only steps and sets hyperparameters can name it in ``roundpipe_looks_away``.
+    only steps and sets hyperparameters can name it in ``roundpipe_passive_hooks``.
 
     Returns:
         The first reason, to follow "because": ``"callback GradNorm has on_after_backward"``. None if there is none.
@@ -211,7 +192,7 @@ def looks_at_weights(trainer: Trainer, module: LightningModule) -> dict[str, str
     for hook in _TRANSFERS:
         if data is not None and _looks(data, hook, LightningDataModule):
             found.setdefault(hook, []).append(type(data).__name__)
-    if not _says_so(module, _SCHEDULER, LightningModule):
+    if not _declared(module, _SCHEDULER, LightningModule):
         strange = [type(s).__name__ for s in _schedulers(trainer) if _strange_scheduler(s)]
         found.setdefault(_SCHEDULER, []).extend(f"scheduler {name}" for name in strange)
     return {hook: ", ".join(dict.fromkeys(who)) for hook, who in found.items() if who}
@@ -235,17 +216,17 @@ def _schedulers(trainer: Trainer) -> Iterator[Any]:
 def _strange_scheduler(scheduler: Any) -> bool:
     """Return whether a scheduler may read optimizer state. torch's own only set hyperparameters."""
     known = type(scheduler).__module__.startswith(("torch.optim.", "lightning.pytorch."))
-    return not known and not any(_vouches(kind, _SCHEDULER) for kind in (scheduler, *type(scheduler).__mro__))
+    return not known and not any(_declares(kind, _SCHEDULER) for kind in (scheduler, *type(scheduler).__mro__))
 
 
 # -- one hook ----------------------------------------------------------------------------------------------------------
 
 
 def _looks(listener: Any, hook: str, base: type) -> bool:
-    """Return whether ``listener`` overrides ``hook`` of ``base`` with a function that is not known to look away."""
-    if _owner(listener, hook, base) is None or _says_so(listener, hook, base):
+    """Return whether ``listener`` overrides ``hook`` of ``base`` with a function that is not passive."""
+    if _owner(listener, hook, base) is None or _declared(listener, hook, base):
         return False
-    return not (getattr(type(listener), hook, None) in _HARMLESS and hook not in vars(listener) and _as_read(listener))
+    return type(listener) not in _PASSIVE or hook in vars(listener)
 
 
 def _owner(listener: Any, hook: str, base: type) -> Any:
@@ -257,36 +238,21 @@ def _owner(listener: Any, hook: str, base: type) -> Any:
     return next((holder for holder in _chain(listener) if hook in vars(holder)), listener)
 
 
-def _says_so(listener: Any, hook: str, base: type) -> bool:
-    """Return whether the class that defines ``hook``, or a class derived from it, declares that it looks away."""
+def _declared(listener: Any, hook: str, base: type) -> bool:
+    """Return whether the class that defines ``hook``, or a class derived from it, declares it passive."""
     owner = _owner(listener, hook, base)
     for holder in _chain(listener):
-        if _vouches(holder, hook):
+        if _declares(holder, hook):
             return True
         if holder is owner:
             break
     return False
 
 
-def _vouches(holder: Any, hook: str) -> bool:
-    said = vars(holder).get(LOOKS_AWAY, ())
-    return said is True or (said is not False and hook in ((said,) if isinstance(said, str) else said))
-
-
-def _as_read(callback: Callback) -> bool:
-    """Return whether one of Lightning's callbacks calls only methods that we have read: no subclass replaces one."""
-    derived: list[Any] = []
-    for holder in _chain(callback):
-        if holder in _READ:
-            return not any(_replaces(mine, holder) for mine in derived)
-        derived.append(holder)
-    return False
-
-
-def _replaces(holder: Any, kind: type) -> bool:
-    """Return whether ``holder`` replaces methods of ``kind``, except hooks, which `_looks` judges one by one."""
-    names = [name for name in vars(holder) if not name.startswith("__") and name not in vars(Callback)]
-    return any(isinstance(inspect.getattr_static(kind, name, None), _METHODS) for name in names)
+def _declares(holder: Any, hook: str) -> bool:
+    attributes = vars(holder)
+    named = attributes.get(PASSIVE_HOOKS, attributes.get(_EARLIER_NAME, ()))
+    return named is True or (named is not False and hook in ((named,) if isinstance(named, str) else named))
 
 
 def _chain(listener: Any) -> Iterable[Any]:

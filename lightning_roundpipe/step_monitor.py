@@ -91,7 +91,7 @@ class RoundPipeMonitor(Callback):
         ValueError: ``every_n_steps`` is not a whole number of at least 1.
     """
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self, every_n_steps: int | None = None) -> None:
         if every_n_steps is not None and not (is_whole(every_n_steps) and every_n_steps >= 1):

@@ -193,8 +193,8 @@ class Stepping:
                 reason = reason or goes_by_default_format(optimizer, double=self._engine.formats.low is None)
         if reason is None and (looking := slowed_by(looks)) is not None:
             reason = (
-                f"{looking} may read weights or gradients after each batch (a class attribute roundpipe_looks_away = "
-                "True says that it does not)"
+                f"{looking} may read weights or gradients after each batch (the class attribute "
+                "roundpipe_passive_hooks = True declares that it does not)"
             )
         return reason
 

@@ -58,7 +58,7 @@ class Checkpoints(ModelCheckpoint):
         interrupted_by: number of the signal that came.
     """
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(
         self,

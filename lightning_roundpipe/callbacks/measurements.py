@@ -23,7 +23,7 @@ class Measurements(Callback):
     progress bar, too. Put it before callbacks that show or save logged values.
     """
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self) -> None:
         self.step_seconds: list[float] = []

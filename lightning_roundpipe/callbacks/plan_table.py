@@ -21,7 +21,7 @@ class PlanTable(Callback):
     Does nothing under a strategy without ``report()``.
     """
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
     roundpipe_announces = True  # the header of `roundpipe-train` shows the rest
 
     def __init__(self) -> None:

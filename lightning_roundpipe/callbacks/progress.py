@@ -44,7 +44,7 @@ def shown_metrics(trainer: Trainer) -> dict[str, str]:
 class ProgressRich(RichProgressBar):
     """Lightning's rich bar in 80 columns, over all optimizer steps, with the loss and tokens per second."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     @override
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class ProgressRich(RichProgressBar):
 class ProgressLines(ProgressBar):
     """One line per step, for output to files: ``Training [##......]  4/14  0:00:21  loss 2.743  tokens/s 412``."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self) -> None:
         super().__init__()
