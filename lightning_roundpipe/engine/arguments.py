@@ -41,6 +41,15 @@ class _Tuple:
         self.kind, self.items = kind, items
 
 
+class _Flattened:
+    """Stands for an object that takes itself apart for torch's pytree, as a `BlockMask` with what its function sees."""
+
+    __slots__ = ("context", "items", "kind")
+
+    def __init__(self, kind: Any, items: list[Any], context: Any) -> None:
+        self.kind, self.items, self.context = kind, items, context
+
+
 class _Box:
     """A container or an object."""
 
@@ -69,6 +78,12 @@ def _are_boxes(kind: type) -> bool:
         and not kind.__module__.startswith(_FOREIGN)
         and not kind.__name__.endswith("Config")
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _flattens(kind: type) -> bool:
+    """Return whether objects of type ``kind`` take themselves apart, and are put together, for torch's pytree."""
+    return hasattr(kind, "_flatten") and hasattr(kind, "_unflatten")
 
 
 class Built(NamedTuple):
@@ -121,7 +136,10 @@ class Arguments:
         if isinstance(value, tuple):
             return _Tuple(kind, [self._freeze(v) for v in value])
         if not is_box(value):
-            return value
+            if not _flattens(kind):
+                return value
+            leaves, context = value._flatten()
+            return _Flattened(kind, [self._freeze(leaf) for leaf in leaves], context)
         if (box := self._boxes.get(id(value))) is None:
             box = self._boxes[id(value)] = _Box(value)
             if isinstance(value, (list, set, deque)):
@@ -160,7 +178,7 @@ class Arguments:
 
 
 def _has_tensor(node: Any, seen: set[int]) -> bool:
-    if type(node) is _Tuple:
+    if type(node) in (_Tuple, _Flattened):
         return any(_has_tensor(n, seen) for n in node.items)
     if type(node) is not _Box or id(node) in seen:
         return type(node) is _Place
@@ -194,6 +212,8 @@ def _thaw(node: Any, tensors: Sequence[Tensor], copies: dict[int, tuple[Any, Any
     if kind is _Tuple:
         items = [_thaw(n, tensors, copies) for n in node.items]
         return tuple(items) if node.kind is tuple else node.kind(*items)
+    if kind is _Flattened:
+        return node.kind._unflatten(tuple(_thaw(n, tensors, copies) for n in node.items), node.context)
     if kind is not _Box:
         return node
     if id(node) not in copies:
@@ -227,6 +247,9 @@ def collect(value: Any, seen: set[int], into: list[Tensor]) -> None:
             for v in value.values() if isinstance(value, dict) else value:
                 collect(v, seen, into)
         for v in getattr(value, "__dict__", {}).values():
+            collect(v, seen, into)
+    elif _flattens(kind):  # type: ignore[arg-type]
+        for v in value._flatten()[0]:
             collect(v, seen, into)
 
 

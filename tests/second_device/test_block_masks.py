@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from harness import assert_same, ours, run
 from torch import Tensor, nn
@@ -49,7 +48,6 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.xfail(reason="a BlockMask that user code makes is not carried to the device of the next layer")
 def test_equal_plain(devices: list[Any]) -> None:
     generator = torch.Generator().manual_seed(1)
     batches = [
