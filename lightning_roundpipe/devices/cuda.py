@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices import cuda_libraries, cuda_seeds, interpreter, intraop_threads, pinned
+from lightning_roundpipe.devices import cuda_libraries, interpreter, intraop_threads, pinned
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import Device, Stream
@@ -212,7 +212,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def step_settings(self) -> Iterator[None]:
-        with interpreter.quick_switches(), cuda_seeds.seeding_one_gpu():
+        with interpreter.quick_switches():
             yield
 
     def host_thread_settings(self) -> AbstractContextManager[None]:
