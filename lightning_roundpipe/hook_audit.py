@@ -198,6 +198,15 @@ def looks_at_weights(trainer: Trainer, module: LightningModule) -> dict[str, str
     return {hook: ", ".join(dict.fromkeys(who)) for hook, who in found.items() if who}
 
 
+def reads_gradients(looks: Iterable[str]) -> bool:
+    """Return whether any of the hooks finds the gradients of a step in ``.grad``.
+
+    They are gone before validation, which begins with ``zero_grad``, and there are none before the first step.
+    """
+    without = ("on_validation", "on_test", "on_predict", "on_sanity_check", "on_fit_start", "on_train_start")
+    return any(not hook.startswith(without) for hook in looks)
+
+
 def slowed_by(looks: Mapping[str, str]) -> str | None:
     """Return the classes whose hooks make every batch wait, as part of a sentence; None if there are none."""
     return "; ".join(f"{who} ({hook})" for hook, who in looks.items() if hook in PER_BATCH) or None

@@ -27,6 +27,7 @@ from lightning_roundpipe.hook_audit import (
     listening,
     looks_at_weights,
     needs_gradients,
+    reads_gradients,
     slowed_by,
 )
 from lightning_roundpipe.optim.clipping import Clip
@@ -150,6 +151,8 @@ class Stepping:
         if reason is None:
             if not self.apart:
                 self._engine.enable_async_optimizer(lambda: next(iter(self._trainer.optimizers), None))
+            if self._engine.updates is not None:
+                self._engine.updates.keeps_gradients = reads_gradients(looks)
         elif staleness := self._engine.options.staleness:
             raise MisconfigurationException(
                 f"staleness={staleness} applies updates while the next step runs, which is not possible: {reason}. "

@@ -360,8 +360,6 @@ class RoundPipeStrategy(SeveralMachines):
             self._agree_on_training(module.trainer, module, buckets)
             self._agree_on_stopping(module.trainer)
             self._stepping.started()
-            if module.automatic_optimization:
-                engine.reserve_gradients()
             warn_of_lost_place(module.trainer, self._holds_place)
 
     def _attach(self) -> None:
@@ -392,8 +390,6 @@ class RoundPipeStrategy(SeveralMachines):
         self._running()[1].weights_uploaded = uploaded
         if self._stepping is not None:
             self._stepping.started()
-            if module.automatic_optimization:
-                self._running()[1].reserve_gradients()
 
     @override
     def on_train_end(self) -> None:

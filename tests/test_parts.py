@@ -14,6 +14,7 @@ import stress
 import torch
 import torch.nn.functional as F
 from harness import Result, assert_identical, ours, run
+from host_gradients import host_gradients
 from ordering import Ordering
 from stress import CALLS, Case
 from torch import Tensor, nn
@@ -23,9 +24,10 @@ from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Event, make_devices
 from lightning_roundpipe.memory import grad_buffers
 from lightning_roundpipe.memory.dtypes import Formats
-from lightning_roundpipe.memory.grad_buffers import HostGradBuffers, Reduction
+from lightning_roundpipe.memory.grad_buffers import Reduction
 from lightning_roundpipe.memory.host_layer import host_layers, make_buckets
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
+from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates import async_optimizer
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
@@ -207,7 +209,7 @@ class Submitted:
         if cast:
             self.layer.round({0: torch.bfloat16})
         self.updates = AsyncOptimizer(self.buckets, lambda: self._optimizer)
-        self._buffers = HostGradBuffers(self.layer, self.device, OWN)
+        self._buffers = host_gradients(self.layer, self.device, OWN)
         self._optimizer = torch.optim.AdamW([self.master], lr=1.0)
         self._submit([])
         self.updates.settle()
@@ -217,10 +219,11 @@ class Submitted:
 
     def _submit(self, parts: list[Later]) -> None:
         total = self._buffers.begin()
-        total.buffer.views[0].fill_(1.0 if not parts else float("nan"))  # NaN has not arrived
+        total.make_room(CancelScope())
+        total.view_of(id(self.master)).fill_(1.0 if not parts else float("nan"))  # NaN has not arrived
         total.present = [True]
         total.parts = [((index + 1) * PART, event) for index, event in enumerate(parts)]
-        self.gradient = total.buffer.views[0].view(-1)
+        self.gradient = total.view_of(id(self.master)).view(-1)
         readiness = GradReadiness(self.buckets)
         batch = StepGradients([total], [], 1.0, readiness)
         batch.differentiated(1.0)

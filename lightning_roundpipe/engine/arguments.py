@@ -136,7 +136,7 @@ class Arguments:
         if isinstance(value, tuple):
             return _Tuple(kind, [self._freeze(v) for v in value])
         if not is_box(value):
-            if not _flattens(kind):
+            if not _flattens(kind):  # type: ignore[arg-type]
                 return value
             leaves, context = value._flatten()
             return _Flattened(kind, [self._freeze(leaf) for leaf in leaves], context)

@@ -144,7 +144,7 @@ class Engine:
                 Executor(worker, pool.baton, randomness, compiler, model.bucket_of, rates, self.tiles, casts=casts)
                 for worker in pool.workers
             ],
-            gradients=GradientMemory(model.layers, devices[0], reduction),
+            gradients=GradientMemory(model.layers, devices[0], reduction, len(devices)),
             attributes=attributes,
             shared=shared,
             randomness=randomness,
@@ -202,6 +202,7 @@ class Engine:
         if not overlaps or (self._step_in_flight is not None and self._step_in_flight.spec.scope.failed):
             self._drain()
         step = Step(context, seed, weights, self.updates, self._step_in_flight, overlaps=overlaps)
+        context.gradients.pool.keeps = step.plan is not None or not self.options.overlap or self.learned.in_order
         caller = CallerRandomState(self.worker_pool.devices)
         switched_off = self._set_up()
         runs: list[Microbatch] = []
@@ -302,6 +303,7 @@ class Engine:
         self._prepare(zero_grad=False)
         context = self.context
         step, switched_off = ManualStep(context, seed, self.updates), self._set_up()
+        context.gradients.pool.keeps = True
         devices = CallerRandomState(self.worker_pool.devices)
         try:
             with self._failing(step), intercepted(self._interceptors, step.spec.scope.fail):
@@ -366,8 +368,6 @@ class Engine:
             self._trained = now
             self.settle()
             self._planner.forget()
-            with interrupts_allowed():
-                self.context.gradients.reserve_again()
         self._sync_weights(newest=False)
         self._accumulators.watch(self.model.masters)
         for device in self.worker_pool.devices:
@@ -440,7 +440,6 @@ class Engine:
         if self.updates is not None:
             self.updates.leave(step.spec.scope)
         if not failed:
-            self.context.gradients.give_back()
             self._count_uploads(step.spec.recorder)
             self._retries.after_step(step.plan, step.retries)
             self._report = report_of(step, self._retries.last, self.weights_uploaded)
@@ -476,8 +475,9 @@ class Engine:
         if optimizer is not None:
             around = self.worker_pool.devices[0].host_thread_settings
             self.updates = AsyncOptimizer(
-                self.model.buckets, optimizer, self.options.staleness, self.formats.scales, around, exchange
-            )
+                self.model.buckets, optimizer, self.options.staleness, self.formats.scales, around, exchange,
+                self.context.gradients.pool,
+            )  # fmt: skip
         if before is not None:
             before.retire()
             gradients = before.accumulated()
@@ -530,12 +530,6 @@ class Engine:
         self._looked_at = False
         for layer in self.model.layers:
             layer.snapshot()
-
-    @interrupts_deferred()
-    def reserve_gradients(self) -> None:
-        """Allocate host memory for the gradients of one call of each layer, before the first window, which is timed."""
-        with interrupts_allowed():
-            self.context.gradients.reserve()
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 

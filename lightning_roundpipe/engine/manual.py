@@ -106,8 +106,6 @@ class ManualStep(Step):
             loss.backward()  # type: ignore[no-untyped-call]
         finally:
             gradients.release()
-            for total in sums:
-                total.end()
 
 
 class ManualMicrobatch(Microbatch):

@@ -385,9 +385,8 @@ class Step:
         self.runs, self.before = [], None
         self.spec.scope.end()
         for sums in self._sums.values():
-            sums.end()
             if self.gradients is None:
-                sums.consumed.wake()
+                sums.release()
 
 
 __all__ = ["Step", "nn"]

@@ -4,8 +4,8 @@ Sums are kept per call, not per layer. A layer that is called twice then adds up
 do rounds: the device buffer of a later round starts from the sum so far.
 
     worker: attach ── backward of the round's microbatches ── detach ── [1]
-    download into the call's host buffer ── once the previous batch's sum is consumed ── [2]
-    arrived ── taken: read by the optimizer, or handed to .grad ── consumed ── [3]
+    a block of the pool ── download into it ── [2]
+    arrived ── taken: read by the optimizer, or handed to .grad ── released: back to the pool ── [3]
 
 With ``reduce_dtype`` the sum of a round travels in a narrower dtype. It is narrowed in place and lands beside the host
 sum, and a host thread adds it there, one for each worker. Later rounds then start from zero. So do rounds that run side
@@ -13,7 +13,7 @@ by side, in any dtype.
 
     worker: detach ── narrowed ── [4]
     download into the landing ── once what landed there before has been added ── [5]
-    added to the call's host buffer, on the worker's summing thread ── arrived ── [6]
+    added to the sum in its block, on the worker's summing thread ── arrived ── [6]
 
 A large layer's gradients travel in parts, so that `async_optimizer` can use the first ones while the rest are on their
 way. Those that land are added part by part, while the next part lands.
@@ -24,11 +24,12 @@ way. Those that land are added part by part, while the next part lands.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +85,7 @@ class GradientLayout:
     Attributes:
         trained: per master, whether its gradient has a place.
         segments, nbytes: slices and size of the sums, on a worker and on the host.
+        key: the slices, to look up what layers of equal layout share.
         travelling, travel_nbytes: slices and size of what is downloaded.
         narrowed: whether the two differ.
     """
@@ -98,6 +100,7 @@ class GradientLayout:
         dtypes = [master.dtype for master in masters]
         narrow = [dtype if dtype is not None and _narrows(dtype, own) else own for own in dtypes]
         self.segments, self.nbytes = in_a_row(masters, dtypes)
+        self.key = tuple(self.segments)
         self.travelling, self.travel_nbytes = in_a_row(masters, narrow)
         self.narrowed = narrow != dtypes
 
@@ -106,49 +109,173 @@ def _narrows(dtype: torch.dtype, own: torch.dtype) -> bool:
     return own.is_floating_point and dtype.itemsize < own.itemsize
 
 
-@dataclass(frozen=True)
-class _Buffer:
-    """Host memory for the gradients of a call's layer.
+class _Block:
+    """Host memory for the gradients of a call, which sums of equal size use one after another.
+
+    Args:
+        flat: the memory.
+        generation: see `GradientPool.clear`.
+        kept: whether it goes back to the pool.
 
     Attributes:
-        views: the gradients, as cached views. Making one takes longer than the update of a small parameter.
-        alone: `holders` of the memory while only the engine holds it.
+        filled: the end of the last download into it, or of the addition; None if there was none.
     """
 
-    flat: Tensor
-    views: list[Tensor]
-    alone: int
+    def __init__(self, flat: Tensor, generation: int, *, kept: bool) -> None:
+        self.flat, self.generation, self.kept = flat, generation, kept
+        self.filled: Event | None = None
+        self._alone = holders(flat)
+        self._views: dict[tuple[ParamSlice, ...], list[Tensor]] = {}
+
+    def views(self, layout: GradientLayout) -> list[Tensor]:
+        """Return the gradients as cached views. Making one takes longer than the update of a small parameter."""
+        if (views := self._views.get(layout.key)) is None:
+            views = self._views[layout.key] = [segment.view(self.flat) for segment in layout.segments]
+            self._alone += len(views)
+        return views
 
     @property
     def unused(self) -> bool:
-        return holders(self.flat) == self.alone
+        """Whether only the pool holds the memory."""
+        return holders(self.flat) == self._alone
+
+
+class Ready(Protocol):
+    """A step whose gradients the optimizer uses layer by layer."""
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether there are complete gradients that the optimizer has not used yet."""
+
+
+class GradientPool:
+    """Host memory for gradients in flight, from their download to the update that uses them.
+
+    The sum of a call takes a block when its first download begins, and gives it back when it is consumed. The pool
+    grows with what is in flight. Where the optimizer needs all gradients before it uses any (clipping by norm, loss
+    scaling, several rounds, several machines), that is a block for each layer. Where it uses them layer by layer,
+    downloads wait for it once ``limit`` bytes are held, while it has complete gradients to go on with. They wait for
+    nothing else: what is incomplete may come with the very download that would wait. What the pool holds beyond the
+    limit, from downloads before the optimizer has begun, is freed then.
+
+    Memory that was handed to user code in ``.grad`` is used again once user code has dropped it.
+
+    Args:
+        device: any device; allocates host memory that copies asynchronously.
+        limit: bytes held from which on downloads wait for updates.
+
+    Attributes:
+        keeps: whether new blocks are kept for reuse. In the first window, whose microbatches run one after another, all
+            sums exist at once: their memory is freed as the optimizer uses it, which then allocates its state.
+        draining: the step whose gradients the optimizer uses layer by layer at the moment.
+        held: bytes of all blocks that sums have taken.
+    """
+
+    def __init__(self, device: Device, limit: int) -> None:
+        self._device, self._limit = device, limit
+        self.keeps = False
+        self.draining: Ready | None = None
+        self.held = 0
+        self._spare = 0
+        """Bytes of the blocks that are free."""
+        self._lock = threading.Lock()
+        self._generation = 0
+        self._free: defaultdict[tuple[int, bool], list[_Block]] = defaultdict(list)
+        self._lent: list[tuple[tuple[int, bool], _Block]] = []
+        """Blocks that user code may hold views of."""
+        self._waiters: list[Waiter] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a download that needs a block waits for an update."""
+        draining = self.draining
+        return draining is not None and self.held >= self._limit and draining.has_ready
+
+    def wait(self, cancel_scope: CancelScope) -> None:
+        """Wait until the pool is not full."""
+        while True:
+            waiter = Waiter()
+            with self._lock:
+                if not self.is_full:
+                    return
+                self._waiters.append(waiter)
+            cancel_scope.wait(waiter)
+
+    def take(self, layout: GradientLayout) -> _Block:
+        """Return a block for gradients in ``layout``, whose contents are arbitrary."""
+        key = layout.nbytes, layout.narrowed
+        with self._lock:
+            lent, self._lent = self._lent, []
+            for place, block in lent:
+                if block.unused:
+                    self._put(place, block)
+                else:
+                    self._lent.append((place, block))
+            found = self._free[key].pop() if self._free[key] else None
+            self._spare -= layout.nbytes if found is not None else 0
+            generation = self._generation
+            self.held += layout.nbytes
+        if found is None:
+            # Only the host writes to narrowed gradients' sums, so these need no page-locked memory.
+            host_only = layout.narrowed or not layout.nbytes
+            new = partial(torch.empty, dtype=torch.uint8) if host_only else self._device.host_buffer
+            return _Block(new(layout.nbytes), generation, kept=self.keeps)
+        if found.filled is not None:  # nothing took that sum, and its download may still be on its way
+            found.filled.wait()
+        return found
+
+    def give(self, block: _Block, layout: GradientLayout, filled: Event | None, *, lent: bool) -> None:
+        """Take a block back.
+
+        Args:
+            block: the block.
+            layout: the layout that `take` had.
+            filled: the end of the last download into it.
+            lent: whether user code may hold views of it.
+        """
+        block.filled = filled
+        key = layout.nbytes, layout.narrowed
+        with self._lock:
+            if block.generation == self._generation:
+                self.held -= layout.nbytes
+                exceeds = self.draining is not None and self.held + self._spare >= self._limit
+                if block.kept and lent:
+                    self._lent.append((key, block))
+                elif block.kept and not exceeds:
+                    self._put(key, block)
+        self.look_again()
+
+    def _put(self, key: tuple[int, bool], block: _Block) -> None:
+        self._free[key].append(block)
+        self._spare += key[0]
+
+    def look_again(self) -> None:
+        """Let downloads that wait look whether they still have to."""
+        with self._lock:
+            waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter.wake()
+
+    def clear(self) -> None:
+        """Free all memory but what sums hold, which is freed with them: downloads may never arrive there."""
+        with self._lock:
+            self._generation += 1
+            self.held = self._spare = 0
+            self._free.clear()
+            self._lent.clear()
 
 
 class HostGradBuffers:
-    """The host memory for the gradients of one call's layer, reused by every batch.
-
-    User code may keep sums that were handed to ``.grad`` beyond their batch. The next batch then gets a second buffer,
-    and the two alternate.
-    """
+    """What the gradients of one call's layer need on the host: their layout, and where rounds land."""
 
     def __init__(
-        self, layer: HostLayer, device: Device, reduction: Reduction, trainable: Sequence[bool] | None = None
-    ) -> None:
+        self, layer: HostLayer, pool: GradientPool, device: Device, reduction: Reduction,
+        trainable: Sequence[bool] | None = None,
+    ) -> None:  # fmt: skip
         self.layer = layer
         self.layout = GradientLayout(layer, trainable, reduction.dtype)
-        self._device, self._reduction = device, reduction
-        self._buffers: list[_Buffer] = []
+        self._pool, self._device, self._reduction = pool, device, reduction
         self._landing = self._make_landing() if self.layout.narrowed else None
-        self._last: HostGradSums | None = None
-
-    @property
-    def used(self) -> bool:
-        """Whether any batch has had gradients for it."""
-        return self._last is not None
-
-    def reserve(self) -> None:
-        """Allocate the first batch's buffer now: page-locking takes time and may stall what runs meanwhile."""
-        self._unused()
 
     def begin(self, *, apart: bool = False) -> HostGradSums:
         """Return the sum of a new batch.
@@ -158,30 +285,11 @@ class HostGradBuffers:
         """
         if apart and self._landing is None and self.layout.nbytes:
             self._landing = self._make_landing()
-        before = self._last
-        while before is not None and before.unused:
-            before = before.before
-        buffer = before.buffer if before is not None and not before.handed_out else self._unused()
         landing = self._landing if apart or self.layout.narrowed else None
-        self._last = HostGradSums(self.layer, self.layout, buffer, before, landing)
-        return self._last
+        return HostGradSums(self.layer, self.layout, self._pool, landing)
 
     def _make_landing(self) -> _Landing:
         return _Landing(self.layout, self._device, self._reduction)
-
-    def _unused(self) -> _Buffer:
-        for buffer in self._buffers:
-            if buffer.unused:
-                return buffer
-        nbytes = self.layout.nbytes
-        if self.layout.narrowed or not nbytes:  # only the host writes to it, so it needs no page-locked memory
-            flat = torch.empty(nbytes, dtype=torch.uint8)
-        else:
-            flat = self._device.host_buffer(nbytes)
-        views = [segment.view(flat) for segment in self.layout.segments]
-        buffer = _Buffer(flat, views, holders(flat))
-        self._buffers = [*self._buffers[-1:], buffer]
-        return buffer
 
 
 def _spans(nbytes: int) -> list[tuple[int, int]]:
@@ -283,23 +391,28 @@ class _Added(Event):
 
 
 class GradientMemory:
-    """Host memory for the gradients of all calls, allocated on first use.
+    """Host memory for the gradients of all calls.
 
     Args:
         layers: the layers that are called.
         device: any device; allocates host memory that copies asynchronously.
         reduction: how gradients come to the host.
+        workers: the number of workers.
+
+    Attributes:
+        pool: where sums have their memory from.
     """
 
-    def __init__(self, layers: Sequence[HostLayer], device: Device, reduction: Reduction) -> None:
+    def __init__(self, layers: Sequence[HostLayer], device: Device, reduction: Reduction, workers: int) -> None:
         self.reduction = reduction
-        self._layers, self._device = layers, device
+        self._device = device
         self._buffers: dict[tuple[int, int, tuple[bool, ...] | None], HostGradBuffers] = {}
-        self._reserves = self._reserved = False
-        """Whether `reserve` has been called, and whether no batch has ended since the last reservation."""
+        largest = max((sum(master.nbytes for master in layer.masters) for layer in layers), default=0)
+        self.pool = GradientPool(device, (2 * workers + 2) * largest)
+        """While one layer's gradients of each worker arrive, the optimizer has one of each to go on with."""
 
     def of(self, layer: HostLayer, use: int, trainable: tuple[bool, ...] | None = None) -> HostGradBuffers:
-        """Return the memory of one call.
+        """Return what one call needs.
 
         Args:
             layer: the layer.
@@ -308,29 +421,13 @@ class GradientMemory:
         """
         key = (layer.index, use, trainable)
         if key not in self._buffers:
-            self._buffers[key] = HostGradBuffers(layer, self._device, self.reduction, trainable)
+            self._buffers[key] = HostGradBuffers(layer, self.pool, self._device, self.reduction, trainable)
         return self._buffers[key]
 
-    def reserve(self) -> None:
-        """Allocate the memory of one call of each layer now, before the first batch, which is measured."""
-        for layer in self._layers:
-            self.of(layer, 0).reserve()
-        self._reserves = self._reserved = True
-
-    def give_back(self) -> None:
-        """After a batch: free reserved memory that no call had gradients for. A later call allocates it again."""
-        if self._reserved:
-            self._reserved = False
-            self._buffers = {key: buffers for key, buffers in self._buffers.items() if buffers.used}
-
     def drop(self) -> None:
-        """Drop all memory: its gradients will not be read, or never arrive."""
+        """Drop all memory: its gradients will not be read, or never arrive; or other parameters are trained now."""
         self._buffers.clear()
-
-    def reserve_again(self) -> None:
-        """Reserve again after `drop`, for the parameters that are trained now, if memory was reserved before."""
-        if self._reserves:
-            self.reserve()
+        self.pool.clear()
 
 
 class HostGradSums:
@@ -341,32 +438,36 @@ class HostGradSums:
 
     Args:
         layer: the layer.
-        layout: layout of the gradients in ``buffer``.
-        buffer: the call's host memory.
-        before: the previous batch's sum in the same buffer.
-        landing: where the sums of rounds land. None: downloads go to ``buffer`` itself.
+        layout: layout of the gradients in the block.
+        pool: where the block comes from.
+        landing: where the sums of rounds land. None: downloads go to the block itself.
     """
 
     def __init__(
-        self, layer: HostLayer, layout: GradientLayout, buffer: _Buffer, before: HostGradSums | None,
-        landing: _Landing | None = None,
-    ) -> None:  # fmt: skip
+        self, layer: HostLayer, layout: GradientLayout, pool: GradientPool, landing: _Landing | None = None
+    ) -> None:
         self.layer = layer
         self.layout = layout
-        self.buffer = buffer
-        self.flat = buffer.flat
         self.landing = landing
         self.present = [False] * len(layout.segments)
         self.handed_out = False
-        """Whether views of the buffer were handed to user code, which may keep them."""
-        self.consumed = Waiter()
-        """Woken when the contents of the buffer are no longer needed."""
-        self.before = before
-        """The sum whose values occupy the buffer until `make_room`."""
+        """Whether views of the block were handed to user code, which may keep them."""
         self.parts: list[tuple[int, Event]] = []
         """Of each part of the last download, its end in bytes of the sum, and the event after which it is there [7]."""
+        self._pool = pool
+        self._block: _Block | None = None
         self._there: Event | None = None
-        self._over = False
+
+    @property
+    def flat(self) -> Tensor:
+        """The memory of the sum, from `make_room` to `release`."""
+        assert self._block is not None, "the sum has no memory"
+        return self._block.flat
+
+    @property
+    def _views(self) -> list[Tensor]:
+        assert self._block is not None, "the sum has no memory"
+        return self._block.views(self.layout)
 
     @property
     def arrived(self) -> Event | None:
@@ -374,30 +475,22 @@ class HostGradSums:
         return self.parts[-1][1] if self.parts else None
 
     @property
-    def unused(self) -> bool:
-        """Whether the step ended without a download to it, so that the buffer still holds the sum of `before`."""
-        return self._over and self.arrived is None and self.before is not None
-
-    def end(self) -> None:
-        """Mark the step as over: nothing more is downloaded to it."""
-        self._over = True
-        if self.arrived is None and self.before is not None and self.before.unused:
-            self.before = self.before.before  # keeps the chain of unused sums short
-
-    @property
     def has_room(self) -> bool:
         """Whether neither `make_room` nor a download waits."""
-        before = self.before
-        consumed = before is None or (before.consumed.woken and (before.arrived is None or before.arrived.done()))
-        return consumed and (self.landing is None or self.arrived is None or self.arrived.done())
+        room = self._block is not None or not self._pool.is_full
+        return room and (self.landing is None or self.arrived is None or self.arrived.done())
 
     def make_room(self, cancel_scope: CancelScope) -> None:
-        """Before a download: wait until the previous batch's sum is consumed [2]."""
-        before, self.before = self.before, None
-        if before is not None:
-            cancel_scope.wait(before.consumed)
-            # If nothing took that sum, its download may still be on its way.
-            before.wait()
+        """Before a download: take a block, if there is none yet [2]."""
+        if self._block is None:
+            self._pool.wait(cancel_scope)
+            self._block = self._pool.take(self.layout)
+
+    def release(self) -> None:
+        """Give the memory back, whose contents are no longer needed [3]. Idempotent."""
+        block, self._block = self._block, None
+        if block is not None:
+            self._pool.give(block, self.layout, self.arrived, lent=self.handed_out)
 
     def land(
         self,
@@ -467,19 +560,19 @@ class HostGradSums:
         segment = self.layout.segments[index]
         nbytes = segment.offset + end * segment.dtype.itemsize
         self._wait_for(next((event for there, event in self.parts if there >= nbytes), self.parts[-1][1]))
-        part = self.buffer.views[index].view(-1)[start:end]
+        part = self._views[index].view(-1)[start:end]
         return part if factor == 1.0 else part.mul_(factor)
 
     def take(self, factor: float) -> dict[int, Tensor]:
-        """Multiply the gradients by ``factor`` in place and return them by id of the master, as views into the buffer.
+        """Multiply the gradients by ``factor`` in place and return them by id of the master, as views into the block.
 
         After a hand-out the views are new tensors, so that the caller owns them. Otherwise they are the cached ones,
         which the next batch uses too.
         """
+        if not any(self.present):
+            return {}
         self.wait()
-        views = self.buffer.views
-        if self.handed_out:
-            views = [segment.view(self.flat) for segment in self.layout.segments]
+        views = [segment.view(self.flat) for segment in self.layout.segments] if self.handed_out else self._views
         taken = {key: view for key, view, present in zip(self.layout.keys, views, self.present, strict=True) if present}
         if factor != 1.0:
             for view in taken.values():
@@ -487,8 +580,8 @@ class HostGradSums:
         return taken
 
     def view_of(self, key: int) -> Tensor:
-        """Return the sum for the master with id ``key`` as it lies in the buffer now."""
-        return self.buffer.views[self.layout.keys.index(key)]
+        """Return the sum for the master with id ``key`` as it lies in the block now."""
+        return self._views[self.layout.keys.index(key)]
 
     def got(self) -> list[nn.Parameter]:
         """Return the masters that got a gradient."""

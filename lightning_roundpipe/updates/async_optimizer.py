@@ -2,10 +2,10 @@
 
     main thread: begin ── losses ── submit ── [1]             the batch ends in an optimizer step; backward goes on
     optimizer thread, bucket by bucket as they become ready, of several the first in forward order:
-        take the gradients from the host buffers ── add what earlier batches have accumulated ── [2]
+        take the gradients from host memory ── add what earlier batches have accumulated ── [2]
         with clipping by norm or loss scaling: wait for all buckets, as all norms, or whether all gradients are finite,
         must be known before any bucket is stepped; then step all or none, in forward order ── [3]
-        step ── release the host buffers ── publish the version ── [4]
+        step ── give the gradients' memory back ── publish the version ── [4]
         a large bucket, without clipping by norm or loss scaling: part by part, each as soon as it has arrived ── [5]
     worker: uploads of the next step wait for the version of their own layer only
 
@@ -26,9 +26,9 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +40,7 @@ from lightning_roundpipe.devices.errors import StreamAborted
 from lightning_roundpipe.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.memory import grad_buffers
 from lightning_roundpipe.memory.flat_params import ALONE, holders
-from lightning_roundpipe.memory.grad_buffers import HostGradSums
+from lightning_roundpipe.memory.grad_buffers import GradientPool, HostGradSums
 from lightning_roundpipe.memory.loss_scale import Scales
 from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.optim.clipping import Clip, clamp, coefficient, norms, scale
@@ -75,6 +75,7 @@ class _OptimizerStep:
         partial_optimizer: steps some of the optimizer's parameters.
         scale: the loss scale, which the gradients of all its batches were multiplied by.
         outside: ids of the masters that the optimizer does not hold, whose gradients its ``zero_grad`` does not drop.
+        keeps: see ``AsyncOptimizer.keeps_gradients``.
     """
 
     number: int
@@ -84,6 +85,7 @@ class _OptimizerStep:
     partial_optimizer: PartialOptimizer
     scale: float
     outside: AbstractSet[int]
+    keeps: bool
 
     def held(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return the ``gradients`` of the optimizer's parameters, in its order: only they are clipped."""
@@ -170,8 +172,11 @@ class AsyncOptimizer:
         scales: the loss scales.
         around: returns a context that the thread enters for as long as it lives.
         exchange: sums gradients over several machines; None if there is only one.
+        pool: the memory of gradients, in which downloads wait for updates; None: they never do.
 
     Attributes:
+        keeps_gradients: whether the gradients that a step has used stay until the next batch, for `show`. Otherwise the
+            gradients of other layers take their memory.
         submitted: the number of optimizer steps submitted, which is the version of the newest weights.
         torn: whether the last update was cut short, by a failing backward, after some buckets had been stepped.
         whole: whether no submitted update has failed or was left out.
@@ -187,8 +192,10 @@ class AsyncOptimizer:
         scales: Scales | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         exchange: GradientExchange | None = None,
+        pool: GradientPool | None = None,
     ) -> None:
-        self._exchange = exchange
+        self._exchange, self._pool = exchange, pool
+        self.keeps_gradients = True
         self.buckets = list(buckets)
         self.staleness = staleness
         self._first = self.submitted = max(bucket.version for bucket in self.buckets)  # an earlier instance's, or 0
@@ -265,7 +272,8 @@ class AsyncOptimizer:
         self._window_is_open = False
         scale, partial_optimizer = self._scales.last, self._partial_optimizer_of(optimizer)
         values, outside = Hyperparameters.of(optimizer), self._outside()
-        step = _OptimizerStep(self.submitted, batch, values, clip, partial_optimizer, scale, outside)
+        keeps = self.keeps_gradients
+        step = _OptimizerStep(self.submitted, batch, values, clip, partial_optimizer, scale, outside, keeps)
         self._post(lambda: self._run(step))
 
     def accumulated(self) -> dict[int, Tensor]:
@@ -455,9 +463,15 @@ class AsyncOptimizer:
         self._thread.submit(guarded)
 
     def _forget(self, outside: AbstractSet[int]) -> None:
-        self._left, self._left_in = {}, ()
+        self._drop_left()
         for accumulated in self._accumulated.values():
             accumulated.forget(outside)
+
+    def _drop_left(self) -> None:
+        """Give back the memory of the gradients that the last step has left."""
+        for total in self._left_in:
+            total.release()
+        self._left, self._left_in = {}, ()
 
     def _as_they_come(
         self, batch: StepGradients | None, came: Callable[[ParamBucket], None]
@@ -524,27 +538,33 @@ class AsyncOptimizer:
                 yield {bucket: self._gather(bucket, step) for bucket in buckets}
             return
         for bucket in self._in_order(step.batch, lambda bucket: self._uploaded(bucket, step)):
-            yield from self._summed(self._exchange.add(bucket, self._gather(bucket, step)))
-        yield from self._summed(self._exchange.rest())
+            yield from self._summed(step, self._exchange.add(bucket, self._gather(bucket, step)))
+        yield from self._summed(step, self._exchange.rest())
 
     def _summed(
-        self, arrived: list[tuple[ParamBucket, dict[int, Tensor]]]
+        self, step: _OptimizerStep, arrived: list[tuple[ParamBucket, dict[int, Tensor]]]
     ) -> Iterator[dict[ParamBucket, dict[int, Tensor]]]:
         for bucket, gradients in arrived:
             for master in bucket.masters:
                 self._left.pop(id(master), None)
-            self._left.update(gradients)
+            self._leave(step, gradients)
             yield {bucket: gradients}
 
     def _gather(self, bucket: ParamBucket, step: _OptimizerStep) -> dict[int, Tensor]:
         """Return the bucket's gradients, summed over all batches since the last step [2]."""
         last = step.batch.take(bucket) if step.batch is not None else {}
         gathered = self._accumulated[bucket].with_last(last, step.outside)
-        self._left.update(gathered)
+        self._leave(step, gathered)
         return gathered
 
+    def _leave(self, step: _OptimizerStep, gradients: Mapping[int, Tensor]) -> None:
+        """Leave gradients, which the step uses, to `show`."""
+        if step.keeps:
+            self._left.update(gradients)
+
     def _run(self, step: _OptimizerStep) -> None:
-        self._left, self._left_in = {}, step.batch.sums if step.batch is not None else ()
+        self._drop_left()
+        self._left_in = step.batch.sums if step.batch is not None and step.keeps else ()
         if self._exchange is not None:
             self._exchange.begin()
             if step.batch is not None:
@@ -567,9 +587,10 @@ class AsyncOptimizer:
                     self._apply(step, mine)
                 self._publish_weights(step, wait=True)
                 return
-            for buckets in self._as_they_come(step.batch, lambda bucket: self._uploaded(bucket, step)):
-                if not (len(buckets) == 1 and self._apply_parts(step, buckets[0])):
-                    self._apply(step, {bucket: self._gather(bucket, step) for bucket in buckets})
+            with self._draining(step):
+                for buckets in self._as_they_come(step.batch, lambda bucket: self._uploaded(bucket, step)):
+                    if not (len(buckets) == 1 and self._apply_parts(step, buckets[0])):
+                        self._apply(step, {bucket: self._gather(bucket, step) for bucket in buckets})
             return
         gathered: dict[ParamBucket, dict[int, Tensor]] = {}
         measured: dict[int, Tensor] = {}
@@ -595,6 +616,19 @@ class AsyncOptimizer:
         while there:
             self._apply(step, {bucket: gathered[bucket] if finite else {} for bucket in self._piece(there)})
         self._publish_weights(step, wait=True)
+
+    @contextmanager
+    def _draining(self, step: _OptimizerStep) -> Iterator[None]:
+        """Let downloads wait for memory while the optimizer has complete gradients to use, layer by layer."""
+        if self._pool is None or step.batch is None or step.keeps:
+            yield
+            return
+        self._pool.draining = step.batch.readiness
+        try:
+            yield
+        finally:
+            self._pool.draining = None
+            self._pool.look_again()
 
     def _apply(self, step: _OptimizerStep, gathered: dict[ParamBucket, dict[int, Tensor]]) -> None:
         """Step the parameters of some buckets that have gradients, and publish the buckets [4]."""
@@ -653,7 +687,8 @@ class AsyncOptimizer:
                 step.partial_optimizer.step_part(values, key, gradient, start, end)
                 if not self.staleness:
                     bucket.refresh_part(master, start, end)
-        self._left.update({key: found[key][0].view_of(key) for key in found} | accumulated.present())
+        if step.keeps:
+            self._left.update({key: found[key][0].view_of(key) for key in found} | accumulated.present())
         self._finish(step, bucket)
         return True
 
@@ -661,6 +696,9 @@ class AsyncOptimizer:
         """Release the gradients of a stepped bucket, and publish it; with staleness 1, `_uploaded` does that later."""
         self._accumulated[bucket].forget(step.outside)
         if step.batch is not None:
-            step.batch.release(bucket)
+            if step.batch.readiness is not None:
+                step.batch.readiness.used(bucket)
+            if not step.keeps:
+                step.batch.release(bucket)
         if not self.staleness:
             bucket.publish(step.number)

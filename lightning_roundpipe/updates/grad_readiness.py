@@ -76,6 +76,7 @@ class GradReadiness:
         self._read: Collection[ParamBucket] | None = None
         self._ended = False
         self._coming = set(buckets)
+        self._unused = 0
         self._unsent = dict.fromkeys(buckets, 0)
         self._uploads: dict[ParamBucket, list[Event]] = {bucket: [] for bucket in buckets}
         self._there: queue.SimpleQueue[ParamBucket | _Sent | None] = queue.SimpleQueue()
@@ -143,6 +144,16 @@ class GradReadiness:
         """Make `take` raise: the step has failed."""
         self._there.put(None)
 
+    @property
+    def has_ready(self) -> bool:
+        """Whether a bucket is ready that the optimizer has not used yet."""
+        return self._unused > 0
+
+    def used(self, bucket: ParamBucket) -> None:
+        """Note that the optimizer has used the gradients of a bucket."""
+        with self._lock:
+            self._unused -= 1
+
     def _look(self, buckets: Iterable[ParamBucket]) -> None:
         for bucket in buckets:
             known = self._read is not None and (self._ended or bucket not in self._read)
@@ -151,6 +162,7 @@ class GradReadiness:
                 self._uploads[bucket] = []
             if known and not self._open[bucket] and bucket in self._coming:
                 self._coming.discard(bucket)
+                self._unused += 1
                 self._there.put(bucket)
 
     # -- the optimizer's thread ---------------------------------------------------------------------------------------

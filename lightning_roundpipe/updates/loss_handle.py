@@ -169,9 +169,9 @@ class StepGradients:
             total.wait()
 
     def release(self, bucket: ParamBucket | None = None) -> None:
-        """Let the next batch overwrite the gradients of ``bucket``, by default of all buckets."""
+        """Give back the memory of the gradients of ``bucket``, by default of all buckets."""
         for total in self._sums if bucket is None else self._of[bucket]:
-            total.consumed.wake()
+            total.release()
         if bucket is None:
             self._sums, self._proxies = [], []
             self._of.clear()

@@ -1,8 +1,10 @@
-"""Memory for gradients is made before the first batch, which is measured; what no call needs is given back."""
+"""Memory for gradients: what is in flight, not a copy of the model."""
 
 from __future__ import annotations
 
+import time
 import weakref
+from collections import Counter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,21 +14,23 @@ from harness import loader, ours, run, trainer_of
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.emulated import EmulatedDevice
+from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 
 SIZE = 8
+LAYERS = 12
 
 
 class Module(pl.LightningModule):
-    """Four layers, of which one is never called and one is frozen at first."""
+    """Layers of one size, of which the last is never called and the first is frozen."""
 
     def __init__(self, *, manual: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE, bias=False) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS + 2))
         self.layers[0].requires_grad_(requires_grad=False)
         self.automatic_optimization = not manual
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        for layer in self.layers[:3]:
+        for layer in self.layers[:-1]:
             batch = torch.tanh(layer(batch))
         loss = batch.square().mean()
         if not self.automatic_optimization:
@@ -40,66 +44,82 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+class LooksAtGradients(pl.Callback):
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        assert pl_module.layers[1].weight.grad is not None
+
+
 class Asked(pl.Callback):
-    """When host memory was asked for: the batch, or -1 before the first; and which of it still lives."""
+    """Blocks of host memory that are asked for during training, by batch, and how many of them live at its end."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
-    def __init__(self, patch: pytest.MonkeyPatch, unfreeze: int = -1) -> None:
-        self.when: list[int] = []
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.when: Counter[int] = Counter()
         self.living: list[int] = []
-        self._batch, self._unfreeze = -1, unfreeze
+        self.sizes: set[int] = set()
+        self._batch: int | None = None
         self._storages: list[weakref.ref[Any]] = []
         real = EmulatedDevice.host_buffer
 
         def host_buffer(device: EmulatedDevice, nbytes: int) -> Tensor:
             made = real(device, nbytes)
-            self.when.append(self._batch)
-            self._storages.append(weakref.ref(made.untyped_storage()))
+            if self._batch is not None:
+                self.when[self._batch] += 1
+                self._storages.append(weakref.ref(made.untyped_storage()))
+                self.sizes.add(nbytes)
             return made
 
         patch.setattr(EmulatedDevice, "host_buffer", host_buffer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.when.clear()  # weights
+        self._batch = -1
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._batch = batch_idx
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.living.append(sum(storage() is not None for storage in self._storages))
-        if batch_idx == self._unfreeze:
-            pl_module.layers.requires_grad_(requires_grad=True)
 
 
-def batches(count: int = 3) -> list[Tensor]:
+def batches(count: int = 5) -> list[Tensor]:
     return list(torch.randn(count, 4, SIZE, generator=torch.Generator().manual_seed(1)))
 
 
-def fit(asked: Asked, module: Module, **options: Any) -> None:
-    used = ours(num_microbatches=2 if module.automatic_optimization else 1, layers=["Linear"], **options)
-    run(used, module, batches(), callbacks=[asked], watch=False)
+def fit(asked: Asked, module: Module, *callbacks: pl.Callback, **options: Any) -> None:
+    used = ours(num_microbatches=2 if module.automatic_optimization else 1, layers=["Linear"])
+    run(used, module, batches(), callbacks=[asked, *callbacks], watch=False, **options)
 
 
-def test_none_is_made_within_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def slow_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients come faster than the optimizer uses them."""
+    real = PartialOptimizer.step
+
+    def step(self: PartialOptimizer, *args: Any) -> None:
+        time.sleep(0.01)
+        real(self, *args)
+
+    monkeypatch.setattr(PartialOptimizer, "step", step)
+    monkeypatch.setattr("lightning_roundpipe.updates.async_optimizer.PIECE", 1)
+
+
+def test_downloads_wait_for_a_slow_optimizer(monkeypatch: pytest.MonkeyPatch, slow_optimizer: None) -> None:
+    """The first window has all sums at once; their memory is freed. Later ones have what is in flight."""
     asked = Asked(monkeypatch)
     fit(asked, Module())
-    assert asked.when == [-1, -1, -1], "one for each trained layer"
-    assert asked.living[0] == 7, "weights, and gradients"
-    assert asked.living[1:] == [6, 6], "gradients of the layer that was never called are kept"
+    assert asked.when[0] == LAYERS and asked.sizes == {4 * SIZE * SIZE}
+    assert 1 <= asked.living[-1] <= 4, "as many as the limit holds"
 
 
-def test_what_begins_to_be_trained_has_its_memory_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Asked(monkeypatch, unfreeze=1)
-    before: list[int] = []
-    step = Module.training_step
-
-    def training_step(module: Module, batch: Tensor, batch_idx: int) -> Any:
-        before.append(len(asked.when))
-        return step(module, batch, batch_idx)
-
-    monkeypatch.setattr(Module, "training_step", training_step)
-    fit(asked, Module())
-    assert asked.when.count(1) == 4
-    assert before[2:] == [len(asked.when)] * 4
+@pytest.mark.parametrize("why", ["clipping by norm", "a hook that finds .grad"])
+def test_where_all_gradients_are_needed_each_layer_has_memory(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(monkeypatch)
+    if why == "clipping by norm":
+        fit(asked, Module(), gradient_clip_val=0.1)
+    else:
+        fit(asked, Module(), LooksAtGradients())
+    assert asked.living[-1] == LAYERS
 
 
 @pytest.mark.parametrize("how", ["validate", "manual"])
@@ -108,21 +128,7 @@ def test_where_none_is_needed_before_none_is_made(how: str, monkeypatch: pytest.
     module = Module(manual=how == "manual")
     if how == "manual":
         fit(asked, module)
-        assert -1 not in asked.when
+        assert asked.when[-1] == 0 and asked.living[-1] <= 2 * LAYERS
     else:
         trainer_of(ours(layers=["Linear"]), devices=1).validate(module, loader(batches()), verbose=False)
-        assert len(asked.when) == 4, "weights"
-
-
-def test_frozen_layers_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page would be locked for nothing."""
-    sizes: list[int] = []
-    real = EmulatedDevice.host_buffer
-
-    def host_buffer(device: EmulatedDevice, nbytes: int) -> Tensor:
-        sizes.append(nbytes)
-        return real(device, nbytes)
-
-    monkeypatch.setattr(EmulatedDevice, "host_buffer", host_buffer)
-    fit(Asked(monkeypatch), Module())
-    assert sizes and 0 not in sizes
+        assert not asked.when

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from host_gradients import host_gradients
 from torch import nn
 
 from lightning_roundpipe.config import Emulation, RoundPipeError
 from lightning_roundpipe.devices import Device, make_devices
-from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, HostGradBuffers, Reduction
+from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, Reduction
 from lightning_roundpipe.memory.host_layer import HostLayer, make_buckets
 from lightning_roundpipe.threads.task_thread import TaskThread
 
@@ -109,7 +110,7 @@ def test_a_parameter_without_gradient_keeps_none(device: Device) -> None:
     """Zeros instead would be decayed by AdamW."""
     module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     layer = HostLayer(0, "layer", module, device, {})
-    host = HostGradBuffers(layer, device, OWN).begin()
+    host = host_gradients(layer, device, OWN).begin()
     copies = [nn.Parameter(p.detach().clone()) for p in layer.masters]
     gradients = DeviceGradSums(host, torch.zeros(host.layout.nbytes, dtype=torch.uint8))
     for _ in range(2):
@@ -121,24 +122,10 @@ def test_a_parameter_without_gradient_keeps_none(device: Device) -> None:
     assert list(taken) == [id(layer.masters[0])] and taken[id(layer.masters[0])].unique().tolist() == [3.0]
 
 
-def test_a_new_sum_leaves_the_gradient_in_use_alone(device: Device) -> None:
-    """Accumulation over batches: ``.grad`` lies in the buffer of the batch before."""
-    module = nn.Linear(2, 2, bias=False)
-    buffers = HostGradBuffers(HostLayer(0, "layer", module, device, {}), device, OWN)
-    host = buffers.begin()
-    host.handed_out, host.present = True, [True]
-    [view] = host.take(1.0).values()
-    view.fill_(1.0)
-    module.weight.grad = view
-    del view
-    buffers.begin().flat.fill_(0)
-    assert module.weight.grad.unique().tolist() == [1.0]
-
-
 def test_two_buffers_take_turns(device: Device) -> None:
     """``zero_grad`` comes after the next sum has begun; two are enough then, and memory is not asked for again."""
     module = nn.Linear(2, 2, bias=False)
-    buffers = HostGradBuffers(HostLayer(0, "layer", module, device, {}), device, OWN)
+    buffers = host_gradients(HostLayer(0, "layer", module, device, {}), device, OWN)
     seen: list[int] = []
     for _ in range(6):
         host = buffers.begin()
@@ -146,14 +133,16 @@ def test_two_buffers_take_turns(device: Device) -> None:
         module.weight.grad = None
         [module.weight.grad] = host.take(1.0).values()
         seen.append(host.flat.data_ptr())
+        host.release()
     assert seen[0] != seen[1] and seen == seen[:2] * 3
 
 
 def test_what_is_not_handed_out_stays_in_one_buffer_and_in_the_same_tensors(device: Device) -> None:
-    buffers = HostGradBuffers(HostLayer(0, "layer", nn.Linear(2, 2), device, {}), device, OWN)
+    buffers = host_gradients(HostLayer(0, "layer", nn.Linear(2, 2), device, {}), device, OWN)
     seen = set()
     for _ in range(4):
         host = buffers.begin()
         host.present = [True, True]
         seen.add((host.flat.data_ptr(), *map(id, host.take(1.0).values())))
+        host.release()
     assert len(seen) == 1

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_gradients import host_gradients
 from torch import Tensor, nn
 from without import take_out
 
@@ -60,7 +61,7 @@ def _send(buffers: HostGradBuffers, device: Device, rounds: list[list[Tensor | N
         host.make_room(CancelScope())
         on_device.download(device.gradients_down, 0)
     taken = {key: gradient.clone() for key, gradient in host.take(1.0).items()}
-    host.consumed.wake()
+    host.release()
     return taken
 
 
@@ -84,7 +85,7 @@ def test_each_round_is_rounded_and_the_sum_is_not(
     shapes += [torch.zeros(300, dtype=torch.bfloat16), torch.zeros(65, dtype=torch.float64), torch.zeros(5000)]
     layer = _layer(device, *shapes)
     rounds = [[torch.randn(p.shape, generator=generator).to(p.dtype) for p in shapes] for _ in range(3)]
-    taken = _send(HostGradBuffers(layer, device, reduction), device, [list(r) for r in rounds])
+    taken = _send(host_gradients(layer, device, reduction), device, [list(r) for r in rounds])
     for index, (master, shape) in enumerate(zip(layer.masters, shapes, strict=True)):
         expected = sum((r[index].bfloat16().to(shape.dtype) for r in rounds), torch.zeros(()).to(shape.dtype))
         assert torch.equal(taken[id(master)], expected) and taken[id(master)].dtype is shape.dtype, index
@@ -95,7 +96,7 @@ def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(
 ) -> None:
     layer = _layer(device, torch.zeros(4), torch.zeros(4), torch.zeros(4))
     one = torch.ones(4)
-    buffers = HostGradBuffers(layer, device, reduction)
+    buffers = host_gradients(layer, device, reduction)
     for factor in (1, 2):  # the second batch finds what the first one left
         taken = _send(buffers, device, [[one * factor, None, None], [one * factor, one * factor, None]])
         assert [id(m) in taken for m in layer.masters] == [True, True, False]
@@ -130,7 +131,7 @@ def test_each_wait_is_needed(
         take_out(monkeypatch, *wait)
     layer = _layer(device, torch.zeros(20_000))
     rounds: list[list[Tensor | None]] = [[torch.full((20_000,), float(value))] for value in (1, 2, 4)]
-    [taken] = _send(HostGradBuffers(layer, device, reduction), device, rounds).values()
+    [taken] = _send(host_gradients(layer, device, reduction), device, rounds).values()
     assert (taken.unique().tolist() == [7.0]) == (wait is None)
 
 
@@ -157,7 +158,7 @@ def test_a_part_is_used_and_lands_again_while_the_next_one_is_added(
     monkeypatch.setattr(grad_buffers._Landing, "add_to", add_to)
     layer = _layer(device, torch.zeros(20_000))
     [taken] = _send(
-        HostGradBuffers(layer, device, reduction), device, [[torch.ones(20_000)], [torch.ones(20_000)]]
+        host_gradients(layer, device, reduction), device, [[torch.ones(20_000)], [torch.ones(20_000)]]
     ).values()
     assert added == [0, 1, 0, 1] and taken.unique().tolist() == [2.0]
 
@@ -167,7 +168,7 @@ def test_the_sum_of_a_part_may_be_taken_before_the_next_one_is_added(
     device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch, part: int
 ) -> None:
     layer = _layer(device, torch.zeros(20_000), torch.zeros(3))
-    host = HostGradBuffers(layer, device, reduction).begin()
+    host = host_gradients(layer, device, reduction).begin()
     first, real_add = threading.Event(), grad_buffers._Landing.add_to
 
     def add_to(self: Any, sums: Tensor, part: int, *args: Any) -> None:
@@ -194,7 +195,7 @@ def test_who_waits_for_a_part_that_will_not_come_is_told(
 ) -> None:
     """Another worker follows as soon as the first part is on its way, and waits for the others one by one. The step
     knows the error before: what that worker is told has another type."""
-    host = HostGradBuffers(_layer(device, torch.zeros(20_000)), device, reduction).begin()
+    host = host_gradients(_layer(device, torch.zeros(20_000)), device, reduction).begin()
     real, copied, begun = type(device.gradients_down).copy, [], []
     failed: list[tuple[BaseException, bool]] = []
 
@@ -229,7 +230,7 @@ def test_everybody_is_told_however_many_parts_do_not_come(
     thread, which takes such links apart, may have come between."""
     monkeypatch.setattr(grad_buffers, "STREAMED", 16)
     monkeypatch.setattr(grad_buffers, "PART", 16)
-    host = HostGradBuffers(_layer(device, torch.zeros(20_000)), device, reduction).begin()
+    host = host_gradients(_layer(device, torch.zeros(20_000)), device, reduction).begin()
 
     def copy(self: Any, *args: Any) -> None:
         raise ValueError("lost on the way")
@@ -256,7 +257,7 @@ def test_an_error_does_not_keep_the_memory_of_gradients(
     monkeypatch.setattr(type(device.gradients_down) if where == "copy" else grad_buffers._Landing, where, fails)
 
     def send() -> list[weakref.ref[Any]]:
-        host = HostGradBuffers(_layer(device, torch.zeros(20_000)), device, reduction).begin()
+        host = host_gradients(_layer(device, torch.zeros(20_000)), device, reduction).begin()
         on_device = DeviceGradSums(host, torch.zeros(host.layout.nbytes, dtype=torch.uint8))
         on_device.present = [True]
         on_device.narrow()
@@ -279,7 +280,7 @@ def test_an_error_does_not_keep_the_memory_of_gradients(
 def test_what_is_as_narrow_already_travels_as_it_is(
     device: Device, reduction: Reduction, dtype: torch.dtype, narrowed: bool
 ) -> None:
-    buffers = HostGradBuffers(_layer(device, torch.zeros(512, dtype=dtype)), device, reduction)
+    buffers = host_gradients(_layer(device, torch.zeros(512, dtype=dtype)), device, reduction)
     assert buffers.layout.narrowed is narrowed and buffers.layout.travel_nbytes == 1024
 
 
