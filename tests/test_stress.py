@@ -136,7 +136,7 @@ def test_a_step_leaves_nothing_behind(empty: tuple[int, int] | None) -> None:
     }
     assert len(alive.left) == 4
     assert [sorted(gone & left.keys()) for left in alive.left] == [[]] * 4
-    assert alive.left[2].keys() >= {"HostGradSums", "Worker"}, "nothing was looked at"
+    assert alive.left[2].keys() >= {"GradientPool", "Worker"}, "nothing was looked at"
 
 
 @pytest.mark.slow

@@ -155,8 +155,7 @@ class GradientPool:
     grows with what is in flight. Where the optimizer needs all gradients before it uses any (clipping by norm, loss
     scaling, several rounds, several machines), that is a block for each layer. Where it uses them layer by layer,
     downloads wait for it once ``limit`` bytes are held, while it has complete gradients to go on with. They wait for
-    nothing else: what is incomplete may come with the very download that would wait. What the pool holds beyond the
-    limit, from downloads before the optimizer has begun, is freed then.
+    nothing else: what is incomplete may come with the very download that would wait.
 
     Memory that was handed to user code in ``.grad`` is used again once user code has dropped it.
 
@@ -176,8 +175,6 @@ class GradientPool:
         self.keeps = False
         self.draining: Ready | None = None
         self.held = 0
-        self._spare = 0
-        """Bytes of the blocks that are free."""
         self._lock = threading.Lock()
         self._generation = 0
         self._free: defaultdict[tuple[int, bool], list[_Block]] = defaultdict(list)
@@ -208,11 +205,10 @@ class GradientPool:
             lent, self._lent = self._lent, []
             for place, block in lent:
                 if block.unused:
-                    self._put(place, block)
+                    self._free[place].append(block)
                 else:
                     self._lent.append((place, block))
             found = self._free[key].pop() if self._free[key] else None
-            self._spare -= layout.nbytes if found is not None else 0
             generation = self._generation
             self.held += layout.nbytes
         if found is None:
@@ -238,16 +234,11 @@ class GradientPool:
         with self._lock:
             if block.generation == self._generation:
                 self.held -= layout.nbytes
-                exceeds = self.draining is not None and self.held + self._spare >= self._limit
                 if block.kept and lent:
                     self._lent.append((key, block))
-                elif block.kept and not exceeds:
-                    self._put(key, block)
+                elif block.kept:
+                    self._free[key].append(block)
         self.look_again()
-
-    def _put(self, key: tuple[int, bool], block: _Block) -> None:
-        self._free[key].append(block)
-        self._spare += key[0]
 
     def look_again(self) -> None:
         """Let downloads that wait look whether they still have to."""
@@ -260,7 +251,7 @@ class GradientPool:
         """Free all memory but what sums hold, which is freed with them: downloads may never arrive there."""
         with self._lock:
             self._generation += 1
-            self.held = self._spare = 0
+            self.held = 0
             self._free.clear()
             self._lent.clear()
 
