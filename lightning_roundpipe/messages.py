@@ -5,15 +5,11 @@ Every warning and every line of information begins with ``roundpipe:``, so that 
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
-from types import FrameType
 
 PREFIX = "roundpipe: "
-
-_NOT_THE_USER = ("lightning_roundpipe", "lightning", "lightning_utilities", "contextlib", "torch", "threading")
 
 
 class RoundPipeWarning(UserWarning):
@@ -23,16 +19,7 @@ class RoundPipeWarning(UserWarning):
 def warn(text: str) -> None:
     """Issue a `RoundPipeWarning`. ``text`` must begin with ``roundpipe:``."""
     assert text.startswith(PREFIX)
-    warnings.warn(text, RoundPipeWarning, stacklevel=_frames_to_the_user())
-
-
-def _frames_to_the_user() -> int:
-    """Return, as ``stacklevel``, the number of frames from `warn` to the user's code, past Lightning's and torch's."""
-    frame: FrameType | None = sys._getframe(1)
-    number = 1
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USER:
-        frame, number = frame.f_back, number + 1
-    return number if frame is not None else 1
+    warnings.warn(text, RoundPipeWarning, stacklevel=2)
 
 
 def plural(number: int, noun: str) -> str:

@@ -8,6 +8,7 @@ workers. The rest of this module overrides defaults that would move something to
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ from lightning_roundpipe.faults.notes import remedied
 from lightning_roundpipe.lookahead import TakenBatch, TransferOnce
 from lightning_roundpipe.machines.file_tensors import FileTensors
 from lightning_roundpipe.memory.budget import over_capacity
-from lightning_roundpipe.messages import PREFIX, plural, warn
+from lightning_roundpipe.messages import PREFIX, did_you_mean, plural, warn
 from lightning_roundpipe.model.meta import make_room
 from lightning_roundpipe.model.quantized import load_states, prepare
 from lightning_roundpipe.monitors import profile_all_threads, tell_of_all_workers, windows_left
@@ -176,19 +177,16 @@ class RoundPipeStrategy(SeveralMachines):
         overlap: bool = True,
         evaluation_batches: int = 2,
         *,
-        microbatch_scope: None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        **unknown: Any,
     ) -> None:
-        if microbatch_scope is not None:
-            raise ValueError(
-                f"microbatch_scope={microbatch_scope!r} is no option any more: microbatches are the batches of "
-                "accumulate_grad_batches, and training_step runs whole for each. Leave it out. For losses that need "
-                "all samples of a batch at once, leave num_microbatches and microbatch_size out, too."
-            )
+        if unknown:
+            name, known = next(iter(unknown)), [field.name for field in dataclasses.fields(Options)]
+            raise TypeError(f"RoundPipeStrategy has no option {name!r}.{did_you_mean(name, known)}")
         self.options = Options(
             num_microbatches=num_microbatches,
             microbatch_size=microbatch_size,

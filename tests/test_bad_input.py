@@ -44,7 +44,7 @@ def _pattern(text: str) -> str:
 def test_refused_by_name(mistake: Mistake, way: Callable[[User], Any], user: User) -> None:
     """The message begins as the page says and goes on to the remedy; nothing was trained, and no thread is left."""
     with pytest.raises(
-        (ValueError, OSError, ImportError, MisconfigurationException, RoundPipeError, CommandError)
+        (ValueError, TypeError, OSError, ImportError, MisconfigurationException, RoundPipeError, CommandError)
     ) as caught:
         way(user)
     said = " ".join(str(caught.value).split())

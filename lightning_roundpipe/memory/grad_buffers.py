@@ -396,7 +396,9 @@ class GradientMemory:
 
     def __init__(self, layers: Sequence[HostLayer], device: Device, reduction: Reduction, workers: int) -> None:
         self.reduction = reduction
-        self._device = device
+        self._layers, self._device = layers, device
+        self._trained: dict[int, tuple[bool, ...]] = {}
+        self._see_trained()
         self._buffers: dict[tuple[int, int, tuple[bool, ...] | None], HostGradBuffers] = {}
         largest = max((sum(master.nbytes for master in layer.masters) for layer in layers), default=0)
         self.pool = GradientPool(device, (2 * workers + 2) * largest)
@@ -408,17 +410,22 @@ class GradientMemory:
         Args:
             layer: the layer.
             use: how often the layer was called before in the microbatch.
-            trainable: per master, whether it is trained. Default: as it is now.
+            trainable: per master, whether it is trained. Default: as it was at the last `drop`.
         """
         key = (layer.index, use, trainable)
         if key not in self._buffers:
-            self._buffers[key] = HostGradBuffers(layer, self.pool, self._device, self.reduction, trainable)
+            trained = self._trained[layer.index] if trainable is None else trainable
+            self._buffers[key] = HostGradBuffers(layer, self.pool, self._device, self.reduction, trained)
         return self._buffers[key]
 
     def drop(self) -> None:
         """Drop all memory: its gradients will not be read, or never arrive; or other parameters are trained now."""
         self._buffers.clear()
         self.pool.clear()
+        self._see_trained()
+
+    def _see_trained(self) -> None:
+        self._trained = {layer.index: tuple(layer.trainable()) for layer in self._layers}
 
 
 class HostGradSums:

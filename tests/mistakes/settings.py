@@ -415,10 +415,10 @@ OTHERS = [
     ),
     Mistake(
         SECTION,
-        "`microbatch_scope`, which was an option",
-        "microbatch_scope=… is no option any more",
-        "leave num_microbatches and microbatch_size out, too",
-        (options(microbatch_scope="model"), options(microbatch_scope="auto")),
+        "an option that does not exist",
+        "RoundPipeStrategy has no option …",
+        "Did you mean num_microbatches?",
+        (options(num_micro_batches=8),),
     ),
     Mistake(
         SECTION,
