@@ -13,12 +13,11 @@ import pytest
 import torch
 from harness import loader, ours, run, trainer_of
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.devices.emulated import EmulatedDevice
-from lightning_roundpipe.memory.grad_buffers import GradientLayout, GradientPool
+from lightning_roundpipe.memory.grad_buffers import GradientLayout, GradientPool, HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.threads.cancel_scope import CancelScope
@@ -100,15 +99,21 @@ def fit(asked: Asked, module: Module, *callbacks: pl.Callback, **options: Any) -
 
 @pytest.fixture
 def slow_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients come faster than the optimizer uses them."""
-    real = PartialOptimizer.step
+    """Gradients come when the optimizer's step has begun, faster than it uses them."""
+    real_step, real_room = PartialOptimizer.step, HostGradSums.make_room
 
     def step(self: PartialOptimizer, *args: Any) -> None:
-        time.sleep(0.04)
-        real(self, *args)
+        time.sleep(0.02)
+        real_step(self, *args)
+
+    def make_room(self: HostGradSums, scope: CancelScope) -> None:
+        end = time.monotonic() + 20
+        while self._pool.keeps and self._pool.draining is None and time.monotonic() < end:
+            time.sleep(0.001)
+        real_room(self, scope)
 
     monkeypatch.setattr(PartialOptimizer, "step", step)
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: (time.sleep(0.01), F.linear(x, self.weight))[1])
+    monkeypatch.setattr(HostGradSums, "make_room", make_room)
     monkeypatch.setattr("lightning_roundpipe.updates.async_optimizer.PIECE", 1)
 
 
@@ -117,7 +122,7 @@ def test_downloads_wait_for_a_slow_optimizer(monkeypatch: pytest.MonkeyPatch, sl
     asked = Asked(monkeypatch)
     fit(asked, Module())
     assert asked.when[0] == LAYERS and asked.sizes == {4 * SIZE * SIZE}
-    assert 1 <= asked.living[-1] < LAYERS
+    assert 1 <= asked.living[-1] <= 5, "four, and one that arrives when the optimizer has no complete one left"
 
 
 @pytest.mark.parametrize("why", ["clipping by norm", "a hook that finds .grad"])
