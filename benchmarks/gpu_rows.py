@@ -59,7 +59,7 @@ class Sizes:
         return self.batch * self.sequence
 
 
-ON_GPU = Sizes("cuda", 2048, 4, 8, 4, 4, torch.bfloat16)
+ON_GPU = Sizes("cuda", 2048, 4, 8, 3, 3, torch.bfloat16)
 TINY = Sizes("cpu", 32, 2, 4, 2, 2, torch.float32)
 
 
