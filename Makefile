@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
 export PIP_PROGRESS_BAR := off
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-processors test-gpu lint types docs bench bench-gpu gpu-first-run wheel clean
+.PHONY: help install train test test-slow test-processors test-gpu lint types docs bench bench-gpu wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-22s %s\n", $$1, $$2 }'
@@ -76,16 +76,13 @@ types: $(STAMP) ## mypy, strict, on the package
 docs: $(STAMP) ## the documentation site, strictly, into build/site; `python -m http.server -d build/site` shows it
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build $(ARGS)
 
-# Not bench_gpu.py, which wants a GPU and hours: that is bench-gpu's.
+# Not bench_gpu.py, which needs a GPU: that is bench-gpu's.
 bench: $(STAMP) ## the figures of docs/benchmarks.md, in three quarters of an hour on an idle machine
 	@for file in $(filter-out benchmarks/bench_gpu.py,$(wildcard benchmarks/bench_*.py)); do \
 	echo "== $$file"; TQDM_DISABLE=1 $(BIN)/python "$$file" || exit 1; done
 
-bench-gpu: $(STAMP) ## on a GPU: speed and memory beside other systems; ARGS="--rows ours,plain" and others choose
+bench-gpu: $(STAMP) ## on a GPU: its tests, speed and memory beside other systems, a trace; ARGS="--only ours,plain"
 	@$(BIN)/python benchmarks/bench_gpu.py $(ARGS)
-
-gpu-first-run: $(STAMP) ## on a GPU: what decides whether the rest is worth measuring, in nine minutes a call
-	@$(BIN)/python benchmarks/gpu_first_run.py $(ARGS)
 
 wheel: $(STAMP) ## dist/*.whl
 	@rm -rf build dist

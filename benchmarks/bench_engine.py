@@ -17,26 +17,29 @@ import cProfile
 import pstats
 import statistics
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from common import Sleepers, Stopwatch, batches, quiet, trainer
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from common import Sleepers, Stopwatch, batches, parser_of, quiet, show, trainer
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.planning import Plan
 
 
-def measure(options: argparse.Namespace, devices: int, plan: Plan | None) -> float:
-    """Median seconds of a step; without a plan, of plain Lightning accumulating the microbatches."""
+def fit(options: argparse.Namespace, watch: Stopwatch, devices: int, plan: Plan | None, steps: int) -> None:
+    """Train on ``devices``; without a plan, by plain Lightning that accumulates the microbatches."""
     microbatches = options.microbatches
-    watch = Stopwatch(1 if plan else microbatches)
     strategy = RoundPipeStrategy(num_microbatches=microbatches, plan=str(plan), layers=["Sleeper"]) if plan else "auto"
-    data = torch.ones((options.steps + 1) * microbatches, 4)
     fitter = trainer(strategy, devices, callbacks=watch, accumulate_grad_batches=1 if plan else microbatches)
-    fitter.fit(Sleepers([(0.0, 0.0)] * options.layers), batches(data, microbatches if plan else 1))
+    data = batches(torch.ones(steps * microbatches, 4), microbatches if plan else 1)
+    fitter.fit(Sleepers([(0.0, 0.0)] * options.layers), data)
+
+
+def measure(options: argparse.Namespace, devices: int, plan: Plan | None) -> float:
+    """Median seconds of a step."""
+    watch = Stopwatch(1 if plan else options.microbatches)
+    fit(options, watch, devices, plan, options.steps + 1)
     return statistics.median(watch.seconds[1:])
 
 
@@ -71,54 +74,38 @@ class Counting(Stopwatch):
 def count(options: argparse.Namespace, plan: Plan) -> float:
     """Functions that are called for each layer call under ``plan``, on one device."""
     counting = Counting()
-    strategy = RoundPipeStrategy(num_microbatches=options.microbatches, plan=str(plan), layers=["Sleeper"])
-    data = torch.ones(5 * options.microbatches, 4)
-    fitter = trainer(strategy, callbacks=counting)
-    fitter.fit(Sleepers([(0.0, 0.0)] * options.layers), batches(data, options.microbatches))
+    fit(options, counting, 1, plan, 5)
     return counting.functions() / (2 * options.layers * options.microbatches)
 
 
+def rows(options: argparse.Namespace, single: Plan, cut: Plan) -> Iterator[tuple[str, ...]]:
+    turns = (len(cut.stages()) - 1) * options.microbatches
+    calls = 2 * options.layers * options.microbatches
+    for devices in (1, 4, 8):
+        found = [
+            [measure(options, 1, None), measure(options, devices, single), measure(options, devices, cut)]
+            for _ in range(options.repeat)
+        ]
+        plain, one, many = (statistics.median(times) for times in zip(*found, strict=True))
+        each = (1e6 * (one - plain) / calls, 1e6 * (many - one) / turns)
+        yield str(devices), *(f"{1e3 * s:.1f}" for s in (plain, one, many)), *(f"{micros:.0f}" for micros in each)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("layers", 32), ("microbatches", 16), ("steps", 7), ("repeat", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = parser_of(__doc__, layers=32, microbatches=16, steps=7, repeat=3)
     parser.add_argument("--functions", action="store_true")
     options = parser.parse_args()
     quiet()
     torch.set_num_threads(1)
-    console = Console()
     layers, microbatches = options.layers, options.microbatches
     single, cut = Plan.single(layers, microbatches), Plan.per_call(layers, microbatches)
     if options.functions:
         for name, plan in (("one stage", single), ("a stage per call", cut)):
-            console.print(f"{name}: {count(options, plan):.0f} functions for each layer call")
+            print(f"{name}: {count(options, plan):.0f} functions for each layer call")
         return
-    turns = (len(cut.stages()) - 1) * microbatches
-    calls = 2 * layers * microbatches
-    table = Table(title=f"{layers} layers, {microbatches} microbatches: medians of {options.repeat} alternations")
-    headings = (
-        "devices",
-        "plain step (ms)",
-        "one stage (ms)",
-        "a stage per call (ms)",
-        "per call (µs)",
-        "per turn (µs)",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for devices in (1, 4, 8):
-        rows = [
-            [measure(options, 1, None), measure(options, devices, single), measure(options, devices, cut)]
-            for _ in track(range(options.repeat), f"{devices} devices", console=console, transient=True)
-        ]
-        plain, one, many = (statistics.median(row[i] for row in rows) for i in range(3))
-        table.add_row(
-            str(devices),
-            *(f"{1e3 * seconds:.1f}" for seconds in (plain, one, many)),
-            f"{1e6 * (one - plain) / calls:.0f}",
-            f"{1e6 * (many - one) / turns:.0f}",
-        )
-    console.print(table)
+    steps = ("plain step (ms)", "one stage (ms)", "a stage per call (ms)")
+    title = f"{layers} layers, {microbatches} microbatches: medians of {options.repeat} alternations"
+    show(title, ("devices", *steps, "per call (µs)", "per turn (µs)"), rows(options, single, cut))
 
 
 if __name__ == "__main__":

@@ -18,13 +18,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from bench_memory import resident, show
-from common import Stopwatch, quiet
+from bench_memory import resident, show_memory
+from common import BatchEnds, Stopwatch, parser_of, quiet, show
 from hydra import compose, initialize_config_module
-from rich.console import Console
-from rich.table import Table
 
 import lightning_roundpipe.train  # noqa: F401  (names that configurations use)
 from lightning_roundpipe.callbacks.peak_host_memory import peak_bytes
@@ -40,18 +37,6 @@ MODEL = f"""model=llama3_1_8b model.hidden_size={HIDDEN} model.intermediate_size
     lora=all_linear lora.r={RANK} prompt=null optimizer.lr=0.003
     data=random_tokens data.sequence_length={TOKENS} data.sequences={SEQUENCES} data.batch_size={SEQUENCES}
     trainer=cpu trainer.devices={DEVICES} trainer.precision=bf16-true strategy.num_microbatches=4"""
-
-
-class Losses(pl.Callback):
-    """Of each step."""
-
-    roundpipe_looks_away = True
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(float(outputs["loss"]))
 
 
 MATRICES = [(HIDDEN, HIDDEN)] * 2 + [(HIDDEN, KEYS)] * 2 + [(HIDDEN, INNER)] * 3
@@ -88,7 +73,7 @@ def stated(
     return design, [("process before the model", before), (f"{DEVICES} emulated devices", DEVICES * budget)]
 
 
-def train(options: argparse.Namespace, folder: str, budget: int) -> tuple[Any, Losses, Stopwatch]:
+def train(options: argparse.Namespace, folder: str, budget: int) -> tuple[Any, BatchEnds, Stopwatch]:
     overrides = [*MODEL.split(), f"strategy.memory_budget={budget}", f"trainer.max_steps={options.steps}"]
     overrides += ["scheduler=constant", f"run_folder={folder}", "callbacks=none", "logger=none"]
     overrides += ["+trainer.enable_progress_bar=false"]
@@ -98,7 +83,7 @@ def train(options: argparse.Namespace, folder: str, budget: int) -> tuple[Any, L
     assert sum(p.numel() for p in job.task.parameters() if p.requires_grad) == weights()[2]
     if options.quantization is None:
         assert sum(p.numel() for p in job.task.parameters()) == sum(weights())
-    losses, watch = Losses(), Stopwatch()
+    losses, watch = BatchEnds(), Stopwatch()
     job.trainer.callbacks += [losses, watch]
     job.trainer.limit_val_batches = 0
     job.trainer.fit(job.task, datamodule=job.data)
@@ -106,35 +91,29 @@ def train(options: argparse.Namespace, folder: str, budget: int) -> tuple[Any, L
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, steps=4)
     parser.add_argument("--host", default="5GiB", help="what the process may take at its peak")
     parser.add_argument("--device", default="600MiB", help="memory of each emulated device")
-    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--quantization", choices=["nf4", "fp4", "int8"], help="of the frozen linear layers")
     options = parser.parse_args()
     quiet()
-    console = Console()
     host, budget = parse_bytes(options.host, "--host"), parse_bytes(options.device, "--device")
     design, apart = stated(resident(), budget, options.quantization)
-    console.print(
+    print(
         f"Stated beforehand: {host / GIB:.2f} GiB of host memory, the {DEVICES} emulated devices of "
         f"{budget / GIB:.2f} GiB included. Counted: {sum(size for _, size in [*design, *apart]) / GIB:.2f} GiB."
     )
-    with tempfile.TemporaryDirectory() as folder, console.status("training"):
+    with tempfile.TemporaryDirectory() as folder:
         report, losses, watch = train(options, folder, budget)
     most, devices = peak_bytes(), report["peak_device_bytes"]
-    show(console, "a billion weights under LoRA", design, apart, most)
-    table = Table("step", "seconds", "loss")
-    for number, (seconds, loss) in enumerate(zip(watch.seconds, losses.seen, strict=True)):
-        table.add_row(str(number), f"{seconds:.1f}", f"{loss:.3f}")
-    console.print(table)
-    console.print(
-        f"plan: {report['plan']}\ndevices at their peak: {' '.join(f'{n / 2**20:,.0f}' for n in devices)} MiB"
-    )
-    falls = all(map(math.isfinite, losses.seen)) and losses.seen[-1] < losses.seen[0]
+    show_memory("a billion weights under LoRA", design, apart, most)
+    steps = enumerate(zip(watch.seconds, losses.losses, strict=True))
+    show("", ("step", "seconds", "loss"), [(str(n), f"{seconds:.1f}", f"{loss:.3f}") for n, (seconds, loss) in steps])
+    print(f"plan: {report['plan']}\ndevices at their peak: {' '.join(f'{n / 2**20:,.0f}' for n in devices)} MiB")
+    falls = all(map(math.isfinite, losses.losses)) and losses.losses[-1] < losses.losses[0]
     kept = most <= host and max(devices) <= budget
     verdict = "kept" if kept else "NOT KEPT"
-    console.print(f"{verdict}: {most / GIB:.2f} of {host / GIB:.2f} GiB; losses {'fall' if falls else 'DO NOT FALL'}.")
+    print(f"{verdict}: {most / GIB:.2f} of {host / GIB:.2f} GiB; losses {'fall' if falls else 'DO NOT FALL'}.")
     return 0 if kept and falls else 1
 
 

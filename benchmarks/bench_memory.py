@@ -20,10 +20,8 @@ from typing import Any
 import lightning.pytorch as pl
 import psutil
 import torch
-from common import batches, quiet, trainer
+from common import batches, parser_of, quiet, show, trainer
 from hydra import compose, initialize_config_module
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -83,7 +81,6 @@ def items(task: Any, report: dict[str, Any], before: int, loaded: int) -> list[t
 
 def main_job(options: argparse.Namespace) -> None:
     """SmolLM2-135M with LoRA."""
-    console = Console()
     before = resident()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -98,12 +95,11 @@ def main_job(options: argparse.Namespace) -> None:
         gc.collect()
         loaded = resident()
         forget_peak()
-        with console.status("training"):
-            job.trainer.fit(job.task, datamodule=job.data)
+        job.trainer.fit(job.task, datamodule=job.data)
         most = peak_bytes()
         found = items(job.task, job.trainer.strategy.report(), before, loaded)
-    show(console, "the main job", found[:3], found[3:], most)
-    console.print("resident after each step (MiB): " + " ".join(f"{size / MIB:,.0f}" for size in growth.after))
+    show_memory("the main job", found[:3], found[3:], most)
+    print("resident after each step (MiB): " + " ".join(f"{size / MIB:,.0f}" for size in growth.after))
 
 
 class Full(pl.LightningModule):
@@ -138,14 +134,11 @@ class Full(pl.LightningModule):
 
 def full(options: argparse.Namespace) -> None:
     """All weights of a model in bf16 with AdamW: 16 bytes a parameter and a working copy of 2."""
-    console = Console()
     steps = options.steps or 3
-    with console.status("a small model, for all that is imported and started once"):
-        fit_full(64, 2, 2, options)
+    fit_full(64, 2, 2, options)  # all that is imported and started once
     before = trimmed()
     forget_peak()
-    with console.status("training"):
-        module, strategy, growth = fit_full(options.hidden, options.layers, steps, options)
+    module, strategy, growth = fit_full(options.hidden, options.layers, steps, options)
     most = peak_bytes()
     report = strategy.report()
     trained = sum(p.numel() for p in module.parameters())
@@ -160,13 +153,13 @@ def full(options: argparse.Namespace) -> None:
         ("memory of the two emulated devices", sum(report["peak_device_bytes"])),
         ("what their layers take while they compute: the peak over the steps' ends", most - max(growth.after)),
     ]
-    show(console, f"full fine-tuning, {report['plan']}", design, apart, most)
+    show_memory(f"full fine-tuning, {report['plan']}", design, apart, most)
     own = most - sum(size for _, size in apart) - sum(size for _, size in design[1:])
-    console.print(f"bytes a parameter at the peak, beside all that: {own / trained:.2f}")
+    print(f"bytes a parameter at the peak, beside all that: {own / trained:.2f}")
     rest = growth.at_rest - growth.on_devices - before - 2 * trained
     sizes = f"{growth.at_rest / MIB:,.0f} MiB, of which the devices hold {growth.on_devices / MIB:,.0f}"
-    console.print(f"at the end, when no layer computes and free memory was given back: {rest / trained:.2f} ({sizes})")
-    console.print("resident after each step (MiB): " + " ".join(f"{size / MIB:,.0f}" for size in growth.after))
+    print(f"at the end, when no layer computes and free memory was given back: {rest / trained:.2f} ({sizes})")
+    print("resident after each step (MiB): " + " ".join(f"{size / MIB:,.0f}" for size in growth.after))
 
 
 def fit_full(
@@ -181,30 +174,18 @@ def fit_full(
     return module, strategy, growth
 
 
-def show(console: Console, title: str, design: list[tuple[str, int]], apart: list[tuple[str, int]], most: int) -> None:
-    """What there is by design, what comes on top of it here, and what was measured."""
+def show_memory(title: str, design: list[tuple[str, int]], apart: list[tuple[str, int]], most: int) -> None:
+    """Print what there is by design, what comes on top of it here, and what was measured."""
     by_design = sum(size for _, size in design)
     should = by_design + sum(size for _, size in apart)
-    table = Table(title=f"Host memory of {title}, MiB")
-    table.add_column("")
-    table.add_column("MiB", justify="right")
-    for name, size in design:
-        table.add_row(name, f"{size / MIB:,.0f}")
-    table.add_row("by design", f"{by_design / MIB:,.0f}", style="bold")
-    for name, size in apart:
-        table.add_row(name, f"{size / MIB:,.0f}")
-    table.add_row("with these", f"{should / MIB:,.0f}", style="bold")
-    table.add_row("measured at the peak", f"{most / MIB:,.0f}", style="bold")
-    table.add_row("ratio", f"{most / should:.2f}")
-    console.print(table)
+    sums = [("with these", should), ("measured at the peak", most)]
+    rows = [(name, f"{size / MIB:,.0f}") for name, size in (*design, ("by design", by_design), *apart, *sums)]
+    show(f"Host memory of {title}, MiB", ("", "MiB"), [*rows, ("ratio", f"{most / should:.2f}")])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, steps=0, hidden=1280, layers=20, tokens=64)
     parser.add_argument("--full", action="store_true", help="full fine-tuning in bf16 instead of the main job")
-    parser.add_argument("--steps", type=int, default=0)
-    for name, default in (("hidden", 1280), ("layers", 20), ("tokens", 64)):
-        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--budget", default="600MiB")
     options = parser.parse_args()
     quiet()

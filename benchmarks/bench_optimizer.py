@@ -18,24 +18,22 @@ takes ten times as long.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from common import parser_of, show
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import intraop_threads, make_devices
 from lightning_roundpipe.memory.dtypes import Formats
-from lightning_roundpipe.memory.grad_buffers import HostGradBuffers, HostGradSums
+from lightning_roundpipe.memory.grad_buffers import HostGradBuffers, HostGradSums, Reduction
 from lightning_roundpipe.memory.host_layer import host_layers, make_buckets
 from lightning_roundpipe.updates import async_optimizer
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
@@ -50,6 +48,13 @@ SHAPES = {
 IDLE = 0.01
 """Seconds before each turn: the optimizer's thread comes to wait for gradients, and torch's threads to rest."""
 REFERENCE = "AdamW(fused=True).step()"
+
+
+def _no_thread(worker: int) -> NoReturn:
+    raise AssertionError("gradients come in their own dtype, from one worker: nothing is added on the host")
+
+
+NOTHING_ADDED = Reduction(None, _no_thread)
 
 
 def modules(hidden: int, inner: int, layers: int, vocabulary: int) -> dict[str, nn.Module]:
@@ -70,7 +75,7 @@ class Engine:
         self._buckets = make_buckets(self.layers, self.masters)
         self._optimizer: Optimizer | None = None
         self._updates = async_optimizer.AsyncOptimizer(self._buckets, lambda: self._optimizer)
-        self._buffers = [HostGradBuffers(layer, self._device) for layer in self.layers]
+        self._buffers = [HostGradBuffers(layer, self._device, NOTHING_ADDED) for layer in self.layers]
         self._came = lambda: None
         gradients = {key: g for sums in self._sums() for key, g in sums.take(1.0).items()}
         for master in self.masters:
@@ -148,40 +153,36 @@ def sides_of(engine: Engine) -> dict[str, Side]:
     }
 
 
-def measure(name: str, shape: dict[str, int], repeat: int, console: Console) -> Table:
-    engine = Engine(shape)
+def measure(name: str, repeat: int) -> None:
+    engine = Engine(SHAPES[name])
     sides = sides_of(engine)
     taken: dict[str, list[float]] = {side: [] for side in sides}
     names, order = list(sides), random.Random(0)  # in turn each would always follow the same one
-    for turn in track(range(repeat + 2), name, console=console, transient=True):
+    for turn in range(repeat + 2):
         for side in order.sample(names, len(names)):
             took = sides[side].seconds()
             if turn >= 2:  # the first ones make the state and touch its memory
                 taken[side].append(took)
     engine.close()
     sizes = [sum(master.numel() for master in layer.masters) for layer in engine.layers]
-    title = f"{name}: {sizes[1] / 1e6:.1f} M parameters a layer, {sum(sizes) / 1e6:.1f} M in all"
-    table = Table(title=f"{title}, fp32, {torch.get_num_threads()} threads")
-    for column in ("", "s", "parameters/s", "ratio", "quartiles"):
-        table.add_column(column, justify="right" if column else "left")
+    rows = []
     for side, times in taken.items():
         median = statistics.median(times)
         ratios = [mine / theirs for mine, theirs in zip(times, taken[REFERENCE], strict=True)]
         low, ratio, high = statistics.quantiles(ratios, n=4)
-        table.add_row(side, f"{median:.3f}", f"{sum(sizes) / median:.2e}", f"{ratio:.3f}", f"{low:.2f} to {high:.2f}")
-    return table
+        rows.append((side, f"{median:.3f}", f"{sum(sizes) / median:.2e}", f"{ratio:.3f}", f"{low:.2f} to {high:.2f}"))
+    title = f"{name}: {sizes[1] / 1e6:.1f} M parameters a layer, {sum(sizes) / 1e6:.1f} M in all"
+    show(f"{title}, fp32, {torch.get_num_threads()} threads", ("", "s", "parameters/s", "ratio", "quartiles"), rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeat", type=int, default=21)
+    parser = parser_of(__doc__, repeat=21)
     parser.add_argument("--only", choices=SHAPES)
     options = parser.parse_args()
-    console = Console()
-    for name, shape in SHAPES.items():
+    for name in SHAPES:
         if options.only in (None, name):
-            console.print(measure(name, shape, options.repeat, console))
-    console.print(f"ratio: this side over {REFERENCE}, median of the turns")
+            measure(name, options.repeat)
+    print(f"ratio: this side over {REFERENCE}, median of the turns")
 
 
 if __name__ == "__main__":

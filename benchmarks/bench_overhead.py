@@ -28,10 +28,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from common import quiet, trainer
+from common import parser_of, quiet, show, trainer
 from peft import LoraConfig
-from rich.console import Console
-from rich.table import Table
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -136,9 +134,7 @@ def take_turns(sides: list[subprocess.Popen[str]]) -> list[list[tuple[float, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=512, help="of a microbatch, which is one sequence")
-    parser.add_argument("--steps", type=int, default=4, help="counted steps of a run")
+    parser = parser_of(__doc__, tokens=512, steps=4)
     parser.add_argument("--budget", default="1GiB", help="memory_budget of the device; empty: none")
     parser.add_argument("--only", choices=KINDS, help="one kind of fine-tuning")
     parser.add_argument("--microbatches", type=int, choices=MICROBATCHES, help="one number of microbatches")
@@ -148,17 +144,13 @@ def main() -> None:
     if options.side is not None:
         run_side(options)
         return
-    console = Console()
-    table = Table(title=f"SmolLM2-135M, fp32, {options.tokens} tokens a microbatch, 1 thread, 1 emulated device")
-    for heading in ("fine-tuning", "M", "slots", "plain, checkpointing (s)", "roundpipe (s)", "ratio"):
-        table.add_column(heading, justify="left" if heading == "fine-tuning" else "right")
+    rows = []
     for kind, microbatches in itertools.product(KINDS, MICROBATCHES):
-        if options.only not in (None, kind) or options.microbatches not in (None, microbatches):
-            continue
-        with console.status(f"{kind}, M = {microbatches}"):
+        if options.only in (None, kind) and options.microbatches in (None, microbatches):
             plain, ours, stages = measure(kind, microbatches, options)
-        table.add_row(kind, str(microbatches), stages, f"{plain:.2f}", f"{ours:.2f}", f"{ours / plain:.3f}")
-    console.print(table)
+            rows.append((kind, str(microbatches), stages, f"{plain:.2f}", f"{ours:.2f}", f"{ours / plain:.3f}"))
+    title = f"SmolLM2-135M, fp32, {options.tokens} tokens a microbatch, 1 thread, 1 emulated device"
+    show(title, ("fine-tuning", "M", "slots", "plain, checkpointing (s)", "roundpipe (s)", "ratio"), rows)
 
 
 if __name__ == "__main__":

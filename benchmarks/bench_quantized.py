@@ -9,17 +9,14 @@ is for a large model on a GPU behind PCIe. Unpacking is done by the processor he
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from common import Stopwatch, batches, quiet, trainer
+from common import Stopwatch, batches, parser_of, quiet, show, trainer
 from peft import LoraConfig, get_peft_model
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
@@ -75,9 +72,8 @@ def measure(module: Task, devices: int, bandwidth: float, steps: int, plan: str)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__, devices=2)
     parser.add_argument("--bandwidth", default="100MB", help="bytes a second of each device's link")
-    parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="a smaller model and two steps")
     args = parser.parse_args()
     quiet()
@@ -96,19 +92,10 @@ def main() -> None:
         for name, options in FORMATS.items():
             bandwidth = parse_bytes(args.bandwidth, "bandwidth")
             rows[name] = measure(task(folder, options), args.devices, bandwidth, steps, plan)
-    table = Table(title=f"{layers} layers of width {width}, {args.devices} devices, {args.bandwidth}/s each")
-    for column in (
-        "frozen weights",
-        "step (s)",
-        "over bfloat16",
-        "sent up (MB a step)",
-        "over bfloat16",
-        "stalled (%)",
-    ):
-        table.add_column(column, justify="left" if column == "frozen weights" else "right")
     first = rows["bfloat16"]
-    for name, row in rows.items():
-        table.add_row(
+    headings = ("frozen weights", "step (s)", "over bfloat16", "sent up (MB a step)", "over bfloat16", "stalled (%)")
+    cells = [
+        (
             name,
             f"{row['seconds']:.2f}",
             f"{row['seconds'] / first['seconds']:.2f}",
@@ -116,7 +103,9 @@ def main() -> None:
             f"{row['uploaded'] / first['uploaded']:.2f}",
             f"{row['stalled']:.0f}",
         )
-    Console().print(table)
+        for name, row in rows.items()
+    ]
+    show(f"{layers} layers of width {width}, {args.devices} devices, {args.bandwidth}/s each", headings, cells)
 
 
 if __name__ == "__main__":

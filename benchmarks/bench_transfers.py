@@ -1,41 +1,31 @@
-"""How long workers wait for copies: activations first, with all else in chunks, against copies in order of issue.
+"""How long workers wait for copies: activations first, with all else in chunks, beside a step without a link.
 
 Layers sleep for a model's times on an RTX 4090 and have its weights and activations; the link is PCIe 4.0 x16. All
 sizes are a thousandth of the real ones, and so is the bandwidth, so that copies take the time that they would take.
 Stalls are the time in which a worker has its turn and its compute stream waits for weights, inputs or gradients, of all
-workers' time from the step's first computation to its last. A step without a link to wait for stands beside them.
+workers' time from the step's first computation to its last.
 
 Stages are the paper's. There is one round of as many microbatches as workers: fewer leave less to hide copies behind.
 
-    .venv/bin/python benchmarks/bench_transfers.py [--models gpt-oss-20b] [--scale 2] [--picture transfers.png]
+    .venv/bin/python benchmarks/bench_transfers.py [--models gpt-oss-20b] [--scale 2]
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from common import Sleeper, Sleepers, batches, quiet, trainer
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
+from common import Sleeper, Sleepers, batches, paper_cases, parser_of, quiet, show, trainer
 from torch import nn
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices import copy_priority
-from lightning_roundpipe.planning.cases import Case, read_cases
+from lightning_roundpipe.planning.cases import Case
 
-CASES = {
-    case.model: case
-    for case in read_cases(Path(__file__).parents[1] / "conf" / "cases" / "paper.json")
-    if case.schedule == "roundpipe"
-}
 LINK = 25e9
 """Bytes a second each way: what copies reach of PCIe 4.0 x16, as in conf/hardware/rtx4090x8.yaml."""
 SHRINK = 1000
@@ -44,9 +34,7 @@ TOKENS = 8192
 """Of a microbatch in the paper's cases."""
 GOAL = 3.0
 """Percent of the step that workers may stall."""
-ORDERS = ("activations first", "in order of issue", "no link")
 _COMPUTE = ("forward", "recompute", "backward")
-COLOURS = {"compute": "#4c78a8", "weights, gradients": "#bab0ac", "activations": "#f58518", "stall": "#e45756"}
 
 
 @dataclass(frozen=True)
@@ -82,31 +70,25 @@ class Loaded(Sleepers):
             layer.ballast = nn.Parameter(torch.zeros(nbytes // 4))
 
 
-class Plug(pl.Callback):
-    """Gives devices their link when the trace has been found: that step uploads every layer for every call."""
-
-    roundpipe_looks_away = True
-
-    def __init__(self, bandwidth: float) -> None:
-        self._bandwidth = bandwidth
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
-            for device in trainer.strategy._engine.worker_pool.devices:
-                device._up._bandwidth = device._down._bandwidth = self._bandwidth
-
-
 class Reports(pl.Callback):
-    """Of all steps but the first one, which learns the trace."""
+    """The reports of all steps but the first one, which learns the trace; then devices get their link.
+
+    Args:
+        strategy: of the run.
+        bandwidth: bytes a second; None: no link.
+    """
 
     roundpipe_looks_away = True
 
-    def __init__(self, strategy: RoundPipeStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, strategy: RoundPipeStrategy, bandwidth: float | None) -> None:
+        self._strategy, self._bandwidth = strategy, bandwidth
         self._found: dict[int, dict[str, Any]] = {}
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.look()
+        if batch_idx == 0 and self._bandwidth is not None:
+            for device in trainer.strategy._engine.worker_pool.devices:
+                device._up._bandwidth = device._down._bandwidth = self._bandwidth
 
     def look(self) -> list[dict[str, Any]]:
         """The report of a step is there when the next one is on its way."""
@@ -130,17 +112,16 @@ def plan_of(case: Case) -> str:
     return f"forward {' '.join(forward)}; fused {case.layers}; backward {' '.join(backward)}; round {case.workers}"
 
 
-def measure(case: Case, order: str, scale: float, steps: int) -> list[dict[str, Any]]:
-    """The reports of ``steps`` steps."""
+def measure(case: Case, bandwidth: float | None, scale: float, steps: int) -> tuple[float, float]:
+    """Median seconds of a step, and percent of it that workers stall."""
     costs, sizes = case.costs(scale), SIZES[case.model]
     strategy = RoundPipeStrategy(num_microbatches=case.workers, plan=plan_of(case), layers=["Sleeper"])
-    reports = Reports(strategy)
-    callbacks: list[pl.Callback] = [reports, *([] if order == "no link" else [Plug(LINK / SHRINK / scale)])]
+    reports = Reports(strategy, bandwidth)
     samples = torch.ones((steps + 1) * case.workers, sizes.boundary // 4)
     module = Loaded([(call.forward_s, call.backward_s) for call in costs], sizes)
-    with copy_priority.fifo_copies() if order == "in order of issue" else contextlib.nullcontext():
-        trainer(strategy, case.workers, callbacks=callbacks).fit(module, batches(samples, case.workers))
-    return reports.look()
+    trainer(strategy, case.workers, callbacks=reports).fit(module, batches(samples, case.workers))
+    found = reports.look()
+    return median(map(seconds_of, found)), median(report["stall_pct"] for report in found)
 
 
 def seconds_of(report: dict[str, Any]) -> float:
@@ -149,74 +130,25 @@ def seconds_of(report: dict[str, Any]) -> float:
     return float(max(times) - min(times))
 
 
-def draw(reports: dict[str, dict[str, Any]], slot: int, path: Path) -> None:
-    """What a worker and its link did around one slot of the step, under both orders."""
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    axes = figure.subplots(len(reports), 1, sharex=True)
-    for panel, (order, report) in zip(axes, reports.items(), strict=True):
-        length = _lanes(panel, report, slot)
-        panel.set_title(f"{order}: workers stall {report['stall_pct']:.1f} % of the step", loc="left", fontsize=10)
-    axes[-1].set_xlim(-0.35 * length, 1.65 * length)
-    axes[-1].set_xlabel(f"seconds, from the start of slot {slot} of the step")
-    handles = [axes[0].barh(0, 0, color=colour, label=name) for name, colour in COLOURS.items()]
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(COLOURS), frameon=False)
-    figure.savefig(path, dpi=110)
-
-
-def _lanes(panel: Any, report: dict[str, Any], slot: int) -> float:
-    """Draw them; returns how long the slot takes."""
-    shown = report["slots"][slot]
-    mine = [e for e in report["events"] if e["worker"] == shown["worker"]]
-    compute = [e for e in mine if e["kind"] in _COMPUTE]
-    origin = min(e["start_s"] for e in compute if e["slot"] == shown["slot"])
-    stalls = [s for s in report["stalls"] if s["worker"] == shown["worker"]]
-    for name, lane, height, events in (
-        ("compute", 2, 0.76, compute),
-        ("stall", 2, 0.76, stalls),
-        ("weights, gradients", 1, 0.76, [e for e in mine if e["kind"] == "upload_weights"]),
-        ("activations", 1, 0.5, [e for e in mine if e["kind"] == "upload_activations"]),
-        ("weights, gradients", 0, 0.76, [e for e in mine if e["kind"] == "download_gradients"]),
-        ("activations", 0, 0.5, [e for e in mine if e["kind"] == "download_activations"]),
-    ):
-        spans = [(e["start_s"] - origin, e["end_s"] - e["start_s"]) for e in events]
-        panel.broken_barh(spans, (lane + 0.12, height), color=COLOURS[name], linewidth=0)
-    panel.set_yticks([2.5, 1.5, 0.5], ["computes", "link up", "link down"])
-    panel.spines[["top", "right"]].set_visible(False)
-    return float(max(e["end_s"] for e in compute if e["slot"] == shown["slot"]) - origin)
+def rows(models: list[str], scale: float, steps: int) -> Iterator[tuple[str, ...]]:
+    for model in models:
+        case = paper_cases()[model]
+        free, idle = measure(case, None, scale, steps)
+        took, stall = measure(case, LINK / SHRINK / scale, scale, steps)
+        yield f"{model}, with the link", f"{took:.3f}", f"{took / free:.3f}", f"{stall:.2f} %", f"{GOAL:g} %"
+        yield f"{model}, without", f"{free:.3f}", "1.000", f"{idle:.2f} %", ""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, scale=1.0, steps=3)
     parser.add_argument("--models", nargs="+", default=["gpt-oss-20b"], choices=SIZES)
-    parser.add_argument("--scale", type=float, default=1.0, help="stretches the layers' times and the copies'")
-    parser.add_argument("--steps", type=int, default=3, help="of which the median counts")
-    parser.add_argument("--picture", type=Path, help="draw a slot of the first model under both orders")
-    parser.add_argument("--slot", type=int, default=13, help="which of the step's")
     options = parser.parse_args()
     quiet()
     torch.set_num_threads(1)
     copy_priority.MAX_WAIT_S *= options.scale
-    console = Console(width=120)
-    table = Table(title=f"8 workers, 8 microbatches, times stretched {options.scale:g} times, PCIe 4.0 x16 likewise")
-    for heading in ("model", "order of copies", "step (s)", "without a link", "stalls", "goal"):
-        table.add_column(heading, justify="left" if heading in ("model", "order of copies") else "right")
-    for model in options.models:
-        found = {}
-        for order in ORDERS:
-            with console.status(f"{model}, {order}: {options.steps} steps"):
-                found[order] = sorted(
-                    measure(CASES[model], order, options.scale, options.steps), key=lambda report: report["stall_pct"]
-                )
-        free = median(seconds_of(report) for report in found["no link"])
-        for order, reports in found.items():
-            took, stall = median(map(seconds_of, reports)), median(report["stall_pct"] for report in reports)
-            goal = f"{GOAL:g} %" if order == ORDERS[0] else ""
-            table.add_row(model, order, f"{took:.3f}", f"{took / free:.3f}", f"{stall:.2f} %", goal)
-        table.add_section()
-        if options.picture and model == options.models[0]:
-            shown = {order: found[order][len(found[order]) // 2] for order in ORDERS[:2]}
-            draw(shown, options.slot, options.picture)
-    console.print(table)
+    title = f"8 workers, 8 microbatches, times stretched {options.scale:g} times, PCIe 4.0 x16 likewise"
+    headings = ("copies of", "step (s)", "over no link", "stalls", "goal")
+    show(title, headings, rows(options.models, options.scale, options.steps))
 
 
 if __name__ == "__main__":

@@ -1,23 +1,28 @@
-"""What the benchmarks share: the Trainer they use, a stopwatch, and a model whose layers only take time."""
+"""What the benchmarks share: the Trainer they use, stopwatches, tables, and a model whose layers only take time."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_roundpipe.devices import emulated_work
 from lightning_roundpipe.devices.emulated import EmulatedDevice
+from lightning_roundpipe.planning.cases import Case, read_cases
 
 
 class Stopwatch(pl.Callback):
@@ -57,18 +62,58 @@ def quiet() -> None:
 
 
 def trainer(strategy: Any, devices: int = 1, **options: Any) -> pl.Trainer:
-    """A Trainer on the CPU that neither writes nor draws."""
+    """A Trainer, on the CPU unless ``options`` say otherwise, that neither writes nor draws."""
     return pl.Trainer(
         strategy=strategy,
-        accelerator="cpu",
         devices=devices,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"accelerator": "cpu", **options},
     )
+
+
+def show(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], width: int = 150) -> None:
+    """Print a table. Its first column names the rows."""
+    table = Table(title=title)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=width).print(table)
+
+
+def parser_of(description: str | None, **defaults: int | float) -> argparse.ArgumentParser:
+    """A parser with the first line of a module's docstring, and options of these names and defaults."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    return parser
+
+
+class BatchEnds(pl.Callback):
+    """When training batches ended, in seconds of ``time.perf_counter``, and their losses.
+
+    Steps overlap, so the mean time between ends is what a step takes.
+    """
+
+    roundpipe_looks_away = True
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seconds.append(time.perf_counter())
+        self.losses.append(float(outputs["loss"]))
+
+
+def paper_cases() -> dict[str, Case]:
+    """The paper's cases of its own schedule, by model."""
+    path = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"
+    return {case.model: case for case in read_cases(path) if case.schedule == "roundpipe"}
 
 
 def batches(data: Tensor, size: int) -> DataLoader[Any]:

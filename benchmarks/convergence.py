@@ -12,8 +12,10 @@ are a step old. Runs that are in --results are not made again.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,9 @@ from typing import Any
 import lightning.pytorch as pl
 import matplotlib.pyplot as plt
 import torch
-from common import quiet, trainer
+from common import BatchEnds, parser_of, quiet, show, trainer
 from matplotlib.axes import Axes
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import track
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
@@ -69,19 +69,14 @@ class Bytes:
         return {"input_ids": list(text.encode())}
 
 
-class Curve(pl.Callback):
+class Curve(BatchEnds):
     """Training losses of all steps, validation losses with their steps."""
 
     roundpipe_looks_away = True
 
-    def __init__(self, progress: Progress, task: Any) -> None:
-        self.progress, self.task = progress, task
-        self.losses: list[float] = []
+    def __init__(self) -> None:
+        super().__init__()
         self.validation: list[tuple[int, float]] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-        self.progress.advance(self.task)
 
     def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
         self.validation.append((trainer.global_step, float(trainer.callback_metrics["val_loss"])))
@@ -103,14 +98,13 @@ def module_of(lr: float, steps: int) -> CausalLM:
     return CausalLM(LlamaForCausalLM(config), optimizer, schedule)
 
 
-def train(way: str, seed: int, lr: float, data: PackedText, steps: int, progress: Progress) -> Run:
+def train(lr: float, seed: int, way: str, data: PackedText, steps: int) -> Run:
     """The curves of one run."""
-    task = progress.add_task(f"lr {lr:g}, seed {seed}, {way}", total=steps)
     order = torch.Generator().manual_seed(seed)
     rows = len(data.training)
     chosen = torch.cat([torch.randperm(rows, generator=order) for _ in range(1 + steps * BATCH // rows)])
     torch.manual_seed(seed)
-    curve, module = Curve(progress, task), module_of(lr, steps)
+    curve, module = Curve(), module_of(lr, steps)
     settings = WAYS[way]
     fitter = trainer(
         "auto" if settings is None else RoundPipeStrategy(num_microbatches=MICROBATCHES, **settings),
@@ -125,63 +119,38 @@ def train(way: str, seed: int, lr: float, data: PackedText, steps: int, progress
         DataLoader(Sequences(data.training[chosen[: steps * BATCH]]), BATCH),
         DataLoader(Sequences(data.validation), 16 * BATCH),
     )
-    progress.remove_task(task)
     return {"losses": curve.losses, "validation": curve.validation}
 
 
 class Results:
-    """The runs by learning rate, seed and way; on disk if there is a ``path``."""
+    """The runs of all learning rates, seeds and ways; on disk if there is a ``path``, which is read first."""
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.runs: dict[str, Run] = json.loads(path.read_text()) if path and path.exists() else {}
+    def __init__(self, options: argparse.Namespace) -> None:
+        path: Path | None = options.results
+        self._options = options
+        self._runs: dict[str, Run] = json.loads(path.read_text()) if path and path.exists() else {}
+        data = PackedText(pydoc_topics(), Bytes(), LENGTH, BATCH, max_validation_sequences=HELD_OUT)  # type: ignore[arg-type]
+        wanted = list(itertools.product(options.lr, range(options.seeds), options.ways))
+        for lr, seed, way in track([run for run in wanted if self._key(*run) not in self._runs], "runs"):
+            self._runs[self._key(lr, seed, way)] = train(lr, seed, way, data, options.steps)
+            if path:
+                path.write_text(json.dumps(self._runs))
 
-    @staticmethod
-    def key(lr: float, seed: int, way: str, steps: int) -> str:
-        return f"{lr:g} {seed} {way} {steps}"
+    def _key(self, lr: float, seed: int, way: str) -> str:
+        return f"{lr:g} {seed} {way} {self._options.steps}"
 
-    def put(self, key: str, run: Run) -> None:
-        self.runs[key] = run
-        if self.path:
-            self.path.write_text(json.dumps(self.runs))
-
-    def of(self, lr: float, way: str, options: argparse.Namespace) -> list[Run]:
+    def of(self, lr: float, way: str) -> list[Run]:
         """Those of all seeds."""
-        return [self.runs[self.key(lr, seed, way, options.steps)] for seed in range(options.seeds)]
+        return [self._runs[self._key(lr, seed, way)] for seed in range(self._options.seeds)]
 
 
-def train_all(options: argparse.Namespace, results: Results, console: Console) -> None:
-    data = PackedText(pydoc_topics(), Bytes(), LENGTH, BATCH, max_validation_sequences=HELD_OUT)  # type: ignore[arg-type]
-    wanted = [(lr, seed, way) for lr in options.lr for seed in range(options.seeds) for way in options.ways]
-    missing = [run for run in wanted if results.key(*run, options.steps) not in results.runs]
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console) as progress:
-        everything = progress.add_task("runs", total=len(missing))
-        for lr, seed, way in missing:
-            results.put(results.key(lr, seed, way, options.steps), train(way, seed, lr, data, options.steps, progress))
-            progress.advance(everything)
-
-
-def table_of(options: argparse.Namespace, results: Results) -> Table:
+def rows(options: argparse.Namespace, results: Results) -> Iterator[tuple[str, ...]]:
     """Validation losses at the end, and how much more they are than plain training's, seed by seed."""
-    table = Table(title=f"Validation loss after {options.steps} steps, nats a byte, {options.seeds} seeds")
-    for column in ("lr", "way", "validation loss", "more than plain", "of each seed"):
-        table.add_column(column, justify="left" if column == "way" else "right")
-    for lr in options.lr:
-        plain = [final(run) for run in results.of(lr, "plain", options)]
-        for way in options.ways:
-            runs = results.of(lr, way, options)
-            finals = [final(run) for run in runs]
-            more = [ours - theirs for ours, theirs in zip(finals, plain, strict=True)]
-            table.add_row(
-                f"{lr:g}",
-                way,
-                spread(finals, ""),
-                spread(more, "+") if way != "plain" else "",
-                ", ".join(f"{value:.3f}" for value in finals),
-            )
-        table.add_section()
-    return table
+    for lr, way in itertools.product(options.lr, options.ways):
+        finals, plain = ([final(run) for run in results.of(lr, each)] for each in (way, "plain"))
+        more = [ours - theirs for ours, theirs in zip(finals, plain, strict=True)]
+        each = ", ".join(f"{value:.3f}" for value in finals)
+        yield f"{lr:g}", way, spread(finals, ""), spread(more, "+") if way != "plain" else "", each
 
 
 def final(run: Run) -> float:
@@ -206,10 +175,10 @@ def draw(options: argparse.Namespace, results: Results, path: Path) -> None:
         len(options.lr), 3, figsize=(11, 3.1 * len(options.lr)), squeeze=False, layout="constrained"
     )
     for lr, (training, validation, difference) in zip(options.lr, grid, strict=True):
-        plain = torch.stack([smoothed(run) for run in results.of(lr, "plain", options)])
+        plain = torch.stack([smoothed(run) for run in results.of(lr, "plain")])
         for way in options.ways:
             line = LINES[way]
-            runs = results.of(lr, way, options)
+            runs = results.of(lr, way)
             losses = torch.stack([smoothed(run) for run in runs])
             steps = range(SMOOTHING, options.steps + 1)
             band(training, steps, losses, way, line)
@@ -242,12 +211,10 @@ def band(axes: Axes, steps: Any, values: Tensor, label: str, line: tuple[str, st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, steps=1000, seeds=3)
     parser.add_argument(
         "--lr", type=float, nargs="+", default=[3e-4, 1e-3, 1e-2], help="learning rates at their highest"
     )
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:3], help="'plain' first")
     parser.add_argument("--results", type=Path, help="JSON file that keeps the runs")
     parser.add_argument("--picture", type=Path, default=Path("docs/images/convergence.png"))
@@ -256,11 +223,11 @@ def main() -> None:
         parser.error(f"--steps must be a multiple of {VALIDATIONS} and at least {SMOOTHING}")
     quiet()
     torch.set_num_threads(1)
-    console, results = Console(), Results(options.results)
-    train_all(options, results, console)
-    console.print(table_of(options, results))
+    results = Results(options)
+    title = f"Validation loss after {options.steps} steps, nats a byte, {options.seeds} seeds"
+    show(title, ("lr", "way", "validation loss", "more than plain", "of each seed"), rows(options, results))
     draw(options, results, options.picture)
-    console.print(f"[green]{options.picture}[/green]")
+    print(options.picture)
 
 
 if __name__ == "__main__":

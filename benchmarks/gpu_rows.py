@@ -1,153 +1,373 @@
-"""Each job of `bench_gpu.py` in a process of its own: its memory is its own, and whatever happens there stays there.
+"""The rows of `bench_gpu.py`: the same optimizer steps by several systems, on random weights and tokens.
 
-What became of a job is a record, a dict that is written to the output folder as soon as it is known: what `measure`
-found, or the ``reason`` why there is nothing.
+Shapes and adapters are those of ``conf/``, which is read without hydra. What a system needs is imported when its row
+runs, because it may be missing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import gzip
 import json
-import os
-import signal
-import subprocess
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import threading
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from gpu_task import Job
+import lightning.pytorch as pl
+import psutil
+import torch
+import yaml
+from common import trainer
+from peft import LoraConfig
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-Record = dict[str, Any]
-Key = tuple[str, int | None, str, int]
-"""Model, cap, row and length of sequences."""
+from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.tasks import CausalLM
 
-LONGEST_REASON = 200
-"""Characters."""
+CONF = Path(__file__).resolve().parents[1] / "conf"
+GIB = 2**30
+CAP = 24 * GIB
+LEARNING_RATE = 1e-4
+TILE = 1_000_003
+"""Random numbers that are drawn. Weights repeat them, because drawing billions takes minutes."""
 
 
-class Records:
-    """What is known so far, in a folder; a folder of an earlier call is gone on with.
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Steps of ``microbatches``, each of ``rows`` sequences; ``steps`` are timed, after ``warmup``."""
 
-    Args:
-        folder: made when there is something to keep.
+    device: str
+    sequence: int
+    rows: int
+    microbatches: int
+    steps: int
+    warmup: int
+    dtype: torch.dtype
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step."""
+        return self.rows * self.microbatches
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch * self.sequence
+
+
+ON_GPU = Sizes("cuda", 2048, 4, 8, 3, 3, torch.bfloat16)
+TINY = Sizes("cpu", 32, 2, 4, 2, 2, torch.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of the table.
+
+    Attributes:
+        title: its first cell.
+        run: trains, and returns the clock and what else the row records.
+        model: name of a file in ``conf/model``.
+        lora: train adapters in all linear layers; else all weights.
+        quantization: format of the frozen weights.
+        cap: bytes of the GPU that torch may allocate; None: all.
+        needs: module that has to be installed.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._path = folder / "results.json"
-        rows: list[Record] = json.loads(self._path.read_text()) if self._path.exists() else []
-        self.rows: dict[Key, Record] = {_key(row["job"]): row for row in rows}
-
-    def add(self, job: Job, found: Record) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        row = {"job": dataclasses.asdict(job), **found}
-        self.rows[_key(row["job"])] = row
-        beside = self._path.with_suffix(".new")  # a run that is cut off leaves a whole file
-        beside.write_text(json.dumps(list(self.rows.values()), indent=1) + "\n")
-        beside.replace(self._path)
-
-    def of(self, model: str, cap: int | None, row: str) -> dict[int, Record]:
-        """By the length of sequences, the shortest first."""
-        found = {key[3]: record for key, record in self.rows.items() if key[:3] == (model, cap, row)}
-        return dict(sorted(found.items()))
+    title: str
+    run: Callable[[Row, Sizes], tuple[Clock, dict[str, Any]]]
+    model: str = "qwen3_1_7b"
+    lora: bool = False
+    quantization: str | None = None
+    cap: int | None = None
+    needs: str | None = None
 
 
-def _key(job: Record) -> Key:
-    return job["model"], job["cap"], job["row"], job["sequence"]
+class Clock(pl.Callback):
+    """Seconds of the timed steps, from the end of a batch to the end of a batch, and each step's loss.
 
-
-def run_apart(job: Job, script: Path, folder: Path, seconds: float) -> Record:
-    """The record of a job, which ``script --one`` measures; its output goes to a log in ``folder``.
+    Both ends are at the same place of a step, so a system that begins the next step early is timed with as much work
+    before the first end as after the last one. Reading the loss waits for the device.
 
     Args:
-        seconds: after which the process is ended.
+        sizes: of the steps.
+        each: batches of a step.
     """
-    cap = "all" if job.cap is None else str(job.cap)
-    stem = folder / f"{job.model}-{cap}-{job.row}-{job.sequence}"
-    return run_one(json.dumps(dataclasses.asdict(job)), script, stem, seconds)
+
+    roundpipe_looks_away = True
+
+    def __init__(self, sizes: Sizes, each: int = 1) -> None:
+        self._ends, self._each = (sizes.warmup * each, (sizes.warmup + sizes.steps) * each), each
+        self._marks: list[float] = []
+        self._losses: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batch_ended(outputs["loss"])
+
+    def batch_ended(self, loss: torch.Tensor) -> None:
+        """Record the loss of a batch, which is divided by the number of batches of a step."""
+        self._losses.append(loss.detach())
+        if len(self._losses) in self._ends:
+            float(self._losses[-1])
+            self._marks.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        return self._marks[1] - self._marks[0]
+
+    @property
+    def losses(self) -> list[float]:
+        each = [float(loss) for loss in self._losses]
+        return [sum(each[start : start + self._each]) for start in range(0, len(each), self._each)]
 
 
-def run_one(what: str, script: Path, stem: Path, seconds: float, settings: Mapping[str, str] | None = None) -> Record:
-    """The record that ``script --one what`` leaves, from a process of its own.
+class HostMemory:
+    """How far the machine's free memory falls inside the context: pinned memory need not count as the process's."""
+
+    def __enter__(self) -> HostMemory:
+        self._before = self._least = psutil.virtual_memory().available
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.05):
+            self._least = min(self._least, psutil.virtual_memory().available)
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.nbytes = max(0, self._before - self._least)
+
+
+def shape(name: str, sizes: Sizes) -> dict[str, Any]:
+    """The settings of a file of ``conf/model``, or of its tiny twin on the CPU."""
+    path = CONF / "model" / f"{'tiny_' if sizes.device == 'cpu' else ''}{name}.yaml"
+    settings: dict[str, Any] = yaml.safe_load(path.read_text())
+    return {key: value for key, value in settings.items() if key != "_target_"}
+
+
+def build(row: Row, sizes: Sizes) -> PreTrainedModel:
+    """The row's model in host memory."""
+    settings = shape(row.model, sizes)
+    if row.quantization is not None:  # each weight is packed before the next is drawn
+        from lightning_roundpipe.model.loading import from_config
+
+        dtype = str(sizes.dtype).removeprefix("torch.")
+        return from_config(**{**settings, "quantization": row.quantization, "dtype": dtype}).model
+    ours = ("weights", "dtype", "quantization", "double_quantization", "rope")
+    config = AutoConfig.for_model(**{key: value for key, value in settings.items() if key not in ours})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.to(sizes.dtype).to_empty(device="cpu")
+    model.tie_weights()
+    tile = torch.randn(TILE, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms
+                parameter.fill_(1.0)
+                continue
+            for part in parameter.view(-1).split(TILE):
+                part.copy_(tile[: part.numel()])
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):  # a buffer, which had no values on the meta device
+            module.__init__(config=model.config)  # type: ignore[misc]
+    return model
+
+
+def task(row: Row, sizes: Sizes, *, checkpointed: bool = False) -> CausalLM:
+    """The row's model as an ordinary LightningModule."""
+    model = build(row, sizes)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    lora = yaml.safe_load((CONF / "lora" / "all_linear.yaml").read_text()) if row.lora else None
+    return CausalLM(
+        model,
+        functools.partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True),
+        lora=None if lora is None else LoraConfig(**{key: lora[key] for key in lora if key != "_target_"}),
+    )
+
+
+def batches(row: Row, sizes: Sizes, size: int, *, steps: int | None = None) -> Iterable[dict[str, torch.Tensor]]:
+    """The tokens of all steps, ``size`` sequences at a time."""
+    count = (sizes.warmup + sizes.steps if steps is None else steps) * sizes.batch
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, shape(row.model, sizes)["vocab_size"], (count, sizes.sequence), generator=draw)
+    return DataLoader([{"input_ids": each, "labels": each} for each in tokens], batch_size=size)  # type: ignore[arg-type]
+
+
+def lightning(strategy: Any, sizes: Sizes, callback: pl.Callback, **options: Any) -> pl.Trainer:
+    accelerator = "gpu" if sizes.device == "cuda" else "cpu"
+    precision = "bf16-true" if sizes.dtype == torch.bfloat16 else "32-true"
+    return trainer(strategy, accelerator=accelerator, precision=precision, callbacks=[callback], **options)
+
+
+def plain(row: Row, sizes: Sizes, *, checkpointed: bool = False) -> tuple[Clock, dict[str, Any]]:
+    """Everything on the device; a microbatch is a batch, and gradients accumulate. AdamW on weights of the dtype."""
+    clock = Clock(sizes, sizes.microbatches)
+    fitter = lightning("auto", sizes, clock, accumulate_grad_batches=sizes.microbatches)
+    fitter.fit(task(row, sizes, checkpointed=checkpointed), batches(row, sizes, sizes.rows))
+    return clock, {}
+
+
+def ours(row: Row, sizes: Sizes, **settings: Any) -> tuple[Clock, dict[str, Any]]:
+    """A batch a step, which the strategy cuts; ``settings`` are its own."""
+    strategy = RoundPipeStrategy(num_microbatches=sizes.microbatches, **settings)
+    clock = Clock(sizes)
+    lightning(strategy, sizes, clock).fit(task(row, sizes), batches(row, sizes, sizes.batch))
+    report = strategy.report()
+    kept = {key: report[key] for key in ("plan", "stall_pct", "bubble_pct", "planned_device_bytes", "alloc_retries")}
+    return clock, {**kept, "device_bytes": max(report["peak_device_bytes"])}
+
+
+def roundpipe(row: Row, sizes: Sizes) -> tuple[Clock, dict[str, Any]]:
+    """The loop of the paper's library by its documentation, one step late as it is, with its own AdamW."""
+    from roundpipe import OptimizerCtx, RoundPipeRunConfig, wrap_model_to_roundpipe
+    from roundpipe.optim import Adam
+
+    model = wrap_model_to_roundpipe(
+        build(row, sizes),
+        use_sequential_preset=True,
+        model_run_config=RoundPipeRunConfig(num_microbatch=sizes.microbatches),
+        optim_dtype=torch.float32,
+    )
+    with OptimizerCtx():
+        optimizer = Adam(list(model.parameters()), lr=LEARNING_RATE, weight_decay=0.01, decoupled_weight_decay=True)
+
+    def loss_of(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        loss = outputs.loss
+        if loss is None:
+            loss = model.loss_function(logits=outputs.logits, labels=labels, vocab_size=model.vocab_size)
+        share: torch.Tensor = loss / sizes.microbatches
+        return share
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    clock = Clock(sizes)
+    model.train()
+    for batch in batches(row, sizes, sizes.batch):
+        loss = model.forward_backward(input_kwargs=batch, label=batch["labels"], loss_fn=loss_of)
+        model.step(step, is_async=True)
+        clock.batch_ended(loss)
+    model.synchronize()
+    return clock, {}
+
+
+def fsdp2(row: Row, sizes: Sizes, *, microbatches: int | None = None) -> tuple[Clock, dict[str, Any]]:
+    """``fully_shard`` on one device, which shards nothing: each layer's weights come from the host and go again.
 
     Args:
-        stem: of the log's path.
-        seconds: after which the process is ended.
-        settings: environment variables that it has besides ours.
+        microbatches: of a step. Each of them uploads all weights, so fewer are faster.
     """
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    answer = stem.with_suffix(".json")
-    answer.unlink(missing_ok=True)
-    with stem.with_suffix(".log").open("w") as log:
-        command = [sys.executable, str(script), "--one", what, "--into", str(answer)]
-        # A group of its own, to end what it starts as well; no session, in which it would outlive this one's end.
-        child = subprocess.Popen(
-            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, process_group=0,
-            env={**os.environ, **(settings or {})},
-        )  # fmt: skip
-        with _ended_with_us(child):
-            try:
-                code = child.wait(seconds)
-            except subprocess.TimeoutExpired:
-                return {"reason": f"not done after {seconds:.0f} s", "timed_out": True}
-    if answer.exists():
-        found: Record = json.loads(answer.read_text())
-        answer.unlink()
-        return found
-    if code == -signal.SIGKILL:
-        return {"reason": "killed, as systems do where the host's memory is used up"}
-    return {"reason": f"ended with code {code}; see {stem.name}.log"}
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-
-@contextmanager
-def _ended_with_us(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
+    gloo_and_nccl = "cpu:gloo,cuda:nccl" if sizes.device == "cuda" else "gloo"
+    torch.distributed.init_process_group(gloo_and_nccl, store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        yield
+        mesh = torch.distributed.init_device_mesh(sizes.device, (1,))
+        module = task(row, sizes, checkpointed=True)
+        module.log = lambda *_, **__: None  # type: ignore[method-assign]  # no Trainer takes what it logs
+        offload = CPUOffloadPolicy(pin_memory=sizes.device == "cuda")
+        for layer in module.modules():
+            if type(layer).__name__ in (module.model._no_split_modules or ()):
+                fully_shard(layer, mesh=mesh, offload_policy=offload)  # type: ignore[call-overload]
+        fully_shard(module.model, mesh=mesh, offload_policy=offload)
+        optimizer: Any = module.configure_optimizers()
+        count = microbatches or sizes.microbatches
+        clock = Clock(sizes, count)
+        for number, batch in enumerate(batches(row, sizes, sizes.batch // count), start=1):
+            there = {name: value.to(sizes.device) for name, value in batch.items()}
+            loss = module.training_step(there, number) / count
+            loss.backward()
+            if number % count == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            clock.batch_ended(loss)
     finally:
-        signal.signal(signal.SIGTERM, before)
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        torch.distributed.destroy_process_group()
+    return clock, {}
 
 
-def answer(job: Any, into: Path, measure: Callable[[Any], Record]) -> None:
-    """What the process of a job, or of a piece of `gpu_first_run`, does: measure it and write down what, or why not."""
-    with suppress(OSError):  # should the host's memory run out, this process is to go, and not the one that waits
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    try:
-        found = measure(job)
-    except BaseException as error:
-        traceback.print_exc()
-        found = {"reason": in_short(error), "out_of_memory": out_of_memory(error)}
-    beside = into.with_suffix(".new")
-    beside.write_text(json.dumps(found))
-    beside.replace(into)
+ROWS: dict[str, Row] = {
+    "plain": Row("plain Lightning", plain),
+    "ours": Row("ours, staleness 0", ours),
+    "ours_stale": Row("ours, staleness 1", functools.partial(ours, staleness=1)),
+    "roundpipe": Row("the paper's library, one step late", roundpipe, needs="roundpipe"),
+    "fsdp2": Row("FSDP2, CPU offload, the batch whole", functools.partial(fsdp2, microbatches=1)),
+    "plain_24gib": Row("plain Lightning, recomputing, 24 GiB", functools.partial(plain, checkpointed=True), cap=CAP),
+    "ours_24gib": Row("ours, staleness 0, 24 GiB", ours, cap=CAP),
+    "ours_stale_24gib": Row("ours, staleness 1, 24 GiB", functools.partial(ours, staleness=1), cap=CAP),
+    "fsdp2_24gib": Row("FSDP2, CPU offload, 24 GiB", fsdp2, cap=CAP),
+    "lora_plain": Row("LoRA, plain Lightning", plain, "llama3_1_8b", lora=True),
+    "lora_ours": Row("LoRA, ours", ours, "llama3_1_8b", lora=True),
+    "nf4_plain": Row("LoRA on nf4, plain Lightning", plain, lora=True, quantization="nf4"),
+    "nf4_ours": Row("LoRA on nf4, ours", ours, lora=True, quantization="nf4"),
+}
 
 
-def in_short(error: BaseException) -> str:
-    """The first line of an error."""
-    line = next(iter(str(error).strip().splitlines()), "")
-    text = f"{type(error).__name__}: {line}" if line else type(error).__name__
-    return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 1] + "…"
+def measure(row: Row, sizes: Sizes) -> dict[str, Any]:
+    """What a row records; errors pass."""
+    cuda = sizes.device == "cuda"
+    torch.manual_seed(0)
+    if not cuda:
+        torch.set_num_threads(1)  # the models are too small for more
+    if cuda and row.cap is not None:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, row.cap / torch.cuda.get_device_properties(0).total_memory))
+    with HostMemory() as host:
+        clock, found = row.run(row, sizes)
+    if cuda:  # the engine begins a new peak with each step, and reports its own
+        found = {"device_bytes": torch.cuda.max_memory_allocated(), **found}
+    speed = {"tokens_per_s": sizes.steps * sizes.tokens / clock.seconds, "step_s": clock.seconds / sizes.steps}
+    return {**speed, "losses": clock.losses, "host_bytes": max(peak_bytes(), host.nbytes), **found}
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether more memory, or a shorter sequence, would have helped."""
-    import torch
+def peak_bytes() -> int:
+    """The most of the host's memory that the process had at once."""
+    import resource
 
-    seen: list[BaseException] = []
-    at: BaseException | None = error
-    while at is not None and at not in seen:
-        seen.append(at)
-        text = str(at).lower()
-        if isinstance(at, torch.OutOfMemoryError) or "out of memory" in text or "workers may use" in text:
-            return True
-        at = at.__cause__ or at.__context__
-    return False
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class TracedStep(pl.Callback):
+    """Profiles a batch: everything that the host's threads and the GPU do."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self, batch: int, path: Path, cuda: bool) -> None:
+        self._batch, self._path = batch, path
+        kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
+        every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        self._profiler = torch.profiler.profile(activities=kinds, experimental_config=every_thread)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self._batch:
+            self._profiler.start()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self._batch:
+            self._profiler.stop()
+            self._profiler.export_chrome_trace(str(self._path))
+
+
+def trace(sizes: Sizes, path: Path) -> dict[str, Any]:
+    """Seconds of a traced step of ``ours_stale``, and those in which the GPU computed and copied.
+
+    Args:
+        path: of the trace (``.json.gz``), which chrome://tracing and Perfetto show.
+    """
+    row = ROWS["ours_stale"]
+    traced = TracedStep(sizes.warmup, path, sizes.device == "cuda")
+    strategy = RoundPipeStrategy(num_microbatches=sizes.microbatches, staleness=1)
+    rows = batches(row, sizes, sizes.batch, steps=sizes.warmup + 2)
+    lightning(strategy, sizes, traced).fit(task(row, sizes), rows)
+    with gzip.open(path, "rt") as file:
+        events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+    seconds = {kind: sum(e["dur"] for e in events if e.get("cat") == kind) / 1e6 for kind in ("kernel", "gpu_memcpy")}
+    return {"traced_events": len(events), **{f"{kind}_s": value for kind, value in seconds.items()}, "trace": str(path)}

@@ -240,7 +240,7 @@ def _follow_streams(ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
 
 
 def _follow_stream(kind: Any, ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
-    real_record, real_wait, real_copy, real_fill = kind.record, kind.wait, kind.copy, kind.fill
+    real_record, real_wait, real_copy, real_poison = kind.record, kind.wait, kind.copy, kind.poison
 
     def record(self: Any, *, timed: bool = False) -> Any:
         event = real_record(self, timed=timed)
@@ -256,15 +256,16 @@ def _follow_stream(kind: Any, ordering: Ordering, patch: pytest.MonkeyPatch) -> 
         with unfollowed():
             real_copy(self, dst, src)
 
-    def fill(self: Any, buffer: Tensor, byte: int) -> None:
-        ordering.access(self.name, [], [buffer], "poison")
+    def poison(self: Any, buffer: Tensor) -> None:
+        if self._poisons:
+            ordering.access(self.name, [], [buffer], "poison")
         with unfollowed():
-            real_fill(self, buffer, byte)
+            real_poison(self, buffer)
 
     def running(self: Any) -> contextlib.AbstractContextManager[None]:
         return following(ordering, self.name)
 
-    replacements = {"record": record, "wait": wait, "copy": copy, "fill": fill, "running": running}
+    replacements = {"record": record, "wait": wait, "copy": copy, "poison": poison, "running": running}
     for name, replacement in replacements.items():
         patch.setattr(kind, name, replacement)
 

@@ -97,12 +97,8 @@ class Stream(ABC):
             ValueError: shapes or dtypes differ, or ``dst`` is expanded along a dimension where ``src`` is not.
         """
 
-    @abstractmethod
-    def fill(self, buffer: Tensor, byte: int) -> None:
-        """Enqueue setting every byte of the contiguous ``buffer`` to ``byte`` (0 to 255), hidden from autograd."""
-
     def poison(self, buffer: Tensor) -> None:
-        """Enqueue ``fill(buffer, POISON)`` if the emulation asks for poison; else do nothing, as on a GPU.
+        """Enqueue setting every byte of the contiguous ``buffer`` to ``POISON`` if the emulation asks for it.
 
         Call it where the content of an arena dies but the arena stays, so that a late reader computes NaN.
         """
@@ -404,14 +400,3 @@ def stage(tensor: Tensor, device: Device) -> Tensor:
     except RuntimeError:
         return tensor.clone()
     return staged
-
-
-def check_fill(buffer: Tensor, byte: int) -> Tensor:
-    """Return ``buffer`` as flat bytes, detached from autograd."""
-    if not buffer.is_contiguous():
-        raise ValueError(
-            f"only contiguous memory can be filled, not strides {buffer.stride()} of {tuple(buffer.shape)}."
-        )
-    if not 0 <= byte <= 255:
-        raise ValueError(f"a byte is 0 to 255, not {byte}.")
-    return buffer.data.reshape(-1).view(torch.uint8)

@@ -7,9 +7,6 @@ other copies go in short chunks.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -18,26 +15,6 @@ MAX_WAIT_S = 1e-3
 
 MIN_CHUNK_BYTES = 1 << 16
 """Smallest chunk on a GPU. Launching a smaller copy takes longer than the copy."""
-
-_in_order = False
-
-
-@contextlib.contextmanager
-def fifo_copies() -> Iterator[None]:
-    """Give emulated devices that are created inside one queue per direction, which carries whole copies in order.
-
-    For comparisons in benchmarks: a GPU with one stream per direction behaves like that.
-    """
-    global _in_order
-    _in_order = True
-    try:
-        yield
-    finally:
-        _in_order = False
-
-
-def is_fifo() -> bool:
-    return _in_order
 
 
 def chunks(dst: Tensor, src: Tensor, nbytes: float) -> list[tuple[Tensor, Tensor]]:

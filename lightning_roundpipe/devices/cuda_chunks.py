@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_roundpipe.devices.abort import AbortSwitch
-from lightning_roundpipe.devices.base import Event, check_copy, check_fill
+from lightning_roundpipe.devices.base import Event, check_copy
 from lightning_roundpipe.devices.copy_priority import MAX_WAIT_S, MIN_CHUNK_BYTES, chunks
 from lightning_roundpipe.devices.cuda_streams import CudaEvent, CudaStream, GpuEvent
 from lightning_roundpipe.devices.queued import QueuedStream
@@ -115,9 +115,6 @@ class ChunkedCopyStream(QueuedStream):
                 self._by_thread = True
         self._add(self._copy, to, of)
 
-    def fill(self, buffer: Tensor, byte: int) -> None:
-        self._add(self._fill, check_fill(buffer, byte), byte)
-
     def running(self) -> AbstractContextManager[None]:
         return self._last.running()
 
@@ -155,9 +152,6 @@ class ChunkedCopyStream(QueuedStream):
 
     def _wait(self, event: Event) -> None:
         self._last.wait(event)
-
-    def _fill(self, buffer: Tensor, byte: int) -> None:
-        self._last.fill(buffer, byte)
 
     def _copy(self, dst: Tensor, src: Tensor) -> None:
         self._learn_rate()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices.abort import AbortSwitch
-from lightning_roundpipe.devices.base import Event, Stream, check_copy, check_fill
+from lightning_roundpipe.devices.base import Event, Stream, check_copy
 
 CLOCK_PERIOD = 10.0
 """Seconds after which `EventClock` is set again. CUDA returns float32 milliseconds, exact to 1 µs for 16 s."""
@@ -186,13 +186,6 @@ class CudaStream(Stream):
         """Copy a pair that `check_copy` returned. The caller passes it to `keep` afterwards."""
         with self.running(), torch.inference_mode():  # which may write inference tensors and others
             to.copy_(of, non_blocking=True)
-
-    def fill(self, buffer: Tensor, byte: int) -> None:
-        self._switch.check()
-        flat = check_fill(buffer, byte)
-        with self.running(), torch.inference_mode():
-            flat.fill_(byte)
-        self.keep(flat)
 
     def running(self) -> AbstractContextManager[None]:
         begin_on(self._torch_device)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import copy_priority, core_semaphore, intraop_threads
+from lightning_roundpipe.devices import core_semaphore, intraop_threads
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import POISON, Device, Stream, TrackedTensors
@@ -61,11 +61,6 @@ class EmulatedDevice(Device):
         self._user_code_delays = self._delays("user code")
         name = f"roundpipe-dev{index}-compute"
         self.compute = InlineStream(name, self._switch, emulation.poison, self._delays("compute"))
-        if copy_priority.is_fifo():
-            self.weights_up = self.activations_up = self._copy_stream("up", self._up, first=True)
-            self.arrivals_up = self.activations_up
-            self.gradients_down = self.activations_down = self._copy_stream("down", self._down, first=True)
-            return
         self.weights_up = self._copy_stream("weights_up", self._up, first=False)
         self.activations_up = self._copy_stream("activations_up", self._up, first=True)
         self.arrivals_up = self._copy_stream("arrivals_up", self._up, first=True)

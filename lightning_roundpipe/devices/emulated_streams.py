@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices.abort import AbortSwitch
-from lightning_roundpipe.devices.base import POISON, Event, Stream, check_copy, check_fill
+from lightning_roundpipe.devices.base import POISON, Event, Stream, check_copy
 from lightning_roundpipe.devices.copy_priority import chunks
 from lightning_roundpipe.devices.emulated_link import Delays, Link, move
 from lightning_roundpipe.devices.queued import QueuedStream
@@ -22,6 +22,11 @@ SMALL_BYTES = 256 << 10
 
 def _fail(error: Exception) -> NoReturn:
     raise error
+
+
+def _overwrite(buffer: Tensor) -> None:
+    with torch.inference_mode():  # which may write inference tensors and others
+        buffer.data.view(-1).view(torch.uint8).fill_(POISON)
 
 
 class InlineStream(Stream):
@@ -47,14 +52,10 @@ class InlineStream(Stream):
         self._switch.check()
         move(*check_copy(dst, src))
 
-    def fill(self, buffer: Tensor, byte: int) -> None:
-        self._switch.check()
-        with torch.inference_mode():  # which may write inference tensors and others
-            check_fill(buffer, byte).fill_(byte)
-
     def poison(self, buffer: Tensor) -> None:
         if self._poisons:
-            self.fill(buffer, POISON)
+            self._switch.check()
+            _overwrite(buffer)
 
 
 class ThreadStream(QueuedStream):
@@ -112,9 +113,6 @@ class ThreadStream(QueuedStream):
             nbytes = here.numel() * here.element_size()
             asked = self._link.carry(nbytes, partial(move, there, here), asked, first=self._first)
 
-    def fill(self, buffer: Tensor, byte: int) -> None:
-        self._enqueue(partial(self._attempt, check_fill(buffer, byte).fill_, byte))
-
     def poison(self, buffer: Tensor) -> None:
         if self._poisons:
-            self.fill(buffer, POISON)
+            self._enqueue(partial(self._attempt, _overwrite, buffer))

@@ -28,16 +28,15 @@ _HALF_A_MICROSECOND = 5e-7
 def quick_switches() -> Iterator[None]:
     """Switch threads at least every `SWITCH_INTERVAL_S` inside the context. Any thread may enter.
 
-    Several threads may be inside at once. The last one to leave restores the interval that the first one found, unless
-    it was set to another value meanwhile.
+    Several threads may be inside at once. The last one to leave restores the interval that the first one found.
     """
     before = sys.getswitchinterval()
-    if before > SWITCH_INTERVAL_S:
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-    ours = sys.getswitchinterval()
+    if before <= SWITCH_INTERVAL_S:
+        yield
+        return
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     yield
-    if before != ours == sys.getswitchinterval():
-        sys.setswitchinterval(before + _HALF_A_MICROSECOND)
+    sys.setswitchinterval(before + _HALF_A_MICROSECOND)
 
 
 @shared_context

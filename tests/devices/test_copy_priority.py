@@ -77,16 +77,6 @@ def test_chunks_take_no_longer_than_the_whole(make: MakeDevice, times: float) ->
     assert 0.19 * times < event.time() - start < 0.26 * times
 
 
-@longer_each_try
-def test_in_order_of_issue_activations_wait_for_all(make: MakeDevice, times: float) -> None:
-    with copy_priority.fifo_copies():
-        device = make(bandwidth=RATE / times)
-    waited, _, asked = times_of(device, 0.3, 0.05 * times, 0.02)
-    assert waited > 0.3 * times - asked
-    assert device.weights_up is device.activations_up
-    assert make(bandwidth=RATE).weights_up is not make(bandwidth=RATE).activations_up
-
-
 @pytest.mark.parametrize("nbytes", [1, 24, 4096])
 def test_chunks_are_the_whole(nbytes: int) -> None:
     dst, src = torch.zeros(3, 7, dtype=torch.float64), torch.randn(3, 7, dtype=torch.float64)
