@@ -214,7 +214,6 @@ def test_memory_of_many_plans_is_that_of_each() -> None:
                 activations=random.randint(0, 9),
                 needs_backward=random.random() < 0.8,
                 waiting=random.randint(2, 4),
-                leaving_bytes=random.randint(0, 2),
                 returning=random.randint(0, 3),
             )
             for _ in range(9)
