@@ -27,6 +27,7 @@ from unittest import mock
 
 import torch
 from common import Sleepers, Stopwatch, batches, quiet, trainer, unequal_devices
+from paper_cases import Case, read_cases
 from rich.console import Console
 from rich.table import Table
 from timed_cuda import TimedCuda
@@ -34,7 +35,6 @@ from timed_cuda import TimedCuda
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.memory import grad_buffers
 from lightning_roundpipe.planning import Costs, Plan, greedy_partition
-from lightning_roundpipe.planning.cases import Case, read_cases
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.pipeline import Rules, run_steps

@@ -31,13 +31,13 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from common import Sleepers, batches, quiet, trainer
+from paper_cases import Case, read_cases
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.planning import Costs, Plan
-from lightning_roundpipe.planning.cases import Case, read_cases
 from lightning_roundpipe.planning.pipeline import Rules, SimulatedRun, Staleness, run_steps
 from lightning_roundpipe.planning.search import search_partition
 from lightning_roundpipe.planning.timing import PERIOD_STEPS

@@ -23,13 +23,13 @@ import lightning.pytorch as pl
 import torch
 from common import Sleeper, Sleepers, batches, quiet, trainer
 from matplotlib.figure import Figure
+from paper_cases import Case, read_cases
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices import copy_priority
-from lightning_roundpipe.planning.cases import Case, read_cases
 
 CASES = {
     case.model: case
