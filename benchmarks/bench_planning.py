@@ -21,15 +21,15 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
+from paper_bubble import find_bubble
+from paper_cases import Case, read_cases
+from paper_schedules import run_case
 from rich.console import Console
 from rich.table import Table
 
 from lightning_roundpipe.planning import CallCost, Costs, greedy_partition
-from lightning_roundpipe.planning.bubble import find_bubble
-from lightning_roundpipe.planning.cases import Case, read_cases
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.paper_schedules import run_case
 from lightning_roundpipe.planning.pipeline import Rules, Staleness, run_steps
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition
 from lightning_roundpipe.planning.timing import PERIOD_STEPS

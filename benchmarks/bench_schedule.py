@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from common import Sleepers, Stopwatch, batches, paper_cases, parser_of, quiet, show, trainer, unequal_devices
+from paper_cases import Case
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.planning import Plan, greedy_partition
-from lightning_roundpipe.planning.cases import Case
 from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.planning.search import search_partition
 

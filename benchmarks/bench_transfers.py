@@ -20,11 +20,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from common import Sleeper, Sleepers, batches, paper_cases, parser_of, quiet, show, trainer
+from paper_cases import Case
 from torch import nn
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices import copy_priority
-from lightning_roundpipe.planning.cases import Case
 
 LINK = 25e9
 """Bytes a second each way: what copies reach of PCIe 4.0 x16, as in conf/hardware/rtx4090x8.yaml."""

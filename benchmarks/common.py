@@ -9,12 +9,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
 import torch
+from paper_cases import PAPER, Case, read_cases
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_roundpipe.devices import emulated_work
 from lightning_roundpipe.devices.emulated import EmulatedDevice
-from lightning_roundpipe.planning.cases import Case, read_cases
 
 
 class Stopwatch(pl.Callback):
@@ -112,8 +111,7 @@ class BatchEnds(pl.Callback):
 
 def paper_cases() -> dict[str, Case]:
     """The paper's cases of its own schedule, by model."""
-    path = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"
-    return {case.model: case for case in read_cases(path) if case.schedule == "roundpipe"}
+    return {case.model: case for case in read_cases(PAPER) if case.schedule == "roundpipe"}
 
 
 def batches(data: Tensor, size: int) -> DataLoader[Any]:

@@ -22,7 +22,6 @@ from lightning_roundpipe.commands.console import CLOSED_PIPE, console_command
 from lightning_roundpipe.commands.export import ExportOptions
 from lightning_roundpipe.commands.options import Reply, Settings, as_json, option, parse_all, pasted, run, usage
 from lightning_roundpipe.commands.plan import PlanOptions
-from lightning_roundpipe.commands.simulate import SimulateOptions
 from lightning_roundpipe.config import parse_bytes
 
 
@@ -207,7 +206,7 @@ def test_a_reader_that_stops_early_is_no_error(kind: str) -> None:
     assert not any(texts) and process.returncode == CLOSED_PIPE
 
 
-@pytest.mark.parametrize("program", ["roundpipe-plan", "roundpipe-simulate", "roundpipe-export", "roundpipe-train"])
+@pytest.mark.parametrize("program", ["roundpipe-plan", "roundpipe-export", "roundpipe-train"])
 def test_every_command_says_its_version(program: str) -> None:
     script = Path(sys.executable).with_name(program)
     done = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=PATIENCE_S)
@@ -215,7 +214,7 @@ def test_every_command_says_its_version(program: str) -> None:
     assert done.stdout == f"lightning-roundpipe {lightning_roundpipe.__version__}\n"
 
 
-@pytest.mark.parametrize("options", [PlanOptions, SimulateOptions, ExportOptions])
+@pytest.mark.parametrize("options", [PlanOptions, ExportOptions])
 def test_help_is_short_and_its_examples_are_right(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = usage("roundpipe-command", options).splitlines()
     assert max(map(len, lines)) <= 80 and len(lines) <= 54

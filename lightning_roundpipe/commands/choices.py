@@ -19,10 +19,10 @@ from lightning_roundpipe.commands.conf_files import shipped_files
 from lightning_roundpipe.commands.machines import is_path
 from lightning_roundpipe.commands.options import Settings
 from lightning_roundpipe.commands.packed_weights import NAMES, Quantization, read_quantization
+from lightning_roundpipe.config import read_json
 from lightning_roundpipe.messages import did_you_mean, first_line
 from lightning_roundpipe.model.adapters import add_adapters
 from lightning_roundpipe.model.rope import stretch
-from lightning_roundpipe.planning.cases import read_json
 from lightning_roundpipe.planning.meter import ATTENTION, attention
 from lightning_roundpipe.planning.profile import Precision
 

@@ -56,7 +56,7 @@ class MeasuredMemory:
     def called(self, traced: TracedCall, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
         """Note what a call shares with earlier ones [1]. User code has not gone on yet."""
         traced.forward_bytes = traced.kept_bytes
-        traced.crossed = self._crossing.see(_strided(inputs), _strided(outputs), (), self._made)
+        traced.crossed = self._crossing.see(_strided(inputs), _strided(outputs), self._made)
 
     def enter(self, device: Device | None) -> None:
         """Begin a section of user code [2]."""

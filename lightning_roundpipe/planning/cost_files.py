@@ -22,8 +22,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from lightning_roundpipe.config import is_number, is_whole
-from lightning_roundpipe.planning.cases import read_json
+from lightning_roundpipe.config import is_number, is_whole, read_json
 from lightning_roundpipe.planning.costs import CallCost, Costs
 
 TIMES = ("forward_ms", "backward_ms", "head_forward_ms", "head_backward_ms")

@@ -40,7 +40,7 @@ Phase = Literal["forward", "fused", "backward"]
 
 _NUMBERS = (
     "forward_s", "backward_s", "weight_bytes", "gradient_bytes", "boundary_bytes", "activation_bytes", "kept_bytes",
-    "input_bytes", "forward_bytes", "waiting_bytes", "leaving_bytes", "held_bytes", "returning_bytes",
+    "input_bytes", "forward_bytes", "waiting_bytes", "held_bytes", "returning_bytes",
     "backward_held_bytes", "reduced_bytes", "issue_s", "backward_issue_s", "unpacked_bytes", "unpack_s",
     "backward_unpack_s",
 )  # fmt: skip
@@ -65,8 +65,6 @@ class CallCost:
         forward_bytes: peak of a forward whose graph is dropped; None: ``activation_bytes``.
         waiting_bytes: outputs of earlier calls, and what user code has made, that a microbatch holds while it waits
             for this one.
-        leaving_bytes: the part of ``waiting_bytes`` that leaves for the host if this call is on another worker: outputs
-            that it takes.
         held_bytes: the part of ``waiting_bytes`` that is not among its inputs: user code or its autograd graph holds it
             while the forward runs.
         returning_bytes: gradients of its outputs, which it holds while it waits for this one's backward.
@@ -96,7 +94,6 @@ class CallCost:
     input_bytes: int = 0
     forward_bytes: int | None = None
     waiting_bytes: int = 0
-    leaving_bytes: int = 0
     held_bytes: int = 0
     returning_bytes: int = 0
     backward_held_bytes: int = 0

@@ -22,7 +22,6 @@ class Crossed:
 
     input_bytes: int = 0
     waiting_bytes: int = 0
-    leaving_bytes: int = 0
     held_bytes: int = 0
     shared: tuple[tuple[int, int], ...] = ()
     passed: tuple[tuple[int, int], ...] = ()
@@ -40,25 +39,16 @@ class Crossing:
         self._made: list[tuple[int, weakref.WeakSet[torch.UntypedStorage]]] = []
         """What user code has made before each call: bytes that are not inputs of the call, and those that are."""
 
-    def see(
-        self,
-        inputs: Iterable[Tensor],
-        outputs: Iterable[Tensor],
-        leaving: Iterable[Tensor] | None = None,
-        made_bytes: int = 0,
-    ) -> Crossed:
+    def see(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor], made_bytes: int = 0) -> Crossed:
         """Record the next call, after it returns and before user code continues.
 
         Args:
             inputs: its inputs.
             outputs: what it returned.
-            leaving: the inputs that leave the worker with the microbatch; None: all that earlier calls returned.
             made_bytes: bytes of workers that user code itself has made and holds.
         """
         inputs = list(inputs)
         waiting = self.held_bytes() + made_bytes
-        away = {tensor.untyped_storage() for tensor in (inputs if leaving is None else leaving)}
-        leaves = sum(storage.nbytes() for storage in away if storage in self._given)
         taken = {tensor.untyped_storage(): tensor_bytes(tensor) for tensor in inputs}
         made = weakref.WeakSet(tensor.untyped_storage() for tensor in inputs if tensor.device.type != "cpu")
         made -= set(self._given)
@@ -74,7 +64,7 @@ class Crossing:
         for tensor in outputs:
             self._given.setdefault(tensor.untyped_storage(), self._calls)
         self._calls += 1
-        return Crossed(sum(taken.values()), waiting, leaves, held, tuple(shared.items()), tuple(passed.items()))
+        return Crossed(sum(taken.values()), waiting, held, tuple(shared.items()), tuple(passed.items()))
 
     def held_bytes(self) -> int:
         """Return the bytes of what the calls have returned and user code, or autograd for it, holds now."""

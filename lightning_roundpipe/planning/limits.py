@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lightning_roundpipe.planning.batch import Sizes
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, StageBytes
-from lightning_roundpipe.planning.memory import Memory, fits, least, most_waiting
+from lightning_roundpipe.planning.memory import Memory, fits, least
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.shapes import PlanShape
 
@@ -96,9 +96,7 @@ class MemoryTable:
         self._layer = max(call.weight_bytes for call in costs)
         self._layer += max((call.gradient_bytes for call in costs if call.needs_backward), default=0)
         self._waiting = np.array([*(call.waiting_bytes for call in costs), 0])
-        self._staying = np.array([*(call.waiting_bytes - call.leaving_bytes for call in costs), 0])
-        waiting, staying = zip(*accumulate(costs, _waiting_in_backward, initial=(0, 0)), strict=True)
-        self._backward_waiting, self._backward_staying = np.array(waiting), np.array(staying)
+        self._backward_waiting = np.array([*accumulate(costs, _waiting_in_backward, initial=0)])
         self._calls = len(costs)
         self._needs = {phase: _needs(costs, phase, ahead and phase == "backward") for phase in get_args(Phase)}
 
@@ -121,14 +119,10 @@ class MemoryTable:
             for own, table in zip(needs, self._needs[phase], strict=True):
                 table.take(stages[:, part], out=own[:, part], mode="clip")  # "raise" would copy
         weights, gradients, activations = needs
-        waits, stays = np.empty((2, *stages.shape), dtype=np.int64)
+        waits = np.empty(stages.shape, dtype=np.int64)
         self._waiting.take(ends[:, :forward], out=waits[:, :forward], mode="clip")
         self._backward_waiting.take(starts[:, forward:], out=waits[:, forward:], mode="clip")
-        self._staying.take(ends[:, :forward], out=stays[:, :forward], mode="clip")
-        self._backward_staying.take(starts[:, forward:], out=stays[:, forward:], mode="clip")
-        few = most_waiting(shape.round_microbatches, self._workers)
-        for left, count in ((waits, few), (stays, shape.round_microbatches - 1 - few)):
-            activations += count * np.maximum(left, np.roll(left, self._workers, axis=1))
+        activations += (shape.round_microbatches - 1) * np.maximum(waits, np.roll(waits, self._workers, axis=1))
         arenas = weights + gradients  # see `memory.arena_bytes`
         if self._most:
             leaving = np.where(gradients > 0, arenas, 0)
@@ -157,10 +151,9 @@ def _stage_ends(forward: int, sizes: Sizes) -> tuple[Sizes, Sizes]:
     return starts, ends
 
 
-def _waiting_in_backward(before: tuple[int, int], call: CallCost) -> tuple[int, int]:
-    """Return the bytes that wait for the nearest call before that needs a backward, and those that stay meanwhile."""
-    held = call.backward_held_bytes
-    return (call.returning_bytes + held, held) if call.needs_backward else before
+def _waiting_in_backward(before: int, call: CallCost) -> int:
+    """Return the bytes that wait for the nearest call before that needs a backward."""
+    return call.returning_bytes + call.backward_held_bytes if call.needs_backward else before
 
 
 @lru_cache(maxsize=8)  # a search asks for the same several times

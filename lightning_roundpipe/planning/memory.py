@@ -13,8 +13,6 @@ Stages lie at the two ends of the arena in turn: weights from the end inwards, t
 The weights of the next stage come while stage k runs, and the gradients of the one before are on their way down. Where
 the arena is smaller than all of that, the weights that do not fit beside stage k come when its gradients have left.
 
-With several workers, what the next stage takes leaves for the host, so that few microbatches hold it (`LEAVING`).
-
 The host holds what outlives a stage: weights, gradients, the optimizer's state, and inputs for recomputation.
 """
 
@@ -33,9 +31,6 @@ from lightning_roundpipe.planning.span import Span
 
 BESIDE = 2
 """Stages that the largest arena holds at once: one runs while the next one's weights come."""
-
-LEAVING = 2
-"""Most microbatches that have left a worker while what the next stage takes of them has not."""
 
 Memory = int | tuple[int, ...]
 """Bytes of every worker, or of each if workers are unequal."""
@@ -230,37 +225,22 @@ def waiting_bytes(plan: Plan, costs: Costs, workers: int) -> list[int]:
     """Return, for each stage, the bytes that other microbatches of the round may hold on its worker meanwhile.
 
     Each of them has left this stage and waits for the next one, or has left the worker's stage before and waits for the
-    stage after that. With one worker, all of them wait. With several, this is an upper bound: at most `LEAVING` hold
-    what the next stage takes, and all of them the rest.
+    stage after that. This is an upper bound: a tensor that the next stage takes on another worker may leave earlier.
     """
     left = [_left_behind(stage, costs) for stage in plan.stages()]
-    before = [left[(position - workers) % len(left)] for position in range(len(left))]
     others = plan.round_microbatches - 1
-    few = most_waiting(plan.round_microbatches, workers)
-    return [
-        few * max(here[0], there[0]) + (others - few) * max(here[1], there[1])
-        for here, there in zip(left, before, strict=True)
-    ]
+    return [others * max(here, left[(position - workers) % len(left)]) for position, here in enumerate(left)]
 
 
-def most_waiting(round_microbatches: int, workers: int) -> int:
-    """Return how many other microbatches of a round may hold all that they have left behind on a worker."""
-    return round_microbatches - 1 if workers == 1 else min(round_microbatches - 1, LEAVING)
-
-
-def _left_behind(stage: Stage, costs: Costs) -> tuple[int, int]:
+def _left_behind(stage: Stage, costs: Costs) -> int:
     """Return the bytes on the stage's worker of a microbatch that waits for the next stage.
 
-    They are outputs in forward, and in backward gradients and the outputs that user code's graph still holds: in all,
-    and those that do not leave for the host.
+    They are outputs in forward, and in backward gradients and the outputs that user code's graph still holds.
     """
     if stage.phase == "forward":
-        after = costs.calls[stage.last + 1]
-        return after.waiting_bytes, after.waiting_bytes - after.leaving_bytes
+        return costs.calls[stage.last + 1].waiting_bytes
     deeper = next((call for call in reversed(costs.calls[: stage.first]) if call.needs_backward), None)
-    if deeper is None:
-        return 0, 0
-    return deeper.returning_bytes + deeper.backward_held_bytes, deeper.backward_held_bytes
+    return deeper.returning_bytes + deeper.backward_held_bytes if deeper else 0
 
 
 def ahead_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:
@@ -319,7 +299,9 @@ def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None, wor
     if not last or size > last:
         items.append(Item(f"activations{' of the other calls' if last else ''}, stage {position}", size - last))
     if waiting[position]:
-        items.append(Item(f"boundary tensors of {_who_waits(plan, costs, workers)}", waiting[position]))
+        others = plan.round_microbatches - 1
+        wait = f"{plural(others, 'microbatch')} that {'waits' if others == 1 else 'wait'} for the next stage"
+        items.append(Item(f"boundary tensors of {wait}", waiting[position]))
     all_but_ahead = arena + _beside_arena(plan, costs, workers, worker)
     if ahead := planned_bytes(plan, costs, workers, budget, worker=worker) - all_but_ahead:
         items.append(Item("boundary tensors that are brought ahead", ahead))
@@ -341,13 +323,6 @@ def _arena_items(plan: Plan, needs: Sequence[StageBytes], arena: int, workers: i
         Item("room in the arena for the stages before and after", arena - size(position)),
     ]
     return [item for item in items if item.nbytes]
-
-
-def _who_waits(plan: Plan, costs: Costs, workers: int) -> str:
-    others, few = plan.round_microbatches - 1, most_waiting(plan.round_microbatches, workers)
-    if few < others and not any(stays for _, stays in (_left_behind(stage, costs) for stage in plan.stages())):
-        return f"{plural(few, 'microbatch')} that leave for the host"
-    return f"{plural(others, 'microbatch')} that {'waits' if others == 1 else 'wait'} for the next stage"
 
 
 def worst_stage(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:

@@ -175,18 +175,10 @@ class Plan:
     @cached_property
     def stage_of_forward(self) -> tuple[int, ...]:
         """Per call, the position of the stage that runs its forward. Only for a plan that was validated."""
-        return self._positions("forward")
-
-    @cached_property
-    def stage_of_backward(self) -> tuple[int, ...]:
-        """Per call, the position of the stage that runs its backward. Only for a plan that was validated."""
-        return self._positions("backward")
-
-    def _positions(self, direction: Phase) -> tuple[int, ...]:
         held = {
             call: stage.position
             for stage in self._stages
-            if stage.phase in (direction, "fused")
+            if stage.phase != "backward"
             for call in range(stage.first, stage.last + 1)
         }
         return tuple(held[call] for call in range(self.fused.last + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from fractions import Fraction
@@ -13,11 +14,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lightning_roundpipe.planning.bubble import find_bubble
-from lightning_roundpipe.planning.cases import FIGURES, Case, read_cases
-from lightning_roundpipe.planning.paper_schedules import MOST_OPERATIONS, PaperRun, StageOperation, run_case
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # its files import each other by their names
 
-PAPER = read_cases(Path(__file__).parents[2] / "conf" / "cases" / "paper.json")
+from paper_bubble import find_bubble
+from paper_cases import FIGURES, Case, read_cases
+from paper_schedules import MOST_OPERATIONS, PaperRun, StageOperation, run_case
+
+PAPER = read_cases()
 
 
 def case_of(schedule: Any, workers: int, microbatches: int, forward: Iterable[int], **change: Any) -> Case:

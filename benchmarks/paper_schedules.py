@@ -30,7 +30,7 @@ from fractions import Fraction
 from math import lcm
 from typing import Literal, NamedTuple
 
-from lightning_roundpipe.planning.cases import Case
+from paper_cases import Case
 
 Direction = Literal["F", "B"]
 Part = Literal["forward", "head forward", "recompute", "backward", "head backward"]

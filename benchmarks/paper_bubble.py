@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_roundpipe.planning.paper_schedules import PaperRun, StageOperation
+from paper_schedules import PaperRun, StageOperation
 
 
 @dataclass(frozen=True)
