@@ -19,7 +19,7 @@ from packaging.version import Version
 import lightning_roundpipe
 from lightning_roundpipe import sweep
 from lightning_roundpipe.callbacks import RunFolder
-from lightning_roundpipe.commands import simulate
+from lightning_roundpipe.commands import plan
 from lightning_roundpipe.extras import EXTRAS
 from lightning_roundpipe.tasks.loggers import tensorboard_logger
 
@@ -195,8 +195,8 @@ def test_a_picture_without_matplotlib_is_refused_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without("matplotlib", monkeypatch)
-    monkeypatch.setattr(sys, "argv", ["roundpipe-simulate", "case=missing.json", f"picture={tmp_path / 'a.png'}"])
-    assert simulate.main() == 2
+    monkeypatch.setattr(sys, "argv", ["roundpipe-plan", "model=x", f"picture={tmp_path / 'a.png'}"])
+    assert plan.main() == 2
     assert "pip install 'lightning-roundpipe[plots]'" in capsys.readouterr().err
 
 

@@ -15,9 +15,9 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from lightning_roundpipe.commands.command_line import Settings
 from lightning_roundpipe.commands.conf_files import shipped_files
 from lightning_roundpipe.commands.machines import is_path
-from lightning_roundpipe.commands.options import Settings
 from lightning_roundpipe.commands.packed_weights import NAMES, Quantization, read_quantization
 from lightning_roundpipe.messages import did_you_mean, first_line
 from lightning_roundpipe.model.adapters import add_adapters

@@ -76,7 +76,7 @@ def measure_to_file(path: Path | None, workers: int | None) -> tuple[Path, str]:
         raise ValueError(f"hardware_file={path} must be the name of a file that ends in .yaml, as hardware= reads it.")
     if "," in str(path):
         raise ValueError(f"hardware_file={path} must be one file: in hardware=, a comma stands between two of them.")
-    check_targets({}, {"hardware_file": path})
+    check_targets({"hardware_file": path})
     if (workers or 1) > MOST_WORKERS:
         raise ValueError(f"workers={workers} must be 1 to {MOST_WORKERS}.")
     if path.exists():
