@@ -65,15 +65,15 @@ class Answer:
         lines = capture.get().splitlines()
         return "\n".join(line if console.is_terminal else line.rstrip() for line in lines).strip("\n") + "\n"
 
-    def _parts(self) -> Iterable[RenderableType]:
-        yield from (Text(line) for line in (self.verdict, *self.facts) if line)
+    def _parts(self) -> list[RenderableType]:
+        parts: list[RenderableType] = [Text(line) for line in (self.verdict, *self.facts) if line]
         if self.remedies:
-            yield from ("", *map(_unbroken, self.remedies))
+            parts += ["", *map(_unbroken, self.remedies)]
         if self.notes:
-            yield from ("", *map(Text, self.notes))
+            parts += ["", *map(Text, self.notes)]
         for one in self.tables:
-            yield from ("", one)
-        yield from ("", *map(_unbroken, self.paste))
+            parts += ["", one]
+        return [*parts, "", *map(_unbroken, self.paste)]
 
 
 def _unbroken(line: str) -> Text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -22,7 +23,6 @@ from lightning_roundpipe.commands.packed_weights import NAMES, Quantization, rea
 from lightning_roundpipe.messages import did_you_mean, first_line
 from lightning_roundpipe.model.adapters import add_adapters
 from lightning_roundpipe.model.rope import stretch
-from lightning_roundpipe.planning.cases import read_json
 from lightning_roundpipe.planning.meter import ATTENTION, attention
 from lightning_roundpipe.planning.profile import Precision
 
@@ -69,7 +69,12 @@ def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Qu
                 f"{hint or ' There are ' + ', '.join(_usable('model')) + '.'} Or name {_FILES['model']}."
             )
         path = path / "config.json" if path.is_dir() else path
-        settings = read_json(path)
+        try:
+            settings = json.loads(path.read_bytes())
+        except OSError as error:
+            raise ValueError(f"model={text}: {path} cannot be read: {error.strerror or error}.") from None
+        except ValueError as error:  # also if it is no text
+            raise ValueError(f"model={text}: {path} is not JSON: {first_line(error)}.") from None
         if not isinstance(settings, Mapping) or not isinstance(settings.get("model_type"), str):
             raise ValueError(f"model={text}: {path} is not a Hugging Face configuration: it has no model_type.")
         quantization = read_quantization(text, settings, changed)
