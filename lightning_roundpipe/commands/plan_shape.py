@@ -62,7 +62,6 @@ class Wish:
     search_seconds: float = SEARCH_SECONDS
     search: bool = True
     plan: str | None = None
-    stage_seconds: float | None = None
     gpu: str | None = None
     gpus: int | None = None
     host_memory: int | None = None
