@@ -36,6 +36,9 @@ MOST_CELLS = 1000
 _MOST_PROCESSES = 16
 """Most processes; each takes about 0.5 GiB."""
 
+_MEMORIES = {"worker": "device_memory", "host": "host_memory"}
+"""By name of a memory, its key in the data."""
+
 _ABOUT_TABLES = ("format", "picture", "search_seconds")
 """Options that concern a table, and not the plan of one row."""
 
@@ -166,12 +169,19 @@ def answer(cells: Sequence[Cell]) -> Answer:
     alone = (
         [] if refused is None else ["To see what would fit instead, plan each alone, as in", f"  {_command(refused)}"]
     )
-    numbers = ["tokens/s", "worker\nGiB", "host\nGiB", "longest\nsequence", "batch", "stages"]
+    limits = {name: {cell.found[key]["limit_bytes"] for cell in cells if cell.found} for name, key in _MEMORIES.items()}
+    ofs = {name: f"\nof {_gib(*same)}" if len(same) == 1 else "" for name, same in limits.items()}
+    shown = table(
+        [name.replace("_", " ") for name in cells[0].given],
+        ["tokens/s", *(f"{name}\nGiB{of}" for name, of in ofs.items()), "longest\nseq.", "batch", "stages"],
+        (_row(cell, ofs) for cell in cells),
+    )
+    shown.padding = 0
     return Answer(
         verdict=f"{fitting} of {len(cells)} fit{'s' if fitting == 1 else ''} (estimated){wrong}.",
         facts=[f"{'; '.join(names)}: {error}" for error, names in mistakes.items()],
         notes=_notes(cells),
-        tables=[table([name.replace("_", " ") for name in cells[0].given], numbers, map(_row, cells))],
+        tables=[shown],
         paste=alone,
         data=[
             {"given": dict(cell.given), "machine": machine_of(cell.wish), "too_small": too_small(cell.found or {})}
@@ -184,14 +194,15 @@ def answer(cells: Sequence[Cell]) -> Answer:
     )
 
 
-def _row(cell: Cell) -> list[str | Text]:
+def _row(cell: Cell, ofs: Mapping[str, str]) -> list[str | Text]:
+    """Return the cells of a row, with the limits of memories for which ``ofs`` (the limit in the heading) is empty."""
     found = cell.found
     if found is None:
         return [*cell.given.values(), Text("mistake", "red"), *[""] * 5]
     memories = []
-    for name, memory in (("worker", "device_memory"), ("host", "host_memory")):
-        text = "/".join(_gib(nbytes) for nbytes in (found[memory]["needed_bytes"], found[memory]["limit_bytes"]))
-        memories.append(Text(text, "red" if name in too_small(found) else ""))
+    for name, key in _MEMORIES.items():
+        sizes = [found[key]["needed_bytes"], *([] if ofs[name] else [found[key]["limit_bytes"]])]
+        memories.append(Text("/".join(map(_gib, sizes)), "red" if name in too_small(found) else ""))
     longest = f"{found['longest_sequence']:,}" if found["longest_sequence"] else "none"
     if not cell.fits:
         return [*cell.given.values(), Text("no fit", "red"), *memories, longest, "", ""]
@@ -227,7 +238,7 @@ def _notes(cells: Sequence[Cell]) -> list[str]:
         lines.append("Assumed of the hosts: memory (or set host_memory=), bandwidth and links; plan each alone to see.")
     beside = any(cell.fits and cell.found and cell.found["side_by_side"] for cell in cells)
     lines.append(
-        "GiB: needed/available. Batch: microbatches of a step x sequences of each. Stages: forward + fused + backward"
+        "Batch: microbatches of a step x sequences of each. Stages: forward + fused + backward"
         f"{'; beside: rounds side by side, as in data parallelism' if beside else ''}."
     )
     if cells[0].wish.like_paper:
