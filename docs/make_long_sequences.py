@@ -1,4 +1,4 @@
-"""The figures in docs/long-sequences.md: the longest sequences that `roundpipe-plan` plans, and what they consist of.
+"""The figures in docs/long-sequences.md: the longest sequences that `roundpipe-plan` plans, and with tiles of tokens.
 
     .venv/bin/python docs/make_long_sequences.py          (about four minutes on two cores)
 
@@ -8,14 +8,21 @@ Nothing between the marks on that page is written by hand; a test computes some 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_roundpipe.commands.explain import Explained, InTiles, explain, in_tiles
 from lightning_roundpipe.commands.machines import choose_machine
-from lightning_roundpipe.commands.plan_model import Outlook, look_at, memory_of, plan_of_longest, shape_of, total
+from lightning_roundpipe.commands.plan_model import (
+    Longest,
+    Outlook,
+    find_longest,
+    look_at,
+    memory_of,
+    plan_of_longest,
+    shape_of,
+    total,
+)
 from lightning_roundpipe.commands.plan_shape import TILE, ModelShape, Wish
 from lightning_roundpipe.planning.memory import Item, device_bytes, device_items, host_items
 
@@ -25,8 +32,6 @@ BEGIN_LENGTHS, END_LENGTHS = "<!-- lengths: docs/make_long_sequences.py -->\n", 
 POSITIONS = 2**19
 LENGTHS = (2**15, 2**16, 2**17)
 GPUS = (1, 8)
-MOST = 3
-"""Modules that are named."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Row:
         lora = "" if self.lora == "none" else f" lora={self.lora}"
         return (
             f"roundpipe-plan model={self.name} hardware=rtx4090x1{lora} precision=bf16-true sequence_length=128 "
-            f"microbatch_size=1 host_memory=4096GiB max_positions={POSITIONS} search_seconds=0 explain=memory"
+            f"microbatch_size=1 host_memory=4096GiB max_positions={POSITIONS} search_seconds=0"
         )
 
 
@@ -75,21 +80,31 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Found:
-    """What is planned for so many GPUs."""
+    """What is planned for so many GPUs.
+
+    Attributes:
+        gpus: number of GPUs.
+        outlook: the estimate without tiles.
+        longest: the longest sequence with tiles.
+        slowdown: additional time of the longest sequence without tiles, computed in tiles; 0.1 is 10 %.
+    """
 
     gpus: int
     outlook: Outlook
-    explained: Explained
-    tiles: InTiles
+    longest: Longest
+    slowdown: float
 
 
 def find(row: Row, gpus: int) -> Found:
     wish = row.wish(gpus)
     machine, _ = choose_machine(wish.hardware, None, None, None, wish.host_memory)
-    outlook = look_at(shape_of(wish, machine), wish)
-    tiles = in_tiles(outlook)
-    assert tiles is not None, "some sequence fits"
-    return Found(gpus, outlook, explain(outlook)[-1], tiles)
+    whole = shape_of(wish, machine)
+    tiled, outlook = whole.in_tiles(), look_at(whole, wish)
+    assert outlook.longest is not None and outlook.longest.tokens, "some sequence fits"
+    calls = (shape.costs(1, outlook.longest.tokens) for shape in (whole, tiled))
+    before, after = (sum(call.time_s("forward") + call.time_s("backward") for call in costs) for costs in calls)
+    longest = find_longest(tiled, outlook.workers, outlook.microbatches, outlook.memory)
+    return Found(gpus, outlook, longest, after / before - 1)
 
 
 @dataclass(frozen=True)
@@ -146,37 +161,21 @@ def gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:,.1f}"
 
 
-def dominating(explained: Explained) -> str:
-    """The modules that made most of what is alive, with their shares of a worker's activations."""
-    shares: Counter[str] = Counter()
-    for line in explained.lines:
-        name = "inputs" if line.part == "input" else line.module.partition(".")[0] or "the layer itself"
-        shares[name] += line.nbytes
-    most = shares.most_common(MOST)
-    return ", ".join(f"{name} {100 * nbytes / explained.activations:.0f} %" for name, nbytes in most)
-
-
 def cells(row: Row, found: Found) -> list[str]:
-    explained, longest, tiles = found.explained, found.outlook.longest, found.tiles
+    longest = found.outlook.longest
     assert longest is not None
     return [
         row.title,
         str(found.gpus),
         f"{longest.tokens:,}",
         f"{row.paper:,}" if found.gpus == 8 else "",
-        f"{explained.activations / explained.tokens / 1024:,.0f}",
-        dominating(explained),
-        f"{tiles.longest.tokens:,}",
-        f"{100 * tiles.slowdown:.0f} %",
+        f"{found.longest.tokens:,}",
+        f"{100 * found.slowdown:.0f} %",
     ]
 
 
-HEAD = (
-    "model", "GPUs", "longest", "the paper's", "KiB a token", "made by", "in tiles, planned", "computes longer",
-)  # fmt: skip
-
-
-RULER = ("---", *("---:" for _ in HEAD[1:5]), "---", "---:", "---:")
+HEAD = ("model", "GPUs", "longest", "the paper's", "in tiles, planned", "computes longer")
+RULER = ("---", *("---:" for _ in HEAD[1:]))
 HEAD_OF_LENGTHS = (
     "model", "tokens", "`token_tiles`", "GiB whole", "GiB in tiles", "GiB of the host", "the largest part",
 )  # fmt: skip

@@ -18,8 +18,6 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CASES = ROOT / "conf" / "cases" / "paper.json"
-MODEL = "llama3.1-8b"
 
 
 def run_main_job(folder: Path) -> None:
@@ -44,9 +42,9 @@ def draw_plans(out: Path) -> None:
     """Simulated steps of the paper's Llama."""
     for staleness in (0, 1):
         picture = out / f"plan-staleness-{staleness}.png"
-        facts = [f"costs={CASES}", f"case={MODEL}", f"staleness={staleness}"]
-        _command("plan", *facts, "search_seconds=600", f"picture={picture}")  # on a busy machine, too, it looks at all
-    script = [sys.executable, ROOT / "benchmarks" / "simulate.py", MODEL]
+        facts = ["model=llama3_1_8b", "hardware=rtx4090x8", "microbatches=16", f"staleness={staleness}"]
+        _command("plan", *facts, f"picture={picture}")
+    script = [sys.executable, ROOT / "benchmarks" / "simulate.py", "llama3.1-8b"]
     subprocess.run([*script, "--picture", out / "schedules.png"], check=True, stdout=subprocess.DEVNULL)
 
 

@@ -27,9 +27,8 @@ _UNITS = {
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
 """Bytes of each unit, in capitals."""
-_LEAST_PLAIN = {"memory_budget": 1000, "host_memory": 1000, "memory": 100}
-"""Bytes of memory that are meant as such, by option. Fewer without a unit are GiB in the mind of who writes them.
-``memory`` may be that of a toy of a few bytes (``costs=``)."""
+_LEAST_PLAIN = dict.fromkeys(("memory_budget", "host_memory", "memory"), 1000)
+"""Least bytes without a unit, by option. Smaller values without a unit are usually a missing GiB suffix."""
 
 
 class RoundPipeError(RuntimeError):

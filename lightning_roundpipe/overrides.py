@@ -151,20 +151,18 @@ def _joined(what: str, meant: Sequence[str], remedy: str) -> str:
 
 
 def _close(key: str, root: DictConfig) -> list[str]:
-    """Return up to two settings or groups that ``key`` may stand for."""
+    """Return up to two settings or groups that ``key`` may stand for.
+
+    These are, in this order, one of the same group that is written similarly, those of the same name in other groups,
+    and the one that is written most similarly.
+    """
     keys = [*dict.fromkeys([*_keys(root), *GROUPS])]
     parent, _, leaf = key.rpartition(".")
-    leaves = {name: name.rpartition(".")[2] for name in keys}
-    beside = [name for name in keys if name.rpartition(".")[0] == parent]
-    same = [name for name in keys if leaves[name] == leaf]  # in another group, or at the top
-    same = same or [name for name in keys if leaves[name].endswith(f"_{leaf}")]
-    if same and not (parent and get_close_matches(leaf, [leaves[name] for name in beside], 1, 0.6)):
-        return same[:2]
-    for names, cutoff in ((beside, 0.6), (keys, 0.75)):
-        found = get_close_matches(leaf, [leaves[name] for name in names], 1, cutoff)
-        if found:
-            return [name for name in names if leaves[name] == found[0]][:2]
-    return get_close_matches(key, keys, 1, 0.7)
+    beside = {name.rpartition(".")[2]: name for name in keys if parent and name.rpartition(".")[0] == parent}
+    if near := get_close_matches(leaf, beside, 1):
+        return [beside[near[0]]]
+    same = [name for name in keys if name.rpartition(".")[2] == leaf] or [n for n in keys if n.endswith(f"_{leaf}")]
+    return same[:2] or get_close_matches(key, keys, 1)
 
 
 def _keys(node: Any, path: str = "") -> Iterator[str]:

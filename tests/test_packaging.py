@@ -19,6 +19,7 @@ from packaging.version import Version
 import lightning_roundpipe
 from lightning_roundpipe import sweep
 from lightning_roundpipe.callbacks import RunFolder
+from lightning_roundpipe.commands import plan
 from lightning_roundpipe.extras import EXTRAS
 from lightning_roundpipe.tasks.loggers import tensorboard_logger
 
@@ -188,6 +189,15 @@ def test_a_sweep_without_matplotlib_leaves_its_table(
     sweep.present(rows, tmp_path)
     assert capsys.readouterr().out.count("pip install 'lightning-roundpipe[plots]'") == 1
     assert [file.name for file in tmp_path.iterdir()] == ["sweep.csv"]
+
+
+def test_a_picture_without_matplotlib_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without("matplotlib", monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["roundpipe-plan", "model=x", f"picture={tmp_path / 'a.png'}"])
+    assert plan.main() == 2
+    assert "pip install 'lightning-roundpipe[plots]'" in capsys.readouterr().err
 
 
 def test_the_tensorboard_logger_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

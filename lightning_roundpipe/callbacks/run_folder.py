@@ -24,7 +24,7 @@ class RunFolder(Callback):
     """Writes to ``folder`` at the end of training:
 
     * ``plan.txt``: the plan as text, which ``partition.plan`` accepts;
-    * ``costs.json``: what each layer costs, which ``roundpipe-plan costs=`` reads;
+    * ``costs.json``: what each layer costs, which ``planning.Costs.from_dict`` reads;
     * ``timeline.png``: the last step as it ran; ``step.json``: the same as numbers;
     * ``report.html``: a page on the run, with an interactive timeline of the last step (`page`);
     * ``replay.png``: the step of several emulated devices as if each computed on its own (`replay`);

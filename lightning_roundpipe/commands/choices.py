@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -15,11 +16,10 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from lightning_roundpipe.commands.command_line import Settings
 from lightning_roundpipe.commands.conf_files import shipped_files
 from lightning_roundpipe.commands.machines import is_path
-from lightning_roundpipe.commands.options import Settings
 from lightning_roundpipe.commands.packed_weights import NAMES, Quantization, read_quantization
-from lightning_roundpipe.config import read_json
 from lightning_roundpipe.messages import did_you_mean, first_line
 from lightning_roundpipe.model.adapters import add_adapters
 from lightning_roundpipe.model.rope import stretch
@@ -69,7 +69,12 @@ def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Qu
                 f"{hint or ' There are ' + ', '.join(_usable('model')) + '.'} Or name {_FILES['model']}."
             )
         path = path / "config.json" if path.is_dir() else path
-        settings = read_json(path)
+        try:
+            settings = json.loads(path.read_bytes())
+        except OSError as error:
+            raise ValueError(f"model={text}: {path} cannot be read: {error.strerror or error}.") from None
+        except ValueError as error:  # also if it is no text
+            raise ValueError(f"model={text}: {path} is not JSON: {first_line(error)}.") from None
         if not isinstance(settings, Mapping) or not isinstance(settings.get("model_type"), str):
             raise ValueError(f"model={text}: {path} is not a Hugging Face configuration: it has no model_type.")
         quantization = read_quantization(text, settings, changed)

@@ -9,86 +9,86 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
+from lightning_roundpipe.commands.answer import Answer, table
+from lightning_roundpipe.commands.command_line import Parser, add_option, one_of, run
 from lightning_roundpipe.commands.console import console_command, waiting
-from lightning_roundpipe.commands.options import Reply, option, pasted, run
 from lightning_roundpipe.config import parse_bytes
 from lightning_roundpipe.messages import gib, plural, seconds
 
 if TYPE_CHECKING:
     from lightning_roundpipe.export import Exported
 
+_EXAMPLES = (
+    "run=runs/smollm2_lora-20260101-120000 to=smollm2-pydoc",
+    "run=FOLDER to=smollm2-gguf format=gguf dtype=q8_0",
+    "run=FOLDER to=adapters merge=false",
+)
 
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Writes what a run has trained as a model that loads without this package.
-    Adapters are merged into the base model's weights. The memory that it takes is
-    that of the weights in one file."""
+_PURPOSE = """\
+Writes what a run has trained as a model that loads without this package.
+Adapters are merged into the base model's weights. The memory that it takes is
+that of the weights in one file."""
 
-    examples: ClassVar = (
-        "run=runs/smollm2_lora-20260101-120000 to=smollm2-pydoc",
-        "run=FOLDER to=smollm2-gguf format=gguf dtype=q8_0",
-        "run=FOLDER to=adapters merge=false",
-    )
+_DTYPES = ("auto", "float32", "bfloat16", "float16", "q8_0")
 
-    run: str = option("a run's folder, or one with PEFT adapters", shown="FOLDER")
-    to: Path = option("the new folder", shown="FOLDER")
-    ckpt: Path | None = option("the checkpoint; by default the best, or the newest", default=None)
-    base: str | None = option("the base model; by default what the run says", default=None, shown="FOLDER|NAME")
-    format: Literal["safetensors", "gguf"] = option("the kind of files", default="safetensors")
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = option(
-        "float32, bfloat16, float16, q8_0", default="auto", shown="TYPE"
-    )
-    merge: bool = option("merge adapters, or write them alone", default=True)
-    max_shard_size: int | None = option(
-        "most of a safetensors file (default: 5GB)", default=None, read=parse_bytes, shown="SIZE"
-    )
-    overwrite: bool = option("replace a folder that is there", default=False)
+
+def parser() -> Parser:
+    """Return the parser of the command's options."""
+    made = Parser("roundpipe-export", _PURPOSE, _EXAMPLES)
+    add_option(made, "run", "a run's folder, or one with PEFT adapters", None, "FOLDER", required=True)
+    add_option(made, "to", "the new folder", None, "FOLDER", required=True)
+    add_option(made, "ckpt", "the checkpoint; by default the best, or the newest", None, "FILE")
+    add_option(made, "base", "the base model; by default what the run says", None, "FOLDER|NAME")
+    add_option(made, "format", "safetensors or gguf", one_of("safetensors", "gguf"))
+    add_option(made, "dtype", ", ".join(_DTYPES), one_of(*_DTYPES))
+    add_option(made, "merge", "false writes adapters alone", one_of("true", "false"), "true|false")
+    add_option(made, "max_shard_size", "most of a safetensors file; 5GB without", parse_bytes, "SIZE")
+    add_option(made, "overwrite", "true replaces a folder that is there", one_of("true", "false"), "true|false")
+    return made
 
 
 @console_command
 def main() -> int:
-    return run("roundpipe-export", ExportOptions, answer)
+    return run("roundpipe-export", answer)
 
 
-def answer(options: ExportOptions) -> Reply:
+def answer(arguments: Sequence[str]) -> Answer:
     """Export what a run has trained, and answer with a table of the files.
 
     Raises:
         ValueError: an option is wrong, or needs a package that is not installed.
         OSError: a file cannot be read or written.
     """
+    [asked] = parser().read(arguments)
+    values = asked.values
     os.environ.setdefault("TQDM_DISABLE", "1")  # hides the progress bars of other libraries
     try:
         with waiting("Reading the run"):
             from lightning_roundpipe.export import MAX_SHARD_SIZE, export, from_run
 
-            trained = from_run(options.run, options.ckpt, options.base)
+            ckpt = values.get("ckpt")
+            trained = from_run(values["run"], None if ckpt is None else Path(ckpt).expanduser(), values.get("base"))
         with _bar() as progress, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT warns about a model without weights
             made = export(
                 trained,
-                options.to,
-                options.format,
-                options.dtype,
-                options.merge,
-                options.max_shard_size or MAX_SHARD_SIZE,
-                options.overwrite,
+                Path(values["to"]).expanduser(),
+                values.get("format", "safetensors"),
+                values.get("dtype", "auto"),
+                values.get("merge", "true") == "true",
+                values.get("max_shard_size") or MAX_SHARD_SIZE,
+                values.get("overwrite", "false") == "true",
                 progress,
             )
     except ImportError as error:  # a package of an extra is missing
         raise ValueError(str(error)) from error
-    return Reply(export_table(made))
+    return answer_of(made)
 
 
 @contextmanager
@@ -104,20 +104,15 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total, description="Writing")
 
 
-def export_table(made: Exported) -> RenderableType:
-    """Return a table of the exported files, with their contents and the code that loads them."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("file", overflow="fold")
-    table.add_column("size", justify="right", no_wrap=True)
-    for name, size in _rows(made.files):
-        table.add_row(Text(name), gib(size))
-    contents = f"{made.contents}; {gib(sum(size for _, size in made.files))} in {seconds(made.seconds)}"
-    return Group(table, *map(Text, (contents, *made.notes, "")), pasted(made.how))
-
-
-def _rows(files: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-    """Yield name and bytes of each row. Shards of the weights share one row."""
-    parts = [file for file in files if fnmatch(file[0], "model-*.safetensors")]
-    if len(parts) > 1:
-        yield f"model-*.safetensors ({plural(len(parts), 'file')})", sum(size for _, size in parts)
-    yield from (file for file in files if len(parts) < 2 or file not in parts)
+def answer_of(made: Exported) -> Answer:
+    """Return what was written, the code that loads it, and a table of the files, in which shards share a row."""
+    shards = [file for file in made.files if Path(file[0]).match("model-*.safetensors")]
+    together = [(f"model-*.safetensors ({plural(len(shards), 'file')})", sum(size for _, size in shards))]
+    files = [*(together if shards else []), *(file for file in made.files if file not in shards)]
+    size = gib(sum(size for _, size in made.files))
+    return Answer(
+        verdict=f"{made.contents}; {size} in {seconds(made.seconds)}",
+        notes=made.notes,
+        tables=[table(["file"], ["size"], [(name, gib(size)) for name, size in files])],
+        paste=[made.how],
+    )

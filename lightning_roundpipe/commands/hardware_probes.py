@@ -208,19 +208,15 @@ class DeviceProbe:
                 size, flops[form] = self._products(dtype)
                 notes[f"flops.{form}"] = f"products of {size:,} x {size:,} matrices{_sums(form, self.emulated)}"
         with self._naming("attention"):
-            reached = self._attention(torch.bfloat16)
-            share = min(1.0, reached / flops["bf16"])
+            share = min(1.0, self._attention() / flops["bf16"])
             notes["attention_efficiency"] = "share of bf16's FLOP/s that attention reaches, with its backward"
-            if self.emulated:
-                other = self._attention(torch.float32) / flops["fp32"]
-                notes["attention_efficiency"] += f"; of fp32's {other:.2g}"
         with self._naming("device memory"):
             bandwidth = self._elementwise()
         with self._naming("operations"):
             issue_s = self._issuing()
             kernel_s = self._tiny() if self.emulated else self._queued(flops["bf16"])
         with self._naming("links"):
-            upload, download = self._links(remarks)
+            upload, download = self._links()
             hop_s = self._hop()
         with self._naming("optimizer"), self.devices[0].host_thread_settings():
             optimizer = optimizer_rate()
@@ -320,16 +316,16 @@ class DeviceProbe:
             most //= 2
         return most
 
-    def _attention(self, dtype: torch.dtype) -> float:
-        """Return the FLOP/s of causal attention, forward and backward, for one sequence."""
+    def _attention(self) -> float:
+        """Return the FLOP/s of causal attention in bf16, forward and backward, for one sequence."""
         heads, length, width = (4, 512, 64) if self.emulated else (16, 4096, 128)
         length = max(1, min(length, self._room // (64 * heads * width)))
 
         def make(device: torch.device) -> Work:
             query, key, value = (
-                torch.randn(1, heads, length, width, device=device).to(dtype).requires_grad_() for _ in range(3)
+                torch.randn(1, heads, length, width, device=device).bfloat16().requires_grad_() for _ in range(3)
             )
-            grad = torch.randn(1, heads, length, width, device=device).to(dtype)
+            grad = torch.randn(1, heads, length, width, device=device).bfloat16()
 
             def work() -> None:
                 out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -402,60 +398,31 @@ class DeviceProbe:
 
     # -- copies
 
-    def _links(self, remarks: list[str]) -> tuple[float, float]:
-        """Return the bytes a second to each device and back, while all copy. Add a remark about single links.
+    def _links(self) -> tuple[float, float]:
+        """Return the bytes a second to each device and back, while all copy in that direction.
 
         Copies use the engine's streams and host buffers.
         """
         nbytes = min((64 if self.emulated else 256) * _MIB, self._room // 4)
         there = {device: device.allocate(nbytes, "a probe of the link") for device in self.devices}
-        start = clock()
-        here = {device: device.host_buffer(nbytes) for device in self.devices}
-        locking = (clock() - start) / (len(here) * nbytes / 2**30)
-        for buffer in here.values():
-            buffer.zero_()
+        here = {device: device.host_buffer(nbytes).zero_() for device in self.devices}
 
-        def up(devices: list[Device]) -> None:
-            for device in devices:
+        def up() -> None:
+            for device in self.devices:
                 device.weights_up.copy(there[device], here[device])
+            for device in self.devices:
+                device.weights_up.synchronize()
 
-        def down(devices: list[Device]) -> None:
-            for device in devices:
+        def down() -> None:
+            for device in self.devices:
                 device.gradients_down.copy(here[device], there[device])
+            for device in self.devices:
+                device.gradients_down.synchronize()
 
-        def rate(*ways: Callable[[list[Device]], None], devices: list[Device]) -> float:
-            def work() -> None:
-                for way in ways:
-                    way(devices)
-                for device in devices:
-                    device.weights_up.synchronize()
-                    device.gradients_down.synchronize()
-
-            return nbytes / _best(work)
-
-        alone = [(rate(up, devices=[device]), rate(down, devices=[device])) for device in self.devices]
-        together = rate(up, devices=self.devices), rate(down, devices=self.devices)
-        both = rate(up, down, devices=self.devices)
-        ups, downs = zip(*alone, strict=True)
-        said = f"A link alone carries {_span(ups)} GB/s up and {_span(downs)} down; all at once, both ways {_gb(both)}"
-        if not self.emulated:
-            pageable = torch.zeros(nbytes, dtype=torch.uint8)
-            first = self.devices[0]
-
-            def pageable_up() -> None:
-                there[first].copy_(pageable)
-                first.compute.synchronize()
-
-            with first.activate():
-                slow = nbytes / _best(pageable_up)
-            locked = (
-                f"locked in {locking:.2g} s/GiB" if here[first].is_pinned() else "refused: no copy is of locked memory"
-            )
-            said += f"; from pageable memory, alone, {_gb(slow)}. Page-locking: {locked}"
-        remarks.append(f"{said}.")
+        rates = nbytes / _best(up), nbytes / _best(down)
         for device, arena in there.items():
             device.free(arena)
-        return together
+        return rates
 
     def _hop(self) -> float:
         """Return the seconds of 1 KiB from the first worker to the last one, with the hand-over between threads."""
@@ -502,15 +469,6 @@ def _sums(form: Format, emulated: bool) -> str:
         return ", with TF32" if torch.get_float32_matmul_precision() != "highest" else ", without TF32"
     narrow = form == "fp16" and getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
     return ", sums in fp16" if narrow else ", sums in fp32"
-
-
-def _span(rates: tuple[float, ...]) -> str:
-    """Return the lowest and the highest rate, in GB/s."""
-    return " to ".join(dict.fromkeys((_gb(min(rates)), _gb(max(rates)))))
-
-
-def _gb(rate: float) -> str:
-    return f"{rate / 1e9:.3g}"
 
 
 # -- what is measured ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from lightning_roundpipe.commands.options import Settings
+from lightning_roundpipe.commands.command_line import Settings
 from lightning_roundpipe.messages import did_you_mean
 from lightning_roundpipe.planning.packing import BLOCK, Packed, PackedFormat, pack
 

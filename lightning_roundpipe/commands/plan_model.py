@@ -448,8 +448,8 @@ class _Try:
             plan.validate(costs.layers)
         elif not self.fits(self.smallest):
             return None
-        elif wish.stage_seconds is not None or not wish.search:
-            plan = paper_plan(costs, self.workers, self.microbatches, limits, wish.stage_seconds)
+        elif not wish.search:
+            plan = paper_plan(costs, self.workers, self.microbatches, limits)
         else:
             turns, seconds = 2 * _STEPS * self.microbatches * (2 * len(costs) - 1), part * wish.search_seconds
             plan = search_partition(
@@ -472,14 +472,7 @@ def _fastest(tries: list[_Try]) -> tuple[_Try, Plan]:
     if last.wish.plan is None and not last.fits(last.smallest):  # larger sizes take even more memory
         return last, last.smallest
     trial = _TRIAL if len(tries) > 1 else 1.0
-    found: list[tuple[_Try, Plan]] = []
-    for one in tries:
-        try:
-            if (plan := one.best(trial)) is not None:
-                found.append((one, plan))
-        except ValueError:  # stage_seconds is shorter than a layer at this size
-            if one is last and not found:
-                raise
+    found = [(one, plan) for one in tries if (plan := one.best(trial)) is not None]
     if not found:
         return last, last.smallest if last.wish.plan is None else Plan.parse(last.wish.plan)
 

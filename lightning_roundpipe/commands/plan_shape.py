@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from lightning_roundpipe.commands.choices import make_model, read_config
-from lightning_roundpipe.commands.options import Settings
+from lightning_roundpipe.commands.command_line import Settings
 from lightning_roundpipe.commands.packed_weights import Quantization, packed_weights
 from lightning_roundpipe.config import REDUCE_DTYPES
 from lightning_roundpipe.model.layers import find_layers
@@ -62,7 +62,6 @@ class Wish:
     search_seconds: float = SEARCH_SECONDS
     search: bool = True
     plan: str | None = None
-    stage_seconds: float | None = None
     gpu: str | None = None
     gpus: int | None = None
     host_memory: int | None = None

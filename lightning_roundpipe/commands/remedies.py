@@ -145,7 +145,7 @@ class _Tries:
     def _ways(self) -> Iterator[list[Changes]]:
         """Yield the changes of each kind, the least first. The answer names the first of each kind that fits."""
         wish, found = self._wish, self._outlook
-        own = [name for name in ("plan", "stage_seconds", "min_round", "max_fused") if getattr(wish, name) is not None]
+        own = [name for name in ("plan", "min_round", "max_fused") if getattr(wish, name) is not None]
         if own:
             yield [dict.fromkeys(own)]
         fewer = found.weights_fit

@@ -10,17 +10,13 @@ from lightning_roundpipe.extras import is_installed, remedy
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 
 
-def check_targets(sources: Mapping[str, Path], targets: Mapping[str, Path | None]) -> None:
-    """Check the paths of output files before a long simulation.
-
-    Args:
-        sources: options and paths of the files that the command reads.
-        targets: options and paths of the files that it writes. ``picture`` must have a suffix of `PICTURE_SUFFIXES`.
+def check_targets(targets: Mapping[str, Path | None]) -> None:
+    """Check the paths of output files, by option. ``picture`` must have a suffix of `PICTURE_SUFFIXES`.
 
     Raises:
-        ValueError: a file cannot be written, or would overwrite another one of the command.
+        ValueError: a file cannot be written, or two options name the same one.
     """
-    taken = {path.resolve(): name for name, path in sources.items()}
+    taken: dict[Path, str] = {}
     for name, path in ((name, path) for name, path in targets.items() if path is not None):
         if name == "picture" and path.suffix.lower() not in PICTURE_SUFFIXES:
             raise ValueError(f"picture={path} must be the name of a file that ends in {', '.join(PICTURE_SUFFIXES)}.")

@@ -13,6 +13,7 @@ import re
 import sys
 import textwrap
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -50,6 +51,9 @@ _NOTES = {
 }
 """Comments on numbers, by key of the file."""
 
+_OWN_LINKS = ("uplink", "uplink_devices")
+"""Numbers that the file lacks: each worker's rates are measured with all others copying."""
+
 
 def default_path() -> Path:
     """Return the path of a file in the current folder, named after the host."""
@@ -76,7 +80,7 @@ def measure_to_file(path: Path | None, workers: int | None) -> tuple[Path, str]:
         raise ValueError(f"hardware_file={path} must be the name of a file that ends in .yaml, as hardware= reads it.")
     if "," in str(path):
         raise ValueError(f"hardware_file={path} must be one file: in hardware=, a comma stands between two of them.")
-    check_targets({}, {"hardware_file": path})
+    check_targets({"hardware_file": path})
     if (workers or 1) > MOST_WORKERS:
         raise ValueError(f"workers={workers} must be 1 to {MOST_WORKERS}.")
     if path.exists():
@@ -126,75 +130,50 @@ def written(probed: Probed) -> str:
     """Return the text of the file. A mark beside each number says where it comes from."""
     machine = probed.hardware
     kind = "an emulated device" if machine.emulated else "a GPU"
-    today = datetime.date.today().isoformat()
     head = [
-        f"{machine.title}: what roundpipe-plan hardware=auto measured on {platform.node()} on {today}, with torch "
-        f"{torch.__version__}.",
+        f"{machine.title}: what roundpipe-plan hardware=auto measured on {platform.node()} on "
+        f"{datetime.date.today().isoformat()}, with torch {torch.__version__}.",
         f"[M]: measured there and then, on all {machine.workers} at once; it is what {kind} reaches while the others "
         "work, too. [S]: what the system says. [A]: assumed, change it to what your machine has.",
         *probed.remarks,
     ]
-    lines = [line for paragraph in head for line in textwrap.wrap(paragraph, _WIDTH - 2)]
-    text = [f"# {line}" for line in lines]
-    for item in fields(Hardware):
-        text += _entry(item.name, machine, probed.notes)
+    text = [f"# {line}" for paragraph in head for line in textwrap.wrap(paragraph, _WIDTH - 2)]
+    names = [item.name for item in fields(Hardware) if item.name not in (*_OWN_LINKS, "kinds")]
+    text += _entries(machine, names, _NOTES | probed.notes)
+    text += ["kinds:"] if machine.kinds else []
+    for one in machine.kinds:
+        first, *others = _entries(one, [name for name in OF_KINDS if name not in _OWN_LINKS], {})
+        text += [f"  - {first}", *(f"    {line}" for line in others)]
     return "\n".join(text) + "\n"
 
 
-def _entry(name: str, machine: Hardware, notes: dict[str, str]) -> list[str]:
-    value = getattr(machine, name)
-    note = notes.get(name) or _NOTES.get(name, "")
-    mark = f"[{_MARKS.get(name, 'M')}]"
-    if name == "flops":
-        rows = [(f"  {form}: {_number(rate)}", f"{mark} {notes[f'flops.{form}']}") for form, rate in value.items()]
-        rows.insert(0, ("flops:", note))
-    elif name == "title":
-        rows = [(f"title: {json.dumps(value)}", "")]
-    elif name == "workers":
-        rows = [(f"workers: {value}", "")]
-    elif name == "kinds":
-        return _kinds(machine)
-    elif name in ("uplink", "uplink_devices"):
-        rows = []  # each worker's rates are those with all others copying
-    elif name == "emulated":
-        rows = [("emulated: true", "what a worker may hold is counted as emulated devices do")] if value else []
-    elif value is None:
-        rows = [(f"{name}: null", "without a limit, unless RoundPipeStrategy(emulation=...) sets one")]
-    else:
-        rows = [(f"{name}: {_number(value)}", f"{mark} {note}")]
+def _entries(machine: Hardware, names: Iterable[str], notes: Mapping[str, str]) -> list[str]:
+    """Return the lines of some numbers, with their marks and notes."""
+    rows = []
+    for name in names:
+        value, mark = getattr(machine, name), f"[{_MARKS.get(name, 'M')}]"
+        if name == "flops":
+            rows.append(("flops:", notes.get(name, "")))
+            rows += [
+                (f"  {form}: {_number(rate)}", f"[M] {notes.get(f'flops.{form}', '')}") for form, rate in value.items()
+            ]
+        elif name == "emulated":
+            rows += [("emulated: true", "what a worker may hold is counted as emulated devices do")] if value else []
+        elif name in ("title", "workers"):
+            rows.append((f"{name}: {json.dumps(value)}", ""))
+        elif value is None:
+            rows.append((f"{name}: null", "without a limit, unless RoundPipeStrategy(emulation=...) sets one"))
+        else:
+            rows.append((f"{name}: {_number(value)}", f"{mark} {notes.get(name, '')}"))
     lines = []
     for left, right in rows:
         first, *more = textwrap.wrap(right, _WIDTH - _NOTE - 2) or [""]
-        lines.append(f"{left:{_NOTE}}# {first}" if first else left)
+        lines.append(f"{left + ' ':{_NOTE}}# {first}" if first else left)
         lines += [f"{'':{_NOTE}}# {line}" for line in more]
     return lines
 
 
-def _kinds(machine: Hardware) -> list[str]:
-    """Return the lines of ``kinds:``: the numbers in which kinds of devices differ; empty if there is one kind."""
-    lines = ["kinds:"] if machine.kinds else []
-    for kind in machine.kinds:
-        for name in OF_KINDS:
-            value = getattr(kind, name)
-            if name == "title":
-                lines.append(f"  - title: {json.dumps(value)}")
-            elif name == "flops":
-                lines.append("    flops:")
-                lines += [f"      {form}: {_number(rate):{_NOTE - 12}}# [M]" for form, rate in value.items()]
-            elif name == "workers":
-                lines.append(f"    workers: {value}")
-            elif value is not None and name != "uplink_devices":
-                lines.append(f"    {f'{name}: {_number(value)}':{_NOTE - 4}}# [{_MARKS.get(name, 'M')}]")
-    return lines
-
-
 def _number(value: float) -> str:
-    """Return a number without rounding, in the notation of ``conf/hardware``."""
-    if isinstance(value, int):
-        return str(value)
-    for exponent, least in ((12, 1e12), (9, 1e9), (6, 1e6), (0, 0.01), (-3, 1e-4), (-6, 0.0)):
-        if value >= least:
-            scaled = float(f"{value / 10.0**exponent:.12g}")
-            text = f"{scaled:g}e{exponent}" if exponent else f"{scaled:g}"
-            return text if float(text) == value else repr(value)
-    return repr(value)
+    """Return a number without rounding, in three digits if these are enough."""
+    text = str(value) if isinstance(value, int) else f"{value:.3g}"
+    return text if float(text) == value else repr(value)

@@ -1,18 +1,14 @@
-"""The answer of ``roundpipe-plan model=NAME``: tables for the terminal, and a dictionary for ``format=json``."""
+"""The answer of ``roundpipe-plan`` for one model and machine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
-from lightning_roundpipe.commands.options import pasted
-from lightning_roundpipe.commands.plan_costs import Partitioner, side_by_side_line
+from lightning_roundpipe.commands.answer import Answer, table
 from lightning_roundpipe.commands.plan_model import Communication, Outlook, total
 from lightning_roundpipe.commands.plan_shape import Wish
 from lightning_roundpipe.commands.remedies import Remedies, size_text
@@ -25,17 +21,30 @@ _FASTER = 1.02
 """Ratio of tokens a second from which on data parallelism is named. What is closer is within the error of estimates."""
 
 
-def as_table(
-    found: Outlook, remedies: Remedies | None = None, explained: Sequence[RenderableType] = ()
-) -> RenderableType:
-    """Return the answer for the terminal: the verdict, what would fit, the memory, and the plan if it fits.
+def answer(found: Outlook, remedies: Remedies | None = None) -> Answer:
+    """Return the answer: the verdict, what would fit, the memory, and the plan if it fits.
 
     Args:
         found: the estimates.
         remedies: settings that would fit; None if they were not looked for.
-        explained: what ``explain=`` adds below the tables of memory.
     """
-    wish, plan = found.wish, found.plan
+    data = as_dict(found, remedies)
+    return Answer(
+        verdict=_verdict(found),
+        facts=[*_facts(found), *(_tried(found, remedies) if remedies else [])],
+        remedies=_remedies(remedies) if remedies else [],
+        notes=_notes(found),
+        tables=_tables(found),
+        paste=[f"plan='{found.plan}'"] if found.run is not None else [],
+        data=data,
+        rows=[csv_row({}, found.wish, data)],
+        code=0 if found.fits else 1,
+    )
+
+
+def _notes(found: Outlook) -> list[str]:
+    """Return sentences about the model, the machine, and what the estimate assumes."""
+    wish = found.wish
     reduced = "" if wish.reduce_dtype is None else f", gradients travel in {wish.reduce_dtype}"
     each = f"{wish.machines} machines, each {found.hardware.title}" if wish.machines > 1 else found.hardware.title
     adapters = "" if wish.lora == "none" else f", lora={wish.lora}"
@@ -68,28 +77,18 @@ def as_table(
         head.append(_tiles(wish))
     if found.cuts:
         head.append(f"Layers that are too large for a worker are cut: {'; '.join(found.cuts)}.")
-    parts: list[RenderableType] = [Text(line) for line in (_verdict(found), *_facts(found))]
-    if remedies is not None:
-        parts += ["", *_remedies(found, remedies)]
-    parts += ["", *(Text(line) for line in head)]
-    if found.worker is None:
-        parts.append(memory_table("Each worker", found.device_items, found.memory, locked=False))
-    else:
-        for title, worker in _fullest(found).items():
-            parts.append(memory_table(title, found.items_of(worker), found.memory_of(worker), locked=False))
-    parts.append(
-        memory_table(
-            "Host" if wish.machines == 1 else "Each host", found.host_items, found.hardware.host_memory, locked=True
-        )
-    )
-    parts += explained
-    if found.run is not None:
-        sizes = [("forward", plan.forward), ("fused", [plan.fused]), ("backward", plan.backward)]
-        cut = "; ".join(f"{phase} {_runs([len(span) for span in spans])}" for phase, spans in sizes)
-        heading = "GiB of each stage; times and activations are one microbatch's:"
-        parts += ["", Text(heading), "", _stage_table(found.stages), "", Text(f"Layers of each stage: {cut}")]
-        parts.append(pasted(f"plan='{plan}'"))
-    return Group(*parts)
+    return head
+
+
+def _tables(found: Outlook) -> list[Table]:
+    devices = {"Each worker": found.worker} if found.worker is None else _fullest(found)
+    tables = [
+        _memory_table(heading, found.items_of(worker), found.memory_of(worker), locked=False)
+        for heading, worker in devices.items()
+    ]
+    host = "Host" if found.wish.machines == 1 else "Each host"
+    tables.append(_memory_table(host, found.host_items, found.hardware.host_memory, locked=True))
+    return tables if found.run is None else [*tables, _stage_table(found.stages)]
 
 
 def _tiles(wish: Wish) -> str:
@@ -149,7 +148,11 @@ def _facts(found: Outlook) -> list[str]:
     if found.run is not None:
         lines.append(f"A step has {found.step_tokens:,} tokens, its bubble is {found.bubble_pct:.1f} %.")
         if found.side_by_side:
-            lines.append(side_by_side_line(found.plan, found.microbatches))
+            whole = " Each is a whole microbatch on one worker, as in data parallelism."
+            lines.append(
+                f"The {found.microbatches} rounds of a step run side by side."
+                f"{whole if len(found.plan.stages()) == 1 else ''}"
+            )
         if (rate := found.data_parallel_tokens_per_s or 0.0) > _FASTER * found.tokens_per_s:
             lines.append(_data_parallel(found, rate))
     if (exchanged := found.communication) is not None:
@@ -187,82 +190,65 @@ def _exchanged(found: Outlook, exchanged: Communication) -> str:
     )
 
 
-def _remedies(found: Outlook, remedies: Remedies) -> list[RenderableType]:
-    """Return a line for each remedy, its tokens a second before its options, or what else could help."""
-    parts: list[RenderableType] = []
+def _remedies(remedies: Remedies) -> list[str]:
+    """Return a line for each remedy, its tokens a second before its options."""
+    rates = [f"{remedy.outlook.tokens_per_s:,.0f}" for remedy in remedies.found]
+    lines = [
+        f"  {rate:>{max(map(len, rates))}} tokens/s  {remedy.settings}{f' ({remedy.note})' if remedy.note else ''}"
+        for rate, remedy in zip(rates, remedies.found, strict=True)
+    ]
+    return ["What would fit, each planned with these settings added or replaced:", *lines] if lines else []
+
+
+def _tried(found: Outlook, remedies: Remedies) -> list[str]:
+    """Return sentences about what was tried in vain, and what was not tried."""
+    untried = [f"Not tried: {'; '.join(remedies.untried)}."] if remedies.untried else []
     if remedies.found:
-        parts.append(Text("What would fit, each planned with these settings added or replaced:"))
-        rates = [f"{remedy.outlook.tokens_per_s:,.0f}" for remedy in remedies.found]
-        for rate, remedy in zip(rates, remedies.found, strict=True):
-            note = f" ({remedy.note})" if remedy.note else ""
-            parts.append(pasted(f"  {rate:>{max(map(len, rates))}} tokens/s  {remedy.settings}{note}"))
-    else:
-        where = "a host with more memory"
-        if remedies.device_memory is not None:
-            enough = size_text(remedies.device_memory)
-            where = f"memory={enough} or more" if found.wish.memory else f"devices with {enough} or more"
-        tried = f" (tried: {'; '.join(remedies.hopeless)})" if remedies.hopeless else ""
-        parts.append(Text(f"Nothing that was tried fits{tried}. Take {where}, or a smaller model."))
-    if remedies.untried:
-        parts.append(Text(f"Not tried: {'; '.join(remedies.untried)}."))
-    return parts
+        return untried
+    where = "a host with more memory"
+    if remedies.device_memory is not None:
+        enough = size_text(remedies.device_memory)
+        where = f"memory={enough} or more" if found.wish.memory else f"devices with {enough} or more"
+    tried = f" (tried: {'; '.join(remedies.hopeless)})" if remedies.hopeless else ""
+    return [f"Nothing that was tried fits{tried}. Take {where}, or a smaller model.", *untried]
 
 
-def memory_table(title: str, items: Sequence[Item], limit: int | None, locked: bool) -> Table:
+def _memory_table(heading: str, items: Sequence[Item], limit: int | None, locked: bool) -> Table:
     """Return a table of memory in GiB, with the sum as its last row.
 
     Args:
-        title: heading of the first column.
+        heading: heading of the first column.
         items: the rows.
         limit: bytes that the sum is compared with; None: no limit.
         locked: whether a column lists page-locked memory.
     """
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column(title, overflow="fold")
-    table.add_column("GiB", justify="right", no_wrap=True)
-    if locked:
-        table.add_column("page-locked", justify="right", no_wrap=True)
-    for item in items:
-        table.add_row(item.name, in_gib(item.nbytes), *([in_gib(item.nbytes) if item.locked else ""] if locked else []))
-    table.add_section()
-    pinned = in_gib(total([item for item in items if item.locked]))
-    of = "without a limit" if limit is None else f"of {in_gib(limit)}, {100 * total(items) / limit:.0f} %"
-    table.add_row(f"together, {of}", in_gib(total(items)), *([pinned] if locked else []))
-    return table
+
+    def row(name: str, rows: Sequence[Item]) -> list[str]:
+        pinned = [item for item in rows if item.locked]
+        return [name, _gib(total(rows)), *([_gib(total(pinned)) if pinned else ""] if locked else [])]
+
+    of = "without a limit" if limit is None else f"of {_gib(limit)}, {100 * total(items) / limit:.0f} %"
+    rows = [*(row(item.name, [item]) for item in items), row(f"together, {of}", items)]
+    made = table([heading], ["GiB", *(["page-locked"] if locked else [])], rows)
+    made.rows[-2].end_section = True
+    return made
 
 
-def _stage_table(rows: Sequence[StageRow]) -> Table:
+def _stage_table(stages: Sequence[StageRow]) -> Table:
     """Return a table of stages. Consecutive stages of one phase with equal figures share a row."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
-    for name in ("Stage", ""):
-        table.add_column(name, no_wrap=True)
-    table.add_column("layers", overflow="fold")  # only names are broken in a narrow terminal, not numbers
-    for name in ("ms", "weights", "gradients", "activations", "waiting"):
-        table.add_column(name, justify="right", no_wrap=True)
-    lines: list[tuple[int, int, str, list[str], list[str]]] = []
-    for number, row in enumerate(rows):
-        sizes = (row.weight_bytes, row.gradient_bytes, row.activation_bytes, row.waiting_bytes)
-        cells = [f"{row.ms:,.1f}", *map(in_gib, sizes)]
-        if lines and lines[-1][2] == row.phase and lines[-1][4] == cells:
-            first, _, phase, calls, _ = lines[-1]
-            lines[-1] = first, number, phase, [*calls, row.calls], cells
+    rows: list[list[str]] = []
+    for number, stage in enumerate(stages):
+        sizes = (stage.weight_bytes, stage.gradient_bytes, stage.activation_bytes, stage.waiting_bytes)
+        figures = [f"{stage.ms:,.1f}", *map(_gib, sizes)]
+        if rows and rows[-1][1] == stage.phase and rows[-1][3:] == figures:
+            rows[-1][0] = f"{rows[-1][0].partition('-')[0]}-{number}"
+            rows[-1][2] = f"{rows[-1][2].partition(' to ')[0]} to {stage.calls}"
         else:
-            lines.append((number, number, row.phase, [row.calls], cells))
-    for first, last, phase, calls, cells in lines:
-        numbers = str(first) if first == last else f"{first}-{last}"
-        table.add_row(numbers, phase, calls[0] if first == last else f"{calls[0]} to {calls[-1]}", *cells)
-    return table
-
-
-def _runs(sizes: Sequence[int]) -> str:
-    """Return how many stages have how many layers: ``3 x 3, 2`` for the sizes 3, 3, 3 and 2."""
-    parts: list[tuple[int, int]] = []
-    for size in sizes:
-        if parts and parts[-1][1] == size:
-            parts[-1] = parts[-1][0] + 1, size
-        else:
-            parts.append((1, size))
-    return ", ".join(f"{count} x {size}" if count > 1 else str(size) for count, size in parts) or "none"
+            rows.append([str(number), stage.phase, stage.calls, *figures])
+    made = table(["stage", "", "layers"], ["ms", "weights", "gradients", "activations", "waiting"], rows)
+    made.caption = "GiB of each stage; times and activations are one microbatch's."
+    made.caption_justify = "left"
+    return made
 
 
 def _share(need: int, limit: int) -> str:
@@ -270,7 +256,7 @@ def _share(need: int, limit: int) -> str:
     return f"{need / unit:,.2f} of {limit / unit:,.2f} {name}"
 
 
-def in_gib(nbytes: int) -> str:
+def _gib(nbytes: int) -> str:
     """Return bytes as a number of GiB with two decimals."""
     return f"{nbytes / 2**30:,.2f}"
 
@@ -281,11 +267,6 @@ def _count(number: int) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:,.3g} ms"
-
-
-def partitioner_of(wish: Wish) -> Partitioner:
-    """Return the value of ``partitioner=``."""
-    return "paper" if wish.like_paper else "search"
 
 
 def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
@@ -307,7 +288,7 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "precision": wish.precision,
         "staleness": wish.staleness,
         "reduce_dtype": wish.reduce_dtype,
-        "partitioner": partitioner_of(wish),
+        "partitioner": "paper" if wish.like_paper else "search",
         "max_positions": wish.max_positions,
         "token_tiles": wish.token_tiles,
         "machines": wish.machines,
@@ -358,3 +339,53 @@ def _communication(found: Communication | None) -> dict[str, Any] | None:
 def _memory(items: list[Item], limit: int | None) -> dict[str, Any]:
     rows = [{"name": item.name, "bytes": item.nbytes, "page_locked": item.locked} for item in items]
     return {"limit_bytes": limit, "needed_bytes": total(items), "items": rows}
+
+
+def csv_row(given: Mapping[str, str], wish: Wish, found: Mapping[str, Any] | None, error: str = "") -> dict[str, Any]:
+    """Return the line of the CSV, sizes in GiB. Its columns are the same for each line of a table.
+
+    Args:
+        given: option and text of each option that has several values in the table.
+        wish: what is asked.
+        found: what `as_dict` says; None for a mistake.
+        error: the mistake.
+    """
+    own = {name: text for name, text in given.items() if name not in ("hardware", "gpu", "gpus")}
+    row: dict[str, Any] = {"model": wish.model, "machine": machine_of(wish), "lora": wish.lora, **own}
+    found = found or {}
+    fits = found.get("fits")
+    row |= {"fits": fits, "too_small": " ".join(too_small(found))}
+    row |= {"tokens_per_s": _rounded(found.get("tokens_per_s"), 1), "step_ms": _rounded(found.get("period_ms"), 1)}
+    for name, memory in (("worker", "device_memory"), ("host", "host_memory")):
+        sizes = found.get(memory, {})
+        row[f"{name}_gib"] = _rounded(sizes.get("needed_bytes"), 4, 2**30)
+        row[f"{name}_limit_gib"] = _rounded(sizes.get("limit_bytes"), 4, 2**30)
+    row["longest_sequence"] = found.get("longest_sequence")
+    row |= {"precision": wish.precision, "reduce_dtype": wish.reduce_dtype, "staleness": wish.staleness}
+    row["partitioner"] = "paper" if wish.like_paper else "search"
+    for name in ("sequence_length", "microbatches", "microbatch_size", "workers"):
+        row[name] = found.get(name, given.get(name))
+    row["forward_stages"] = len(found["forward"]) if fits else None
+    row["fused_layers"] = found["fused"] if fits else None
+    row["backward_stages"] = len(found["backward"]) if fits else None
+    row |= {name: found[name] if fits else None for name in ("round_microbatches", "side_by_side", "plan")}
+    return row | {"error": error}
+
+
+def _rounded(value: float | None, digits: int, unit: int = 1) -> float | None:
+    return None if value is None else round(value / unit, digits)
+
+
+def machine_of(wish: Wish) -> str:
+    """Return the machine as ``hardware=`` takes it."""
+    return wish.hardware or f"{wish.gpu}x{wish.gpus or 1}"
+
+
+def too_small(found: Mapping[str, Any]) -> list[str]:
+    """Return which memory of an answer's data is too small: ``worker``, ``host``, both or none."""
+    sizes = {"worker": found.get("device_memory"), "host": found.get("host_memory")}
+    return [
+        name
+        for name, memory in sizes.items()
+        if memory and memory["limit_bytes"] is not None and memory["needed_bytes"] > memory["limit_bytes"]
+    ]

@@ -1,0 +1,224 @@
+"""Command lines of ``name=value``, as those of ``roundpipe-train``, read by argparse; and what a command does with its
+answer and with a mistake.
+
+argparse reads the options and prints ``--help``. Beside it, this module has several values of an option, settings of a
+group (``lora.r=8``), and messages of one line that say what was meant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any, NoReturn
+
+from lightning_roundpipe.commands.answer import Answer
+from lightning_roundpipe.commands.conf_files import shipped_files
+from lightning_roundpipe.messages import did_you_mean
+
+Settings = tuple[tuple[str, str], ...]
+"""Settings of a group as pairs of name and text: ``lora.r=8`` is ``("r", "8")``."""
+
+Reader = Callable[[str, str], Any]
+"""Function that converts the text of an option, given text and name. It raises ``ValueError`` for a mistake."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One combination of the values of a command line.
+
+    Args:
+        given: option and text of each option that has several values.
+        values: value of each option that is set.
+        settings: settings of each group.
+        texts: the command line of this combination alone, as option and text.
+    """
+
+    given: Mapping[str, str]
+    values: Mapping[str, Any]
+    settings: Mapping[str, Settings]
+    texts: Mapping[str, str]
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser of a command's options.
+
+    Args:
+        program: name of the command.
+        purpose: what ``--help`` says about it.
+        examples: command lines without the command.
+        groups: groups whose settings the command line can change: ``group.NAME=VALUE``.
+    """
+
+    def __init__(self, program: str, purpose: str, examples: Iterable[str], groups: Sequence[str] = ()) -> None:
+        lines = ["NAME=VALUE and --NAME VALUE mean the same. Examples:", *(f"  {program} {line}" for line in examples)]
+        super().__init__(
+            program,
+            usage=f"{program} NAME=VALUE ...",
+            description=purpose,
+            epilog="\n".join(lines),
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=32),
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,
+            exit_on_error=False,
+        )
+        self.groups = groups
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}.")
+
+    def read(self, arguments: Sequence[str]) -> list[Combination]:
+        """Return all combinations of the values in ``arguments``. The last option with several changes fastest.
+
+        Raises:
+            ValueError: an option is unknown, lacks its value, or its value is wrong.
+        """
+        settings: dict[str, dict[str, str]] = {group: {} for group in self.groups}
+        plain = []
+        for argument in arguments:
+            name, equals, text = argument.partition("=")
+            named = bool(re.fullmatch(r"(--?)?[A-Za-z][\w.-]*", name)) and (bool(equals) or name.startswith("-"))
+            name = name.lstrip("-").replace("-", "_") if named else name
+            group, dot, setting = name.partition(".")
+            if named and dot and group in settings:
+                if not text:
+                    raise ValueError(f"{name}= has no value: write {name}=VALUE.")
+                settings[group][setting] = text
+            elif argument == "-h":
+                plain.append(argument)
+            else:
+                plain.append(f"--{name}{equals}{text}" if named else argument)
+        try:
+            found, unknown = self.parse_known_args(plain)
+        except argparse.ArgumentError as error:  # its message names the option if a reader has written it
+            raise ValueError(error.message if "=" in error.message else f"{error}.") from None
+        for argument in unknown:
+            raise ValueError(self._unknown(argument.partition("=")[0].lstrip("-")))
+        options: dict[str, Mapping[str, Any]] = vars(found)
+        order = [name for name in dict.fromkeys(re.findall(r"(?m)^--(\w+)", "\n".join(plain))) if name in options]
+        of_groups = {group: tuple(pairs.items()) for group, pairs in settings.items()}
+        shown = {f"{group}.{name}": text for group, pairs in of_groups.items() for name, text in pairs}
+        return [
+            Combination(
+                {name: text for name, text in zip(order, texts, strict=True) if len(options[name]) > 1},
+                {name: options[name][text] for name, text in zip(order, texts, strict=True)},
+                of_groups,
+                dict(zip(order, texts, strict=True)) | shown,
+            )
+            for texts in product(*(options[name] for name in order))
+        ]
+
+    def _unknown(self, name: str) -> str:
+        """Return a message about an option that does not exist."""
+        known = re.findall(r"--(\w+)", self.format_help())
+        inside = [f"{group}.{name}" for group in self.groups if name in _settings_of(group)]
+        hint = f" Did you mean {inside[0]}?" if inside else did_you_mean(name, known)
+        return f"There is no option {name!r}.{f'{hint[:-1]}=?' if hint else ''} All are in {self.prog} --help."
+
+
+def _settings_of(group: str) -> set[str]:
+    """Return the names of settings in the choices of a group."""
+    texts = (file.read_text(encoding="utf-8") for file in shipped_files(group).values())
+    return {name for text in texts for name in re.findall(r"(?m)^([a-z]\w*):", text)}
+
+
+def add_option(
+    group: Any, name: str, help_text: str, read: Reader | None = None, metavar: str = "NAME", *, many: bool = False,
+    required: bool = False,
+) -> None:  # fmt: skip
+    """Add an option to a parser or to a group of its options.
+
+    Args:
+        group: the parser or the group.
+        name: name of the option.
+        help_text: what ``--help`` says about it.
+        read: converts its text; None: the value is the text.
+        metavar: what stands for its value in ``--help``.
+        many: whether it may have several values, with commas between them.
+        required: whether it must be given.
+    """
+
+    def values(text: str) -> dict[str, Any]:
+        texts = [part.strip() for part in text.split(",")] if many else [text]
+        if not all(texts):
+            raise argparse.ArgumentTypeError(f"{name}={text} has an empty place: write values between the commas.")
+        try:
+            return {one: None if one == "null" else one if read is None else read(one, name) for one in texts}
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    shown = f"{metavar},.." if many else metavar
+    group.add_argument(f"--{name}", type=values, help=help_text, metavar=shown, required=required)
+
+
+def whole(least: int = 1, most: int = 2**31) -> Reader:
+    """Return a reader of whole numbers from ``least`` to ``most``."""
+
+    def read(text: str, name: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise ValueError(f"{name}={text} must be a whole number of {least} to {most:,}.")
+        return int(text)
+
+    return read
+
+
+def seconds(text: str, name: str) -> float:
+    """Return a number of seconds, at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{name}={text} must be a number of seconds, at least 0.")
+    return value
+
+
+def one_of(*choices: str) -> Reader:
+    """Return a reader of one of ``choices``."""
+
+    def read(text: str, name: str) -> str:
+        if text not in choices:
+            raise ValueError(f"{name}={text} must be one of {', '.join(choices)}.{did_you_mean(text, choices)}")
+        return text
+
+    return read
+
+
+def run(program: str, answer: Callable[[Sequence[str]], Answer]) -> int:
+    """Print what ``answer`` returns for the command line, and return the exit code: 2 for a user's mistake.
+
+    Libraries that print meanwhile do so on standard error: standard output is for the answer.
+    """
+    arguments = sys.argv[1:]
+    asked_for_help = {"-h", "--help"} & {*arguments}  # argparse prints it itself, and ends the program
+    try:
+        with redirect_stdout(sys.stdout if asked_for_help else sys.stderr):
+            found = answer(arguments)
+        text = found.printed()
+    except BrokenPipeError:
+        raise  # the reader has gone: `console_command` ends the program
+    except (ValueError, OSError) as error:
+        if not is_mistake(error):
+            raise
+        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    return found.code
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Return whether an error is a user's mistake, and not a fault of this package or a library."""
+    if isinstance(error, OSError):
+        return True
+    trace = error.__traceback__
+    module = ""
+    while trace is not None:
+        module = str(trace.tb_frame.f_globals.get("__name__", ""))
+        trace = trace.tb_next
+    return module.startswith("lightning_roundpipe.")

@@ -1,0 +1,223 @@
+"""What console commands share: name=value, one-line errors, exit codes, formats, and a clean standard output."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from patience import PATIENCE_S
+
+import lightning_roundpipe
+from lightning_roundpipe.commands import export, plan
+from lightning_roundpipe.commands.answer import Answer, table
+from lightning_roundpipe.commands.command_line import Parser, add_option, one_of, run, seconds, whole
+from lightning_roundpipe.commands.console import CLOSED_PIPE, console_command
+from lightning_roundpipe.config import parse_bytes
+
+
+def parser() -> Parser:
+    made = Parser("roundpipe-probe", "Tries every kind of option.", ["file=a.json"], ["lora"])
+    add_option(made, "file", "what to read", required=True)
+    add_option(made, "workers", "how many", whole(1, 8), "N", many=True)
+    add_option(made, "rate", "how fast", seconds)
+    add_option(made, "format", "how to print it", one_of("table", "json"))
+    add_option(made, "memory", "how much", parse_bytes, "SIZE", many=True)
+    return made
+
+
+def test_values_are_read_whichever_way_they_are_written() -> None:
+    [found] = parser().read(["file=a=b", "--workers", "2", "--rate=1e-3", "memory=2GiB", "lora.r=[1, 2]", "--lora.x=3"])
+    assert found.values == {"file": "a=b", "workers": 2, "rate": 0.001, "memory": 2 * 2**30}
+    assert found.settings == {"lora": (("r", "[1, 2]"), ("x", "3"))}
+    assert found.given == {}
+    assert found.texts == {"file": "a=b", "workers": "2", "rate": "1e-3", "memory": "2GiB", "lora.r": "[1, 2]"} | {
+        "lora.x": "3"
+    }
+
+
+def test_several_values_make_combinations_of_which_the_last_option_changes_fastest() -> None:
+    found = parser().read(["workers=1, 2,2", "file=a,b", "memory=1GiB,null", "lora.r=8"])
+    assert [one.given for one in found] == [
+        {"workers": workers, "memory": memory} for workers in ("1", "2") for memory in ("1GiB", "null")
+    ]
+    assert [one.values["memory"] for one in found] == [2**30, None] * 2
+    assert found[3].texts == {"workers": "2", "file": "a,b", "memory": "null", "lora.r": "8"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: --file"),
+        (["file=a", "file"], "There is no option 'file'. Did you mean file=?"),
+        (["--file"], "argument --file: expected one argument"),
+        (["file=a", "worker=2"], "There is no option 'worker'. Did you mean workers=?"),
+        (["file=a", "--worker", "2"], "There is no option 'worker'. Did you mean workers=?"),
+        (["file=a", "zzz=2"], "There is no option 'zzz'. All are in roundpipe-probe --help."),
+        (["file=a", "r=8"], "Did you mean lora.r=?"),
+        (["file=a", "rate.size=1"], "There is no option 'rate.size'"),
+        (["file=a", "lora.r="], "lora.r= has no value: write lora.r=VALUE."),
+        (["file=a", "workers=0"], "workers=0 must be a whole number of 1 to 8"),
+        (["file=a", "workers=2.5"], "workers=2.5 must be a whole number"),
+        (["file=a", "workers=1,,2"], "workers=1,,2 has an empty place"),
+        (["file=a", "rate=fast"], "rate=fast must be a number of seconds"),
+        (["file=a", "rate=nan"], "rate=nan must be"),
+        (["file=a", "rate=-1"], "rate=-1 must be a number of seconds, at least 0"),
+        (["file=a", "format=jason"], "format=jason must be one of table, json. Did you mean json?"),
+        (["file=a", "memory=1GiB,lots"], "memory='lots' is not a size"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["roundpipe-probe", *arguments])
+    assert run("roundpipe-probe", lambda given: Answer(data=parser().read(given))) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("roundpipe-probe: ") and message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+LONG = f"plan='{'forward [b]0-3[/b]; ' * 20}'"
+ROWS = [{"model": "tiny", "rate": 1.5, "error": ""}, {"model": "large, or so", "rate": None, "error": "too long"}]
+ANSWER = Answer(
+    verdict="Fits: 3 tokens/s.",
+    facts=["words " * 20],
+    remedies=["What would fit:", "  " + LONG],
+    notes=["Assumed something."],
+    tables=[table(["a long heading " * 9], ["GiB", "MiB"], [["a name " * 20, "1,234,567.00", "8"]])],
+    paste=[LONG],
+    data=ROWS,
+    rows=ROWS,
+)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_text_has_all_parts_and_breaks_neither_numbers_nor_what_is_pasted(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = ANSWER.printed().splitlines()
+    assert lines[0] == "Fits: 3 tokens/s." and lines[-1] == LONG
+    assert [line for line in lines if len(line) > width] == [f"  {LONG}", LONG]
+    assert any("1,234,567.00" in line for line in lines)
+    assert lines.index("What would fit:") < lines.index("Assumed something.")
+
+
+def test_json_and_csv_have_the_same_data() -> None:
+    from dataclasses import replace
+
+    assert json.loads(replace(ANSWER, form="json").printed()) == ROWS
+    found = list(csv.DictReader(io.StringIO(replace(ANSWER, form="csv").printed())))
+    assert found == [{name: "" if value is None else str(value) for name, value in row.items()} for row in ROWS]
+
+
+def test_only_the_answer_is_on_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(arguments: Any) -> Answer:
+        print("a library talks")
+        return Answer(data={"name": "x" * 200}, form="json", code=1)
+
+    monkeypatch.setattr(sys, "argv", ["roundpipe-probe"])
+    assert run("roundpipe-probe", answer) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"name": "x" * 200}
+    assert captured.err == "a library talks\n"
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def test_a_bug_keeps_its_traceback_and_a_mistake_does_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was raised by this package is about the user's input; what a library or a test raised is not."""
+    monkeypatch.setattr(sys, "argv", ["roundpipe-probe"])
+    for error in (ValueError("not ours"), KeyError("bug")):
+        with pytest.raises(type(error)):
+            run("roundpipe-probe", lambda arguments, error=error: _raise(error))
+    with pytest.raises(ValueError, match="JSON"):
+        run("roundpipe-probe", lambda arguments: Answer(data=float("nan"), form="json"))
+    assert run("roundpipe-probe", lambda arguments: Answer(verdict=Path("no/such").read_text())) == 2
+    assert "no/such" in capsys.readouterr().err
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+ENDINGS = {
+    "text": "return run('p', lambda given: Answer(verdict='line\\n' * 200000))",
+    "a little": "return run('p', lambda given: Answer(verdict='line'))",
+    "little, and the exit is elsewhere": "print('line'); sys.exit(0)",
+    "errors": "print('line\\n' * 200000, file=sys.stderr)",
+}
+
+
+@pytest.mark.parametrize("kind", ENDINGS)
+def test_a_reader_that_stops_early_is_no_error(kind: str) -> None:
+    """Without a word: neither a traceback, nor what Python says when it flushes at exit."""
+    code = (
+        "import sys\n"
+        "from lightning_roundpipe.commands.answer import Answer\n"
+        "from lightning_roundpipe.commands.console import console_command\n"
+        "from lightning_roundpipe.commands.command_line import run\n"
+        f"@console_command\ndef main():\n    {ENDINGS[kind]}\n"
+        "sys.stdin.read()\nsys.exit(main())"
+    )
+    read, write = os.pipe()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    out, errors = (subprocess.PIPE, write) if kind == "errors" else (write, subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=out, stderr=errors, stdin=subprocess.PIPE, text=True, env=environment
+    )
+    os.close(write)
+    os.close(read)
+    texts = process.communicate(timeout=PATIENCE_S)
+    assert not any(texts) and process.returncode == CLOSED_PIPE
+
+
+@pytest.mark.parametrize("program", ["roundpipe-plan", "roundpipe-export", "roundpipe-train"])
+def test_every_command_says_its_version(program: str) -> None:
+    script = Path(sys.executable).with_name(program)
+    done = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"lightning-roundpipe {lightning_roundpipe.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [plan, export])
+def test_help_is_short_and_its_examples_are_right(
+    command: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["roundpipe", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        command.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) <= 60
+    examples = [shlex.split(line)[1:] for line in lines if line.startswith("  roundpipe-")]
+    assert len(examples) >= 3
+    for example in examples:
+        assert command.parser().read(example)
+
+
+def test_only_the_line_about_a_kernel_is_silenced(caplog: pytest.LogCaptureFixture) -> None:
+    """PEFT imports bitsandbytes, which logs it on some processors."""
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+
+    def main() -> int:
+        logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s. Please ...", "offline")
+        logger.warning("something else")
+        return 3
+
+    assert console_command(main)() == 3
+    assert caplog.messages == ["something else"]
