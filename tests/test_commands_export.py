@@ -62,9 +62,8 @@ def _umask() -> int:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["to=out"], "run= is missing. It is a run's folder, or one with PEFT adapters: run=FOLDER"),
+        (["to=out"], "run= is missing. It is a run's folder, one with PEFT adapters, or a checkpoint: run=FOLDER|FILE"),
         (["run={run}"], "to= is missing. It is the new folder: to=FOLDER"),
-        (["run={run}", "to=out", "format=ggml"], "format='ggml' must be one of safetensors, gguf."),
         (["run={run}", "to=out", "dtype=fp16"], "dtype='fp16' must be one of auto, float32"),
         (["run={run}", "to=out", "max_shard_size=big"], "max_shard_size='big' is not a size: write it like '20GiB'"),
         (["run={run}", "to=out", "shards=2"], "There is no option 'shards'."),
@@ -94,7 +93,7 @@ def test_help(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     assert command(monkeypatch, "--help") == 0
     out = capfd.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    for name in ("run", "to", "ckpt", "base", "format", "dtype", "merge", "max_shard_size", "overwrite"):
+    for name in ("run", "to", "ckpt", "base", "dtype", "merge", "max_shard_size", "overwrite"):
         assert re.search(rf"^  {name}=", out, re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""``roundpipe-export``: writes what a run has trained as a Hugging Face model, a GGUF file or PEFT adapters.
+"""``roundpipe-export``: writes what was trained as a Hugging Face model or PEFT adapters.
 
 This module imports neither torch nor transformers, so that it reports a mistyped option at once.
 """
@@ -6,7 +6,6 @@ This module imports neither torch nor transformers, so that it reports a mistype
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,23 +30,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Writes what a run has trained as a model that loads without this package.
-    Adapters are merged into the base model's weights. The memory that it takes is
-    that of the weights in one file."""
+    """Writes what was trained as a model that loads without this package. Adapters
+    are merged into the base model's weights. The memory that it takes is that of
+    the weights in one file."""
 
     examples: ClassVar = (
         "run=runs/smollm2_lora-20260101-120000 to=smollm2-pydoc",
-        "run=FOLDER to=smollm2-gguf format=gguf dtype=q8_0",
+        "run=last.ckpt base=Qwen/Qwen3-0.6B to=tuned",
         "run=FOLDER to=adapters merge=false",
     )
 
-    run: str = option("a run's folder, or one with PEFT adapters", shown="FOLDER")
+    run: str = option("a run's folder, one with PEFT adapters, or a checkpoint", shown="FOLDER|FILE")
     to: Path = option("the new folder", shown="FOLDER")
     ckpt: Path | None = option("the checkpoint; by default the best, or the newest", default=None)
     base: str | None = option("the base model; by default what the run says", default=None, shown="FOLDER|NAME")
-    format: Literal["safetensors", "gguf"] = option("the kind of files", default="safetensors")
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = option(
-        "float32, bfloat16, float16, q8_0", default="auto", shown="TYPE"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "float32, bfloat16, float16", default="auto", shown="TYPE"
     )
     merge: bool = option("merge adapters, or write them alone", default=True)
     max_shard_size: int | None = option(
@@ -71,20 +69,18 @@ def answer(options: ExportOptions) -> Reply:
     os.environ.setdefault("TQDM_DISABLE", "1")  # hides the progress bars of other libraries
     try:
         with waiting("Reading the run"):
-            from lightning_roundpipe.export import MAX_SHARD_SIZE, export, from_run
-
-            trained = from_run(options.run, options.ckpt, options.base)
-        with _bar() as progress, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT warns about a model without weights
+            from lightning_roundpipe.export import MAX_SHARD_SIZE, export
+        with _bar() as progress:
             made = export(
-                trained,
+                options.run,
                 options.to,
-                options.format,
-                options.dtype,
-                options.merge,
-                options.max_shard_size or MAX_SHARD_SIZE,
-                options.overwrite,
-                progress,
+                ckpt=options.ckpt,
+                base=options.base,
+                dtype=options.dtype,
+                merge=options.merge,
+                max_shard_size=options.max_shard_size or MAX_SHARD_SIZE,
+                overwrite=options.overwrite,
+                progress=progress,
             )
     except ImportError as error:  # a package of an extra is missing
         raise ValueError(str(error)) from error
