@@ -6,13 +6,11 @@ remedy. This module imports no other module of the package.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, Literal
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
@@ -51,22 +49,6 @@ def parse_bytes(value: float | str, name: str) -> int:
     if size < _LEAST_PLAIN.get(name, 1) and str(value).strip().replace(".", "", 1).isdigit():
         raise ValueError(f"{name}={value!r} says bytes, as it has no unit: write {name}={str(value).strip()}GiB.")
     return int(size)
-
-
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        ValueError: the file cannot be read, or is not JSON. The message names the file.
-    """
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply.") from None
-    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, and numbers of too many digits
-        raise ValueError(f"{path} is not JSON: {error}.") from None
 
 
 def is_number(value: object) -> bool:

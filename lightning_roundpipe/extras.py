@@ -10,8 +10,6 @@ EXTRAS = {
     "matplotlib": "plots",
     "bokeh": "report",
     "tensorboard": "tensorboard",
-    "pyarrow": "data",
-    "datasets": "data",
     "bitsandbytes": "quant",
     "accelerate": "quant",
 }

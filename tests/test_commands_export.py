@@ -63,7 +63,6 @@ def _umask() -> int:
     [
         (["to=out"], "the following arguments are required: --run."),
         (["run={run}"], "the following arguments are required: --to."),
-        (["run={run}", "to=out", "format=ggml"], "format=ggml must be one of safetensors, gguf."),
         (["run={run}", "to=out", "dtype=fp16"], "dtype=fp16 must be one of auto, float32"),
         (["run={run}", "to=out", "max_shard_size=big"], "max_shard_size='big' is not a size: write it like '20GiB'"),
         (["run={run}", "to=out", "shards=2"], "There is no option 'shards'."),

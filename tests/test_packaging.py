@@ -67,7 +67,7 @@ def test_the_metadata_are_complete(metadata: str) -> None:
     assert message["Author"] and message["Summary"] and message["License-Expression"] == "Apache-2.0"
     named = dict(value.split(", ") for value in message.get_all("Project-URL", []))
     assert named == PROJECT["urls"]
-    extras = {"all", "data", "docs", "plots", "quant", "report", "tensorboard", "dev"}
+    extras = {"all", "docs", "plots", "quant", "report", "tensorboard", "dev"}
     assert extras == set(message.get_all("Provides-Extra", []))
     assert all(url.startswith(named["Repository"]) for name, url in named.items() if name != "Paper")
 
@@ -92,7 +92,7 @@ def bounds(requirements: list[str]) -> dict[str, str]:
 def test_the_oldest_versions_are_the_lower_bounds() -> None:
     """`constraints-oldest.txt` is what CONTRIBUTING.md's run is made with."""
     wanted = bounds(PROJECT["dependencies"])
-    for extra in ("data", "plots", "quant", "tensorboard"):
+    for extra in ("plots", "quant", "tensorboard"):
         wanted |= bounds(PROJECT["optional-dependencies"][extra])
     lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if line and not line.startswith("#"))

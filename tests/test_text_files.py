@@ -141,7 +141,7 @@ BAD = [
 
 
 def test_every_bad_record_is_named(tmp_path: Path) -> None:
-    """With file, line and reason, before anything is written."""
+    """With file, line and reason."""
     jsonl(tmp_path / "data" / "good.jsonl", texts())
     for line, reason in BAD:
         jsonl(tmp_path / "data" / "sub" / "bad.jsonl", [texts(1)[0], "", line, texts(1)[0]])
@@ -149,7 +149,6 @@ def test_every_bad_record_is_named(tmp_path: Path) -> None:
             ValueError, match=rf"^data\.path: 1 of 43 records cannot be used: sub/bad\.jsonl line 3: .*({reason})"
         ):
             module(tmp_path / "data").prepare_data()
-    assert not (tmp_path / "cache").exists()
     count = len(BAD) + 3
     jsonl(tmp_path / "data" / "sub" / "bad.jsonl", [{"text": 5}] * 3 + [line for line, _ in BAD])
     with pytest.raises(
@@ -224,14 +223,6 @@ def test_a_record_that_the_template_refuses_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r'^data\.path: 1 of 2 records .* a\.jsonl line 2: no message is from "assistant"'
     ):
-        module(path).prepare_data()
-    assert not list((tmp_path / "cache").iterdir())
-
-
-def test_a_line_without_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "LONGEST", 1000)
-    path = jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b" * 5000}, {"text": "a"}])
-    with pytest.raises(ValueError, match=r"1 of 2 records .* a\.jsonl line 2: the line is longer than"):
         module(path).prepare_data()
 
 
@@ -381,16 +372,24 @@ def test_other_processes_load_the_same_rows(tmp_path: Path) -> None:
     assert torch.equal(torch.stack(here), torch.stack(there))
 
 
-def test_a_store_is_sent_as_its_path(tmp_path: Path) -> None:
-    """And not with what has been read of it: other processes map the files themselves."""
-    (tmp_path / "a.txt").write_text("the ab\n" * 20_000)
-    data = module(tmp_path / "a.txt", rows="joined", validation_path=tmp_path / "a.txt")
-    loader = data.train_dataloader()
+def test_tokens_are_mapped_and_not_sent(tmp_path: Path) -> None:
+    """Other processes map the cache's files themselves."""
+    path = jsonl(tmp_path / "a.jsonl", [{"text": "the ab " * 20_000}])
+    loader = module(path, rows="joined", validation_path=path).train_dataloader()
     first: Any = loader.dataset[0]
     sent = pickle.dumps(loader.dataset)
     assert len(sent) < 10_000
     assert torch.equal(pickle.loads(sent)[0]["input_ids"], first["input_ids"])
-    assert isinstance(loader.dataset._store.tokens, np.memmap)  # type: ignore[attr-defined]
+
+
+def test_a_long_text_is_not_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row reads a piece of it only."""
+    monkeypatch.setattr(sources, "PIECE", 4000)
+    (tmp_path / "a.txt").write_text("the ab\n" * 20_000)
+    loader = module(tmp_path / "a.txt", rows="joined", validation_path=tmp_path / "a.txt").train_dataloader()
+    rows: Any = loader.dataset
+    assert rows._store.lengths.max() < 5000
+    assert len(rows) == rows._store.lengths.sum() // 32
 
 
 def test_a_resumed_epoch_goes_on(tmp_path: Path) -> None:

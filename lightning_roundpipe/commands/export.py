@@ -1,4 +1,4 @@
-"""``roundpipe-export``: writes what a run has trained as a Hugging Face model, a GGUF file or PEFT adapters.
+"""``roundpipe-export``: writes what was trained as a Hugging Face model or PEFT adapters.
 
 This module imports neither torch nor transformers, so that it reports a mistyped option at once.
 """
@@ -6,7 +6,6 @@ This module imports neither torch nor transformers, so that it reports a mistype
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,26 +25,25 @@ if TYPE_CHECKING:
 
 _EXAMPLES = (
     "run=runs/smollm2_lora-20260101-120000 to=smollm2-pydoc",
-    "run=FOLDER to=smollm2-gguf format=gguf dtype=q8_0",
+    "run=last.ckpt base=Qwen/Qwen3-0.6B to=tuned",
     "run=FOLDER to=adapters merge=false",
 )
 
 _PURPOSE = """\
-Writes what a run has trained as a model that loads without this package.
+Writes what was trained as a model that loads without this package.
 Adapters are merged into the base model's weights. The memory that it takes is
 that of the weights in one file."""
 
-_DTYPES = ("auto", "float32", "bfloat16", "float16", "q8_0")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def parser() -> Parser:
     """Return the parser of the command's options."""
     made = Parser("roundpipe-export", _PURPOSE, _EXAMPLES)
-    add_option(made, "run", "a run's folder, or one with PEFT adapters", None, "FOLDER", required=True)
+    add_option(made, "run", "a run's folder, one with PEFT adapters, or a checkpoint", None, "FOLDER", required=True)
     add_option(made, "to", "the new folder", None, "FOLDER", required=True)
     add_option(made, "ckpt", "the checkpoint; by default the best, or the newest", None, "FILE")
     add_option(made, "base", "the base model; by default what the run says", None, "FOLDER|NAME")
-    add_option(made, "format", "safetensors or gguf", one_of("safetensors", "gguf"))
     add_option(made, "dtype", ", ".join(_DTYPES), one_of(*_DTYPES))
     add_option(made, "merge", "false writes adapters alone", one_of("true", "false"), "true|false")
     add_option(made, "max_shard_size", "most of a safetensors file; 5GB without", parse_bytes, "SIZE")
@@ -70,21 +68,20 @@ def answer(arguments: Sequence[str]) -> Answer:
     os.environ.setdefault("TQDM_DISABLE", "1")  # hides the progress bars of other libraries
     try:
         with waiting("Reading the run"):
-            from lightning_roundpipe.export import MAX_SHARD_SIZE, export, from_run
+            from lightning_roundpipe.export import MAX_SHARD_SIZE, export
 
             ckpt = values.get("ckpt")
-            trained = from_run(values["run"], None if ckpt is None else Path(ckpt).expanduser(), values.get("base"))
-        with _bar() as progress, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT warns about a model without weights
+        with _bar() as progress:
             made = export(
-                trained,
+                values["run"],
                 Path(values["to"]).expanduser(),
-                values.get("format", "safetensors"),
-                values.get("dtype", "auto"),
-                values.get("merge", "true") == "true",
-                values.get("max_shard_size") or MAX_SHARD_SIZE,
-                values.get("overwrite", "false") == "true",
-                progress,
+                ckpt=None if ckpt is None else Path(ckpt).expanduser(),
+                base=values.get("base"),
+                dtype=values.get("dtype", "auto"),
+                merge=values.get("merge", "true") == "true",
+                max_shard_size=values.get("max_shard_size") or MAX_SHARD_SIZE,
+                overwrite=values.get("overwrite", "false") == "true",
+                progress=progress,
             )
     except ImportError as error:  # a package of an extra is missing
         raise ValueError(str(error)) from error

@@ -67,9 +67,9 @@ Content: TypeAlias = Text | Completion | Chat
 
 @dataclass(frozen=True)
 class Record:
-    """A record, its number in the file (see ``sources.unit_of``), and the names of its fields that are not read."""
+    """A record, its place in the file, such as ``"line 3"``, and the names of its fields that are not read."""
 
-    number: int
+    place: str
     content: Content
     unread: frozenset[str] = frozenset()
 
@@ -78,7 +78,7 @@ class Record:
 class BadRecord:
     """A place in a file without a valid record, and the reason."""
 
-    number: int
+    place: str
     reason: str
 
 

@@ -49,16 +49,10 @@ class JoinedRows(Rows):
     @override
     def __getitem__(self, row: int) -> Batch:
         begin, end = row * self._length, (row + 1) * self._length
-        parts = []
-        for index in range(int(np.searchsorted(self._ends, begin, "right")), len(self._ends)):
-            start = int(self._store.starts[self._records[index]])
-            before = int(self._ends[index - 1]) if index else 0
-            parts.append(
-                self._store.tokens[start + max(begin - before, 0) : start + min(end, int(self._ends[index])) - before]
-            )
-            if self._ends[index] >= end:
-                break
-        tokens = np.concatenate(parts)
+        first, last = int(np.searchsorted(self._ends, begin, "right")), int(np.searchsorted(self._ends, end))
+        tokens = np.concatenate(self._store.tokens(self._records[first : last + 1]))
+        before = int(self._ends[first - 1]) if first else 0
+        tokens = tokens[begin - before : end - before]
         return _batch(tokens, tokens >= 0)
 
 
@@ -83,8 +77,8 @@ class PackedRows(Rows):
         learn = np.zeros(self._length, dtype=bool)
         positions = np.empty(self._length, dtype=np.int64)
         used = 0
-        for record in self._records[self._starts[row] : self._starts[row + 1]]:
-            found = _tokens_of(self._store, int(record), self._length)
+        for whole in self._store.tokens(self._records[self._starts[row] : self._starts[row + 1]]):
+            found = whole[: self._length]
             part = slice(used, used + len(found))
             tokens[part], learn[part], positions[part] = found, found >= 0, np.arange(len(found))
             learn[used] = False  # it would be predicted from the previous record
@@ -104,7 +98,7 @@ class PaddedRows(Rows):
     def __getitem__(self, row: int) -> Batch:
         tokens = np.full(self._length, self._pad, dtype=np.int32)
         learn = np.zeros(self._length, dtype=bool)
-        found = _tokens_of(self._store, int(self._records[row]), self._length)
+        found = self._store.tokens(self._records[row : row + 1])[0][: self._length]
         tokens[: len(found)], learn[: len(found)] = found, found >= 0
         mask = torch.zeros(self._length, dtype=torch.long)
         mask[: len(found)] = 1
@@ -135,11 +129,6 @@ def packed(lengths: Whole, room: int) -> Whole:
         if left:
             with_space[left].append(row)
     return rows
-
-
-def _tokens_of(store: TokenStore, record: int, most: int) -> npt.NDArray[np.int32]:
-    start, end = int(store.starts[record]), int(store.starts[record + 1])
-    return store.tokens[start : min(end, start + most)]
 
 
 def _batch(tokens: npt.NDArray[Any], learn: npt.NDArray[np.bool_]) -> Batch:

@@ -161,22 +161,22 @@ class TextFiles(LightningDataModule):
 
     def _open(self, path: Path, setting: str) -> TokenStore:
         store = open_store(path, setting, self.fields, self._encoder, self.cache_folder)
-        facts = store.facts
-        if facts["largest_token"] >= self.vocab_size:
+        largest = store.column("largest").max()
+        if largest >= self.vocab_size:
             raise ValueError(
-                f"{setting}: the tokenizer makes token {facts['largest_token']}, and the model's vocabulary has "
-                f"{self.vocab_size}. Set data.tokenizer to that of the model."
+                f"{setting}: the tokenizer makes token {largest}, and the model's vocabulary has {self.vocab_size}. "
+                "Set data.tokenizer to that of the model."
             )
-        if self.rows == "joined" and not facts["everything_learnt"]:
+        if self.rows == "joined" and self.loss_on == "completions" and store.column("prompt").any():
             raise ValueError(
                 f"data.rows='joined' cuts records anywhere, and those of {setting} have prompts: a row could have "
                 "nothing to be learnt. Set data.rows=packed, or data.loss_on=everything."
             )
         _tell(
-            f"{setting}: {plural(len(store), 'record')} of {plural(len(store.tokens), 'token')} from "
-            f"{plural(len(facts['files']), 'file')}",
-            _listed("files that are not read", facts["others"]),
-            _listed("fields that are not read", facts["unread"]),
+            f"{setting}: {plural(len(store), 'record')} of {plural(int(store.lengths.sum()), 'token')} from "
+            f"{plural(store.files, 'file')}",
+            _listed("files that are not read", store.others),
+            _listed("fields that are not read", store.unread),
         )
         return store
 
@@ -184,7 +184,7 @@ class TextFiles(LightningDataModule):
         """Return the records for training and for validation. Records with the same text are on the same side."""
         seeds = np.random.SeedSequence(self.seed).generate_state(1, np.uint64)
         # Digests are random already, so multiplying by an odd number mixes well enough: upper bits decide the order.
-        mixed = (np.asarray(store.digests).view(np.uint64) ^ seeds) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (store.column("digest").view(np.uint64) ^ seeds) * np.uint64(0x9E3779B97F4A7C15)
         last = max(1, round(len(mixed) * self.validation_fraction)) - 1
         held_out = mixed <= np.partition(mixed, last)[last]
         if held_out.all():
@@ -230,8 +230,8 @@ class TextFiles(LightningDataModule):
         if self.too_long == "drop":
             return np.setdiff1d(records, long), f"without {which}"
         for record in long:
-            start = int(store.starts[record])
-            if not learnt(store.tokens[start : start + self.sequence_length]):
+            [tokens] = store.tokens(np.array([record]))
+            if not learnt(tokens[: self.sequence_length]):
                 raise ValueError(
                     f"data.too_long='truncate' leaves nothing to be learnt of {store.place(record)}: its prompt alone "
                     f"takes data.sequence_length={self.sequence_length}. Raise that, or set data.too_long=drop."

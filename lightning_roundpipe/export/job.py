@@ -7,58 +7,38 @@ import os
 import shutil
 import tempfile
 import time
-from collections import Counter
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
+from peft import PeftConfig
 from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
 
-from lightning_roundpipe.export.exported_weights import Weights
-from lightning_roundpipe.export.gguf_file import GgufFile, check_architecture
-from lightning_roundpipe.export.layout import OfFiles, OfParameters
 from lightning_roundpipe.export.merging import Adapters
-from lightning_roundpipe.export.quantised import Dequantised, is_quantised, method
-from lightning_roundpipe.export.shards import write_shards
-from lightning_roundpipe.export.skeleton import Skeleton, once, skeleton_of
-from lightning_roundpipe.export.trained import CheckpointFile, Trained
-from lightning_roundpipe.export.weight_sources import Source, StateDict, WeightFiles
+from lightning_roundpipe.export.quantised import Dequantised, is_quantised
+from lightning_roundpipe.export.trained import Trained, find_trained, read_tokenizer, state_of
+from lightning_roundpipe.export.weight_sources import Converter, ShardWriter, Source, StateDict, StoredWeights, layers
 from lightning_roundpipe.messages import first_line, gib, plural
 
-Format = Literal["safetensors", "gguf"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16", "q8_0"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 MAX_SHARD_SIZE = 5 * 10**9
 """Bytes of a safetensors file, unless another number is asked for."""
 
-UNFINISHED = ".unfinished"
 MARK = ".roundpipe-export"
-"""A file in a folder that an export has not finished: only such a folder may be deleted."""
-"""Suffix of a folder that is being written. A killed process leaves one behind; the next export removes it."""
+"""A file that lists what an export has written to its folder: nothing else may be deleted."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 _TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-_COMPANIONS = ("generation_config.json", *_TOKENIZER)
-"""Files of a model beside its weights and configuration."""
-
-_WEIGHTS = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json", "model-*.gguf")
-_OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "README.md")
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template.*",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,84 +62,244 @@ class Exported:
     seconds: float
 
 
-def _no_progress(done: int, total: int) -> None:
-    pass
-
-
 def export(
-    trained: Trained,
+    run: str | Path,
     to: str | Path,
-    format: Format = "safetensors",
+    *,
+    ckpt: str | Path | None = None,
+    base: str | None = None,
+    lora: PeftConfig | None = None,
     dtype: Dtype = "auto",
     merge: bool = True,
     max_shard_size: int = MAX_SHARD_SIZE,
     overwrite: bool = False,
-    progress: Callable[[int, int], None] = _no_progress,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported:
-    """Write what was trained to the folder ``to``.
+    """Write what was trained to the folder ``to``, as a Hugging Face model or as PEFT adapters.
 
     Args:
-        trained: what `from_run` or `from_checkpoint` returns.
+        run: a folder of ``roundpipe-train``, a folder of PEFT's adapters, or a checkpoint of any Lightning module that
+            has the Hugging Face model, or the ``PeftModel``, as an attribute.
         to: a new folder.
-        format: ``"safetensors"``: a Hugging Face model; ``"gguf"``: one file for llama.cpp.
+        ckpt: the run's checkpoint; None: the best if the run looked for one, else the newest.
+        base: the base model, a folder or a name on the Hugging Face hub; None: as the run or the adapters say.
+        lora: the adapters' configuration, for a checkpoint that has adapters and belongs to no run.
         dtype: dtype of the weights. ``"auto"``: as the base model's files have it, bfloat16 where those hold fewer
-            bits, and float16 in a GGUF file. ``"q8_0"``: eight bits, in a GGUF file only.
+            bits.
         merge: merge adapters into the weights; otherwise write the adapters alone, as PEFT does.
         max_shard_size: bytes of a safetensors file. One file's weights are held in memory at a time.
-        overwrite: replace a folder that is there already.
+        overwrite: replace a folder that an export has written.
         progress: called with the bytes that are done and those of all weights.
 
     Raises:
         ValueError: a setting is invalid, or does not fit what was trained.
-        OSError: a file cannot be written.
+        OSError: a file cannot be read or written.
+        ImportError: the base model is quantised, and bitsandbytes is not installed.
     """
     started = time.monotonic()
+    trained = find_trained(run, ckpt, base, lora)
+    _check_settings(trained, dtype, merge)
     final = Path(to).expanduser().absolute()
     final = final.resolve() if final.is_symlink() else final  # what a link points to can be replaced
-    _check_settings(trained, format, dtype, merge)
-    if merge:
-        _ = trained.tokenizer  # read before anything is written
     _check_target(final, trained, to, overwrite)
-    unfinished = final.with_name(final.name + UNFINISHED)
-    _clear(unfinished, to)
-    skeleton = skeleton_of(trained.base.config)
-    try:
+    with _quiet():
+        job = _Job(trained, _DTYPES.get(dtype), merge)
         with _writing(to):
-            if not merge:
-                contents, notes = _write_adapters(trained, skeleton, unfinished)
-            else:
-                contents, notes = _write_model(
-                    trained, skeleton, unfinished, to, format, dtype, max_shard_size, progress
+            _check_space(final, job.nbytes, to)
+            final.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = Path(tempfile.mkdtemp(prefix=f"{final.name}.", suffix=".unfinished", dir=final.parent))
+            try:
+                job.write(unfinished, max_shard_size, progress)
+                _replace(final, unfinished)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+    files = tuple((path.name, path.stat().st_size) for path in sorted(final.iterdir()) if path.name != MARK)
+    if merge:
+        how = f'AutoModelForCausalLM.from_pretrained({str(final)!r}, dtype="auto")'
+    else:
+        how = f"PeftModel.from_pretrained(model, {str(final)!r})"
+    return Exported(final, files, job.contents, (*trained.notes, *job.notes), how, time.monotonic() - started)
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------
+
+
+class _Job:
+    """What is to be written, checked and ready.
+
+    Attributes:
+        nbytes: size of the weights.
+        contents, notes: as in `Exported`.
+    """
+
+    def __init__(self, trained: Trained, dtype: torch.dtype | None, merge: bool) -> None:
+        self._trained, self._dtype, self._merge = trained, dtype, merge
+        self._model = skeleton_of(trained.base.config)
+        self._shared = shared_names(self._model)
+        self.notes: list[str] = []
+        self._adapters: Adapters | None = None
+        self.nbytes = 0
+        self.contents = "all weights"
+        if trained.adapters is not None:
+            self._adapters = Adapters(copy.deepcopy(self._model), *trained.adapters, trained.where)
+            self.contents = f"adapters of {plural(self._adapters.modules, 'module')}"
+        if not merge:
+            return
+        self._own_tokenizer = trained.tokenizer and read_tokenizer(trained.tokenizer, trained.where)
+        self._check_shared()
+        self._source = self._find_source()
+        self._converter = Converter(self._model, self._source)
+        where = trained.where if trained.adapters is None else trained.base.setting
+        self._converter.check(self._shared, where)
+        self._dtypes = {name: spec.dtype for name, spec in self._source.specs.items()}
+        if trained.adapters is None and trained.base.folder is not None:  # trained weights are written as these are
+            stored = self._stored(trained.base.folder)
+            self._dtypes = {name: spec.dtype for name, spec in stored.specs.items()}
+        self.nbytes = sum(
+            spec.numel() * (dtype or self._dtypes.get(name, spec.dtype)).itemsize
+            for name, spec in self._source.specs.items()
+        )
+
+    def write(self, folder: Path, max_shard_size: int, progress: Callable[[int, int], None]) -> None:
+        """Write the files to ``folder``."""
+        if not self._merge:
+            assert self._adapters is not None
+            self._adapters.save(str(folder), self._trained.base.name)
+            return
+        writer = ShardWriter(folder, max_shard_size)
+        for name, tensor in self._weights():
+            writer.add(name, tensor)
+            progress(min(sum(writer.sizes.values()), self.nbytes), self.nbytes)
+        writer.finish()
+        main = str(max(writer.sizes, key=lambda dtype: writer.sizes[dtype])).removeprefix("torch.")
+        self._write_companions(folder, main)
+        merged = "" if self._adapters is None else ", merged into the base model"
+        self.contents += f"{merged}, in {main}"
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights as they are written, a layer at a time."""
+        written: set[tuple[str, ...]] = set()
+        for names in layers(self._source.specs):
+            layer = self._layer(names, written)
+            for name in list(layer):
+                yield name, layer.pop(name)  # nothing of it is held while the next is read
+
+    def _layer(self, names: list[str], written: set[tuple[str, ...]]) -> dict[str, Tensor]:
+        values = self._converter.parameters(self._source.read(names))
+        self._settle_shared(values, written)
+        if self._adapters is not None:
+            self._adapters.merge(values)
+        found = {}
+        for name, tensor in self._converter.stored(values).items():
+            own = self._dtypes.get(name, self._source.specs[names[0]].dtype)
+            found[name] = tensor.to(self._dtype if self._dtype and own.is_floating_point else own).contiguous()
+        return found
+
+    def _settle_shared(self, values: dict[str, Tensor], written: set[tuple[str, ...]]) -> None:
+        """Keep a parameter that has several names once, or under all of them where adapters tell these apart."""
+        for names in self._shared:
+            there = [name for name in names if name in values]
+            if not there:
+                continue
+            value = values[there[0]]
+            for name in there:
+                del values[name]
+            if names not in written:
+                written.add(names)
+                values |= {name: value.clone() for name in (names if self._untied(names) else there[:1])}
+
+    def _untied(self, names: tuple[str, ...]) -> bool:
+        return self._adapters is not None and not self._adapters.changed.isdisjoint(names)
+
+    def _check_shared(self) -> None:
+        ends = [cast(Any, self._model).get_input_embeddings(), cast(Any, self._model).get_output_embeddings()]
+        embeddings = {id(end.weight) for end in ends if end is not None}
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        for names in self._shared:
+            if self._untied(names) and id(parameters[names[0]]) not in embeddings:
+                raise ValueError(
+                    f"{self._trained.where}: {' and '.join(names)} are one weight, and adapters would change one of "
+                    "them only. Such adapters cannot be merged: use them with PEFT."
                 )
-            (unfinished / MARK).unlink()
-            _replace(final, unfinished)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    files = tuple((path.name, path.stat().st_size) for path in sorted(final.iterdir()))
-    how = _how(final, format if merge else "adapters")
-    return Exported(final, files, contents, (*trained.notes, *notes), how, time.monotonic() - started)
+
+    def _find_source(self) -> Source:
+        """Return the weights that are written, before adapters are merged."""
+        base = self._trained.base
+        if self._trained.adapters is None:
+            aliases = {name for names in self._shared for name in names[1:]}
+            return StateDict(state_of(self._trained.file, [n for n in self._model.state_dict() if n not in aliases]))
+        if base.folder is not None:
+            return self._stored(base.folder)
+        assert base.load is not None
+        state = base.load().state_dict()
+        size = sum(tensor.nbytes for tensor in state.values())
+        self.notes.append(f"the base model was held in memory as a whole ({gib(size)})")
+        in_memory = StateDict(lambda: state)
+        return Dequantised(in_memory, base.setting) if is_quantised(state) else in_memory
+
+    def _stored(self, folder: Path) -> Source:
+        """Return the weights in the base model's files, as numbers."""
+        config, setting = self._trained.base.config, self._trained.base.setting
+        method = (config.to_dict().get("quantization_config") or {}).get("quant_method", "bitsandbytes")
+        if method != "bitsandbytes":
+            raise ValueError(
+                f"{setting} is quantised by {method}, which is not unpacked here. Name the model that it was made of, "
+                "in 16 bits, with base=."
+            )
+        source: Source = StoredWeights(folder, setting)
+        if not is_quantised(source.specs):
+            return source
+        wide = config.dtype if config.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+        unpacked = Dequantised(source, setting, wide)
+        if self._trained.adapters is not None:
+            self.notes.append(f"the base model: {plural(len(unpacked.quantised), 'weight')} unpacked from 4 or 8 bits")
+        return unpacked
+
+    def _write_companions(self, folder: Path, dtype: str) -> None:
+        """Write the configuration, and what the base model has besides."""
+        base, config = self._trained.base, copy.deepcopy(self._model.config)
+        config.architectures = [type(self._model).__name__]
+        config.dtype = dtype
+        if any(map(self._untied, self._shared)):
+            config.tie_word_embeddings = False
+            config.get_text_config().tie_word_embeddings = False
+        config.save_pretrained(folder)
+        tokenizer = self._own_tokenizer or (base.tokenizer if base.folder is None else None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(folder))
+        names = ("generation_config.json", *(() if tokenizer else _TOKENIZER))
+        for path in () if base.folder is None else (path for name in names for path in base.folder.glob(name)):
+            shutil.copyfile(path, folder / path.name)
 
 
-def _how(folder: Path, kind: str) -> str:
-    if kind == "gguf":
-        return f"llama-cli -m {next(folder.glob('*.gguf'))}"
-    if kind == "adapters":
-        return f"PeftModel.from_pretrained(model, {str(folder)!r})"
-    return f'AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype="auto")'
+def skeleton_of(config: PretrainedConfig) -> PreTrainedModel:
+    """Return the causal language model of ``config`` on the meta device, in fp32."""
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    return model
 
 
-def _check_settings(trained: Trained, format: str, dtype: str, merge: bool) -> None:
-    if format not in ("safetensors", "gguf"):
-        raise ValueError(f"format={format!r} must be safetensors or gguf.")
-    if dtype not in ("auto", "q8_0", *_DTYPES):
-        raise ValueError(f"dtype={dtype!r} must be one of auto, {', '.join(_DTYPES)}, q8_0.")
-    if dtype == "q8_0" and format != "gguf":
-        raise ValueError("dtype=q8_0 is a format of GGUF files: set format=gguf, or another dtype.")
+def shared_names(model: PreTrainedModel) -> list[tuple[str, ...]]:
+    """Return the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [tuple(several) for several in names.values() if len(several) > 1]
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def _check_settings(trained: Trained, dtype: str, merge: bool) -> None:
+    if dtype not in ("auto", *_DTYPES):
+        raise ValueError(f"dtype={dtype!r} must be one of auto, {', '.join(_DTYPES)}.")
     if not merge and trained.adapters is None:
         raise ValueError(f"merge=false writes adapters, and {trained.where} has none: all weights were trained.")
-    if not merge and (format != "safetensors" or dtype != "auto"):
-        raise ValueError("merge=false writes adapters as PEFT does: leave format= and dtype= out.")
+    if not merge and dtype != "auto":
+        raise ValueError("merge=false writes adapters as PEFT does: leave dtype= out.")
 
 
 def _check_target(final: Path, trained: Trained, to: str | Path, overwrite: bool) -> None:
@@ -173,38 +313,44 @@ def _check_target(final: Path, trained: Trained, to: str | Path, overwrite: bool
             f"to={to} is the root of a disk, which the finished folder cannot replace: name a folder in it, such as "
             f"to={Path(to) / 'model'}."
         )
-    if not final.is_dir() or not (there := sorted(path.name for path in final.iterdir())):
-        return
-    if not overwrite:
+    there = sorted(path.name for path in final.iterdir()) if final.is_dir() else []
+    if there and not overwrite:
         raise ValueError(f"to={to} is not empty (it holds {there[0]}): name a new folder, or set overwrite=true.")
-    if foreign := _foreign(final, trained):
-        what = f"the folder {foreign.name}" if foreign.is_dir() else foreign.name
+    if there and (foreign := set(there) - _listed(final)):
         raise ValueError(
-            f"to={to} holds {what}, which no export has written, and overwrite=true would delete it: name a new folder."
+            f"to={to} holds {min(foreign)}, which no export has written, and overwrite=true would delete it: name a "
+            "new folder."
         )
 
 
-def _clear(unfinished: Path, to: str | Path) -> None:
-    """Delete what an export that was killed has left. Refuse to delete anything else."""
-    if (unfinished / MARK).is_file():
-        shutil.rmtree(unfinished)
-    elif os.path.lexists(unfinished):
+def _listed(folder: Path) -> set[str]:
+    """Return the names of the files that an export has written to ``folder``, which its mark lists."""
+    mark = folder / MARK
+    return {MARK, *mark.read_text().splitlines()} if mark.is_file() else set()
+
+
+def _check_space(folder: Path, needed: int, to: str | Path) -> None:
+    there = next(parent for parent in folder.parents if parent.is_dir())
+    free = shutil.disk_usage(there).free
+    if needed > free:
         raise ValueError(
-            f"to={to} would be written to {unfinished.name} first, which is there already and is not the rest of an "
-            "export: rename that, or name another folder."
+            f"to={to} needs {gib(needed)}, and {there} has {gib(free)} left: name a folder on another disk, or a "
+            "smaller dtype=."
         )
 
 
-def _foreign(folder: Path, trained: Trained) -> Path | None:
-    """Return something in ``folder`` that no export of this model has written."""
-    known = {"config.json", *_WEIGHTS, *_COMPANIONS}
-    with suppress(ValueError):  # adapters are written without the tokenizer, which may not be there any more
-        if (tokenizer := trained.tokenizer or trained.base.tokenizer) is not None:
-            known.update(tokenizer.vocab_files_names.values())
-    if (folder / _OF_ADAPTERS[0]).is_file():
-        known.update(_OF_ADAPTERS)
-    paths = sorted(folder.iterdir())
-    return next((path for path in paths if path.is_dir() or not any(fnmatch(path.name, name) for name in known)), None)
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide progress bars of transformers, and PEFT's warnings about a model without weights."""
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if bars:
+            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -220,8 +366,11 @@ def _writing(to: str | Path) -> Iterator[None]:
 
 def _replace(final: Path, unfinished: Path) -> None:
     """Put the new folder in the place of the old one, which is deleted last: nothing is lost if one of these fails."""
+    names = [path.name for path in unfinished.iterdir()]
+    (unfinished / MARK).write_text("".join(f"{name}\n" for name in sorted(names)))
     mask = os.umask(0)
     os.umask(mask)
+    unfinished.chmod(0o777 & ~mask)  # private, as temporary folders are
     for path in unfinished.iterdir():
         path.chmod(0o666 & ~mask)  # safetensors lets nobody else read what it writes
     if not final.exists():
@@ -238,170 +387,3 @@ def _replace(final: Path, unfinished: Path) -> None:
     finally:
         if final.exists():
             shutil.rmtree(previous.parent, ignore_errors=True)
-
-
-# -- adapters ----------------------------------------------------------------------------------------------------------
-
-
-def _adapters(trained: Trained, skeleton: Skeleton) -> Adapters | None:
-    if trained.adapters is None:
-        return None
-    config, weights = trained.adapters
-    return Adapters(skeleton.model, config, weights, trained.where)
-
-
-def _write_adapters(trained: Trained, skeleton: Skeleton, folder: Path) -> tuple[str, tuple[str, ...]]:
-    adapters = _adapters(trained, skeleton)
-    assert adapters is not None
-    _make_folder(folder)
-    adapters.save(str(folder), trained.base.name)
-    return f"adapters of {plural(len(adapters.modules), 'module')}", ()
-
-
-# -- a whole model -----------------------------------------------------------------------------------------------------
-
-
-def _write_model(
-    trained: Trained,
-    skeleton: Skeleton,
-    folder: Path,
-    to: str | Path,
-    format: str,
-    dtype: str,
-    max_shard_size: int,
-    progress: Callable[[int, int], None],
-) -> tuple[str, tuple[str, ...]]:
-    base = trained.base
-    if format == "gguf":
-        check_architecture(base.config)
-    weights, notes = _weights(trained, skeleton, _DTYPES.get(dtype))
-    merged = f"adapters of {plural(weights.modules, 'module')}, merged into the base model"
-    what = "all weights" if trained.adapters is None else merged
-    done = 0
-
-    def came(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        progress(done, total)
-
-    if format == "gguf":
-        name = folder.name.removesuffix(UNFINISHED)
-        own = trained.tokenizer
-        file = GgufFile(weights, base.config, dtype, name, own or base.tokenizer, base.gguf if own is None else None)
-        total = file.nbytes
-        _check_space(folder, total, to)
-        _make_folder(folder)
-        file.write(folder / f"model-{file.type}.gguf", came)
-        return f"{what}, in {file.type}", notes
-    total = weights.nbytes
-    _check_space(folder, total, to)
-    _make_folder(folder)
-    write_shards(weights.stored(), weights.specs, folder, max_shard_size, came)
-    main = _main_dtype(weights)
-    _write_companions(trained, skeleton, folder, main, weights.untied)
-    return f"{what}, in {main}", notes
-
-
-def _main_dtype(weights: Weights) -> str:
-    """Return the dtype that most bytes are in, which the configuration names."""
-    sizes: Counter[torch.dtype] = Counter()
-    for spec in weights.specs.values():
-        sizes[spec.dtype] += spec.nbytes
-    return str(sizes.most_common(1)[0][0]).removeprefix("torch.")
-
-
-def _weights(trained: Trained, skeleton: Skeleton, dtype: torch.dtype | None) -> tuple[Weights, tuple[str, ...]]:
-    """Return the weights of the exported model, and what is to be said of them."""
-    base = trained.base
-    if trained.adapters is None:
-        checkpoint = CheckpointFile(trained.file, skeleton)
-        return _of_parameters(skeleton, checkpoint, None, dtype, _dtypes_of(trained), trained.where), ()
-    if base.folder is None:
-        assert base.load is not None
-        in_memory: Source = StateDict(base.load().state_dict())
-        size = gib(_nbytes(in_memory))
-        if is_quantised(in_memory.specs):
-            in_memory = Dequantised(in_memory, base.setting)
-        if dtype is None and base.gguf is not None:
-            dtype = torch.bfloat16
-        adapters = _adapters(trained, skeleton)
-        note = f"the base model was held in memory as a whole ({size}): {base.source}"
-        return _of_parameters(skeleton, in_memory, adapters, dtype, {}, base.setting), (note,)
-    source, notes = _files(trained, base.folder)
-    layout = OfFiles(skeleton.model, source.specs)
-    adapters = _adapters(trained, skeleton)
-    return Weights(skeleton, source, layout, adapters, dtype, {}, base.setting), notes
-
-
-def _of_parameters(
-    skeleton: Skeleton,
-    source: Source,
-    adapters: Adapters | None,
-    dtype: torch.dtype | None,
-    dtypes: dict[str, torch.dtype],
-    setting: str,
-) -> Weights:
-    kept = {name: source.specs[name] for name in once(source.specs, skeleton) if name in skeleton.shapes}
-    return Weights(skeleton, source, OfParameters(skeleton.model, kept), adapters, dtype, dtypes, setting)
-
-
-def _files(trained: Trained, folder: Path) -> tuple[Source, tuple[str, ...]]:
-    """Return the weights in the base model's files, as numbers."""
-    base = trained.base
-    source: Source = WeightFiles(folder, base.setting)
-    quantised = method(base.config.to_dict())
-    if quantised not in (None, "bitsandbytes"):
-        raise ValueError(
-            f"{base.setting} is quantised by {quantised}, which is not unpacked here. Name the model that it was "
-            "made of, in 16 bits, with base=."
-        )
-    if not is_quantised(source.specs):
-        return source, ()
-    wide = getattr(base.config, "dtype", None)
-    unpacked = Dequantised(source, base.setting, wide if wide in (torch.float16, torch.bfloat16) else torch.bfloat16)
-    return unpacked, (f"the base model: {plural(len(unpacked.quantised), 'weight')} unpacked from 4 or 8 bits",)
-
-
-def _dtypes_of(trained: Trained) -> dict[str, torch.dtype]:
-    """Return the dtypes of the base model's files, which trained weights are written in."""
-    if trained.base.folder is None:
-        return {}
-    source, _ = _files(trained, trained.base.folder)
-    return {name: spec.dtype for name, spec in source.specs.items()}
-
-
-def _nbytes(source: Source) -> int:
-    return sum(spec.nbytes for spec in source.specs.values())
-
-
-def _make_folder(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    (folder / MARK).touch()
-
-
-def _check_space(folder: Path, needed: int, to: str | Path) -> None:
-    there = next(parent for parent in folder.parents if parent.is_dir())
-    free = shutil.disk_usage(there).free
-    if needed > free:
-        raise ValueError(
-            f"to={to} needs {gib(needed)}, and {there} has {gib(free)} left: name a folder on another disk, or a "
-            "smaller dtype=."
-        )
-
-
-def _write_companions(trained: Trained, skeleton: Skeleton, folder: Path, dtype: str, untied: bool) -> None:
-    """Write the configuration, and what the base model has besides."""
-    config: Any = copy.deepcopy(skeleton.model.config)
-    config.architectures = [type(skeleton.model).__name__]
-    config.dtype = dtype
-    if untied:
-        config.tie_word_embeddings = False
-        config.get_text_config().tie_word_embeddings = False
-    config.save_pretrained(folder)
-    base, tokenizer = trained.base, trained.tokenizer or trained.base.tokenizer
-    names = _COMPANIONS if trained.tokenizer is None else [name for name in _COMPANIONS if name not in _TOKENIZER]
-    for path in () if base.folder is None else (base.folder / name for name in names):
-        if path.is_file():
-            shutil.copyfile(path, folder / path.name)
-    if tokenizer is not None and not any(folder.glob("tokenizer*")) and not (folder / "vocab.json").is_file():
-        tokenizer.save_pretrained(str(folder))

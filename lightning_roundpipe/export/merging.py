@@ -1,61 +1,51 @@
-"""Merges PEFT adapters into one module at a time.
+"""Merges PEFT adapters into one layer at a time.
 
-PEFT merges adapters into a model that is in memory. Here the model is a skeleton: all of its weights are on the meta
-device, and only what was trained is in memory. The weights of one module are put in, PEFT merges, and the result is
-taken out. So every kind of adapter that PEFT can merge is merged by PEFT's own code, in fp32.
+PEFT merges adapters into a model that is in memory. Here the model is on the meta device, and only what was trained is
+in memory. The weights of one layer are put in, PEFT merges in fp32, and the result is taken out.
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import set_peft_model_state_dict
-from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from lightning_roundpipe.export.quantised import packed_parts
 from lightning_roundpipe.messages import plural
 
-_IN_PEFT = "base_model.model."
+IN_PEFT = "base_model.model."
 """What PEFT puts before the names of a model's weights."""
 
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` that leave the base model as it is."""
 
-_UNMERGEABLE = (
-    "layer_replication",
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "megatron_config",
-    "monteclora_config",
-    "use_bdlora",
-    "use_qalora",
-)
-"""Settings of ``LoraConfig`` whose adapters are no fixed change of a weight, or are not tested."""
+_UNMERGEABLE = ("layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config")
+"""Settings of ``LoraConfig`` whose adapters are no fixed change of the base model's weights."""
+
+_OTHER_BASE = "Name the model that was trained with base=."
 
 
 class Adapters:
-    """Trained adapters, and the skeleton of the model that they belong to.
+    """Trained adapters in a model on the meta device.
 
     Args:
-        model: the skeleton, which gets the adapters.
+        model: the model, which gets the adapters.
         config: the adapters' configuration.
         trained: what was trained: names of PEFT's ``adapter_model.safetensors``, or those of a state dict, with
             anything before ``base_model.model.``.
         where: how an error names the file.
 
     Attributes:
-        modules: names of the modules that are merged, each with its parameters' names.
-        replaced: parameters outside of those that were trained, too, such as biases.
+        changed: names of the parameters that the adapters change.
+        modules: how many modules have adapters.
 
     Raises:
         ValueError: the adapters are those of another model, cannot be merged, or are not finite.
@@ -63,103 +53,81 @@ class Adapters:
 
     def __init__(self, model: PreTrainedModel, config: PeftConfig, trained: Mapping[str, Tensor], where: str) -> None:
         self._where = where
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        self._homes = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names}
         self._model = _wrapped(model, config, where)
         self._load(trained)
         inner: Any = self._model.base_model.model
-        self._wrappers: dict[str, nn.Module] = dict(_outermost(inner))
-        self.modules = {name: tuple(_parameters(name, module)) for name, module in self._wrappers.items()}
+        self._wrappers = dict(_outermost(inner))
+        self.modules = len(self._wrappers)
         inside = tuple(f"{name}." for name in self._wrappers)
-        self.replaced = {
-            name: parameter.detach()
-            for name, parameter in inner.named_parameters()
-            if not parameter.is_meta and not name.startswith(inside)
+        self.changed = {name for name in names if name.startswith(inside) or not self._value(name).is_meta}
+
+    def merge(self, values: dict[str, Tensor]) -> None:
+        """Merge the adapters into a layer's parameters, which are those of the base model in fp32, in place."""
+        wrappers = {
+            module: wrapper
+            for module, wrapper in self._wrappers.items()
+            if any(name.startswith(f"{module}.") for name in values)
         }
-
-    @property
-    def config(self) -> PeftConfig:
-        """The configuration, with names of modules where it had a word for them."""
-        return self._model.peft_config["default"]
-
-    def merge(self, module: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parameters of a module with its adapters merged into them.
-
-        Args:
-            module: one of ``modules``.
-            weights: the base model's values, fp32. They are changed.
-        """
-        wrapper: Any = self._wrappers[module]
-        base: Any = _base(wrapper)
-        filled: list[tuple[Any, str, Parameter]] = []
-        for name in () if base is None else self.modules[module]:
-            owner, attribute = _owner(base, name.removeprefix(f"{module}."))
-            empty = getattr(owner, attribute)
-            if empty.is_meta:  # a bias may have been trained
-                filled.append((owner, attribute, empty))
-                setattr(owner, attribute, Parameter(weights[name], requires_grad=False))
+        filled = [(name, self._value(name)) for name in values if name in self._homes and self._value(name).is_meta]
+        for name, _ in filled:
+            self._put(name, Parameter(values[name], requires_grad=False))
         with torch.no_grad():
-            if hasattr(wrapper, "unload_and_optionally_merge_module"):
-                merged = wrapper.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
-            else:
-                wrapper.merge()
-                merged = wrapper.get_base_layer()
-        found = {f"{module}.{name}": parameter.detach() for name, parameter in merged.named_parameters()}
-        for owner, attribute, empty in filled:
-            setattr(owner, attribute, empty)
-        return {name: found[name] for name in self.modules[module]}
+            merged = {module: _merged(wrapper) for module, wrapper in wrappers.items()}
+        values |= {name: self._value(name).detach() for name in values if name in self.changed}
+        for module, made in merged.items():
+            found = {f"{module}.{name}": parameter.detach() for name, parameter in made.named_parameters()}
+            values |= {name: found[name] for name in values.keys() & found.keys()}
+        for name, empty in filled:
+            self._put(name, empty)
 
     def save(self, folder: str, base: str | None) -> None:
         """Write the adapters as PEFT does, for a base model of that name."""
-        self.config.base_model_name_or_path = base
-        self.config.inference_mode = True
+        config = self._model.peft_config["default"]
+        config.base_model_name_or_path, config.inference_mode = base, True
         self._model.save_pretrained(folder, save_embedding_layers=False)
+
+    def _value(self, name: str) -> Parameter:
+        owner, attribute = self._homes[name]
+        value: Parameter = getattr(owner, attribute)
+        return value
+
+    def _put(self, name: str, value: Parameter) -> None:
+        owner, attribute = self._homes[name]
+        setattr(owner, attribute, value)
 
     def _load(self, trained: Mapping[str, Tensor]) -> None:
         wanted = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         for name in wanted:
-            owner, attribute = _owner(self._model, name)
-            shape = getattr(owner, attribute).shape
-            setattr(owner, attribute, Parameter(torch.zeros(shape, dtype=torch.float32)))
-        at = {name: name.find(_IN_PEFT) for name in trained}
-        tensors = {name[at[name] :]: tensor for name, tensor in trained.items() if at[name] >= 0}
-        for name in packed_parts(tensors):  # of the base model, in a checkpoint that has all of it
-            del tensors[name]
+            path, _, attribute = name.rpartition(".")
+            owner = self._model.get_submodule(path)
+            setattr(owner, attribute, Parameter(torch.zeros(getattr(owner, attribute).shape, dtype=torch.float32)))
+        tensors = {name[name.index(IN_PEFT) :]: tensor for name, tensor in trained.items() if IN_PEFT in name}
         if not tensors:
-            raise ValueError(f"{self._where} holds no adapters of PEFT: no weight has {_IN_PEFT!r} in its name.")
+            raise ValueError(f"{self._where} holds no adapters of PEFT: no weight has {IN_PEFT!r} in its name.")
         try:
-            if any(".default" in name for name in tensors):
-                # A state dict: files of adapters leave the adapter's name out.
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # the base model's
-                    result = self._model.load_state_dict(tensors, strict=False)
-            else:
-                result = set_peft_model_state_dict(self._model, tensors)
+            if any(".default" in name for name in tensors):  # a state dict: files leave the adapter's name out
+                tensors = get_peft_model_state_dict(self._model, tensors, save_embedding_layers=False)
+            result: Any = set_peft_model_state_dict(self._model, tensors)
         except (RuntimeError, KeyError) as error:
             lines = [line.strip() for line in str(error).splitlines()]
             said = next((line for line in lines if "size mismatch" in line), lines[0]).rstrip(".")
             raise ValueError(f"{self._where} does not fit the base model: {said}. {_OTHER_BASE}") from error
         if result.unexpected_keys:
-            raise ValueError(
-                f"{self._where} does not fit the base model, which has no {_plain(min(result.unexpected_keys))}. "
-                f"{_OTHER_BASE}"
-            )
+            more = min(result.unexpected_keys).removeprefix(IN_PEFT)
+            raise ValueError(f"{self._where} does not fit the base model, which has no {more}. {_OTHER_BASE}")
         if lacking := sorted(wanted & set(result.missing_keys)):
             raise ValueError(
                 f"{self._where} does not fit the base model: it lacks {len(lacking)} of "
-                f"{plural(len(wanted), 'trained tensor')}, {_plain(lacking[0])} first. {_OTHER_BASE}"
+                f"{plural(len(wanted), 'trained tensor')}, {lacking[0].removeprefix(IN_PEFT)} first. {_OTHER_BASE}"
             )
         values = dict(self._model.named_parameters())
         if broken := sorted(name for name in wanted if not values[name].isfinite().all()):
             raise ValueError(
-                f"{self._where}: {_plain(broken[0])} has values that are not finite. Training has diverged: name an "
-                "earlier checkpoint with ckpt=."
+                f"{self._where}: {broken[0].removeprefix(IN_PEFT)} has values that are not finite. Training has "
+                "diverged: name an earlier checkpoint with ckpt=."
             )
-
-
-_OTHER_BASE = "Name the model that was trained with base=."
-
-
-def _plain(name: str) -> str:
-    return name.removeprefix(_IN_PEFT)
 
 
 def _wrapped(model: PreTrainedModel, config: PeftConfig, where: str) -> PeftModel:
@@ -180,10 +148,8 @@ def _wrapped(model: PreTrainedModel, config: PeftConfig, where: str) -> PeftMode
                 f"{where} has adapters with {name}=, which are not exported. Use them unmerged, with PEFT."
             )
     config = copy.deepcopy(config)
-    config.init_lora_weights = True
-    config.inference_mode = False
-    with warnings.catch_warnings(), torch.device("meta"):
-        warnings.simplefilter("ignore")  # of tied weights, which are written apart where they differ
+    config.init_lora_weights, config.inference_mode = True, False
+    with torch.device("meta"):
         try:
             return get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
         except ValueError as error:
@@ -191,7 +157,18 @@ def _wrapped(model: PreTrainedModel, config: PeftConfig, where: str) -> PeftMode
             raise ValueError(f"{where} does not fit the base model: {said}. {_OTHER_BASE}") from error
 
 
-def _outermost(model: Any) -> Iterator[tuple[str, nn.Module]]:
+def _merged(wrapper: Any) -> nn.Module:
+    """Return the module that ``wrapper`` has adapters of, with these merged."""
+    made: nn.Module
+    if hasattr(wrapper, "unload_and_optionally_merge_module"):
+        made = wrapper.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+    else:
+        wrapper.merge()
+        made = wrapper.get_base_layer()
+    return made
+
+
+def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield what PEFT has wrapped, without the wrappers inside of wrappers."""
     inside: tuple[str, ...] = ()
     name: str
@@ -200,25 +177,3 @@ def _outermost(model: Any) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and not name.startswith(inside or ("\0",)):
             inside = (*inside, f"{name}.")
             yield name, module
-
-
-def _base(wrapper: Any) -> nn.Module | None:
-    """Return the module that the base model's weights belong to; None if a trained one replaces it."""
-    if isinstance(wrapper, ModulesToSaveWrapper):
-        return None
-    if isinstance(wrapper, TrainableTokensWrapper):
-        wrapper = wrapper.token_adapter
-    base: nn.Module = wrapper.get_base_layer()
-    return base
-
-
-def _parameters(name: str, wrapper: Any) -> Iterator[str]:
-    base = _base(wrapper)
-    module = wrapper.original_module if base is None else base
-    for parameter, _ in module.named_parameters():
-        yield f"{name}.{parameter}"
-
-
-def _owner(module: nn.Module, name: str) -> tuple[Any, str]:
-    path, _, attribute = name.rpartition(".")
-    return module.get_submodule(path), attribute

@@ -1,7 +1,7 @@
 """What is exported: a base model, and what training has changed in it.
 
 A run of ``roundpipe-train`` says both: its configuration names the base model, and its checkpoint holds what was
-trained. Adapters of any other training say the base model's name.
+trained. A folder of adapters names its base model. For a checkpoint of any other Lightning module, the caller does.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,11 @@ from peft.utils.save_and_load import load_peft_weights
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_roundpipe.export.skeleton import Skeleton
-from lightning_roundpipe.export.weight_sources import Spec, reading, spec_of
+from lightning_roundpipe.export.merging import IN_PEFT
+from lightning_roundpipe.export.weight_sources import reading
 from lightning_roundpipe.messages import first_line, plural
 from lightning_roundpipe.model.loading import Pretrained
 from lightning_roundpipe.model.weight_files import from_the_hub
-
-_QUANTISATION = ("quantization", "double_quantization")
-"""Settings of a model that say how its weights are kept in memory while it is trained."""
-
-_PLACES = ("folder", "name", "weights", "gguf_file")
-"""Settings of a model that may be paths."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +39,7 @@ class Base:
         folder: the folder with its weights; None: they are made in memory.
         load: makes the model with its weights in memory, where there is no folder.
         setting: how an error names the model.
-        source: what the weights are, in words.
         name: what PEFT's configuration of adapters calls it.
-        gguf: the GGUF file that the weights are unpacked from.
     """
 
     config: PretrainedConfig
@@ -56,9 +47,7 @@ class Base:
     folder: Path | None
     load: Callable[[], PreTrainedModel] | None
     setting: str
-    source: str
     name: str | None
-    gguf: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -67,126 +56,129 @@ class Trained:
 
     Attributes:
         base: the model.
-        file: what holds the trained weights.
+        file: what holds the trained weights: a checkpoint, or a folder of adapters.
         where: how an error names it.
         adapters: configuration and weights of adapters; None: all weights were trained.
         notes: what the user should know of the choice.
-        load_tokenizer: reads the tokenizer that the run trained with instead of the base model's; None: it took that.
+        tokenizer: folder of the tokenizer that the run trained with instead of the base model's.
     """
 
     base: Base
     file: Path
     where: str
     adapters: tuple[PeftConfig, Mapping[str, Tensor]] | None
-    notes: tuple[str, ...] = field(default=())
-    load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None
-
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer that the run trained with instead of the base model's.
-
-        Raises:
-            ValueError: it is not there any more, or cannot be read.
-        """
-        return None if self.load_tokenizer is None else self.load_tokenizer()
+    notes: tuple[str, ...] = ()
+    tokenizer: Path | None = None
 
 
-class CheckpointFile:
-    """All weights in a Lightning checkpoint, by the names that they have in the model.
-
-    The file is mapped again for each read: pages of it that were read would add up otherwise.
-
-    Raises:
-        ValueError: the file cannot be read, or holds another model.
-    """
-
-    def __init__(self, path: Path, skeleton: Skeleton) -> None:
-        self.path = path
-        self.where = f"ckpt={path}"
-        state = _state_of(path)
-        self._prefix = _prefix(state, skeleton.shapes, self.where)
-        self.specs: Mapping[str, Spec] = {
-            name: spec_of(state[self._prefix + name]) for name in skeleton.shapes if self._prefix + name in state
-        }
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        state = _state_of(self.path)
-        return {name: state[self._prefix + name].detach().clone() for name in names}
-
-
-def from_run(run: str | Path, ckpt: str | Path | None = None, base: str | None = None) -> Trained:
-    """Return what a run of ``roundpipe-train`` has trained, or what is in a folder with PEFT adapters.
-
-    Args:
-        run: the run's folder, or one with ``adapter_config.json``.
-        ckpt: the checkpoint; None: the best if the run looked for one, else the newest.
-        base: the base model, a folder or a name on the Hugging Face hub; None: as the run or the adapters say.
+def find_trained(
+    run: str | Path, ckpt: str | Path | None = None, base: str | None = None, lora: PeftConfig | None = None
+) -> Trained:
+    """Return what a run, a checkpoint or a folder of adapters holds. The arguments are those of `export`.
 
     Raises:
         ValueError, OSError, ImportError: something is missing or cannot be read; the message names the setting.
     """
-    folder = Path(run).expanduser().absolute()
-    if not folder.is_dir():
-        raise ValueError(f"run={run} is not a folder. Name one that roundpipe-train has printed as its last line.")
-    if (folder / "adapter_config.json").is_file():
+    path = Path(run).expanduser().absolute()
+    if path.is_file() and ckpt is None:
+        if lora is None and (path.parent.parent / "config.yaml").is_file():
+            return _of_run(path.parent.parent, path, base)
+        return _of_checkpoint(path, base, lora)
+    if not path.is_dir():
+        raise ValueError(
+            f"run={run} is not a folder. Name one that roundpipe-train has printed as its last line, a folder of "
+            "PEFT's adapters, or a checkpoint."
+        )
+    if (path / "adapter_config.json").is_file():
         if ckpt is not None:
             raise ValueError(f"ckpt={ckpt} is about a run, and run={run} is a folder of adapters: leave it out.")
-        return _from_adapters(folder, base, f"run={run}")
-    if not (folder / "config.yaml").is_file():
+        return _of_adapters(path, base, f"run={run}")
+    if not (path / "config.yaml").is_file():
         raise ValueError(
-            f"run={run} holds no config.yaml and no adapter_config.json. Name a folder of roundpipe-train, or one of "
-            "PEFT's adapters."
+            f"run={run} holds no config.yaml and no adapter_config.json. Name a folder of roundpipe-train, one of "
+            "PEFT's adapters, or a checkpoint with base=."
         )
-    with reading(folder / "config.yaml", f"run={run}"):
+    return _of_run(path, ckpt, base)
+
+
+def state_of(path: Path, names: Iterable[str]) -> Callable[[], Mapping[str, Tensor]]:
+    """Return what maps the weights of these names, those of a model, that a checkpoint has under any common prefix.
+
+    Raises:
+        ValueError: the file cannot be read, or holds another model.
+    """
+    names = list(names)
+    where, state = f"ckpt={path}", _state_of(path)
+    if any(IN_PEFT in name for name in state):
+        raise ValueError(
+            f"{where} holds adapters of PEFT, and how they are scaled is not in it. Export the run's folder, or one "
+            "that peft_model.save_pretrained() wrote, or call lightning_roundpipe.export.export() with lora=."
+        )
+    prefixes = {name[: -len(names[0])] for name in state if name.endswith(names[0])} or {""}
+    prefix = min(prefixes, key=lambda start: sum(start + name not in state for name in names))
+    if lacking := [name for name in names if prefix + name not in state]:
+        raise ValueError(
+            f"{where} lacks {plural(len(lacking), 'weight')} of the model, such as {lacking[0]}. Name the model that "
+            "was trained with base=."
+        )
+
+    def load() -> Mapping[str, Tensor]:
+        state = _state_of(path)
+        return {name: state[prefix + name] for name in names}
+
+    return load
+
+
+def _of_run(folder: Path, ckpt: str | Path | None, base: str | None) -> Trained:
+    setting = f"run={folder}"
+    with reading(folder / "config.yaml", setting):
         cfg: Any = OmegaConf.load(folder / "config.yaml")
         model, lora = cfg.model, cfg.get("lora")
+    working = _working_folder(folder)
     notes: list[str] = []
     if base is not None:
-        found = named_base(base)
-        _refuse_other_type(found, model, _working_folder(folder), f"run={run}")
+        found = _named_base(base)
+        _refuse_other_type(found, model, working, setting)
     else:
-        found = _base_of_run(model, cfg.get("seed"), _working_folder(folder), f"run={run}")
-        if quantised := model.get(_QUANTISATION[0]):
-            original = found.folder is not None or found.gguf is not None
-            kept = "; the base model is the weights that those were made of" if original else ""
-            notes.append(f"trained on weights in {quantised}{kept}")
-    file, why = _checkpoint(folder, cfg, ckpt, f"run={run}")
-    notes.append(why)
-    tokenizer = _own_tokenizer(cfg, _working_folder(folder), f"run={run}")
+        found = _base_of_run(model, cfg.get("seed"), working, setting)
+        if (quantised := model.get("quantization")) and found.name:
+            notes.append(f"trained on weights in {quantised}; the base model is the weights that those were made of")
+    file, why = _checkpoint(folder, cfg, ckpt, setting)
+    place = OmegaConf.select(cfg, "data.tokenizer")  # None also where it was left to be filled in
+    tokenizer = _within(working, place) if isinstance(place, str) else None
     if file.is_dir():
-        adapters = _read_adapters(file, f"run={run}")
-        return Trained(found, file, f"run={run}: {file.name}", adapters, tuple(notes), tokenizer)
-    where = f"ckpt={file}"
-    if not lora:
-        return Trained(found, file, where, None, tuple(notes), tokenizer)
-    made: Any = instantiate(lora, _convert_="all")
-    return Trained(found, file, where, (made, _trained_part(file)), tuple(notes), tokenizer)
+        adapters: Any = _read_adapters(file, setting)
+    else:
+        adapters = (instantiate(lora, _convert_="all"), _adapted_part(file)) if lora else None
+    where = f"{setting}: {file.name}" if file.is_dir() else f"ckpt={file}"
+    return Trained(found, file, where, adapters, (*notes, why), tokenizer)
 
 
-def from_checkpoint(ckpt: str | Path, base: str, lora: PeftConfig | None = None) -> Trained:
-    """Return what a Lightning checkpoint holds: all weights of ``base``, or its adapters ``lora``.
-
-    Args:
-        ckpt: the checkpoint of a module that has the Hugging Face model, or the ``PeftModel``, as an attribute.
-        base: the base model, a folder or a name on the Hugging Face hub.
-        lora: the adapters' configuration; None: all weights were trained.
-
-    Raises:
-        ValueError, OSError: something is missing or cannot be read.
-    """
-    path = Path(ckpt).expanduser().absolute()
-    if not path.is_file():
-        raise ValueError(f"ckpt={ckpt} is not there: name a file that ModelCheckpoint wrote.")
-    adapters = None if lora is None else (lora, _trained_part(path))
-    return Trained(named_base(base), path, f"ckpt={path}", adapters)
+def _of_checkpoint(path: Path, base: str | None, lora: PeftConfig | None) -> Trained:
+    if base is None:
+        raise ValueError(
+            f"run={path} is a checkpoint, which does not say what model it is of. Name that with base=, a folder or a "
+            "name on the Hugging Face hub."
+        )
+    adapters = None if lora is None else (lora, _adapted_part(path))
+    return Trained(_named_base(base), path, f"ckpt={path}", adapters)
 
 
-def named_base(base: str) -> Base:
-    """Return the model in a folder, or of that name on the hub.
+def _of_adapters(folder: Path, base: str | None, setting: str) -> Trained:
+    adapters = _read_adapters(folder, setting)
+    name = base if base is not None else adapters[0].base_model_name_or_path
+    if not name:
+        raise ValueError(
+            f"{setting}: adapter_config.json does not say which model the adapters belong to. Name it with base=."
+        )
+    return Trained(_named_base(name), folder, setting, adapters, (f"adapters of {folder.name}",))
 
-    Raises:
-        ValueError: there is none.
-    """
+
+# -- the base model ----------------------------------------------------------------------------------------------------
+
+
+def _named_base(base: str) -> Base:
+    """Return the model in a folder, or of that name on the hub."""
     setting = f"base={base}"
     folder = Path(base).expanduser().absolute()
     if not folder.is_dir():
@@ -201,30 +193,20 @@ def named_base(base: str) -> Base:
         raise ValueError(f"{setting} holds no config.json: name a model as save_pretrained() writes it.")
     with reading(folder, setting):
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
-        has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer else None
-    return Base(config, tokenizer, folder, None, setting, str(folder), base)
-
-
-# -- the base model of a run -------------------------------------------------------------------------------------------
+    return Base(config, None, folder, None, setting, base)
 
 
 def _base_of_run(model: DictConfig, seed: Any, working: Path | None, setting: str) -> Base:
     """Return the model that a run's configuration names. Its paths are relative to the folder that the run began in."""
     model = copy.deepcopy(model)
-    for key in _PLACES:
-        place = model.get(key)
-        if isinstance(place, str) and working is not None and key != "gguf_file" and (working / place).is_dir():
-            model[key] = str(working / place)
-    plain = copy.deepcopy(model)
-    for key in (key for key in _QUANTISATION if key in model):
-        del plain[key]
-    found = _made(plain, setting)
-    name = next((str(model[key]) for key in _PLACES[:3] if model.get(key) not in (None, "pretrained", "random")), None)
+    for key in ("folder", "name", "weights"):
+        if isinstance(place := model.get(key), str) and _within(working, place).is_dir():
+            model[key] = str(_within(working, place))
+    unpacked = {key: value for key, value in model.items() if key not in ("quantization", "double_quantization")}
+    found = _made(OmegaConf.create(unpacked), setting)
     if found.folder is not None or found.gguf is not None:
         load = None if found.folder is not None else found.load
-        name = name or found.source
-        return Base(found.config, found.tokenizer, found.folder, load, setting, found.source, name, found.gguf)
+        return Base(found.config, found.tokenizer, found.folder, load, setting, found.source)
     found = _made(model, setting)  # packed weights are drawn otherwise
 
     def draw() -> PreTrainedModel:
@@ -236,32 +218,14 @@ def _base_of_run(model: DictConfig, seed: Any, working: Path | None, setting: st
         seed_everything(int(seed), workers=True, verbose=False)
         return found.load()
 
-    return Base(found.config, found.tokenizer, None, draw, setting, f"{found.source}, seed {seed}", None)
-
-
-def _own_tokenizer(cfg: DictConfig, working: Path | None, setting: str) -> Callable[[], PreTrainedTokenizerBase] | None:
-    """Return what reads the tokenizer that a run's ``data.tokenizer`` names; None if the run took the model's."""
-    place = OmegaConf.select(cfg, "data.tokenizer")  # None also where it was left to be filled in
-    if not isinstance(place, str):
-        return None
-    folder = Path(place).expanduser()
-    folder = working / folder if working is not None and (working / folder).is_dir() else folder
-
-    def load() -> PreTrainedTokenizerBase:
-        if not folder.is_dir():
-            raise ValueError(f"{setting} was trained with data.tokenizer={place}, which is not there: put it back.")
-        with reading(folder, setting):
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        return tokenizer
-
-    return load
+    return Base(found.config, found.tokenizer, None, draw, setting, None)
 
 
 def _refuse_other_type(base: Base, model: DictConfig, working: Path | None, setting: str) -> None:
     """Raise if a run is known to have trained another architecture than that of ``base``: shapes may be the same."""
     trained = model.get("model_type")
     if isinstance(place := model.get("folder"), str):
-        path = (working or Path()) / Path(place).expanduser() / "config.json"
+        path = _within(working, place) / "config.json"
         trained = json.loads(path.read_text()).get("model_type") if path.is_file() else None
     if trained not in (None, base.config.model_type):
         raise ValueError(
@@ -294,7 +258,11 @@ def _working_folder(folder: Path) -> Path | None:
     return None if found is None else Path(str(found))
 
 
-# -- its checkpoint ----------------------------------------------------------------------------------------------------
+def _within(working: Path | None, place: str) -> Path:
+    return (working or Path()).absolute() / Path(place).expanduser()
+
+
+# -- the checkpoint ----------------------------------------------------------------------------------------------------
 
 
 def _checkpoint(folder: Path, cfg: DictConfig, ckpt: str | Path | None, setting: str) -> tuple[Path, str]:
@@ -315,20 +283,14 @@ def _checkpoint(folder: Path, cfg: DictConfig, ckpt: str | Path | None, setting:
             f"{setting} holds no checkpoint: {places[0]} has no .ckpt file. Name one with ckpt=, or train with "
             "callbacks.checkpoint.save_top_k=1."
         )
-    newest = max(files, key=lambda path: path.stat().st_mtime_ns) if len(files) > 1 else files[0]
+    newest = max(files, key=lambda path: path.stat().st_mtime_ns)
     if monitor := callback.get("monitor"):
-        best = _best(newest, str(monitor))
-        if best is not None and (newest.parent / best).is_file():
-            return newest.parent / best, f"checkpoint {best}, the best by {monitor}"
-    others = len(files) - 1
-    return newest, f"checkpoint {newest.name}" + (f", the newest of {others + 1}" if others else "")
-
-
-def _best(path: Path, monitor: str) -> str | None:
-    for state in _loaded(path).get("callbacks", {}).values():
-        if isinstance(state, Mapping) and state.get("monitor") == monitor and state.get("best_model_path"):
-            return Path(str(state["best_model_path"])).name
-    return None
+        for state in _loaded(newest).get("callbacks", {}).values():
+            if isinstance(state, Mapping) and state.get("monitor") == monitor and state.get("best_model_path"):
+                best = newest.parent / Path(str(state["best_model_path"])).name
+                if best.is_file():
+                    return best, f"checkpoint {best.name}, the best by {monitor}"
+    return newest, f"checkpoint {newest.name}" + (f", the newest of {len(files)}" if len(files) > 1 else "")
 
 
 def _loaded(path: Path) -> dict[str, Any]:
@@ -344,38 +306,9 @@ def _state_of(path: Path) -> Mapping[str, Tensor]:
     return state
 
 
-def _trained_part(path: Path) -> dict[str, Tensor]:
+def _adapted_part(path: Path) -> dict[str, Tensor]:
     """Return what the adapted model has in a checkpoint. It stays in the file: all of the base model may be in it."""
-    return {name: tensor for name, tensor in _state_of(path).items() if "base_model.model." in name}
-
-
-def _prefix(state: Mapping[str, Tensor], names: Iterable[str], where: str) -> str:
-    """Return what stands before the names of the model's weights in a module's state dict."""
-    names = list(names)
-    for name in state:
-        if name.endswith(names[0]) and all(name[: -len(names[0])] + other in state for other in names):
-            return name[: -len(names[0])]
-    if any("base_model.model." in name for name in state):
-        raise ValueError(f"{where} holds adapters of PEFT, and the settings say that all weights were trained.")
-    partial = max((name.removesuffix(names[0]) for name in state if name.endswith(names[0])), key=len, default=None)
-    lacking = names if partial is None else [name for name in names if partial + name not in state]
-    raise ValueError(
-        f"{where} lacks {plural(len(lacking), 'weight')} of the model, such as {lacking[0]}. Name the model that was "
-        "trained with base=."
-    )
-
-
-# -- adapters ----------------------------------------------------------------------------------------------------------
-
-
-def _from_adapters(folder: Path, base: str | None, setting: str) -> Trained:
-    adapters = _read_adapters(folder, setting)
-    name = base if base is not None else adapters[0].base_model_name_or_path
-    if not name:
-        raise ValueError(
-            f"{setting}: adapter_config.json does not say which model the adapters belong to. Name it with base=."
-        )
-    return Trained(named_base(name), folder, setting, adapters, (f"adapters of {folder.name}",))
+    return {name: tensor for name, tensor in _state_of(path).items() if IN_PEFT in name}
 
 
 def _read_adapters(folder: Path, setting: str) -> tuple[PeftConfig, Mapping[str, Tensor]]:
@@ -383,3 +316,16 @@ def _read_adapters(folder: Path, setting: str) -> tuple[PeftConfig, Mapping[str,
         config: PeftConfig = PeftConfig.from_pretrained(str(folder))
         weights: dict[str, Tensor] = load_peft_weights(str(folder), device="cpu")
     return config, weights
+
+
+def read_tokenizer(folder: Path, setting: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that a run was trained with.
+
+    Raises:
+        ValueError: it is not there any more, or cannot be read.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{setting} was trained with data.tokenizer={folder}, which is not there: put it back.")
+    with reading(folder, setting):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return tokenizer

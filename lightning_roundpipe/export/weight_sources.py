@@ -1,134 +1,217 @@
-"""Weights that can be read a few at a time: from safetensors files, from a checkpoint, or from a model in memory.
+"""Weights that are read one layer at a time, converted by transformers, and written to safetensors files.
 
-What is read is a copy in memory that the caller may change. A file is open only while it is read, so that pages of it
-that are mapped do not add up.
+Some architectures are stored otherwise than they compute: the files of Qwen3-MoE have a tensor for each expert, the
+model one parameter for all. transformers converts when it loads a model and back when it saves one, and both functions
+also take the tensors of a single layer.
+
+Tensors on the meta device stand for shapes and dtypes of what has not been read.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    convert_and_load_state_dict_in_model,
+    dot_natural_key,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
 
-from lightning_roundpipe.messages import first_line
+from lightning_roundpipe.messages import first_line, plural
 from lightning_roundpipe.model.weight_files import check_file, weight_files
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-"""Names of dtypes in headers of safetensors files."""
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Shape and dtype of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    def empty(self) -> Tensor:
-        """Return such a tensor on the meta device."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+_LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
 class Source(Protocol):
-    """Tensors by name."""
+    """Tensors by name.
 
-    @property
-    def specs(self) -> Mapping[str, Spec]: ...
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return copies of these tensors."""
-
-
-class StateDict:
-    """Tensors of a model in memory."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = tensors
-        self.specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        return {name: self.tensors[name].detach().clone() for name in names}
-
-
-class WeightFiles:
-    """The weights in a folder: safetensors files, or ``pytorch_model*.bin``.
-
-    Raises:
-        ValueError: a file is missing, or cannot be read. The message begins with ``setting``.
+    Attributes:
+        specs: the tensors' shapes and dtypes, on the meta device.
+        stored: whether names and shapes are those of a model's files, and not those of its parameters.
     """
 
+    specs: dict[str, Tensor]
+    stored: bool
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return these tensors. The caller may change them: files are mapped privately."""
+
+
+class StoredWeights:
+    """The safetensors files of a model. Each read maps them anew, so that pages do not add up.
+
+    Raises:
+        ValueError: files are missing or cannot be read.
+    """
+
+    stored = True
+
     def __init__(self, folder: Path, setting: str) -> None:
-        self.folder, self.setting = folder, setting
-        self.specs: dict[str, Spec] = {}
-        self._homes: dict[str, Path] = {}
+        self._setting = setting
+        self._files: dict[str, Path] = {}
+        self.specs = {}
         with reading(folder, setting):
             files = weight_files(folder)
+            if not files:
+                raise ValueError("pytorch_model.bin is not read: load the model and save_pretrained() it first")
         for path, names in files.items():
             with reading(path, setting):
                 check_file(path, names)
                 with safe_open(path, framework="pt") as file:
                     for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                        part = file.get_slice(name)
-                        self._add(name, path, Spec(tuple(part.get_shape()), _DTYPES[part.get_dtype()]))
-        for path in () if files else sorted(folder.glob("pytorch_model*.bin")):
-            with reading(path, setting):
-                for name, tensor in _mapped(path).items():
-                    self._add(name, path, spec_of(tensor))
+                        part, self._files[name] = file.get_slice(name), path
+                        dtype = str_to_torch_dtype[part.get_dtype()]
+                        self.specs[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         wanted: dict[Path, list[str]] = defaultdict(list)
         for name in names:
-            wanted[self._homes[name]].append(name)
+            wanted[self._files[name]].append(name)
         found: dict[str, Tensor] = {}
         for path, here in wanted.items():
-            with reading(path, self.setting):
-                if path.suffix == ".bin":
-                    mapped = _mapped(path)
-                    found |= {name: mapped[name].clone() for name in here}
-                    continue
-                with safe_open(path, framework="pt") as file:
-                    found |= {name: file.get_tensor(name).clone() for name in here}
+            with reading(path, self._setting), safe_open(path, framework="pt") as file:
+                found |= {name: file.get_tensor(name) for name in here}
         return found
 
-    def _add(self, name: str, path: Path, spec: Spec) -> None:
-        self.specs[name], self._homes[name] = spec, path
+
+class StateDict:
+    """A state dict of a model: of one in memory, or in a checkpoint that ``load`` maps anew for each read."""
+
+    stored = False
+
+    def __init__(self, load: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._load = load
+        self.specs = {name: torch.empty_like(tensor, device="meta") for name, tensor in load().items()}
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        state = self._load()
+        return {name: state[name].detach() for name in names}
 
 
-def spec_of(tensor: Tensor) -> Spec:
-    return Spec(tuple(tensor.shape), tensor.dtype)
+def layers(names: Iterable[str]) -> list[list[str]]:
+    """Return the names in parts: a part for each of a model's layers, and one for each name outside of them."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(names, key=dot_natural_key):
+        layer = _LAYER.match(name)
+        found[layer[1] if layer else name].append(name)
+    return list(found.values())
 
 
-def _mapped(path: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    return tensors
+class Converter:
+    """Makes parameters of ``model`` of what its files hold, and back.
+
+    Args:
+        model: a model on the meta device.
+        source: where the weights come from.
+    """
+
+    def __init__(self, model: PreTrainedModel, source: Source) -> None:
+        self._model, self._source = model, source
+        self._options = {"tp_plan": None} if "tp_plan" in _LOADING else {}  # transformers before 5.10
+
+    def check(self, shared: Iterable[tuple[str, ...]], setting: str) -> None:
+        """Check the source against the model, without reading weights.
+
+        Args:
+            shared: the names of each parameter that has several.
+
+        Raises:
+            ValueError: weights are missing, or have other shapes.
+        """
+        info = self._convert(self._source.specs, "meta")
+        if info.mismatched_keys:
+            name, stored, wanted = min(info.mismatched_keys)
+            raise ValueError(
+                f"{setting} is another model: {name} has the shape {tuple(stored)}, and {tuple(wanted)} by the "
+                "configuration. Name the model that was trained with base=."
+            )
+        spare = {name for names in shared if not info.missing_keys.issuperset(names) for name in names}
+        if lacking := sorted(info.missing_keys - spare, key=dot_natural_key):
+            raise ValueError(
+                f"{setting} lacks {plural(len(lacking), 'weight')} of the model, such as {lacking[0]}. Name the model "
+                "that was trained with base=."
+            )
+
+    def parameters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parameters that a layer's tensors make, in fp32."""
+        self._convert(tensors, "cpu")
+        found = {name: value for name, value in self._model.state_dict().items() if not value.is_meta}
+        cast(Any, self._model).to("meta")
+        return found
+
+    def stored(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a layer's parameters as files hold them."""
+        return dict(revert_weight_conversion(self._model, parameters))
+
+    def _convert(self, tensors: dict[str, Tensor], device: str) -> Any:
+        rules: Any = get_model_conversion_mapping(self._model) if self._source.stored else None
+        config = LoadStateDictConfig(device_map={"": device}, dtype=torch.float32, weight_mapping=rules)
+        info, _ = convert_and_load_state_dict_in_model(self._model, tensors, config, **self._options)
+        if not self._source.stored:
+            model: Any = self._model
+            model._weight_conversions = None  # `stored` takes the architecture's own
+        return info
+
+
+_LOADING = inspect.signature(convert_and_load_state_dict_in_model).parameters
+
+
+class ShardWriter:
+    """Writes tensors to safetensors files in ``folder``. The tensors of one file are held in memory.
+
+    Args:
+        most: bytes of a file's tensors, unless a single tensor has more.
+    """
+
+    def __init__(self, folder: Path, most: int) -> None:
+        self._folder, self._most = folder, most
+        self._held: dict[str, Tensor] = {}
+        self._files: list[list[str]] = []
+        self.sizes: dict[torch.dtype, int] = defaultdict(int)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._held and tensor.nbytes + sum(held.nbytes for held in self._held.values()) > self._most:
+            self._flush()
+        self._held[name] = tensor
+        self.sizes[tensor.dtype] += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write the last file, name all, and write the index that says what is where."""
+        self._flush()
+        number = len(self._files)
+        if number == 1:
+            self._part(1).rename(self._folder / "model.safetensors")
+            return
+        places: dict[str, str] = {}
+        for place, names in enumerate(self._files, 1):
+            file = f"model-{place:05}-of-{number:05}.safetensors"
+            self._part(place).rename(self._folder / file)
+            places |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": sum(self.sizes.values())}, "weight_map": dict(sorted(places.items()))}
+        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+    def _flush(self) -> None:
+        self._files.append(list(self._held))
+        save_file(self._held, self._part(len(self._files)), metadata={"format": "pt"})
+        self._held.clear()
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"part-{number}.safetensors"
 
 
 @contextmanager

@@ -364,7 +364,7 @@ def _from_gguf(path: Path, setting: str, remedy: str, source: str, packing: _Pac
     parsing_once = _parsing_once()
     with _reading(path, setting, remedy), parsing_once():
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
-        gguf_facts.complete(config, path, setting)
+        gguf_facts.check_rope(config, path, setting)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
 
     def load() -> PreTrainedModel:

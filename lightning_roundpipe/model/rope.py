@@ -7,12 +7,10 @@ and its exports.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-import numpy as np
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
@@ -69,23 +67,6 @@ def stretch(config: PretrainedConfig, rope: Mapping[str, Any] | None) -> None:
     except (KeyError, ValueError, TypeError) as error:
         why = str(error.args[0] if error.args else error).rstrip(".")
         raise ValueError(f"{setting}: transformers does not take these parameters: {why}.") from error
-
-
-def llama3_factors(rope: Mapping[str, Any], width: int) -> Any:
-    """Return what each frequency of a rotary embedding is divided by, for Llama 3.1's scaling.
-
-    llama.cpp reads them as a tensor. The formula is that of Hugging Face's ``_compute_llama3_parameters``.
-
-    Args:
-        rope: the configuration's ``rope_parameters``.
-        width: of a head.
-    """
-    base, factor = float(rope["rope_theta"]), float(rope["factor"])
-    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-    trained = float(rope["original_max_position_embeddings"])
-    turns = trained / (2 * math.pi * base ** (np.arange(0, width, 2, dtype=np.float64) / width))
-    smooth = np.clip((turns - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
 
 
 def _check(given: Mapping[str, Any], setting: str) -> None:

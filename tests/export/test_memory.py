@@ -25,24 +25,20 @@ PROGRAM = """
 import json, sys
 import psutil
 from lightning_roundpipe.callbacks.peak_host_memory import forget_peak, peak_bytes
-from lightning_roundpipe.export import export, from_checkpoint, from_run
+from lightning_roundpipe.export import export
 from peft import LoraConfig
 
 folder, shard, lora = sys.argv[1], int(sys.argv[2]), LoraConfig(**json.loads(sys.argv[3]))
 base = f"{folder}/base"
-small = from_run(f"{folder}/small_adapters", base=f"{folder}/small_base")
-for format in ("safetensors", "gguf"):  # imports, and what libraries keep
-    export(small, f"{folder}/small_{format}", format)
-adapters = lambda: from_run(f"{folder}/adapters", base=base)
-for name, trained, format in (
-    ("merged", adapters, "safetensors"),
-    ("gguf", adapters, "gguf"),
-    ("all", lambda: from_checkpoint(f"{folder}/all.ckpt", base), "safetensors"),
-    ("script", lambda: from_checkpoint(f"{folder}/script.ckpt", base, lora), "safetensors"),
+export(f"{folder}/small_adapters", f"{folder}/small", base=f"{folder}/small_base")  # imports, and what libraries keep
+for name, run, options in (
+    ("merged", "adapters", {}),
+    ("all", "all.ckpt", {}),
+    ("script", "script.ckpt", {"lora": lora}),
 ):
     forget_peak()
     before = psutil.Process().memory_info().rss
-    export(trained(), f"{folder}/{name}", format, max_shard_size=shard)
+    export(f"{folder}/{run}", f"{folder}/{name}", base=base, max_shard_size=shard, **options)
     print(name, peak_bytes() - before)
 """
 
@@ -66,14 +62,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_peak(models: Path) -> None:
-    pytest.importorskip("gguf")
     command = [sys.executable, "-c", PROGRAM, str(models), str(SHARD), json.dumps(LORA)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     size = sum(path.stat().st_size for path in (models / "base").glob("*.safetensors"))
     assert size > 13 * SHARD
     peaks = {name: int(peak) for name, peak in (line.split() for line in done.stdout.splitlines())}
-    assert peaks.keys() == {"merged", "gguf", "all", "script"}
+    assert peaks.keys() == {"merged", "all", "script"}
     for name, peak in peaks.items():
         # One file's weights, what is read of another, a layer in fp32 twice, and what the allocator keeps.
         assert peak < 4 * SHARD, f"{name}: {peak / MIB:.0f} MiB"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lightning_roundpipe.export import export, from_run
+from lightning_roundpipe.export import export
 
 SMALL = {
     "vocab_size": 96,
@@ -125,7 +125,7 @@ def test_equals_peft(case: str, tmp_path: Path) -> None:
     if lora.get("bias") == "lora_only" and not any("bias" in name for name in saved):
         pytest.skip("this PEFT does not save them")  # 0.18
     assert not torch.allclose(logits(load(base)), wanted, atol=1e-2)
-    made = export(from_run(tmp_path / "adapters", base=str(base)), tmp_path / "merged", max_shard_size=40_000)
+    made = export(tmp_path / "adapters", base=str(base), to=tmp_path / "merged", max_shard_size=40_000)
     assert len([name for name, _ in made.files if name.endswith(".safetensors")]) > 1
     torch.testing.assert_close(logits(load(tmp_path / "merged")), wanted, atol=2e-5, rtol=2e-5)
 
@@ -135,7 +135,7 @@ def test_merged_in_fp32_and_rounded_once(dtype: str, tmp_path: Path) -> None:
     """To the bit what PEFT makes in fp32, cast afterwards; weights without adapters are those of the files."""
     base = make_base(tmp_path / "base", dtype=dtype)
     make_adapters(base, tmp_path / "adapters", LoraConfig(task_type="CAUSAL_LM", **LINEAR))
-    export(from_run(tmp_path / "adapters", base=str(base)), tmp_path / "merged")
+    export(tmp_path / "adapters", base=str(base), to=tmp_path / "merged")
     plain = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base, dtype="float32"), tmp_path / "adapters"
     )
@@ -149,7 +149,7 @@ def test_merged_in_fp32_and_rounded_once(dtype: str, tmp_path: Path) -> None:
 def test_another_dtype(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base")
     wanted = make_adapters(base, tmp_path / "adapters", LoraConfig(task_type="CAUSAL_LM", **LINEAR))
-    export(from_run(tmp_path / "adapters", base=str(base)), tmp_path / "merged", dtype="bfloat16")
+    export(tmp_path / "adapters", base=str(base), to=tmp_path / "merged", dtype="bfloat16")
     merged = load(tmp_path / "merged")
     assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
     assert merged.config.dtype == torch.bfloat16

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_roundpipe import extras
-from lightning_roundpipe.export import export, from_checkpoint, from_run
+from lightning_roundpipe.export import export
 from lightning_roundpipe.model import quantize
 from lightning_roundpipe.model.loading import from_config
 
@@ -76,7 +76,7 @@ def adapters_on(model: PreTrainedModel, folder: Path, targets: str | list[str] =
 def test_unpacked_and_merged(kind: str, tmp_path: Path) -> None:
     base, unpacked = make_quantised(tmp_path / "base", kind)
     wanted = adapters_on(unpacked, tmp_path / "adapters")
-    made = export(from_run(tmp_path / "adapters", base=str(base)), tmp_path / "merged", dtype="float32")
+    made = export(tmp_path / "adapters", base=str(base), to=tmp_path / "merged", dtype="float32")
     assert "the base model: 14 weights unpacked from 4 or 8 bits" in made.notes
     merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -88,7 +88,7 @@ def test_unpacked_and_merged(kind: str, tmp_path: Path) -> None:
 def test_sixteen_bits_by_default(stored: torch.dtype, tmp_path: Path) -> None:
     base, unpacked = make_quantised(tmp_path / "base", "nf4", stored)
     adapters_on(unpacked, tmp_path / "adapters", ["q_proj"])
-    export(from_run(tmp_path / "adapters", base=str(base)), tmp_path / "merged")
+    export(tmp_path / "adapters", base=str(base), to=tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
     wanted = torch.bfloat16 if stored == torch.float32 else stored
     for name in ("self_attn.q_proj", "mlp.up_proj"):  # one with adapters, one without
@@ -107,7 +107,7 @@ def test_files_of_our_own_quantiser(quantization: str, tmp_path: Path) -> None:
     packed = quantize.from_pretrained(tmp_path / "original", quantization, dtype="float32")
     packed.save_pretrained(tmp_path / "base")
     wanted = adapters_on(packed, tmp_path / "adapters")
-    made = export(from_run(tmp_path / "adapters", base=str(tmp_path / "base")), tmp_path / "merged", dtype="float32")
+    made = export(tmp_path / "adapters", base=str(tmp_path / "base"), to=tmp_path / "merged", dtype="float32")
     assert "the base model: 14 weights unpacked from 4 or 8 bits" in made.notes
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     tolerance = 1e-5 if quantization == "nf4" else 3e-2  # int8 rounds activations as well
@@ -124,7 +124,7 @@ def test_experts_in_four_bits(tmp_path: Path) -> None:
     packed = quantize.from_pretrained(tmp_path / "original", "nf4", dtype="float32")
     packed.save_pretrained(tmp_path / "base")
     wanted = adapters_on(packed, tmp_path / "adapters", ["q_proj", "v_proj"])
-    export(from_run(tmp_path / "adapters", base=str(tmp_path / "base")), tmp_path / "merged", dtype="float32")
+    export(tmp_path / "adapters", base=str(tmp_path / "base"), to=tmp_path / "merged", dtype="float32")
     merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     torch.testing.assert_close(logits(merged), wanted, atol=1e-5, rtol=1e-5)
@@ -137,7 +137,7 @@ def test_the_original_weights_instead(tmp_path: Path) -> None:
     original.save_pretrained(tmp_path / "original")
     wanted = adapters_on(original, tmp_path / "adapters")
     assert base.is_dir()
-    export(from_run(tmp_path / "adapters", base=str(tmp_path / "original")), tmp_path / "merged")
+    export(tmp_path / "adapters", base=str(tmp_path / "original"), to=tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), wanted, atol=1e-5, rtol=1e-5)
 
@@ -155,10 +155,10 @@ def test_a_checkpoint_of_a_script_with_packed_weights(quantization: str, base: s
     task = torch.nn.ModuleDict({"net": get_peft_model(model, lora)})
     torch.save({"state_dict": task.state_dict()}, tmp_path / "a.ckpt")
     named = str(plain if base == "16 bits" else tmp_path / "packed")
-    trained = from_checkpoint(tmp_path / "a.ckpt", named, lora)
-    export(trained, tmp_path / "merged", dtype="float32")
+    checkpoint = {"run": tmp_path / "a.ckpt", "base": named, "lora": lora}
+    export(**checkpoint, to=tmp_path / "merged", dtype="float32")
     task["net"].save_pretrained(tmp_path / "adapters", save_embedding_layers=False)
-    export(from_run(tmp_path / "adapters", base=named), tmp_path / "wanted", dtype="float32")
+    export(tmp_path / "adapters", base=named, to=tmp_path / "wanted", dtype="float32")
     wanted, found = (load_file(tmp_path / name / "model.safetensors") for name in ("wanted", "merged"))
     assert wanted.keys() == found.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
@@ -177,7 +177,7 @@ def test_without_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(extras, "import_module", missing)
     with pytest.raises(ImportError, match=r"quantised by bitsandbytes.*pip install 'lightning-roundpipe\[quant\]'"):
-        export(from_run(tmp_path / "adapters", base=str(base)), tmp_path / "merged")
+        export(tmp_path / "adapters", base=str(base), to=tmp_path / "merged")
     assert not (tmp_path / "merged").exists() and not (tmp_path / "merged.unfinished").exists()
 
 
@@ -188,7 +188,7 @@ def test_another_method(tmp_path: Path) -> None:
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (base / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"quantised by gptq, which is not unpacked here.*with base="):
-        export(from_run(tmp_path / "adapters", base=str(base)), tmp_path / "merged")
+        export(tmp_path / "adapters", base=str(base), to=tmp_path / "merged")
 
 
 def _shorter(part: str, size: int) -> Callable[[dict[str, torch.Tensor]], None]:
@@ -246,7 +246,7 @@ def test_broken_files(case: str, tmp_path: Path) -> None:
     change(stored)
     save_file(stored, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=rf"^base=.*the quantised weight '{WEIGHT}' {words}.*copy or download"):
-        export(from_run(tmp_path / "adapters", base=str(base)), tmp_path / "merged")
+        export(tmp_path / "adapters", base=str(base), to=tmp_path / "merged")
     assert not list(tmp_path.glob("merged*"))
 
 
@@ -262,6 +262,6 @@ def test_rows_that_are_no_whole_number_of_blocks(tmp_path: Path) -> None:
     wanted = (state.code[codes] * scales.repeat_interleave(state.blocksize)[: len(codes)]).view(state.shape)
     model = from_config("llama", **sizes, **HEADS).model
     adapters_on(model, tmp_path / "adapters", ["q_proj"])
-    export(from_run(tmp_path / "adapters", base=str(tmp_path / "base")), tmp_path / "merged", dtype="float32")
+    export(tmp_path / "adapters", base=str(tmp_path / "base"), to=tmp_path / "merged", dtype="float32")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(merged.get_parameter("model.layers.0.mlp.down_proj.weight"), wanted)

@@ -13,7 +13,8 @@ from peft import PeftModel
 from tiny_tokenizer import CHAT, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_roundpipe.export import export, from_checkpoint, from_run
+from lightning_roundpipe.export import export
+from lightning_roundpipe.export.trained import find_trained
 from lightning_roundpipe.model.loading import from_config
 
 LORA = "lora=all_linear"
@@ -22,7 +23,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": Non
 
 
 def exported(run: Path, to: Path, **options: object) -> object:
-    export(from_run(run), to, **options)  # type: ignore[arg-type]
+    export(run, to, **options)  # type: ignore[arg-type]
     return AutoModelForCausalLM.from_pretrained(to, dtype="auto")
 
 
@@ -56,14 +57,14 @@ def test_adapters(adapted: tuple[Path, torch.Tensor], base: Path, tmp_path: Path
 
 def test_adapters_alone(adapted: tuple[Path, torch.Tensor], base: Path, tmp_path: Path) -> None:
     run, wanted = adapted
-    export(from_run(run), tmp_path / "adapters", merge=False)
+    export(run, tmp_path / "adapters", merge=False)
     plain = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
     found = PeftModel.from_pretrained(plain, tmp_path / "adapters")
     torch.testing.assert_close(logits(found), wanted, atol=1e-6, rtol=1e-6)
     assert found.peft_config["default"].base_model_name_or_path == str(base)
     # They are what is exported next.
     again = tmp_path / "again"
-    export(from_run(tmp_path / "adapters"), again, dtype="float32")
+    export(tmp_path / "adapters", again, dtype="float32")
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(again)), wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -81,15 +82,13 @@ def test_the_tokenizer_of_the_data_comes_along(bases_own: bool, base: Path, tmp_
     data = ["data=texts", f"data.path={texts}", f"data.cache_folder={tmp_path}"]
     options = ["model=folder", f"model.folder={model}", *data, "data.sequence_length=32"]
     train(tmp_path / "run", *options, f"data.tokenizer={folder}")
-    export(from_run(tmp_path / "run"), tmp_path / "to")
+    export(tmp_path / "run", tmp_path / "to")
     found = AutoTokenizer.from_pretrained(tmp_path / "to")
     assert found("the bee")["input_ids"] == tiny_tokenizer()("the bee")["input_ids"]
     assert found.chat_template == CHAT
-    with pytest.raises(ValueError, match=r"this tokenizer cuts text in a way that is not known"):
-        export(from_run(tmp_path / "run"), tmp_path / "gguf", format="gguf")
     shutil.rmtree(folder)
     with pytest.raises(ValueError, match=r"was trained with data.tokenizer=.*, which is not there: put it back"):
-        export(from_run(tmp_path / "run"), tmp_path / "again")
+        export(tmp_path / "run", tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
 
@@ -107,7 +106,7 @@ def test_adapters_are_written_without_the_tokenizer(tmp_path: Path) -> None:
     train(tmp_path / "run", LORA, *data, f"data.cache_folder={tmp_path / 'cache'}", "model.vocab_size=300")
     shutil.rmtree(tokenizer)
     for overwrite in (False, True):
-        made = export(from_run(tmp_path / "run"), tmp_path / "to", merge=False, overwrite=overwrite)
+        made = export(tmp_path / "run", tmp_path / "to", merge=False, overwrite=overwrite)
         assert "adapter_config.json" in dict(made.files)
 
 
@@ -159,9 +158,8 @@ def test_weights_that_were_quantised_while_they_were_trained(base: Path, tmp_pat
     pytest.importorskip("bitsandbytes")
     settings = [f"model.folder={base}", "data.vocab_size=128", LORA, "model.quantization=nf4"]
     train(tmp_path / "run", "model=folder", *settings)
-    trained = from_run(tmp_path / "run")
-    assert trained.notes[0] == "trained on weights in nf4; the base model is the weights that those were made of"
-    export(trained, tmp_path / "merged", dtype="float32")
+    made = export(tmp_path / "run", tmp_path / "merged", dtype="float32")
+    assert made.notes[0] == "trained on weights in nf4; the base model is the weights that those were made of"
     plain = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
     wanted = logits(PeftModel.from_pretrained(plain, tmp_path / "run" / "adapters"))
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -184,7 +182,7 @@ def test_the_best_checkpoint(base: Path, tmp_path: Path) -> None:
     settings = ["optimizer.lr=0.5", "trainer.max_steps=4", "callbacks.checkpoint.save_top_k=-1"]
     settings += ["callbacks.checkpoint.monitor=val_loss", "trainer.val_check_interval=1", "callbacks.run_folder=null"]
     train(tmp_path / "run", "model=folder", f"model.folder={base}", "data.vocab_size=128", LORA, *settings)
-    found = from_run(tmp_path / "run")
+    found = find_trained(tmp_path / "run")
     losses = {}
     for path in (tmp_path / "run" / "checkpoints").glob("*.ckpt"):
         states = torch.load(path, weights_only=False)["callbacks"].values()
@@ -193,7 +191,7 @@ def test_the_best_checkpoint(base: Path, tmp_path: Path) -> None:
     assert found.file.name == min(losses, key=lambda name: losses[name])
     assert "the best by val_loss" in found.notes[-1]
     last = max(losses)
-    assert from_run(tmp_path / "run", ckpt=last).file.name == last
+    assert find_trained(tmp_path / "run", ckpt=last).file.name == last
 
 
 def test_without_checkpoints_the_adapters_folder_is_taken(adapted: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
@@ -215,6 +213,6 @@ def test_a_checkpoint_of_a_script(adapted: tuple[Path, torch.Tensor], base: Path
     state = {name.replace("model.", "net.wrapped.", 1): tensor for name, tensor in checkpoint["state_dict"].items()}
     torch.save({"state_dict": state}, tmp_path / "other.ckpt")
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=8, lora_alpha=16)
-    export(from_checkpoint(tmp_path / "other.ckpt", str(base), lora), tmp_path / "merged", dtype="float32")
+    export(tmp_path / "other.ckpt", tmp_path / "merged", base=str(base), lora=lora, dtype="float32")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), wanted, atol=1e-5, rtol=1e-5)

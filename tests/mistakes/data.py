@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -57,22 +56,6 @@ def _dictionary(user: User) -> None:
 def _mixing(user: User) -> None:
     config = BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)
     CausalLM(BloomForCausalLM(config), AdamW).keep_documents_apart()
-
-
-def _without(package: str) -> Callable[[User], Any]:
-    """On a machine without ``package``, a file that it would read."""
-
-    def way(user: User) -> None:
-        table = datasets.Dataset.from_list([QUESTION])
-        if package == "pyarrow":
-            table.to_parquet(user.folder / "a.parquet")
-        else:
-            table.save_to_disk(user.folder / "data")
-        for name in [name for name in sys.modules if name.split(".")[0] == package]:
-            user.monkeypatch.setitem(sys.modules, name, None)
-        _open(user)
-
-    return way
 
 
 SECTION = "Data files of `roundpipe-train`"
@@ -168,13 +151,6 @@ DATA = [
         "data.path: '…' holds a DatasetDict of …",
         "Name the folder of one split",
         (_dictionary,),
-    ),
-    Mistake(
-        SECTION,
-        "Parquet files or folders of `datasets` without the package that reads them",
-        "…, and … is not installed",
-        "pip install 'lightning-roundpipe[data]'",
-        (_without("pyarrow"), _without("datasets")),
     ),
     Mistake(
         SECTION,
