@@ -12,18 +12,15 @@ Nothing here depends on the strategy.
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from tqdm import tqdm  # type: ignore[import-untyped]
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lightning_roundpipe.extras import need
 from lightning_roundpipe.messages import PREFIX, first_line
@@ -49,9 +46,6 @@ _OWN = {
     "device_map": "nothing: the weights stay in host memory",
 }
 """Options of transformers that say otherwise what arguments here say, and what to write for them."""
-
-_ELSEWHERE = {"subfolder", "variant", "gguf_file", "use_safetensors"}
-"""Options with which transformers reads other files than `weight_files` looks for."""
 
 _PATIENCE_S = 3.0
 """Before progress is shown."""
@@ -121,8 +115,6 @@ def from_pretrained(
             has an argument of its own here.
         ImportError: a package is missing.
     """
-    from transformers import AutoConfig
-
     from lightning_roundpipe.model import quantize_loader
 
     check_quantization(quantization)
@@ -141,9 +133,9 @@ def from_pretrained(
     elif stored is not None and isinstance(config.quantization_config, dict):
         config.quantization_config["bnb_4bit_compute_dtype"] = str(computed).removeprefix("torch.")
     with _naming_broken_files(path):
-        if not options.keys() & _ELSEWHERE:
+        if not options.keys() & {"subfolder", "variant", "gguf_file", "use_safetensors"}:  # which name other files
             _check_files(Path(path))
-        with ShownProgress() as progress, quantize_loader.installed(progress):
+        with _shown() as progress, quantize_loader.installed(progress):
             return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, device_map="cpu", **options)
 
 
@@ -187,7 +179,7 @@ def from_config(
     _check_format(quantization)
     computed = _dtype(dtype, config)
     wanted = quantize_loader.configuration(quantization, double_quantization, computed)
-    with ShownProgress() as progress:
+    with _shown() as progress:
         return quantize_loader.random_model(config, computed, wanted, progress)
 
 
@@ -204,7 +196,7 @@ def quantize(model: PreTrainedModel, quantization: str, *, double_quantization: 
     _check_format(quantization)
     _refuse_unfit(model)
     wanted = quantize_loader.configuration(quantization, double_quantization, model.dtype)
-    with ShownProgress() as progress:
+    with _shown() as progress:
         quantize_loader.quantize_model(model, wanted, progress)
     return model
 
@@ -277,35 +269,16 @@ def stored_beside(model: nn.Module, weights: Collection[str]) -> set[str]:
     return {name for name in experts if f"{name}.weight" in weights} | scales
 
 
-class ShownProgress:
-    """Shows how many weights are packed, if that takes long: as a bar on a terminal, else as a line for each tenth."""
+@contextmanager
+def _shown() -> Iterator[Callable[[int, int], None]]:
+    """Show how many weights are packed, if that takes long."""
+    with tqdm(desc=f"{PREFIX}quantising", delay=_PATIENCE_S, unit="", unit_scale=True, mininterval=1.0) as bar:
 
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-        self._bar: Progress | None = None
-        self._tenths = 0
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done)
 
-    def __enter__(self) -> ShownProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def __call__(self, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` elements are packed."""
-        if time.monotonic() - self._started < _PATIENCE_S:
-            return
-        if sys.stderr.isatty():
-            if self._bar is None:
-                columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-                self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-                self._bar.start()
-                self._bar.add_task(f"{PREFIX}quantising", total=total)
-            self._bar.update(self._bar.task_ids[0], completed=done)
-        elif (tenths := 10 * done // max(1, total)) > self._tenths:
-            self._tenths = tenths
-            print(f"{PREFIX}{10 * tenths} % of the weights are quantised", file=sys.stderr)
+        yield progress
 
 
 def _dtype(dtype: str | torch.dtype, config: PretrainedConfig) -> torch.dtype:
