@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter, WeightTransform
 from transformers.pytorch_utils import Conv1D
@@ -36,7 +36,7 @@ from typing_extensions import override
 
 from lightning_roundpipe.model.meta import with_memory
 from lightning_roundpipe.model.quantize_experts import IMPLEMENTATION, ExpertWeights, check_sizes, fused_experts
-from lightning_roundpipe.model.quantize_weight import BrokenWeightsError, UnfitModelError, pack_4bit, pack_8bit
+from lightning_roundpipe.model.quantize_weight import UnfitModelError, pack_4bit, pack_8bit
 from lightning_roundpipe.model.quantized import is_packed, misfit
 
 _PARTS = (
@@ -124,7 +124,7 @@ class _Quantizer:
         _return_freed_memory()
         for name, module in model.named_modules():
             if wrong := misfit(module):
-                raise BrokenWeightsError(f"the quantised weight of {name!r} {wrong}")
+                raise ValueError(f"the quantised weight of {name!r} {wrong}")
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 # Otherwise the first evaluation on a CPU that has these instructions rounds the scales and packs the
                 # weight for a kernel without gradients, and training after it computes none.
@@ -251,16 +251,6 @@ def quantize_model(model: PreTrainedModel, config: BitsAndBytesConfig, progress:
         cast(Any, model)._weight_conversions = [c for c in conversions if not isinstance(c, PrefixChange)]
     cast(Any, model).hf_quantizer = quantizer
     quantizer.postprocess_model(model)
-
-
-def random_model(
-    config: PretrainedConfig, dtype: torch.dtype, quantization: BitsAndBytesConfig, progress: Progress
-) -> PreTrainedModel:
-    """Return a model with random weights, each of which is packed before the next is made."""
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-    quantize_model(model, quantization, progress)
-    return model
 
 
 def _pack_weights(module: nn.Module, name: str, owner: PreTrainedModel, quantizer: Any, model: PreTrainedModel) -> None:

@@ -29,10 +29,6 @@ class UnfitModelError(ValueError):
     """A model that cannot be packed or read as asked, although its files are whole."""
 
 
-class BrokenWeightsError(ValueError):
-    """Files of packed weights that lack some of what unpacks them, or have it in another size."""
-
-
 def pack_4bit(weight: Tensor, kind: str, double: bool, module: nn.Module | None = None) -> nn.Parameter:
     """Return ``weight`` as bitsandbytes' ``Params4bit``.
 
