@@ -26,7 +26,6 @@ from lightning_roundpipe.model.quantize_experts import ExpertWeights
 _PACKAGE = "bitsandbytes"
 _PACKED = ("Params4bit", "Int8Params")
 _EMBEDDINGS = ("Embedding4bit", "Embedding8bit")
-_FOUR_BITS = ("fp4", "nf4")
 _LINEAR4 = "support_avx512bf16_for_cpu"
 """An attribute that bitsandbytes' linear layers in four bits have, of whatever class."""
 _COMPANION = "_roundpipe_companion"
@@ -326,10 +325,6 @@ def _refuse_parameter(name: str, parameter: Any) -> None:
             "peft.get_peft_model(model, LoraConfig(...)), or lora=all_linear. To train all weights, load the model "
             "without quantization_config."
         )
-    state = getattr(parameter, "quant_state", None)
-    kind = getattr(state, "quant_type", None) or getattr(parameter, "quant_type", None)
-    if kind is not None and kind not in _FOUR_BITS:
-        raise RoundPipeError(f"{name!r} has quant_type={kind!r}; only {' and '.join(_FOUR_BITS)} are known.")
 
 
 def _weight(module: nn.Module) -> Any:
