@@ -1,7 +1,6 @@
 """The figures in docs/quantization-plans.md: what `roundpipe-plan` says of packed base weights, beside 16 bits.
 
     .venv/bin/python docs/make_quantization_plans.py          (about twenty minutes on two cores)
-    .venv/bin/python docs/make_quantization_plans.py eager    (with experts one after another; writes no page)
 
 Nothing between the marks on that page is written by hand. Plans are those of `search_seconds=0`, which are the same on
 every machine, so a test computes some of the rows again.
@@ -170,20 +169,7 @@ def between(page: str) -> str:
     return page.split(BEGIN)[1].split(END)[0]
 
 
-def in_turn() -> Outlook:
-    """The best plan for the largest machine with experts one after another: docs/quantization.md has its figure."""
-    row, gpus, host = ROWS[-1], GPUS[-1], HOSTS[-1]
-    shape = on_machine(shapes(row)["nf4"], gpus, host)
-    shape.experts_in_turn = True
-    outlooks = [look_at(shape, row.wish("nf4", gpus, host, size), longest=False) for size in SIZES]
-    return max((outlook for outlook in outlooks if outlook.fits), key=lambda outlook: outlook.tokens_per_s)
-
-
 def main() -> None:
-    if sys.argv[1:] == ["eager"]:
-        best = in_turn()
-        print(f"{best.tokens_per_s:,.0f} tokens/s, {best.microbatches} x {best.microbatch_size}")
-        return
     figures = "".join(section(row) for row in ROWS)
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}{figures}\n{END}{rest.split(END)[1]}")

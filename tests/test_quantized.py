@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import io
-import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +17,6 @@ from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from harness import (
     Result,
     arenas_of,
-    assert_close_overall,
     assert_identical,
     assert_same,
     loader,
@@ -31,17 +26,13 @@ from harness import (
 )
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GPTQConfig, LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.memory.host_layer import HostLayer
-from lightning_roundpipe.model import quantize, quantize_experts
+from lightning_roundpipe.model import quantize
 from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.model.quantized import companions, prepare
-from lightning_roundpipe.model.replica import Replica, unique_parameters
-from lightning_roundpipe.model.unpacked import see_products
 from lightning_roundpipe.tiles.token_tiles import TokenTiles
 
 VOCAB, WIDTH = 97, 64
@@ -132,7 +123,7 @@ def test_equals_plain_training_and_has_the_same_bits_for_all_devices_and_plans(n
         assert_identical(first, trained(module, 3, plan=PLAN))
 
 
-def with_experts(name: str, implementation: str) -> Task:
+def with_experts(name: str) -> Task:
     """Beside adapters in attention. The last of GPT-OSS's four experts has no tokens."""
     kinds: dict[str, dict[str, int]] = {
         "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24},
@@ -141,7 +132,7 @@ def with_experts(name: str, implementation: str) -> Task:
     config = AutoConfig.for_model(
         name, vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, num_experts_per_tok=2, initializer_range=0.1, pad_token_id=None,
-        experts_implementation=implementation, **kinds[name],
+        **kinds[name],
     )  # fmt: skip
     torch.manual_seed(0)
     model = quantize.from_config(config, "nf4", dtype=torch.float32)
@@ -154,23 +145,11 @@ def with_experts(name: str, implementation: str) -> Task:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["grouped_mm", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_packed_experts_are_trained_beside_as_in_plain_training(
-    name: str, implementation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the same bits for all devices and plans, recomputed or not. What they compute with is what is asked for."""
-    module = with_experts(name, implementation)
-    counts: list[int] = []
-    real = quantize_experts._unpack
-
-    def unpack(packed: Tensor, state: Any, first: int, count: int, dtype: torch.dtype) -> Tensor:
-        counts.append(count)
-        return real(packed, state, first, count, dtype)
-
-    monkeypatch.setattr(quantize_experts, "_unpack", unpack)
+def test_packed_experts_are_trained_beside_as_in_plain_training(name: str) -> None:
+    """With the same bits for all devices and plans, recomputed or not."""
+    module = with_experts(name)
     first = trained(module, 1)
-    assert (max(counts) > 1) == (implementation == "grouped_mm"), "one operation unpacks neighbouring experts"
     assert_same(run("auto", module, batches()), first)
     assert any(g is not None and g.abs().sum() > 0 for g in first.grads[0].values())
     assert_identical(first, trained(module, 2, plan=PLAN))
@@ -217,14 +196,14 @@ def test_low_precision_leaves_packed_weights_and_scales_alone(name: str, precisi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dense", "grouped_mm", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["dense", "experts"])
 @pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("16-mixed", marks=pytest.mark.slow)])
 def test_mixed_precision_computes_as_in_plain_microbatches(kind: str, precision: str) -> None:
     """bitsandbytes' operator, given fp32, computed in fp32 where the engine watched operations, elsewhere in 16 bits.
 
     Which steps are watched depends on the plan, so the bits of a model with experts did, too.
     """
-    module = task() if kind == "dense" else with_experts("qwen3_moe", kind)
+    module = task() if kind == "dense" else with_experts("qwen3_moe")
     first = trained(module, 1, precision=precision)
     assert_identical(first, trained(module, 4, precision=precision, plan=PLAN))
     if precision == "bf16-mixed":
@@ -242,28 +221,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.trained(torch.relu(self.frozen(x)))
-
-
-class Experts(nn.Module):
-    """Three matrices in one parameter, unpacked by a parametrization of bitsandbytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrices = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 6, requires_grad=False)
-        self.trained = nn.Linear(WIDTH, WIDTH)
-        replace_parameter_4bit(self, "matrices", compress_statistics=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.trained(sum(torch.relu(x @ self.matrices[i]) for i in range(3)))
-
-
-class WithExperts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = Experts()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.relu(self.experts(x))
 
 
 class Own(pl.LightningModule):
@@ -301,14 +258,9 @@ def rows() -> list[Tensor]:
     return [torch.randn(4, WIDTH, generator=generator) for _ in range(2)]
 
 
-def made(name: str) -> tuple[pl.LightningModule, list[Any]]:
-    """A module in a format, or with quantised experts, and batches for it."""
-    if name == "packed experts":
-        return with_experts("qwen3_moe", "grouped_mm"), batches()
-    if name != "experts":
-        return task(name), batches()
-    torch.manual_seed(3)
-    return Own([WithExperts(), Experts(), Block()]), rows()
+def made(name: str) -> pl.LightningModule:
+    """A module in a format, or with quantised experts."""
+    return with_experts("qwen3_moe") if name == "packed experts" else task(name)
 
 
 @pytest.mark.parametrize(
@@ -317,133 +269,13 @@ def made(name: str) -> tuple[pl.LightningModule, list[Any]]:
         Own,
         functools.partial(Own, quantised=False),
         functools.partial(Own, code=True),
-        lambda: Own([Experts(), Block(), Experts()]),
-        lambda: Own([WithExperts(), WithExperts(), Block()]),
     ],
-    ids=["linear", "not yet quantised", "user code", "layers of experts", "experts in layers"],
+    ids=["linear", "not yet quantised", "user code"],
 )
 def test_modules_of_the_users_own(make: Any) -> None:
     torch.manual_seed(3)
     module = make()
     assert_same(run("auto", module, rows()), trained(module, data=rows()))
-
-
-@contextlib.contextmanager
-def unpacking(*, right: bool) -> Iterator[None]:
-    """Let four-bit weights be unpacked with the right scales, or as bitsandbytes' kernel for CPUs with AVX-512 does it.
-
-    In that kernel, ``dequantizeBlockwise4bitCpu``, each row begins with a scale of its own.
-    """
-
-    def dequantize(
-        A: Tensor, absmax: Tensor, blocksize: int, quant_type: str, shape: Any, dtype: torch.dtype
-    ) -> Tensor:
-        columns, count = shape[-1], math.prod(shape)
-        place = torch.arange(count)
-        scales = place // blocksize
-        if columns % 16 == 0 and not right:
-            scales = place // columns * (columns // blocksize) + place % columns // blocksize
-        packed = A.reshape(-1).view(torch.uint8)
-        codes = torch.stack([packed >> 4, packed & 15], 1).view(-1)[:count].long()
-        table = bnb.functional.get_4bit_type(quant_type, device="cpu")
-        return (table[codes] * absmax.float()[scales]).to(dtype).view(shape)
-
-    with torch.library._scoped_library("bitsandbytes", "IMPL") as library:
-        library.impl("dequantize_4bit", dequantize, "CPU", allow_override=True)
-        yield
-
-
-class Uneven(nn.Module):
-    """Rows of 96 and 32 weights, in blocks of 64, and a parametrized matrix of both sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = [(32, 96), (96, WIDTH)]
-        made = [bnb.nn.Linear4bit(a, b, compute_dtype=torch.float32, quant_type="nf4") for a, b in sizes]
-        self.wide, self.narrow = (linear.requires_grad_(False) for linear in made)
-        self.matrix = nn.Parameter(torch.randn(96, 32) / 6, requires_grad=False)
-        self.trained = nn.Linear(WIDTH, 32)
-        replace_parameter_4bit(self, "matrix", compress_statistics=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.narrow(torch.relu(self.wide(self.trained(x)) + x[:, :32] @ self.matrix.t()))
-
-
-@pytest.mark.parametrize("plan", [None, "forward 0-1 2; fused 3-5; backward 2 0-1; round 2; unpack once 0-4"])
-def test_rows_that_are_no_whole_number_of_blocks(plan: str | None) -> None:
-    """On CPUs with AVX-512, plain products read scales of other weights; those of replicas take the right ones."""
-    torch.manual_seed(3)
-    module = Own([Uneven() for _ in range(4)])
-    with unpacking(right=True):
-        plain = run("auto", module, rows())
-    with unpacking(right=False):
-        assert_close_overall(plain, trained(module, data=rows(), plan=plan), 1e-5)
-    with unpacking(right=False), pytest.raises(AssertionError, match="is off by"):
-        assert_close_overall(plain, run("auto", module, rows()), 1e-5)
-
-
-class _Devices(TorchDispatchMode):
-    """Notes where the operands of bitsandbytes' operations are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[set[str]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "bitsandbytes":
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self.seen.append({tensor.device.type for tensor in tensors})
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_inputs_on_a_device_meet_weights_and_scales_there(bits: int) -> None:
-    """User code between layers has weights that are on the host. A GPU's kernel would read any address that it gets."""
-    linear: Any = bnb.nn.Linear4bit if bits == 4 else functools.partial(bnb.nn.Linear8bitLt, has_fp16_weights=False)
-    module = nn.ModuleDict({"own": linear(64, 64)}).requires_grad_(False).to("cpu")
-    prepare(module)
-    layer: Any = module["own"]
-    state = layer.weight.quant_state if bits == 4 else layer.state
-    with _Devices() as devices:
-        out = layer(torch.randn(4, 64, device="meta"))
-    assert out.device.type == "meta"
-    assert devices.seen and all(seen == {"meta"} for seen in devices.seen), devices.seen
-    scales = state.absmax if bits == 4 else state.SCB
-    assert scales.device.type == layer.weight.device.type == "cpu"
-
-
-def test_code_that_reads_a_replicas_weight_takes_the_right_scales() -> None:
-    """As DoRA does."""
-    torch.manual_seed(3)
-    layer = Uneven().to("cpu")
-    prepare(layer)
-    with unpacking(right=True):
-        linears = (layer.wide, layer.narrow)
-        values = [bnb.functional.dequantize_4bit(m.weight.data, m.weight.quant_state) for m in linears]
-    replica = Replica(layer, torch.device("cpu"))
-    replica.bind([p.data for p in unique_parameters(layer)], [p.requires_grad for p in unique_parameters(layer)])
-    inner: Any = replica.module
-    with unpacking(right=False):
-        for module, wanted in zip((inner.wide, inner.narrow), values, strict=True):
-            assert torch.equal(bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state), wanted)
-
-
-def test_a_parametrization_unpacks_once_a_forward_and_shares_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache of torch.nn.utils.parametrize is one for all threads, and its counter is not safe among them."""
-    counts: list[int] = []
-    real = bnb.functional.dequantize_4bit
-
-    def dequantize(*args: Any, **kwargs: Any) -> Tensor:
-        counts.append(torch.nn.utils.parametrize._cache_enabled)
-        return real(*args, **kwargs)
-
-    module = Own([WithExperts()])
-    prepare(module)
-    prepare(module)
-    monkeypatch.setattr(bnb.functional, "dequantize_4bit", dequantize)
-    module.blocks[0](rows()[0])
-    assert counts == [0]
-    assert module.blocks[0].experts.parametrizations.matrices[0].kept is None  # type: ignore[union-attr, index]
 
 
 def test_validation_equals_plain_validation() -> None:
@@ -464,7 +296,6 @@ def uploads(module: pl.LightningModule, monkeypatch: pytest.MonkeyPatch) -> tupl
     """Bytes of each layer's uploads, and the ids of the states that workers have computed with."""
     sent: dict[str, int] = {}
     states: set[int] = set()
-    see_products()  # once in a process: what it replaces must not be what is replaced here
     real, product = HostLayer.upload, bnb.matmul_4bit
 
     def upload(self: HostLayer, *args: Any, **kwargs: Any) -> None:
@@ -509,10 +340,10 @@ def test_the_module_is_left_as_it_was(tmp_path: Path) -> None:
     assert_same(run("auto", again, batches(1)), run("auto", module, batches(1)))
 
 
-@pytest.mark.parametrize("name", ["nf4", "int8", "experts", "packed experts"])
+@pytest.mark.parametrize("name", ["nf4", "int8", "packed experts"])
 def test_resumes_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     """Plain Lightning calls the scales in its own checkpoint unexpected."""
-    module, data = made(name)
+    module, data = made(name), batches()
     whole = trained(module, data=data * 2)
     trainer = trainer_of(ours(num_microbatches=2), devices=2)
     trainer.fit(copy.deepcopy(module), loader(data))
@@ -530,29 +361,20 @@ def test_resumes_from_a_checkpoint(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["nf4", "int8", "experts", "packed experts"])
+@pytest.mark.parametrize("name", ["nf4", "int8", "packed experts"])
 def test_copies_of_a_trained_module_train(name: str) -> None:
-    """A copy had no companions: Parameter.__deepcopy__ drops attributes. torch.save and torch.load lose classes."""
-    module, data = made(name)
-    first = trained(module, data=data).module
+    """A copy had no companions: Parameter.__deepcopy__ drops attributes."""
+    first = trained(made(name)).module
     assert first is not None
-    plain = run("auto", first, data)
-    copies = [copy.deepcopy(first)]
-    if name != "experts":  # torch refuses to save a module that has a parametrization
-        file = io.BytesIO()
-        torch.save(first, file)
-        file.seek(0)
-        copies.append(torch.load(file, weights_only=False))
-    for again in copies:
-        torch.manual_seed(1)
-        trainer_of(ours(num_microbatches=2, plan=PLAN if name != "experts" else None), devices=2).fit(
-            again, loader(data)
-        )
-        assert len(companions(again)) == len(companions(first)) > 0
-        state = again.state_dict()
-        assert state.keys() == plain.state.keys()
-        for key, value in plain.state.items():
-            assert torch.allclose(state[key].float(), value.float(), rtol=1e-3, atol=1e-4), key
+    plain = run("auto", first, batches())
+    again = copy.deepcopy(first)
+    torch.manual_seed(1)
+    trainer_of(ours(num_microbatches=2, plan=PLAN), devices=2).fit(again, loader(batches()))
+    assert len(companions(again)) == len(companions(first)) > 0
+    state = again.state_dict()
+    assert state.keys() == plain.state.keys()
+    for key, value in plain.state.items():
+        assert torch.allclose(state[key].float(), value.float(), rtol=1e-3, atol=1e-4), key
 
 
 def test_scales_that_are_replaced_between_steps_travel() -> None:
@@ -654,6 +476,7 @@ class _Pair(Tensor):
 
 def spoiled(kind: str) -> pl.LightningModule:
     module = Own()
+    module.blocks[1].matrix = nn.Parameter(torch.randn(64, 64), requires_grad=False)
     if kind == "trained":
         weight = task("nf4 in fp32")
         next(p for p in weight.parameters() if isinstance(p, bnb.nn.Params4bit)).requires_grad_(True)
@@ -668,8 +491,11 @@ def spoiled(kind: str) -> pl.LightningModule:
         state.absmax = state.absmax[:3].clone()
     if kind == "no scales":
         module.blocks[1].frozen.weight.quant_state = None  # type: ignore[union-attr]
-    if kind == "library":
-        module.into = type("HQQLinear", (nn.Linear,), {"__module__": "hqq.core.quantize"})(32, 32)
+    if kind == "parametrization":
+        replace_parameter_4bit(module.blocks[1], "matrix", compress_statistics=True)
+    if kind == "loaded":  # by torch.load, which gives every parameter the class of plain ones
+        frozen: Any = module.blocks[1].frozen
+        frozen.weight = nn.Parameter(frozen.weight.data, requires_grad=False)
     if kind == "subclass":
         module.into.weight = nn.Parameter(_Pair(torch.zeros(32, 32), torch.ones(32, 32)), requires_grad=False)
     if kind == "gptq":
@@ -687,8 +513,9 @@ def spoiled(kind: str) -> pl.LightningModule:
         ("tied", "'into' is a layer in four bits whose weight is not quantised.*llm_int8_skip_modules"),
         ("sixteen", "llm_int8_has_fp16_weight=False"),
         ("gptq", "'into' are quantised by gptq.*BitsAndBytesConfig"),
-        ("library", r"'into' are in a format \(HQQ\).*BitsAndBytesConfig"),
-        ("subclass", r"'into' are in a format \(\w+'s _Pair\).*BitsAndBytesConfig"),
+        ("parametrization", r"unpacks a parameter for each use.*quantize\.from_pretrained"),
+        ("loaded", r"'blocks\.1\.frozen' has the dtype torch\.uint8 and is of no class of bitsandbytes"),
+        ("subclass", "parameter of type _Pair cannot be moved"),
         ("scales", r"'blocks\.1\.frozen' has 3 scales instead of 64.*Copy or download"),
         ("no scales", r"'blocks\.1\.frozen' lacks its scales"),
     ],

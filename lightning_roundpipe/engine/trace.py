@@ -55,9 +55,7 @@ class TracedCall:
         """
         layer, copies = self.layer, self.layer.copies_nbytes
         gradients = GradientLayout(layer, dtype=dtype) if self.taped else None
-
-        def unpacking_s(nbytes: int) -> float:
-            return unpack_s(nbytes + layer.nbytes) if nbytes else 0.0
+        unpacking_s = unpack_s(copies + layer.nbytes) if copies else 0.0
 
         return CallCost(
             layer=layer.name,
@@ -74,8 +72,8 @@ class TracedCall:
             backward_held_bytes=self.backward_held_bytes,
             reduced_bytes=gradients.travel_nbytes if gradients is not None and gradients.narrowed else None,
             unpacked_bytes=copies,
-            unpack_s=unpacking_s(layer.copies_of_forward_nbytes),
-            backward_unpack_s=unpacking_s(copies) if self.taped else 0.0,
+            unpack_s=unpacking_s,
+            backward_unpack_s=unpacking_s if self.taped else 0.0,
             **dataclasses.asdict(self.crossed),
         )
 

@@ -153,11 +153,6 @@ class HostLayer:
         """Bytes of all of its packed masters, unpacked as the layer's code has asked for them."""
         return room_for(self.copies_wanted)
 
-    @property
-    def copies_of_forward_nbytes(self) -> int:
-        """Bytes of those of them that its forward makes."""
-        return room_for(self.copies_wanted, forward=True)
-
     def launched(self, seconds: float) -> None:
         """Record that the layer's code ran for ``seconds``.
 

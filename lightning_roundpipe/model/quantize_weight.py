@@ -1,8 +1,8 @@
-"""Packs one weight into four or eight bits, piece by piece, into the bytes that bitsandbytes makes of the whole weight.
+"""Packs one weight into four or eight bits with bitsandbytes, piece by piece.
 
-On a CPU, bitsandbytes computes with PyTorch's operations on the whole weight, which takes 14 bytes for each of its
-elements: seven times the weight in 16 bits. Blocks and rows are independent of each other, so pieces give the same
-bytes, and only one piece at a time takes that memory. PyTorch's operations use all cores.
+On a CPU, bitsandbytes takes 14 bytes for each element of the weight that it packs: seven times the weight in 16 bits.
+Blocks and rows are independent of each other, so pieces give the same bytes, and only one piece at a time takes that
+memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 BLOCK = 64
 """Elements that share a scale in four bits, as bitsandbytes and QLoRA have it."""
 
-NESTED_BLOCK = 256
+_NESTED_BLOCK = 256
 """Scales that share a scale of their own, where scales are quantised too."""
 
 _PIECE = 1 << 19
@@ -27,10 +27,6 @@ _PIECE = 1 << 19
 
 class UnfitModelError(ValueError):
     """A model that cannot be packed or read as asked, although its files are whole."""
-
-
-class BrokenWeightsError(ValueError):
-    """Files of packed weights that lack some of what unpacks them, or have it in another size."""
 
 
 def pack_4bit(weight: Tensor, kind: str, double: bool, module: nn.Module | None = None) -> nn.Parameter:
@@ -42,42 +38,31 @@ def pack_4bit(weight: Tensor, kind: str, double: bool, module: nn.Module | None 
         double: quantise the scales too.
         module: the ``Linear4bit`` that the weight is for.
     """
-    functional, params = _bitsandbytes()
-    flat = weight.detach().contiguous().view(-1)
-    packed = torch.empty((flat.numel() + 1) // 2, 1, dtype=torch.uint8)
-    scales = torch.empty(-(-flat.numel() // BLOCK), dtype=torch.float32)
-    size = _PIECE * torch.get_num_threads()
-    for start in range(0, flat.numel(), size):
-        piece = flat[start : start + size]
-        bytes_of_it, scales_of_it = torch.ops.bitsandbytes.quantize_4bit.default(piece, BLOCK, kind, torch.uint8)
-        packed[start // 2 :][: len(bytes_of_it)] = bytes_of_it
-        scales[start // BLOCK :][: len(scales_of_it)] = scales_of_it
-    nested: dict[str, Any] = {}
-    if double:
-        offset = scales.mean()
-        scales, state = functional.quantize_blockwise(scales - offset, blocksize=NESTED_BLOCK)
-        nested = {"offset": offset, "state2": state}
-    state = functional.QuantState(
-        absmax=scales,
-        shape=weight.shape,
-        dtype=weight.dtype,
-        blocksize=BLOCK,
-        code=functional.get_4bit_type(kind, device="cpu"),
-        quant_type=kind,
-        **nested,
-    )
-    made: nn.Parameter = params.Params4bit(
-        packed,
-        requires_grad=False,
-        quant_state=state,
-        blocksize=BLOCK,
-        compress_statistics=double,
-        quant_type=kind,
-        module=module,
-        bnb_quantized=True,
+    functional: Any = import_module("bitsandbytes.functional")
+    params: Any = import_module("bitsandbytes.nn").Params4bit
+    pieces = torch.split(weight.detach().contiguous().view(-1), _PIECE * torch.get_num_threads())
+    packed = [functional.quantize_4bit(piece, blocksize=BLOCK, quant_type=kind) for piece in pieces]
+    state = packed[-1][1]
+    state.shape, state.absmax = weight.shape, torch.cat([of_piece.absmax for _, of_piece in packed])
+    if double:  # over all scales at once: their mean is one number
+        state.nested, state.offset = True, state.absmax.mean()
+        state.absmax, state.state2 = functional.quantize_blockwise(state.absmax - state.offset, blocksize=_NESTED_BLOCK)
+    stored = torch.cat([data for data, _ in packed])
+    made: nn.Parameter = params(
+        stored, quant_state=state, compress_statistics=double, quant_type=kind, module=module, bnb_quantized=True
     )
     if module is not None:
-        cast(Any, module).quant_state = state
+        module.quant_state = state
+    return made
+
+
+def pack_8bit(weight: Tensor) -> nn.Parameter:
+    """Return a matrix as bitsandbytes' ``Int8Params``: each row has a scale."""
+    functional: Any = import_module("bitsandbytes.functional")
+    rows = max(1, _PIECE * torch.get_num_threads() // weight.shape[1])
+    pieces = [functional.int8_vectorwise_quant(part.contiguous().half()) for part in torch.split(weight.detach(), rows)]
+    packed, scales = (torch.cat([piece[i] for piece in pieces]) for i in range(2))
+    made: nn.Parameter = import_module("bitsandbytes.nn").Int8Params(packed, requires_grad=False, CB=packed, SCB=scales)
     return made
 
 
@@ -88,22 +73,3 @@ def shape_to_unpack(shape: Sequence[int], block: int) -> Sequence[int]:
     (bitsandbytes 0.50: rows of 96 in blocks of 64 get scales of other weights).
     """
     return shape if shape[-1] % block == 0 else (math.prod(shape),)
-
-
-def pack_8bit(weight: Tensor) -> nn.Parameter:
-    """Return a matrix as bitsandbytes' ``Int8Params``: each row has a scale."""
-    functional, params = _bitsandbytes()
-    weight = weight.detach()
-    packed = torch.empty(weight.shape, dtype=torch.int8)
-    scales = torch.empty(len(weight), dtype=torch.float32)
-    rows = max(1, _PIECE * torch.get_num_threads() // weight.shape[1])
-    for start in range(0, len(weight), rows):
-        piece = weight[start : start + rows].contiguous().to(torch.float16)
-        packed[start : start + rows], scales[start : start + rows], _ = functional.int8_vectorwise_quant(piece)
-    made: nn.Parameter = params.Int8Params(packed, requires_grad=False, CB=packed, SCB=scales)
-    return made
-
-
-def _bitsandbytes() -> tuple[Any, Any]:
-    """Return its modules of functions and of parameters: the package is optional."""
-    return import_module("bitsandbytes.functional"), import_module("bitsandbytes.nn")

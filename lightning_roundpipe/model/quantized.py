@@ -15,22 +15,19 @@ import functools
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.quantize_experts import ExpertWeights
-from lightning_roundpipe.model.unpacked import see_products, unpack
 
 _PACKAGE = "bitsandbytes"
 _PACKED = ("Params4bit", "Int8Params")
 _EMBEDDINGS = ("Embedding4bit", "Embedding8bit")
-_FOUR_BITS = ("fp4", "nf4")
-_OTHERS = {"hqq": "HQQ", "gptqmodel": "GPTQ", "auto_gptq": "GPTQ", "awq": "AWQ"}
-"""Packages that put modules of their own in place of linear layers, and the formats of these."""
+_LINEAR4 = "support_avx512bf16_for_cpu"
+"""An attribute that bitsandbytes' linear layers in four bits have, of whatever class."""
 _COMPANION = "_roundpipe_companion"
 _TRANSIENT = ("CB", "idx")
 """Tensors of a state that say nothing of the weight: its bytes once more, and what the last call has found."""
@@ -102,8 +99,7 @@ def prepare(module: nn.Module) -> None:
     """Make the quantised weights of ``module`` ready for its layers to be copied to workers.
 
     Weights of modules that were built on the CPU and never moved are quantised, as ``module.to(device)`` does. Scales
-    become companions. A parametrization that unpacks a weight keeps the result in its module instead of in a cache of
-    all threads. The layout that bitsandbytes chooses on some CPUs in evaluation, which rounds the scales, is
+    become companions. The layout that bitsandbytes chooses on some CPUs in evaluation, which rounds the scales, is
     undone and not chosen again.
 
     Raises:
@@ -112,26 +108,18 @@ def prepare(module: nn.Module) -> None:
     _refuse_others(module)
     if _PACKAGE not in sys.modules:
         return
-    for inner in module.modules():
-        _restore_class(inner)
     _refuse(module)
     for name, inner in module.named_modules():
         packed = [p for p in inner._parameters.values() if p is not None and is_packed(p)]
         if not all(map(_is_quantized, packed)):
             inner.to("cpu")
+        if packed:
+            _settle(inner)
         if wrong := misfit(inner):
             raise RoundPipeError(
                 f"the quantised weight of {name!r} {wrong}: its file is broken, or is one of another model. Copy or "
                 "download it again, or quantise the 16-bit checkpoint anew."
             )
-        if packed:
-            see_products()
-            _settle(inner)
-        if type(inner).__name__ == "Bnb4bitParametrization" and _is_theirs(inner):
-            inner.__class__ = _unpacking_once()
-    for inner in module.modules():
-        if any(type(part) is _unpacking_once() for _, part in _parametrizations(inner)):
-            _keep_apart(inner)
     for state in _states(module):
         for name, value in vars(state).items():
             # A copy of a prepared module has parameters without the mark here.
@@ -145,19 +133,15 @@ def misfit(module: nn.Module) -> str | None:
     Kernels read as many scales as the weight has blocks, also beyond the end of a tensor.
     """
     weight: Any = _weight(module)
+    if weight is None or not _packs_weight(module):
+        return None
+    if not is_packed(weight) or not _is_quantized(weight):
+        return f"has the dtype {weight.dtype} and is of no class of bitsandbytes"
     if hasattr(module, "init_8bit_state"):
-        if weight is None or weight.dtype is not torch.int8:
-            return None
-        linear: Any = module
-        scales = getattr(weight, "SCB", None)
-        return misfit_in_eight_bits(linear.state.SCB if scales is None else scales, len(weight))
-    if not _is_of_four_bits(module) or weight is None or (is_packed(weight) and not weight.bnb_quantized):
-        return None
-    state = getattr(weight, "quant_state", None)
-    if getattr(state, "packing_format_for_cpu", False):
-        return None
+        return misfit_in_eight_bits(cast(Any, module).state.SCB if weight.SCB is None else weight.SCB, len(weight))
+    state = weight.quant_state
     if state is None:
-        return None if weight.is_floating_point() and not is_packed(weight) else "lacks its scales"
+        return "lacks its scales"
     shape = (getattr(module, "out_features", None), getattr(module, "in_features", None))
     if None not in shape and tuple(state.shape) != shape:
         return f"has the shape {tuple(state.shape)} instead of {shape}"
@@ -181,13 +165,6 @@ def misfit_in_four_bits(state: Any, nbytes: int) -> str | None:
 def misfit_in_eight_bits(scales: Tensor | None, rows: int) -> str | None:
     """Return what is wrong with the scales of a weight of so many ``rows``, or None."""
     return _wrong_parts({"scales": (scales, rows)})
-
-
-def is_left_plain(module: nn.Module) -> bool:
-    """Return whether ``module`` is a linear layer of packed weights, and its weight is not packed."""
-    weight = _weight(module)
-    packs = hasattr(module, "init_8bit_state") or hasattr(module, "support_avx512bf16_for_cpu")
-    return packs and weight is not None and not is_packed(weight)
 
 
 def _wrong_parts(wanted: Mapping[str, tuple[Tensor | None, int]]) -> str | None:
@@ -220,25 +197,18 @@ def load_states(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any
     left = dict(state)
     for prefix, inner in module.named_modules(remove_duplicate=False):
         start = f"{prefix}.".lstrip(".")
-        for parameter, part in _parametrizations(inner):
-            if type(part) is _unpacking_once():
-                _load_state(start + parameter, left, part.quant_state)
-                if start + parameter in left:  # bitsandbytes saves it under the name that it had before
-                    left[f"{start}parametrizations.{parameter}.original"] = left.pop(start + parameter)
         weight: Any = _weight(inner)
         if weight is None or not is_packed(weight):
-            continue
-        if isinstance(inner, ExpertWeights):  # saved under the name of the parameter that it stands for
-            _load_state(prefix, left, weight.quant_state)
-            if prefix in left:
-                left[f"{prefix}.weight"] = left.pop(prefix)
             continue
         if hasattr(inner, "init_8bit_state"):
             left.pop(f"{start}weight_format", None)
             found = {name: left.pop(start + name) for name in ["SCB"] if start + name in left}
-            _load(f"{start}weight", left, found, {"SCB": inner.state.SCB})
-        else:
-            _load_state(f"{start}weight", left, weight.quant_state)
+            _load(f"{start}weight", left, found, {"SCB": cast(Any, inner).state.SCB})
+            continue
+        key = prefix if isinstance(inner, ExpertWeights) else f"{start}weight"  # as what the weight is saved
+        _load_state(key, left, weight.quant_state)
+        if key in left:
+            left[f"{start}weight"] = left.pop(key)
     return left
 
 
@@ -279,43 +249,16 @@ def _companion(tensor: Tensor) -> nn.Parameter:
     return made
 
 
-def _restore_class(module: Any) -> None:
-    """Give the weight of a quantised linear layer the class that ``torch.load`` replaces by ``nn.Parameter``.
-
-    A copy of what was loaded lacks the attributes, too, among them the scales, which a four-bit module has once more.
-    """
-    weight = _weight(module)
-    if type(weight) is not nn.Parameter:
-        return
-    bitsandbytes = sys.modules[_PACKAGE]
-    if hasattr(module, "init_8bit_state") and "CB" in weight.__dict__:
-        weight.__class__ = bitsandbytes.nn.Int8Params
-    elif _is_of_four_bits(module) and (state := getattr(module, "quant_state", None)) is not None:
-        if weight.__dict__.get("quant_state") is not None:
-            weight.__class__ = bitsandbytes.nn.Params4bit
-        else:
-            module.weight = bitsandbytes.nn.Params4bit(
-                weight.data,
-                quant_state=state,
-                blocksize=state.blocksize,
-                compress_statistics=state.nested,
-                quant_type=state.quant_type,
-                quant_storage=weight.dtype,
-                module=None if isinstance(module, ExpertWeights) else module,
-                bnb_quantized=True,
-            )
-
-
-def _is_of_four_bits(module: nn.Module) -> bool:
-    """Return whether the weight of ``module`` is made to be in four bits."""
-    return hasattr(module, "support_avx512bf16_for_cpu") or isinstance(module, ExpertWeights)
+def _packs_weight(module: nn.Module) -> bool:
+    """Return whether ``module`` is one of bitsandbytes' linear layers, or holds packed experts."""
+    return hasattr(module, "init_8bit_state") or hasattr(module, _LINEAR4) or isinstance(module, ExpertWeights)
 
 
 def _settle(module: nn.Module) -> None:
     """Bring the weight of a quantised linear layer into the form in which it is trained."""
     linear: Any = module
     weight: Any = _weight(module)
-    if hasattr(module, "support_avx512bf16_for_cpu"):
+    if hasattr(module, _LINEAR4) and weight.quant_state is not None:
         if getattr(weight.quant_state, "packing_format_for_cpu", False):
             from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse as undo
 
@@ -328,70 +271,10 @@ def _settle(module: nn.Module) -> None:
         linear.init_8bit_state()  # as its first forward does
 
 
-@functools.cache
-def _unpacking_once() -> type[nn.Module]:
-    """Return the class of parametrizations that unpack a weight once in each forward of the module that has it."""
-    from bitsandbytes.nn.parametrize import Bnb4bitParametrization
-
-    class UnpackingOnce(Bnb4bitParametrization):
-        kept: list[Tensor] | None = None
-        """The unpacked weight, within a forward; None outside."""
-
-        @torch.no_grad()
-        def forward(self, packed: Tensor) -> Tensor:
-            if self.kept is None:
-                return unpack(packed, self.quant_state)
-            if not self.kept:
-                self.kept.append(unpack(packed, self.quant_state))
-            return self.kept[0]
-
-    return UnpackingOnce
-
-
-def _parametrizations(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return the parametrizations of ``module``, with the name of the parameter that each computes."""
-    held = getattr(module, "parametrizations", None)
-    if not isinstance(held, nn.Module):
-        return []
-    return [(name, part) for name, parts in held.named_children() for part in parts.children()]
-
-
-def _keep_apart(module: nn.Module) -> None:
-    """Replace the cache of unpacked weights that bitsandbytes shares among all threads with one of the module's."""
-    theirs = ("_enable_parametrization_cache", "_disable_parametrization_cache")
-    hooks: list[dict[int, Any]] = [module._forward_pre_hooks, module._forward_hooks]
-    found = [(held, key) for held in hooks for key, hook in held.items() if getattr(hook, "__name__", "") in theirs]
-    if not found:
-        return
-    for held, key in found:
-        del held[key]
-    module.register_forward_pre_hook(_begin_to_keep)
-    module.register_forward_hook(_keep_no_longer, always_call=True)
-
-
-def _begin_to_keep(module: nn.Module, _: Any) -> None:
-    for _name, part in _parametrizations(module):
-        part.kept = []
-
-
-def _keep_no_longer(module: nn.Module, *_: Any) -> None:
-    for _name, part in _parametrizations(module):
-        part.kept = None
-
-
 def _refuse_others(module: nn.Module) -> None:
-    """Raise for weights in the format of another library, loaded by transformers or by that library itself."""
+    """Raise for weights that transformers has loaded in the format of another library."""
     for name, inner in module.named_modules():
-        packages = {kind.__module__.partition(".")[0] for kind in type(inner).__mro__}
-        found = [*map(_other_format, inner._parameters.values()), *map(_OTHERS.get, packages)]
-        if other := next(filter(None, found), None):
-            raise RoundPipeError(
-                f"the weights of {(name or type(inner).__name__)!r} are in a format ({other}) that the roundpipe "
-                "strategy cannot send to devices. Take the model with weights in 16 bits, and quantise it with "
-                "quantization_config=BitsAndBytesConfig(load_in_4bit=True), or not at all."
-            )
-        quantizer = inner.__dict__.get("hf_quantizer")
-        config = getattr(quantizer, "quantization_config", None)
+        config = getattr(inner.__dict__.get("hf_quantizer"), "quantization_config", None)
         if config is None or getattr(config, "dequantize", False):
             continue
         method = str(getattr(config.quant_method, "value", config.quant_method))
@@ -403,16 +286,15 @@ def _refuse_others(module: nn.Module) -> None:
             )
 
 
-def _other_format(parameter: Tensor | None) -> str | None:
-    """Return what holds the values of a parameter that has several tensors inside it, None for all others."""
-    if parameter is None or not bool(is_traceable_wrapper_subclass(parameter)):
-        return None
-    return f"{type(parameter).__module__.partition('.')[0]}'s {type(parameter).__name__}"
-
-
 def _refuse(module: nn.Module) -> None:
     for prefix, inner in module.named_modules():
         kinds = {kind.__name__ for kind in type(inner).__mro__ if kind.__module__.partition(".")[0] == _PACKAGE}
+        if "Bnb4bitParametrization" in kinds:
+            raise RoundPipeError(
+                f"{prefix!r} unpacks a parameter for each use (bitsandbytes' replace_parameter_4bit), in a cache that "
+                "all threads share. Pack the experts of transformers' models by "
+                "lightning_roundpipe.model.quantize.from_pretrained, or leave the parameter in 16 bits."
+            )
         if found := kinds.intersection(_EMBEDDINGS):
             raise RoundPipeError(
                 f"{prefix!r} is an embedding in four or eight bits ({min(found)}), whose weights bitsandbytes cannot "
@@ -420,7 +302,7 @@ def _refuse(module: nn.Module) -> None:
                 "are not quantised."
             )
         weight = _weight(inner)
-        if hasattr(inner, "support_avx512bf16_for_cpu") and type(weight) is nn.Parameter and weight.is_floating_point():
+        if hasattr(inner, _LINEAR4) and type(weight) is nn.Parameter and weight.is_floating_point():
             raise RoundPipeError(
                 f"{prefix!r} is a layer in four bits whose weight is not quantised, most likely because it is also "
                 "that of an embedding (tied). Name the layer in llm_int8_skip_modules of BitsAndBytesConfig."
@@ -443,10 +325,6 @@ def _refuse_parameter(name: str, parameter: Any) -> None:
             "peft.get_peft_model(model, LoraConfig(...)), or lora=all_linear. To train all weights, load the model "
             "without quantization_config."
         )
-    state = getattr(parameter, "quant_state", None)
-    kind = getattr(state, "quant_type", None) or getattr(parameter, "quant_type", None)
-    if kind is not None and kind not in _FOUR_BITS:
-        raise RoundPipeError(f"{name!r} has quant_type={kind!r}; only {' and '.join(_FOUR_BITS)} are known.")
 
 
 def _weight(module: nn.Module) -> Any:

@@ -32,7 +32,7 @@ from lightning_roundpipe.model.attributes import (
 from lightning_roundpipe.model.quantized import aliases, companions, empty_like, follow, is_packed
 from lightning_roundpipe.model.rebind import Rebinder
 from lightning_roundpipe.model.rounded import RoundedWeight
-from lightning_roundpipe.model.unpacked import Key, UnpackedCopies, keep_copies
+from lightning_roundpipe.model.unpacked import Key, UnpackedCopies, class_in_replica, keep_copies
 from lightning_roundpipe.model.unregistered_tensors import UnregisteredTensors
 
 
@@ -73,7 +73,7 @@ class Replica:
         """Of packed weights, within a stage."""
         self.originals = list(layer.modules())
         # Not with the class's own __new__: torch.fx's creates another class for each instance.
-        memo: dict[int, Any] = {id(m): object.__new__(m.__class__) for m in self.originals}
+        memo: dict[int, Any] = {id(m): object.__new__(class_in_replica(m)) for m in self.originals}
         self.modules: list[nn.Module] = [memo[id(m)] for m in self.originals]
         parameters = unique_parameters(layer)
         self.parameters = [_placeholder(p, device, i in rounded) for i, p in enumerate(parameters)]
@@ -92,9 +92,6 @@ class Replica:
             self._fill(module, clone, own, memo)
         self.module = self.modules[0]
         self._aliases = aliases(self.module)
-        positions = {id(mine): position for position, mine in enumerate(self.parameters)}
-        for packing, weight in self._aliases:
-            keep_copies(packing, self.copies, positions[id(weight)])
         self._registered = [h for m in self.modules for h in (m._parameters, m._modules, m._buffers)]
         self._registered_before = [dict(held) for held in self._registered]
         self._objects_before = [value for held in self._registered_before for value in held.values()]

@@ -257,7 +257,7 @@ class _Walk:
     def _cost(self, call: _Called, loss_backward_s: float) -> CallCost:
         found, after, again = call.measured, call.after, self._recomputing(call)
         weights, gradients = layer_bytes(call.layer, self.packed)
-        copied = (p.nbytes for p in call.layer.parameters() if p in self.packed)
+        copied = (p.nbytes for p in call.layer.parameters() if p in self.packed and self.packed[p].kept)
         return CallCost(
             layer=call.name,
             forward_s=found.forward.seconds + after.seconds - loss_backward_s,

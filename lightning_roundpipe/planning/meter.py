@@ -211,7 +211,7 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
             launching = self.times * (packed.kernels - 1) * self._hardware.kernel_s
             work.seconds += launching
             work.memory.clock_s += launching
-            work.unpack_s += work.seconds - before_s if packed.kept_in_forward or work.is_backward else 0.0
+            work.unpack_s += work.seconds - before_s if packed.kept else 0.0
             work.unpackings += self.times * (packed.kernels + packed.views)
             name = None if self._census is None else self._census.name("copy of a packed weight", weight)
             copies.append((weight.nbytes + packed.buffer_bytes, name))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import json
 import shutil
 import subprocess
@@ -42,8 +41,6 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "intermediate_size": 64, "head_dim": 16},
     "mixtral": {"num_local_experts": 4, "intermediate_size": 152},
 }
-WAYS = ("grouped_mm", "eager")
-"""Of computing experts (``experts_implementation``)."""
 TOKENS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -181,31 +178,20 @@ def test_routers_that_are_linear_layers_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", *EXPERTS])
 def test_random_weights_are_packed_as_they_are_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    most, alive = [0], set[int]()
+    most = 0
 
     def packed(self: Any, model: nn.Module, key: str, weight: Tensor) -> Tensor:
-        floats = sum(p.numel() for n, p in model.named_parameters() if not p.is_meta and _is_packed_later(n))
-        most[0] = max(most[0], floats)
+        nonlocal most
+        weights = {n: p for n, p in model.named_parameters() if n.endswith(("proj", "proj.weight"))}
+        most = max(most, sum(p.numel() for p in weights.values() if not p.is_meta and p.is_floating_point()))
         return real(self, model, key, weight)
 
-    def _is_packed_later(key: str) -> bool:
-        parameter = model_of[0].get_parameter(key)
-        return parameter.is_floating_point() and ("proj" in key and "bias" not in key)
-
-    model_of: list[Any] = []
     real = quantize_loader._Quantizer.packed
-    prepare = quantize_loader._prepare
-
-    def preparing(model: Any, *args: Any) -> Any:
-        model_of.append(model)
-        return prepare(model, *args)
-
-    monkeypatch.setattr(quantize_loader, "_prepare", preparing)
     monkeypatch.setattr(quantize_loader._Quantizer, "packed", packed)
     model = from_config(quantization="nf4", **settings(name)).model
     largest = max(p.numel() for n, p in plain(name).named_parameters() if "proj" in n)
     second = 0 if name == "llama" else largest  # both weights of a layer's experts are made by one function
-    assert 0 < most[0] <= largest + second, alive
+    assert 0 < most <= largest + second
     assert torch.isfinite(logits(model)).all()
     q = model.model.layers[0].self_attn.q_proj.weight
     std = bnb.functional.dequantize_4bit(q.data, q.quant_state).std()
@@ -215,16 +201,13 @@ def test_random_weights_are_packed_as_they_are_made(name: str, monkeypatch: pyte
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", WAYS)
 @pytest.mark.parametrize("name", EXPERTS)
 @pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("nf4", False), ("fp4", True)])
 def test_experts_compute_with_the_values_that_they_have(
-    folders: dict[str, Path], name: str, kind: str, double: bool, implementation: str
+    folders: dict[str, Path], name: str, kind: str, double: bool
 ) -> None:
     """Outputs and gradients of the layers before, to the bit."""
-    ours = quantize.from_pretrained(
-        folders[name], kind, double_quantization=double, experts_implementation=implementation
-    ).train()
+    ours = quantize.from_pretrained(folders[name], kind, double_quantization=double).train()
     like = unpacked(ours)
     assert any(isinstance(m, ExpertWeights) for m in ours.modules())
     assert not any(isinstance(m, ExpertWeights) for m in like.modules())
@@ -238,74 +221,22 @@ def test_experts_compute_with_the_values_that_they_have(
     assert torch.equal(logits(ours), logits(like))
 
 
-def implementation_of(model: Any) -> Any:
-    return model.config._experts_implementation
-
-
-def test_the_implementation_is_that_of_a_model_that_is_not_quantised(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_packed_experts_are_computed_by_grouped_products(folders: dict[str, Path]) -> None:
     for name in EXPERTS:
-        model = quantize.from_pretrained(folders[name], "nf4")
-        assert implementation_of(model) == implementation_of(plain(name)) == "grouped_mm"
-        model.save_pretrained(tmp_path / name)
-        for where, kind in ((folders[name], "nf4"), (tmp_path / name, None)):
-            assert implementation_of(quantize.from_pretrained(where, kind, experts_implementation="eager")) == "eager"
-    config = AutoConfig.for_model(experts_implementation="eager", **settings("gpt_oss"))
-    assert implementation_of(quantize.from_config(config, "nf4")) == "eager"
+        model = quantize.from_pretrained(folders[name], "nf4", experts_implementation="eager")
+        assert model.config._experts_implementation == "grouped_mm"
 
 
-def test_experts_that_grouped_products_do_not_take_are_computed_one_by_one() -> None:
-    """Torch's kernel wants rows of 16 bytes, and transformers leaves its error to the user."""
-    config = AutoConfig.for_model(**{**settings("mixtral"), "intermediate_size": 150})
-    plain_model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with pytest.raises(RuntimeError, match="16 bytes"):
-        logits(plain_model)
-    model = quantize.quantize(plain_model, "nf4")
-    assert implementation_of(model) == "eager"
-    like = unpacked(model)
-    assert torch.equal(logits(model), logits(like))
-
-
-def without_tokens(model: Any) -> Any:
-    """Of four experts in each layer, the last has no tokens, and no other is without."""
-    for block in model.model.layers:
-        block.mlp.router.bias.data[:] = torch.tensor([0.0, 0.0, 0.0, -1e4])
-    return model
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "gpt_oss without tokens"])
-def test_both_implementations_give_the_same_to_rounding(
-    folders: dict[str, Path], name: str, dtype: torch.dtype
-) -> None:
-    model = quantize.from_pretrained(folders[name.split()[0]], "nf4", dtype=dtype)
-    model = without_tokens(model) if name.endswith("tokens") else model
-    found = []
-    for implementation in WAYS:
-        model.set_experts_implementation(implementation)
-        model.zero_grad()
-        loss = model(TOKENS, labels=TOKENS).loss
-        loss.backward()
-        found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    (one, ours), (other, theirs) = found
-    assert one.item() == pytest.approx(other.item(), rel=tolerance)
-    assert ours.keys() == theirs.keys() and ours
-    for key, gradient in ours.items():
-        assert (gradient - theirs[key]).norm() <= tolerance * gradient.norm(), key
-
-
-@pytest.mark.parametrize("implementation", WAYS)
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts_in_autocast(folders: dict[str, Path], name: str, implementation: str) -> None:
+def test_experts_in_autocast(folders: dict[str, Path], name: str) -> None:
     """Products are in bf16, as those of packed linear layers are. transformers has grouped products out of autocast."""
-    ours = quantize.from_pretrained(folders[name], "nf4", experts_implementation=implementation)
+    ours = quantize.from_pretrained(folders[name], "nf4")
     like = unpacked(ours)
-    if implementation == "grouped_mm":
-        for module in like.modules():
-            for key, value in module.named_parameters(recurse=False):
-                if value.dim() == 3:
-                    value.data = value.data.bfloat16()
-                    assert key.endswith("proj")
+    for module in like.modules():
+        for key, value in module.named_parameters(recurse=False):
+            if value.dim() == 3:
+                value.data = value.data.bfloat16()
+                assert key.endswith("proj")
     for model in (ours, like):
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(TOKENS, labels=TOKENS).loss
@@ -314,58 +245,31 @@ def test_experts_in_autocast(folders: dict[str, Path], name: str, implementation
     assert torch.equal(*gradients)
 
 
-def calls_of(what: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Arguments of each call of a function in `quantize_experts`."""
-    calls: list[tuple[Any, ...]] = []
-    real = getattr(quantize_experts, what)
-    monkeypatch.setattr(quantize_experts, what, lambda *args: calls.append(args) or real(*args))
-    return calls
-
-
-def test_eager_does_not_unpack_an_expert_without_tokens(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = without_tokens(quantize.from_pretrained(folders["gpt_oss"], "nf4", experts_implementation="eager"))
-    calls = calls_of("_unpack", monkeypatch)
-    model(TOKENS, labels=TOKENS).loss.backward()
-    assert {first for _, _, first, *_ in calls} == {0, 1, 2}
-    assert {count for *_, count, _ in calls} == {1}
-
-
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_grouped_products_unpack_neighbouring_experts_at_once(
-    folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two weights of each of two layers, in forward and in backward; on the CPU no expert without tokens."""
-    model = quantize.from_pretrained(folders[name], "nf4")
-    calls = calls_of("_unpack", monkeypatch)
-    loss = model(TOKENS, labels=TOKENS).loss
-    forward = list(calls)
-    loss.backward()
-    for again in (forward, calls[len(forward) :]):
-        runs: dict[int, list[tuple[int, int]]] = {}
-        for packed, _, first, count, _ in again:
-            runs.setdefault(packed.data_ptr(), []).append((first, first + count))
-        assert len(runs) == 4
-        assert all(end < begin for several in runs.values() for (_, end), (begin, _) in itertools.pairwise(several))
-
-
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize(("most", "wanted"), [(None, (0, 4)), (3, (3, 1))])
 def test_weights_that_are_too_many_for_a_kernel_are_unpacked_in_parts(
-    folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, most: int | None, wanted: tuple[int, int]
 ) -> None:
-    model = quantize.from_pretrained(folders[name], "nf4")
-    wanted = logits(model)
-    size = max(module.shape[1:].numel() for module in model.modules() if isinstance(module, ExpertWeights))
-    monkeypatch.setattr(quantize_experts, "_MOST_AT_ONCE", 3 * size)
-    calls = calls_of("_unpack", monkeypatch)
-    assert torch.equal(logits(model), wanted)
-    assert {args[2:4] for args in calls} >= {(0, 3), (3, 1)}
+    """As on a GPU, where which experts have tokens is not known."""
+    experts = torch.randn(4, 64, 32)
+    packed, state = bnb.functional.quantize_4bit(experts, blocksize=64, quant_type="nf4")
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(quantize_experts, "_unpack", lambda *args: calls.append(args[2:4]) or torch.empty(1))
+    if most is not None:
+        monkeypatch.setattr(quantize_experts, "_MOST_AT_ONCE", most * 64 * 32)
+    quantize_experts.unpack_experts(packed, state, torch.empty(4, device="meta"), torch.float32)
+    assert calls[-1] == wanted
 
 
-@pytest.mark.parametrize("implementation", WAYS)
-def test_backward_does_not_hold_unpacked_experts(folders: dict[str, Path], implementation: str) -> None:
-    model = quantize.from_pretrained(folders["qwen3_moe"], "nf4", experts_implementation=implementation)
+def test_an_expert_without_tokens_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, state = bnb.functional.quantize_4bit(torch.randn(4, 64, 32), blocksize=64, quant_type="nf4")
+    calls: list[int] = []
+    monkeypatch.setattr(quantize_experts, "_unpack", lambda *args: calls.append(args[2]) or torch.empty(1))
+    quantize_experts.unpack_experts(packed, state, torch.tensor([2, 2, 3, 3]), torch.float32)
+    assert calls == [0, 2]
+
+
+def test_backward_does_not_hold_unpacked_experts(folders: dict[str, Path]) -> None:
+    model = quantize.from_pretrained(folders["qwen3_moe"], "nf4")
     saved: list[torch.Size] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
         model(TOKENS, labels=TOKENS)
@@ -374,9 +278,10 @@ def test_backward_does_not_hold_unpacked_experts(folders: dict[str, Path], imple
 
 
 def test_experts_refuse_what_takes_them_for_a_tensor(folders: dict[str, Path]) -> None:
-    remedy = r"call model\.set_experts_implementation\('grouped_mm'\), or 'eager'"
-    for name in ("qwen3_moe", "gpt_oss"):
-        model = quantize.from_pretrained(folders[name], "nf4", experts_implementation="batched_mm")
+    remedy = r"call model\.set_experts_implementation\('grouped_mm'\)"
+    for name, other in (("qwen3_moe", "batched_mm"), ("gpt_oss", "batched_mm"), ("qwen3_moe", "eager")):
+        model = quantize.from_pretrained(folders[name], "nf4")
+        model.set_experts_implementation(other)
         with pytest.raises(RoundPipeError, match=remedy):
             model(TOKENS)
     weight = model.model.layers[0].mlp.experts.down_proj
@@ -394,19 +299,9 @@ def test_experts_refuse_what_takes_them_for_a_tensor(folders: dict[str, Path]) -
             misuse()
 
 
-def test_an_expert_is_taken_by_functions_as_a_tensor(folders: dict[str, Path]) -> None:
-    experts = quantize.from_pretrained(folders["qwen3_moe"], "nf4").model.layers[0].mlp.experts
-    one = experts.gate_up_proj[torch.tensor(2)]
-    whole = bnb.functional.dequantize_4bit(experts.gate_up_proj.weight.data, experts.gate_up_proj.weight.quant_state)
-    assert torch.equal(one.unpacked(), whole[2])
-    assert torch.equal(one.float(), whole[2])
-    assert torch.equal(torch.nn.functional.linear(torch.eye(64), one, torch.ones(48)), whole[2].t() + 1)
-    assert torch.equal(torch.einsum("oi->io", one), whole[2].t())
-
-
 def test_experts_that_blocks_do_not_fit_are_refused() -> None:
     odd = {**settings("qwen3_moe"), "hidden_size": 60, "moe_intermediate_size": 20}
-    with pytest.raises(ValueError, match=r"gate_up_proj is a matrix of 40 x 60, .*model\.quantization=null"):
+    with pytest.raises(ValueError, match=r"matrix of 40 x 60, .* multiples of 8.*model\.quantization=null"):
         from_config(quantization="nf4", **odd).model  # noqa: B018
 
 
@@ -433,10 +328,8 @@ def test_experts_are_unpacked_by_the_definition_of_the_format(block: int, column
     packed, state = bnb.functional.quantize_4bit(experts, blocksize=block, compress_statistics=True, quant_type="nf4")
     wanted = numbers(packed, state)
     assert (wanted - experts).norm() < 0.12 * experts.norm()
-    assert torch.allclose(quantize_experts._unpack_all(packed, state, torch.float32), wanted, atol=1e-5)
-    for expert in range(4):
-        one = quantize_experts._unpack_one(packed, state, expert, torch.float32)
-        assert torch.allclose(one, wanted[expert], atol=1e-5)
+    ends = torch.tensor([1, 2, 3, 4])
+    assert torch.allclose(quantize_experts.unpack_experts(packed, state, ends, torch.float32), wanted, atol=1e-5)
 
 
 def test_blocks_of_another_size_are_read(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -451,7 +344,6 @@ def test_blocks_of_another_size_are_read(folders: dict[str, Path], tmp_path: Pat
     read = quantize.from_pretrained(tmp_path)
     experts = next(m for m in read.modules() if isinstance(m, ExpertWeights))
     assert experts.weight.quant_state.blocksize == 128
-    read.set_experts_implementation("eager")
     assert torch.allclose(logits(read), logits(model), atol=1e-5)
 
 
@@ -519,21 +411,6 @@ def test_options_that_say_where_files_are_reach_the_configuration(folders: dict[
     assert torch.allclose(logits(model), logits(quantize.from_pretrained(folders["llama"], "nf4")), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, "Write quantization='nf4'"),
-        ({"torch_dtype": torch.bfloat16}, "Write dtype="),
-        ({"device_map": "auto"}, "stay in host memory"),
-    ],
-)
-def test_options_with_arguments_of_their_own_are_refused(
-    folders: dict[str, Path], options: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        quantize.from_pretrained(folders["llama"], "nf4", **options)
-
-
 def _adapted() -> nn.Module:
     return get_peft_model(copy.deepcopy(plain("llama")), LoraConfig(target_modules=["q_proj"]))
 
@@ -545,18 +422,12 @@ def _adapted() -> nn.Module:
         (_adapted, "without adapters.*get_peft_model"),
         (lambda: _adapted().get_base_model(), "without adapters.*get_peft_model"),
         (lambda: nn.Sequential(nn.Linear(64, 64)), "not a Sequential.*Linear4bit"),
-        (lambda: copy.deepcopy(plain("llama")).to("meta"), "quantize.from_config"),
     ],
 )
 def test_models_that_cannot_be_packed_are_refused(make: Any, words: str) -> None:
     """A model in four bits was called one in eight, and adapters were packed."""
     with pytest.raises(ValueError, match=words):
         quantize.quantize(make(), "int8")
-
-
-def test_no_format_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be one of nf4"):
-        quantize.quantize(plain("llama"), None)  # type: ignore[arg-type]
 
 
 def _cut(size: int) -> Any:
@@ -584,32 +455,8 @@ def test_files_with_parts_of_the_wrong_size_are_refused(
     key = next(key for key in weights if of in key and key.endswith(part))
     weights[key] = change(weights[key])
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=words) as raised:
+    with pytest.raises(ValueError, match=words):
         quantize.from_pretrained(tmp_path)
-    assert f"download {tmp_path} again" in raised.value.__notes__[0]
-
-
-@pytest.mark.parametrize("size", [0, 100, 9000])
-def test_files_that_are_cut_short_are_refused(folders: dict[str, Path], tmp_path: Path, size: int) -> None:
-    """The error of safetensors names neither the file nor a remedy."""
-    quantize.from_pretrained(folders["llama"], "nf4").save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:size])
-    for wanted in (None, "nf4"):
-        with pytest.raises(ValueError, match=rf"^{file} \({size:,} bytes\) cannot be read: Safetensor.*") as raised:
-            quantize.from_pretrained(tmp_path, wanted)
-        assert f"download {tmp_path} again" in raised.value.__notes__[0]
-
-
-def test_files_that_lack_parts_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    """transformers' error says that there were issues."""
-    quantize.from_pretrained(folders["llama"], "nf4").save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["model.layers.0.self_attn.q_proj.weight.absmax"]
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=rf"^{tmp_path} cannot be read: RuntimeError: ") as raised:
-        quantize.from_pretrained(tmp_path)
-    assert f"download {tmp_path} again" in raised.value.__notes__[0]
 
 
 def test_eight_bits_with_too_few_scales_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -684,11 +531,9 @@ def test_training_is_that_of_a_model_made_by_hand(folders: dict[str, Path]) -> N
     assert wanted[0] != wanted[-1]
 
 
-@pytest.mark.parametrize("implementation", WAYS)
 @pytest.mark.parametrize("name", EXPERTS)
-def test_training_beside_packed_experts(folders: dict[str, Path], name: str, implementation: str) -> None:
+def test_training_beside_packed_experts(folders: dict[str, Path], name: str) -> None:
     model = from_folder(folders[name], quantization="nf4").model
-    model.set_experts_implementation(implementation)
     like = unpacked(model)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     assert losses(adapted(model, targets)) == losses(adapted(like, targets))
@@ -785,7 +630,7 @@ def test_long_work_shows_how_far_it_is(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quantize.from_pretrained(folders["llama"], "nf4")
-    assert "quantised" not in capsys.readouterr().err
+    assert "quantising" not in capsys.readouterr().err
     monkeypatch.setattr(quantize, "_PATIENCE_S", 0.0)
     for make in (
         lambda: quantize.from_pretrained(folders["gpt_oss"], "nf4"),
@@ -793,20 +638,7 @@ def test_long_work_shows_how_far_it_is(
         lambda: from_config(quantization="nf4", **settings("gpt_oss")).model,
     ):
         make()
-        lines = [line for line in capsys.readouterr().err.splitlines() if "quantised" in line]
-        assert 3 < len(lines) <= 10
-        assert lines[-1].endswith("roundpipe: 100 % of the weights are quantised")  # behind the loader's own bar
-
-
-def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize, "_PATIENCE_S", 0.0)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with quantize.ShownProgress() as progress:
-        for done in range(5):
-            progress(done, 4)
-        assert progress._bar is not None
-        assert progress._bar.tasks[0].completed == 4
-    assert progress._bar.finished
+        assert "roundpipe: quantising: 100%" in capsys.readouterr().err
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

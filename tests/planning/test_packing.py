@@ -127,7 +127,7 @@ def test_experts_are_dequantised_by_as_many_operations(double: bool) -> None:
     weight = quantize_weight.pack_4bit(torch.randn(5, 96, 64), "nf4", double)
     data = weight.data
     with Issued() as issued:
-        copies = quantize_experts._unpack_all(data, weight.quant_state, torch.bfloat16)
+        copies = quantize_experts._unpack(data, weight.quant_state, 0, 5, torch.bfloat16)
     assert copies.shape == (5, 96, 64)
     counted = pack((5, 96, 64), "nf4", double, 2)
     assert (counted.kernels, counted.views) == (issued.kernels, issued.views)
@@ -208,15 +208,11 @@ def test_each_use_of_a_packed_weight_writes_a_copy(double: bool) -> None:
     assert traffic(packed.backward_s - plain.backward_s) == pytest.approx(more)
 
 
-def test_a_stage_may_keep_copies_of_eight_bits_for_backward_alone() -> None:
-    """GPUs multiply int8 in forward, of which no copy is kept; four bits keep one copy for both."""
+def test_a_stage_keeps_copies_of_four_bits_alone() -> None:
     plain, four, eight = layer_cost(None), layer_cost(False), layer_cost(False, form="int8")
-    assert plain.unpacked_bytes == 0
-    assert four.unpacked_bytes == eight.unpacked_bytes == 2 * 2 * 64 * 96
+    assert four.unpacked_bytes == 2 * 2 * 64 * 96
+    assert plain.unpacked_bytes == eight.unpacked_bytes == eight.unpack_s == eight.backward_unpack_s == 0
     assert four.unpack_s == four.backward_unpack_s > 0
-    assert eight.only_backward_unpacks and not four.only_backward_unpacks
-    # Read, written, and once more read and written, as bitsandbytes applies the scales in place.
-    assert traffic(eight.backward_unpack_s) == pytest.approx(2 * 64 * 96 * (1 + 2 + 2 + 2) + 4 * (64 + 96))
 
 
 def test_packed_weights_travel_and_lie_on_a_worker_packed() -> None:
