@@ -13,7 +13,6 @@ from typing import Any
 
 from lightning_roundpipe.commands.plan_model import Longest, Outlook, find_longest, plan_of_longest, shape_of
 from lightning_roundpipe.commands.plan_shape import TILE, ModelShape
-from lightning_roundpipe.config import AUTO_TILE
 from lightning_roundpipe.planning.census import CallMemory, Part, StorageLifetime
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.memory import Item, device_items, worst_stage
@@ -81,7 +80,7 @@ class Explained:
 
 @dataclass(frozen=True)
 class InTiles:
-    """Estimate with tiles of tokens, for modules that act on each token alone.
+    """Estimate with tiles of tokens, for MLPs, norms and experts.
 
     Attributes:
         tile: tokens of a tile.
@@ -97,13 +96,16 @@ class InTiles:
 
 
 def in_tiles(found: Outlook) -> InTiles | None:
-    """Return the estimate with tiles; None if no sequence fits, or the plan has tiles already."""
+    """Return the estimate with tiles; None if no sequence fits, the plan has tiles already, or there is no MLP."""
     if found.wish.token_tiles is not None:
         return None
     if found.longest is None or not found.longest.tokens:
         return None
     whole = shape_of(found.wish, found.hardware)
-    tiled, tokens = whole.in_tiles(), found.longest.tokens
+    try:
+        tiled, tokens = whole.in_tiles(), found.longest.tokens
+    except ValueError:
+        return None
     before, after = (sum(_seconds(call) for call in shape.costs(1, tokens)) for shape in (whole, tiled))
     longest = find_longest(tiled, found.workers, found.microbatches, found.memory, found.wish.min_round)
     return InTiles(TILE, longest, after / before - 1, tokens)
@@ -123,8 +125,6 @@ def explain(found: Outlook) -> list[Explained]:
     made = [_explained(of_plan, shape, found.plan, found.costs, size, length, found)]
     if found.longest is not None and found.longest.tokens and (size, length) != (1, found.longest.tokens):
         tokens = found.longest.tokens
-        if wish.token_tiles == "auto":
-            shape = shape.in_tiles(AUTO_TILE)
         costs = shape.costs(1, tokens)
         plan = plan_of_longest(costs, shape, found.workers, found.microbatches, found.memory, wish.min_round)
         made.append(_explained(f"the longest sequence, {tokens:,} tokens", shape, plan, costs, 1, tokens, found))

@@ -45,8 +45,8 @@ def as_parts(found: Sequence[Explained], tiles: InTiles | None) -> list[Renderab
 
 def _what_if(tiles: InTiles) -> str:
     return (
-        f"With strategy.token_tiles={tiles.tile} (planned, not measured), if all modules that act on each token alone "
-        f"run in tiles, the longest sequence has {tiles.longest.tokens:,} tokens, limited by "
+        f"With strategy.token_tiles={tiles.tile} (planned, not measured), where MLPs, norms and experts run in tiles, "
+        f"the longest sequence has {tiles.longest.tokens:,} tokens, limited by "
         f"{tiles.longest.limited_by}. A sequence of {tiles.tokens:,} tokens computes "
         f"{100 * tiles.slowdown:.0f} % longer."
     )

@@ -59,17 +59,20 @@ def read_precision(text: str, name: str) -> Precision:
     raise ValueError(f"{name}={text!r} must be one of {', '.join(known)}.{did_you_mean(text, known)}")
 
 
-def read_tiles(text: str, name: str) -> int | Literal["auto"]:
-    """Return the tokens of a tile, or ``"auto"``, as the strategy takes them.
+def read_tiles(text: str, name: str) -> int | tuple[tuple[str, int], ...]:
+    """Return the tokens of a tile, alone or with names of modules, as the strategy takes them.
 
     Raises:
         ValueError: the text is neither. The message names the option ``name``.
     """
-    if text == "auto":
-        return "auto"
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{name}={text!r} must be a whole number of tokens of at least 1, or auto.")
-    return int(text)
+    pairs = [part.rpartition(":") for part in text.split("+")]
+    named = all(module for module, _, _ in pairs)
+    if not all(n.isdecimal() and int(n) >= 1 for _, _, n in pairs) or not (named or text.isdecimal()):
+        raise ValueError(
+            f"{name}={text!r} must be a whole number of tokens of at least 1, or such numbers with names of modules, "
+            "as mlp:1024 or mlp:1024+experts:512."
+        )
+    return tuple((module, int(n)) for module, _, n in pairs) if named else int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +115,8 @@ class PlanOptions:
     )
     sequence_length: int | None = option("in tokens; by default 2048", default=None, at_least=1, many=True)
     max_positions: int | None = option("tokens, beyond those of the model", default=None, at_least=1)
-    token_tiles: int | Literal["auto"] | None = option(
-        "tokens of a tile, or auto; by default none", default=None, read=read_tiles, shown="NUMBER", many=True
+    token_tiles: int | tuple[tuple[str, int], ...] | None = option(
+        "tokens of a tile, or as mlp:1024", default=None, read=read_tiles, shown="NUMBER", many=True
     )
     microbatch_size: int | None = option("in sequences; by default the fastest", default=None, at_least=1, many=True)
 
