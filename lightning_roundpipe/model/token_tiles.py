@@ -26,7 +26,7 @@ from lightning_roundpipe.config import RoundPipeError
 
 USUAL = (
     "mlp", "feed_forward", "experts", "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
-    "post_feedforward_layernorm", "norm",
+    "post_feedforward_layernorm", "norm", "q_norm", "k_norm",
 )  # fmt: skip
 """Names by which Hugging Face's layers hold what acts on each token alone: the modules that a plain number stands for.
 
@@ -124,8 +124,8 @@ def _run(module: nn.Module, own: Callable[..., Any] | None, path: str, tokens: i
     leaves, form = tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     first = leaves[places[0]] if places else None
-    lead = () if first is None else tuple(first.shape[:-1])
-    if not 1 <= len(lead) <= 2:
+    lead = () if first is None else tuple(first.shape[:-1][:2])
+    if first is None or not lead:
         raise _cannot(path, tokens, "takes", first)
     if math.prod(lead) <= tokens:
         return forward(*args, **kwargs)

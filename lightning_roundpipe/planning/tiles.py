@@ -44,7 +44,7 @@ class _Tiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, form = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        lead = tuple(leaves[places[0]].shape[:-1])
+        lead = tuple(leaves[places[0]].shape[:-1][:2])
         shapes = self._shapes(lead, self._tokens)
         if len(shapes) == 1:
             return self._run(*args, **kwargs)
