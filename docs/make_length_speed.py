@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_roundpipe.commands.machines import choose_machine
 from lightning_roundpipe.commands.plan_model import Outlook, look_at, shape_of
-from lightning_roundpipe.commands.plan_shape import Wish
+from lightning_roundpipe.commands.plan_shape import USUAL_TILE, Wish
 from lightning_roundpipe.pictures import save
 
 HERE = Path(__file__).parent
@@ -37,7 +37,7 @@ class Speed:
 
     @property
     def tiles(self) -> bool:
-        return self.found.wish.token_tiles != "auto"
+        return self.found.wish.token_tiles is not None
 
 
 def wish(tokens: int) -> Wish:
@@ -45,7 +45,7 @@ def wish(tokens: int) -> Wish:
     return Wish(
         model="qwen3_1_7b", hardware="rtx4090x8", lora="none", precision="16-mixed", sequence_length=tokens,
         microbatch_size=size, microbatches=STEP_TOKENS // (size * tokens), workers=None, staleness=1, memory=None,
-        search_seconds=0, max_positions=2**18, token_tiles="auto",
+        search_seconds=0, max_positions=2**18,
     )  # fmt: skip
 
 
@@ -63,6 +63,9 @@ def speed(tokens: int) -> Speed:
     asked = wish(tokens)
     machine, _ = choose_machine(asked.hardware, None, None, None, None)
     found = look_at(shape_of(asked, machine), asked, longest=False)
+    if not found.fits:
+        asked = replace(asked, token_tiles=USUAL_TILE)
+        found = look_at(shape_of(asked, machine), asked, longest=False)
     return Speed(tokens, found, measured().get(tokens))
 
 

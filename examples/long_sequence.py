@@ -113,7 +113,7 @@ def main() -> None:
     print(f"{TOKENS:,} tokens in one sequence, device memory {DEVICE_MEMORY}")
     print("                          needs     loss of the last step")
     print(f"plain Lightning      {plain_bytes() / 2**20:6.1f} MiB     {plain.losses[-1]:.6f}")
-    for tiles in (None, "auto"):
+    for tiles in (None, 1024):
         strategy = RoundPipeStrategy(token_tiles=tiles, emulation={"memory": DEVICE_MEMORY})
         name = f"token_tiles={tiles}"
         try:

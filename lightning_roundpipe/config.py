@@ -149,8 +149,6 @@ LossWeight = Callable[[Any], Any]
 NETWORK_DTYPES = ("bfloat16", "float32")
 """The dtypes in which gradients can travel between machines."""
 
-AUTO_TILE = 1024
-"""Tokens of a tile with ``token_tiles="auto"``: products of so many take many times as long as reading the weights."""
 REDUCE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The dtypes in which gradients can be copied, and the bytes of a number in each."""
 
@@ -203,7 +201,7 @@ class Options:
     machine_timeout: float = 60.0
     shard_optimizer: bool = True
     network_dtype: Any = None
-    token_tiles: int | Literal["auto"] | None = None
+    token_tiles: int | Mapping[str, int] | None = None
     emulation: Emulation = field(default_factory=Emulation)
 
     def __post_init__(self) -> None:
@@ -312,13 +310,17 @@ class Options:
             )
 
     def _check_tiles(self) -> None:
-        tiles = self.token_tiles
+        tiles: Any = self.token_tiles
         if tiles is None:
             return
-        if tiles != "auto" and not (is_whole(tiles) and int(tiles) >= 1):
+        named = isinstance(tiles, Mapping) and len(tiles) > 0 and all(isinstance(name, str) for name in tiles)
+        if not all(is_whole(n) and n >= 1 for n in (tiles.values() if named else [tiles])):
             raise ValueError(
-                f"token_tiles={tiles!r} must be a whole number of tokens of at least 1, 'auto', or None for no tiles."
+                f"token_tiles={tiles!r} must be a whole number of tokens of at least 1, a mapping of modules' names to "
+                "such numbers, as {'mlp': 1024}, or None for no tiles."
             )
+        if named:
+            object.__setattr__(self, "token_tiles", dict(tiles))
         if self.compile_layers not in (None, False):
             raise ValueError(
                 f"token_tiles={tiles!r} and compile_layers are both set, and a layer that is compiled as a whole has "

@@ -46,6 +46,7 @@ from lightning_roundpipe.memory.budget import over_capacity
 from lightning_roundpipe.messages import PREFIX, did_you_mean, plural, warn
 from lightning_roundpipe.model.meta import make_room
 from lightning_roundpipe.model.quantized import load_states, prepare
+from lightning_roundpipe.model.token_tiles import run_in_tiles
 from lightning_roundpipe.monitors import profile_all_threads, tell_of_all_workers, windows_left
 from lightning_roundpipe.page import write_page
 from lightning_roundpipe.precision import RoundPipePrecision
@@ -138,9 +139,12 @@ class RoundPipeStrategy(SeveralMachines):
         shard_optimizer: whether each of several machines updates, and has the optimizer's state of, some layers only.
         network_dtype: dtype in which gradients travel between machines: ``"bfloat16"`` halves the bytes and rounds.
             Default: their own.
-        token_tiles: tokens that modules inside layers which act on each token alone (MLPs, norms, experts) take at a
-            time, so that a layer holds the intermediates of so many tokens only, for long sequences. ``"auto"``: 1,024
-            tokens, if the first batch shows that a worker's memory is too small otherwise. Default: all tokens.
+        token_tiles: modules that take their tokens in tiles, for long sequences, and the tokens of a tile:
+            ``{"mlp": 1024}`` has all modules of that name hold the intermediates of 1,024 tokens only. A name is the
+            last part or parts of a module's qualified name. The modules must compute each token from that token alone.
+            Outputs are those of all tokens at once; gradients of weights are summed tile by tile, in the weights'
+            dtype, and so are equal to rounding. A number alone is for what Hugging Face's layers name so: mlp,
+            feed_forward, experts and the norms before and after them. Default: no tiles.
         overlap: whether microbatches overlap. False runs one after another, each as a whole: for code that shares state
             outside of modules' attributes between microbatches.
         evaluation_batches: batches per device that validation, test and prediction have in flight.
@@ -172,7 +176,7 @@ class RoundPipeStrategy(SeveralMachines):
         machine_timeout: float = 60,
         shard_optimizer: bool = True,
         network_dtype: torch.dtype | str | None = None,
-        token_tiles: int | Literal["auto"] | None = None,
+        token_tiles: int | Mapping[str, int] | None = None,
         emulation: Emulation | Mapping[str, Any] | None = None,
         overlap: bool = True,
         evaluation_batches: int = 2,
@@ -220,6 +224,7 @@ class RoundPipeStrategy(SeveralMachines):
         self._seed = 0
         self._stepping: Stepping | None = None
         self._quieten: Callable[[], object] = _nothing
+        self._leave_tiles: Callable[[], object] = _nothing
         self._accumulated: dict[str, Tensor] = {}
         """Gradients of an open window, by parameter, while the engine is set up again."""
         self._former: dict[int, weakref.ref[Tensor]] = {}
@@ -409,10 +414,12 @@ class RoundPipeStrategy(SeveralMachines):
         self._seed = torch.initial_seed()
         devices = make_devices(kind, self.parallel_devices, self.options.emulation, str(self.options.pin_memory))
         try:
+            self._leave_tiles = run_in_tiles(module, self.options.token_tiles)
             formats = self._precision.formats()
             inform, peers = rank_zero_info, self._peers
             self._engine = Engine(module, devices, self.options, inform, formats, fitting=fitting, peers=peers)
         except BaseException:
+            self._leave_tiles()
             for device in devices:
                 device.close()
             raise
@@ -448,6 +455,7 @@ class RoundPipeStrategy(SeveralMachines):
             if window is not None:
                 window.end()
             self._quieten()
+            self._leave_tiles()
             self._window = None
             try:
                 with contextlib.suppress(torch.AcceleratorError):  # a GPU that has failed; closing it raises the error
@@ -592,6 +600,7 @@ class RoundPipeStrategy(SeveralMachines):
             "_announcements": None,
             "_window": None,
             "_quieten": _nothing,
+            "_leave_tiles": _nothing,
             "_former": {},
             "_peers": None,
             "_agreeing": (),

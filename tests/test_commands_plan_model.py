@@ -708,26 +708,33 @@ def test_a_stretched_rotary_embedding_has_its_positions(command: Any) -> None:
 
 @pytest.mark.slow
 def test_tiles_of_tokens_are_planned_where_they_are_needed(command: Any) -> None:
-    """As the strategy's ``token_tiles``, whose ``auto`` is for what does not fit otherwise."""
+    """As the strategy's ``token_tiles``. They are proposed for what does not fit otherwise."""
     given = ("model=tiny_llama", "hardware=rtx4090x2", "microbatches=2", "microbatch_size=1", "search_seconds=0")
     given = (*given, "sequence_length=4096", "max_positions=8192", "format=json")
 
     def planned(*more: str) -> Any:
         return json.loads(command(*given, *more)[1])
 
-    whole, tiled, roomy = planned(), planned("token_tiles=512"), planned("token_tiles=auto")
-    assert (whole["token_tiles"], tiled["token_tiles"], roomy["token_tiles"]) == (None, 512, "auto")
-    needs = [found["device_memory"]["needed_bytes"] for found in (whole, tiled, roomy)]
-    assert needs[1] < needs[0] == needs[2]
-    assert tiled["tokens_per_s"] < whole["tokens_per_s"] == roomy["tokens_per_s"]
-    limit = "memory=12MB"
-    refused, tight = planned(limit, "min_round=2"), planned(limit, "min_round=2", "token_tiles=auto")
+    whole, tiled, named = planned(), planned("token_tiles=512"), planned("token_tiles=mlp:512")
+    assert (whole["token_tiles"], tiled["token_tiles"], named["token_tiles"]) == (None, 512, {"mlp": 512})
+    needs = [found["device_memory"]["needed_bytes"] for found in (whole, tiled, named)]
+    assert needs[1] == needs[2] < needs[0]
+    assert tiled["tokens_per_s"] == named["tokens_per_s"] < whole["tokens_per_s"]
+    limit = "memory=14.5MB"
+    refused, tight = planned(limit, "min_round=2"), planned(limit, "min_round=2", "token_tiles=1024")
     assert not refused["fits"] and tight["fits"] and tight["token_tiles"] == 1024
     assert {"token_tiles": 1024} in [found["changes"] for found in refused["would_fit"]]
     assert tight["longest_sequence"] > refused["longest_sequence"]
     code, out, _ = command(*given[:-1], "token_tiles=512")
     assert code == 0
     assert "run in tiles of 512 tokens (strategy.token_tiles=512)" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("text", ["0", "auto", "1.5", "mlp:0", ":8"])
+def test_sizes_of_tiles_that_make_no_sense(command: Any, text: str) -> None:
+    code, _, err = command("model=tiny_llama", "hardware=rtx4090x2", f"token_tiles={text}")
+    assert code == 2
+    assert f"token_tiles='{text}' must be a whole number of tokens of at least 1" in err
 
 
 def test_a_larger_machine_of_unequal_devices_has_times_for_each() -> None:

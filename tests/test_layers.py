@@ -25,7 +25,7 @@ LAYERS: list[set[str]] = [
     {"batches", "threads"},
     {"faults", "memory"},
     {"user_code"},
-    {"updates", "tiles"},
+    {"updates"},
     {"engine"},
     {
         "precision",

@@ -53,9 +53,20 @@ def read_precision(text: str, name: str) -> str:
     return found
 
 
-def read_tiles(text: str, name: str) -> Any:
-    """Return the tokens of a tile, or ``"auto"``, as the strategy takes them."""
-    return text if text == "auto" else whole()(text, name)
+def read_tiles(text: str, name: str) -> int | tuple[tuple[str, int], ...]:
+    """Return the tokens of a tile, alone or with names of modules, as the strategy takes them.
+
+    Raises:
+        ValueError: the text is neither. The message names the option ``name``.
+    """
+    pairs = [part.rpartition(":") for part in text.split("+")]
+    named = all(module for module, _, _ in pairs)
+    if not all(n.isdecimal() and int(n) >= 1 for _, _, n in pairs) or not (named or text.isdecimal()):
+        raise ValueError(
+            f"{name}={text!r} must be a whole number of tokens of at least 1, or such numbers with names of modules, "
+            "as mlp:1024 or mlp:1024+experts:512."
+        )
+    return tuple((module, int(n)) for module, _, n in pairs) if named else int(text)
 
 
 def parser() -> Parser:
@@ -85,7 +96,7 @@ def parser() -> Parser:
     add(group, "workers", "devices that take stages (default: all)", whole(1, 1024), "N")
     add(group, "staleness", "1: updates one step late (default: 0)", whole(0, 1), "N")
     add(group, "memory", "of a worker (default: 90 %% of a GPU's)", parse_bytes, "SIZE")
-    add(group, "token_tiles", "tokens of a tile, or auto (default: none)", read_tiles, "N")
+    add(group, "token_tiles", "tokens of a tile, or as mlp:1024 (default: none)", read_tiles, "N")
     add(group, "reduce_dtype", "gradients travel in (default: float32)", reduce_dtype_of, "NAME")
     group = made.add_argument_group("plan")
     add(group, "plan", "judge this one: 'forward 0-3; ...'", None, "TEXT", False)

@@ -12,7 +12,6 @@ from lightning_roundpipe.commands.answer import Answer, table
 from lightning_roundpipe.commands.plan_model import Communication, Outlook, total
 from lightning_roundpipe.commands.plan_shape import Wish
 from lightning_roundpipe.commands.remedies import Remedies, size_text
-from lightning_roundpipe.config import AUTO_TILE
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.memory import Item, Parameters, StageRow
 from lightning_roundpipe.planning.schedule import Plan
@@ -92,12 +91,11 @@ def _tables(found: Outlook) -> list[Table]:
 
 
 def _tiles(wish: Wish) -> str:
-    if wish.token_tiles == "auto":
-        return (
-            f"It needs no tiles of tokens (strategy.token_tiles=auto); the longest sequence has tiles of {AUTO_TILE:,}."
-        )
-    size = f"{wish.token_tiles:,} tokens (strategy.token_tiles={wish.token_tiles})"
-    return f"MLPs, norms and experts run in tiles of {size}."
+    tiles = wish.token_tiles
+    if isinstance(tiles, int):
+        return f"MLPs, norms and experts run in tiles of {tiles:,} tokens (strategy.token_tiles={tiles})."
+    named = ", ".join(f"{name}: {tokens}" for name, tokens in tiles or ())
+    return f"Modules run in tiles of tokens (strategy.token_tiles={{{named}}})."
 
 
 def _packed(parameters: Parameters, plan: Plan) -> list[str]:
@@ -290,7 +288,7 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "reduce_dtype": wish.reduce_dtype,
         "partitioner": "paper" if wish.like_paper else "search",
         "max_positions": wish.max_positions,
-        "token_tiles": wish.token_tiles,
+        "token_tiles": dict(wish.token_tiles) if isinstance(wish.token_tiles, tuple) else wish.token_tiles,
         "machines": wish.machines,
         "communication": _communication(found.communication),
         "fits": found.fits,

@@ -9,7 +9,6 @@ from functools import cached_property
 
 from lightning_roundpipe.commands.machines import choose_machine
 from lightning_roundpipe.commands.plan_shape import USUAL_LENGTH, ModelShape, Wish
-from lightning_roundpipe.config import AUTO_TILE
 from lightning_roundpipe.model.refine import Refined
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.data_parallel import data_parallel_s
@@ -309,7 +308,7 @@ def shape_of(wish: Wish, machine: Hardware) -> ModelShape:
         ValueError: see `ModelShape`.
     """
     shape = ModelShape(wish, machine, least(memory_of(wish, machine)))
-    return shape.in_tiles(wish.token_tiles) if isinstance(wish.token_tiles, int) else shape
+    return shape if wish.token_tiles is None else shape.in_tiles(wish.token_tiles)
 
 
 def memory_of(wish: Wish, machine: Hardware) -> Memory | None:
@@ -322,9 +321,6 @@ def memory_of(wish: Wish, machine: Hardware) -> Memory | None:
 def look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...] = (), *, longest: bool = True) -> Outlook:
     """Return the outlook of a model that has been built; see `look`.
 
-    With ``token_tiles="auto"``, the plan has tiles only if the model does not fit without them, as in training. The
-    outlook's wish then has the tokens of a tile. The longest sequence always has tiles.
-
     Args:
         shape: the model, from `shape_of`.
         wish: the request.
@@ -334,19 +330,6 @@ def look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...] = (), *, lon
     Raises:
         ValueError: a number or the plan of the wish is wrong. A model that does not fit is no error.
     """
-    if wish.token_tiles != "auto":
-        return _look_at(shape, wish, assumed, longest=longest)
-    whole = _look_at(shape, replace(wish, token_tiles=None), assumed, longest=False)
-    tiled = shape.in_tiles(AUTO_TILE)
-    if not whole.fits:
-        return _look_at(tiled, replace(wish, token_tiles=AUTO_TILE), assumed, longest=longest)
-    found = None
-    if longest:
-        found = find_longest(tiled, whole.workers, whole.microbatches, whole.memory, wish.min_round)
-    return replace(whole, wish=wish, longest=found)
-
-
-def _look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...], *, longest: bool) -> Outlook:
     machine = shape.hardware
     memory = least(memory_of(wish, machine))
     length = _length_of(wish, shape)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from lightning_roundpipe.config import REDUCE_DTYPES
 from lightning_roundpipe.model.layers import find_layers
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
 from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fit
+from lightning_roundpipe.model.token_tiles import modules_in_tiles, tile_shapes
 from lightning_roundpipe.planning.census import CallMemory
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.estimate import GRADIENT_BYTES, estimate_costs, estimate_memory, layer_bytes
@@ -27,13 +28,17 @@ from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.profile import Hardware, Precision
 from lightning_roundpipe.planning.search import SEARCH_SECONDS
-from lightning_roundpipe.planning.tiles import probe_batch, tiled, token_wise
+from lightning_roundpipe.planning.tiles import tiled
 
 USUAL_LENGTH = 2048
 """Tokens of a sequence without ``sequence_length``, if the model has that many positions."""
 
 _MOST_LENGTH = 2**20
 """Positions of a model whose configuration has no limit."""
+
+
+Tiles = int | tuple[tuple[str, int], ...]
+"""The strategy's ``token_tiles``; a mapping as its items."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class Wish:
     machines: int = 1
     network: float | None = None
     """Bytes a second."""
-    token_tiles: int | Literal["auto"] | None = None
+    token_tiles: Tiles | None = None
 
     def changed(self, changes: Mapping[str, Any]) -> Wish:
         """Return the wish with other values of some options. ``model.NAME`` and ``lora.NAME`` are settings."""
@@ -88,6 +93,8 @@ class Wish:
 
 TILE = 4096
 """Tokens of a tile in estimates with tiles, if the wish asks for no tiles."""
+USUAL_TILE = 1024
+"""Tokens of a tile that is proposed: products of so many take many times as long as reading the weights."""
 
 
 class ModelShape:
@@ -123,7 +130,7 @@ class ModelShape:
         """Whether the interpreter issues the operations of each expert by themselves (transformers' ``eager``)."""
         self._module = make_model(config, model, wish.lora, wish.precision, wish.lora_settings)
         self._packed = {} if self.quantization is None else packed_weights(self._module, self.quantization)
-        root = nn.Module()
+        self._root = root = nn.Module()
         root.model = self._module  # as in a LightningModule, so that layers have the same names as in training
         found = find_layers(root)
         self.refined = Refined(found)
@@ -137,8 +144,7 @@ class ModelShape:
         self._reduced_bytes = nbytes if nbytes < GRADIENT_BYTES else None
         self.has_experts = any(weight.ndim == 3 for weight in self._module.parameters())
         self._lean = _is_lean(self._module)
-        self._tiled: list[nn.Module] = []
-        self._tile = TILE
+        self._tiled: list[tuple[nn.Module, int]] = []
         weights = list(self._module.parameters())
         trained = sum(p.numel() for p in weights if p.requires_grad)
         frozen = sum(p.numel() for p in weights) - trained
@@ -173,12 +179,15 @@ class ModelShape:
             other._known = {}
         return other
 
-    def in_tiles(self, tile: int = TILE) -> ModelShape:
-        """Return the model with modules that act on each token alone in tiles of ``tile`` tokens."""
+    def in_tiles(self, tiles: Tiles = TILE) -> ModelShape:
+        """Return the model with modules in tiles of tokens.
+
+        Raises:
+            ValueError: ``tiles`` names modules that the model has not.
+        """
         other = copy(self)
-        other._known, other._tile = {}, tile
-        with self._without_logits():
-            other._tiled = token_wise(self._module, self._layers, probe_batch(), self.hardware)
+        found = modules_in_tiles(self._root, tiles if isinstance(tiles, int) else dict(tiles))
+        other._known, other._tiled = {}, list(found.values())
         return other
 
     def _without_logits(self) -> AbstractContextManager[object]:
@@ -187,7 +196,7 @@ class ModelShape:
     def memories(self, microbatch_size: int, sequence_length: int) -> list[CallMemory]:
         """Return the tensors of each call of `costs`, with their lifetimes."""
         tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
-        with self._without_logits(), tiled(self._tiled, self._tile):
+        with self._without_logits(), tiled(self._tiled, tile_shapes):
             return estimate_memory(
                 self._module, self._layers, {"input_ids": tokens, "labels": tokens}, self.hardware, packed=self._packed
             )
@@ -202,7 +211,7 @@ class ModelShape:
     def _costs_on(self, device: Hardware, microbatch_size: int, sequence_length: int) -> Costs:
         """Return the costs on devices of one kind."""
         tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
-        with self._without_logits(), tiled(self._tiled, self._tile):
+        with self._without_logits(), tiled(self._tiled, tile_shapes):
             costs = self._estimate(device, input_ids=tokens, labels=tokens)
         if self._like_paper:
             head = self._estimate(device, input_ids=tokens).calls[-1]

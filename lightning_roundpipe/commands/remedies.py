@@ -26,8 +26,8 @@ from lightning_roundpipe.commands.plan_model import (
     shape_of,
     total,
 )
-from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
-from lightning_roundpipe.config import AUTO_TILE, parse_bytes
+from lightning_roundpipe.commands.plan_shape import USUAL_TILE, ModelShape, Wish
+from lightning_roundpipe.config import parse_bytes
 from lightning_roundpipe.planning.memory import least
 from lightning_roundpipe.planning.profile import Hardware, Precision
 
@@ -153,7 +153,7 @@ class _Tries:
             smaller = [s for s in (8, 4, 2, 1) if s < size and size * found.microbatches % s == 0]
             yield [{"microbatch_size": s, "microbatches": found.microbatches * size // s} for s in smaller]
         if fewer and wish.token_tiles is None and not found.fits_device:
-            yield [{"token_tiles": AUTO_TILE}]
+            yield [{"token_tiles": USUAL_TILE}]
         if wish.staleness:
             yield [{"staleness": 0}]
         if fewer:

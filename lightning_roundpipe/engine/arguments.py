@@ -160,14 +160,6 @@ class Arguments:
         attributes = dict(zip(self._where, values[last:], strict=True))
         return Built(tuple(values[:first]), kwargs, attributes, list(copies.values()))
 
-    def attributes_alone(self) -> dict[tuple[int, str], Any] | None:
-        """Return the attributes as `build` does; None if there are tensors in them."""
-        nodes = self._nodes[len(self._nodes) - len(self._where) :]
-        if any(_has_tensor(node, set()) for node in nodes):
-            return None
-        copies: dict[int, tuple[Any, Any]] = {}
-        return {where: _thaw(node, (), copies) for where, node in zip(self._where, nodes, strict=True)}
-
     def forget_originals(self) -> None:
         """Keep none of the caller's tensors and boxes alive."""
         self.tensors = []
@@ -175,16 +167,6 @@ class Arguments:
         self._own = None
         for box in self._boxes.values():
             box.original = _shell(box.original)
-
-
-def _has_tensor(node: Any, seen: set[int]) -> bool:
-    if type(node) in (_Tuple, _Flattened):
-        return any(_has_tensor(n, seen) for n in node.items)
-    if type(node) is not _Box or id(node) in seen:
-        return type(node) is _Place
-    seen.add(id(node))
-    contents = node.contents.values() if isinstance(node.contents, dict) else node.contents or ()
-    return any(_has_tensor(n, seen) for n in (*contents, *(node.attributes or {}).values()))
 
 
 def _shell(original: Any) -> Any:

@@ -40,7 +40,6 @@ from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.grad_buffers import GradientMemory, Reduction
 from lightning_roundpipe.memory.host_model import HostModel
 from lightning_roundpipe.model.structure import Structure
-from lightning_roundpipe.tiles.token_tiles import TokenTiles
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.gradient_exchange import GradientExchange
 from lightning_roundpipe.updates.loss_handle import StepGradients
@@ -132,7 +131,6 @@ class Engine:
         reduction = Reduction(getattr(torch, dtype) if dtype is not None else None, pool.summing)
         casts = self.formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights
         rates = rates_of(devices[0]) if options.plan == "static" else None
-        self.tiles = TokenTiles(options.token_tiles) if options.token_tiles is not None else None
         attributes, randomness = LayerAttributes(model.layers), Randomness(devices)
         shared = SharedAttributes(module)
         shared.touched = attributes.touched
@@ -141,7 +139,7 @@ class Engine:
             model=model,
             pool=pool,
             executors=[
-                Executor(worker, pool.baton, randomness, compiler, model.bucket_of, rates, self.tiles, casts=casts)
+                Executor(worker, pool.baton, randomness, compiler, model.bucket_of, rates, casts=casts)
                 for worker in pool.workers
             ],
             gradients=GradientMemory(model.layers, devices[0], reduction, len(devices)),
@@ -156,7 +154,7 @@ class Engine:
         self._accumulators = Accumulators()
         self._metrics = HostMetrics(module if pool.accelerator is not None else nn.Module())
         self._retries = Retries(devices, self.hints)
-        self._planner = Planner(self.context, self.tiles, self.hints, lambda: self.windows_left())
+        self._planner = Planner(self.context, self.hints, lambda: self.windows_left())
         self._trained = model.trainable()
         self._step_in_flight: Step | None = None
         """The last window's step, if its outputs were returned and its backward may still run."""
@@ -224,7 +222,6 @@ class Engine:
                 result = self._result_of(runs, step, None)
                 self._metrics.bring_to_host()
             self.hints.after_step(switched_off)
-            self._say_tiles()
             if not several and len(self.worker_pool.workers) > 1:
                 self.hints.of_one_microbatch(len(self.worker_pool.workers))
             learned = self.learned
@@ -372,13 +369,6 @@ class Engine:
         self._accumulators.watch(self.model.masters)
         for device in self.worker_pool.devices:
             device.reset_peak()
-
-    def _say_tiles(self) -> None:
-        """Say once which modules run in tiles of tokens, or that none does, though the options ask for it."""
-        if self.tiles is not None and (self.tiles.ran or self.tiles.compared) and not self.hints.knows_tiles:
-            why_not = {layer.name: self.tiles.why_not(layer) for layer in self.model.layers}
-            asked = self.options.token_tiles != "auto"
-            self.hints.of_tiles(self.tiles.tile, self.tiles.ran, why_not if asked else {})
 
     @property
     def _may_overlap(self) -> bool:

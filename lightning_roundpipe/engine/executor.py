@@ -46,9 +46,6 @@ from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.planning.profile import Hardware
-from lightning_roundpipe.tiles.tile_check import refuse_random
-from lightning_roundpipe.tiles.tiled_call import CallSurroundings
-from lightning_roundpipe.tiles.token_tiles import TokenTiles
 from lightning_roundpipe.user_code.bypassed_gradients import Borrowing, Lender
 from lightning_roundpipe.user_code.graph_cut import Gradients, InputEdge, cut, inlet, reaches_out, run_backward
 from lightning_roundpipe.user_code.interception import Inside
@@ -253,16 +250,15 @@ class Executor:
         masters: ids of all parameters of the model.
         rates: rates by which the first window's operations are counted, for a static plan; None: they are not.
         casts: whether the first window looks for weights that autocast casts wherever they are used.
-        tiles: runs modules inside layers in tiles of tokens; None: they run whole.
     """
 
     def __init__(
         self, worker: Worker, baton: Baton, randomness: Randomness, compiler: LayerCompiler, masters: Container[int],
-        rates: Hardware | None, tiles: TokenTiles | None, *, casts: bool,
+        rates: Hardware | None, *, casts: bool,
     ) -> None:  # fmt: skip
         self.worker, self.device, self._masters = worker, worker.device, masters
         self._baton, self._randomness, self._compiler = baton, randomness, compiler
-        self._rates, self._tiles, self._casts = rates, tiles, casts
+        self._rates, self._casts = rates, casts
         self._buffers: dict[int, tuple[Replica, ReplicaBuffers]] = {}
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -297,11 +293,7 @@ class Executor:
             buffers.load()
         with self.device.track(tensors, INPUTS):
             meter = self._meter(call, tensors)
-
-            def running(kind: str, given: list[Tensor], grad: bool) -> tuple[Run, list[Tensor], Gradients]:
-                return self._run(call, slot, given, replica, runner, kind, inside, grad=grad)
-
-            run, aliases, sink = self._fitting(call, running, tensors, replica, buffers, meter, grad=grad)
+            run, aliases, sink = self._run(call, slot, tensors, replica, runner, "forward", inside, grad=grad)
             found = run.tensors
             self.device.track_until_freed(found, OUTPUTS)
             if meter is not None and call.traced is not None:
@@ -393,7 +385,6 @@ class Executor:
         own = [p._version for p in replica.parameters]
         writes = LayerWrites(replica)
         draws = self._randomness.begin(layer.index, device, call.seed)
-        tiled = self._in_tiles(call, replica, draws=draws)
         forward = self._compiler.of(layer, replica)
         saved = device.saved_for_backward() if grad else _NOTHING
         unmoved = replica.unregistered_tensors.unmoved(layer.name) if again else _NOTHING
@@ -403,7 +394,7 @@ class Executor:
         began = time.perf_counter()
         watched = self._watched(call, slot, kind, replica)
         computing = self._computing(call, slot, kind, runner, inside, alone=draws)
-        with computing, torch.set_grad_enabled(grad), saved, unmoved, writes, watched, borrowing, observed, tiled:
+        with computing, torch.set_grad_enabled(grad), saved, unmoved, writes, watched, borrowing, observed:
             result, collected = collecting(forward, *built.args, **built.kwargs)
             output = result, collected or None
         call.seconds = time.perf_counter() - began
@@ -465,51 +456,6 @@ class Executor:
         alone = alone or self._compiler.compiled or layer.caches_parametrizations or changes(layer.name)
         gives_up = not alone and self.device.backward_needs_interpreter and layer.launch_seconds >= LONG_S
         return _Computing(self.worker, self._baton if gives_up else None, call, slot, kind, runner, inside)
-
-    def _in_tiles(self, call: LayerCall, replica: Replica, *, draws: bool) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which modules inside the layer run in tiles of tokens.
-
-        Not where a tile's backward would find other values than its forward: in buffers that the layer writes to, and
-        in tensors of attributes that came with the call.
-        """
-        tiles, layer, device = self._tiles, call.layer, self.device
-        if tiles is None or not tiles.on or layer.mutable_buffers or layer.borrows:
-            return _NOTHING
-        if call.arguments.attributes_alone() is None:
-            return _NOTHING
-        around = CallSurroundings(
-            thread_state=call.thread_state,
-            context=call.context,
-            saving=device.saved_for_backward,
-            track=lambda tensors: device.track_until_freed(tensors, GRADIENTS),
-            guard=refuse_random if draws else contextlib.nullcontext,
-            adding=tiles.of(layer, replica).adding,
-        )
-        return tiles.around(layer, replica, call.state, around)
-
-    def _fitting(
-        self, call: LayerCall, run: Callable[[str, list[Tensor], bool], T], tensors: list[Tensor], replica: Replica,
-        buffers: ReplicaBuffers, meter: PeakMemoryMeter | None, *, grad: bool,
-    ) -> T:  # fmt: skip
-        """Run a call; one of the first window in tiles if a worker's memory is too small without.
-
-        Modules are compared with their parts in a run of its own, which the call's time and memory do not contain. It
-        has no graph, so that there is room for the comparisons.
-        """
-        tiles = self._tiles
-        if tiles is None or meter is None:
-            return run("forward", tensors, grad)
-        if not tiles.on:
-            try:
-                return run("forward", tensors, grad)
-            except torch.OutOfMemoryError:
-                tiles.turn_on()
-            _begin_again(replica, buffers)
-        if tiles.unknown(call.layer, call.state):
-            run("recompute", [t.clone() for t in tensors], False)
-            _begin_again(replica, buffers)
-        meter.restart()
-        return run("forward", tensors, grad)
 
     def _meter(self, call: LayerCall, given: Iterable[Tensor]) -> PeakMemoryMeter | None:
         """Return what measures the call's memory in the first window."""
@@ -601,18 +547,10 @@ class Executor:
         held = buffers.written() if buffers else {}
         if roots:
             watched = self._watched(call, slot, "backward", replica)
-            adding: contextlib.AbstractContextManager[Any] = _NOTHING
-            if self._tiles is not None and self._tiles.on:
-                replica.apply(call.state)  # tiles run the layer's code
-                replica.fill(call.contents)
-                replica.hold(call.arguments.attributes_alone() or {})
-                adding = self._tiles.of(layer, replica).adding
             alone = layer.index in self._randomness.draws
-            with self._computing(call, slot, "backward", runner, inside, alone=alone), watched, adding:
+            with self._computing(call, slot, "backward", runner, inside, alone=alone), watched:
                 # Other calls may reach the same stand-in's graph.
                 run_backward(roots, values, retain_graph=bool(layer.reaches_out))
-            if adding is not _NOTHING:
-                replica.drop_written()
         if buffers:
             buffers.refuse_written(held)
         if sums is not None:
@@ -659,14 +597,6 @@ class Executor:
                 f"{_kinds([(t.shape, t.dtype) for t in outputs])} when it was recomputed for its backward: what it "
                 "does must depend on its arguments, weights, buffers and random numbers alone."
             )
-
-
-def _begin_again(replica: Replica, buffers: ReplicaBuffers) -> None:
-    """Undo what a run has written, which another one follows."""
-    replica.drop_written()
-    if buffers:
-        buffers.discard(thorough=True)
-        buffers.load()
 
 
 def _refuse_written(layer: HostLayer, replica: Replica, positions: Collection[int]) -> None:

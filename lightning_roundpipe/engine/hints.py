@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -10,9 +10,6 @@ from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.refine import Refined
 from lightning_roundpipe.user_code.interception import PACKED_ROWS
-
-_MOST_REASONS = 6
-"""How many modules a warning says the reasons of."""
 
 _PACKED = (
     "position_ids begin anew within rows. Each document attends to itself alone here, as use_cache is off. In plain "
@@ -51,36 +48,6 @@ class Hints:
             f"a step has one microbatch, which keeps one of {plural(devices, 'device')} busy at a time. Set "
             "Trainer(accumulate_grad_batches=...) with smaller batches, or RoundPipeStrategy(num_microbatches=...) to "
             "cut each batch.",
-        )
-
-    @property
-    def knows_tiles(self) -> bool:
-        """Whether `of_tiles` has said something."""
-        return not self._said.isdisjoint({"tiles", "no tiles"})
-
-    def of_tiles(self, tile: int, ran: Mapping[str, Sequence[str]], why_not: Mapping[str, Mapping[str, str]]) -> None:
-        """Hint: modules run in tiles; or warning: none does, though calls have more tokens than a tile.
-
-        Args:
-            tile: tokens in a tile.
-            ran: names of the modules, by layer.
-            why_not: why others do not, by layer and module.
-        """
-        if ran:
-            layers: dict[tuple[str, ...], int] = {}
-            for names in ran.values():
-                key = tuple(name or "the layer itself" for name in names)
-                layers[key] = layers.get(key, 0) + 1
-            found = "; ".join(f"{', '.join(names)} of {plural(number, 'layer')}" for names, number in layers.items())
-            return self.say("tiles", f"tiles of at most {plural(tile, 'token')}: {found}.")
-        reasons = {f"{name or 'the layer'} {why}" for of_layer in why_not.values() for name, why in of_layer.items()}
-        if not reasons:
-            return None
-        listed = "; ".join(sorted(reasons)[:_MOST_REASONS])
-        return self.warn(
-            "no tiles",
-            f"nothing inside layers runs in tiles of tokens, though token_tiles asks for it: {listed}. Set "
-            "token_tiles=None, which saves the comparisons.",
         )
 
     def of_cuts(self, refined: Refined) -> None:

@@ -42,7 +42,6 @@ from lightning_roundpipe.planning.pipeline import Rules, period_of_ends, step_en
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, partly_fused, search_partition, unpacking_plans
-from lightning_roundpipe.tiles.token_tiles import TokenTiles
 
 WORTH_S = 0.5
 """A step that takes at least this many seconds is worth a search for a better plan, however few steps follow."""
@@ -67,16 +66,12 @@ class Planner:
 
     Args:
         context: the engine's parts.
-        tiles: runs modules inside layers in tiles of tokens; None: they run whole.
         hints: tells the user of a search.
         windows_left: returns how many windows will be trained on.
         hints: shows messages to the user.
     """
 
-    def __init__(
-        self, context: Context, tiles: TokenTiles | None, hints: Hints, windows_left: Callable[[], float]
-    ) -> None:
-        self._tiles = tiles
+    def __init__(self, context: Context, hints: Hints, windows_left: Callable[[], float]) -> None:
         self._context, self._options, self._windows_left = context, context.options, windows_left
         self._workers, self._devices, self._hints = context.pool.workers, context.pool.devices, hints
 
@@ -128,8 +123,6 @@ class Planner:
                 if not plan.unpack_once:  # beside the largest arena, stages unpack once wherever there is room
                     plan = unpacked_within(plan, costs, workers, len(traces), limit, most=True)
             except ValueError as error:
-                if self._tiles is not None and not self._tiles.on:
-                    return self._tiles.turn_on()  # the next window is measured with tiles
                 raise DoesNotFit(f"{error}{libraries_note(options, self._devices)}") from None
         if len(traces) > 1 and (buffer := _torn(plan, trace)):
             why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"

@@ -370,9 +370,9 @@ class ReplicaBuffers:
             self._device.compute.copy(host, here)
             return host
 
-    def discard(self, *, thorough: bool = False) -> None:
-        """Reload, at the next `load`, what a recomputation or a trial forward changed."""
-        for index in {*self.changed(thorough), *self._mutable}:
+    def discard(self) -> None:
+        """Reload, at the next `load`, what a recomputation changed."""
+        for index in {*self.changed(thorough=False), *self._mutable}:
             self._loaded[index] = None
 
 

@@ -39,10 +39,6 @@ class PeakMemoryMeter:
         device.reset_peak()
         self._before = device.resident_bytes() - storage_bytes(given)
 
-    def restart(self) -> None:
-        """Forget the peak so far: the call has failed, and begins again."""
-        self._device.reset_peak()
-
     def read(self) -> int:
         """Return the peak in bytes so far and stop tracking the inputs. Call once."""
         self._tracked.release()

@@ -223,14 +223,6 @@ class Replica:
                     found.append((holder, name, old, new))
         return found
 
-    def replace_forward(self, number: int, forward: Callable[..., Any]) -> None:
-        """Have module ``number`` run ``forward`` from now on, as if its attributes had been so from the start."""
-        self.modules[number].__dict__["forward"] = self._base[number]["forward"] = forward
-
-    def attributes(self) -> list[dict[str, Any]]:
-        """Return the modules' present attributes."""
-        return [dict(m.__dict__) for m in self.modules]
-
     def drop_written(self) -> None:
         """Drop attributes that a call has set: the next call starts from the layer's own."""
         for index in range(len(self.modules)):

@@ -327,8 +327,7 @@ class _Walk:
         roots = [leaf for leaf in leaves if leaf.requires_grad]
         kept, outputs, turn = work.memory.live, tree_map(_described, out), work.memory.moment
         needs_backward, returning = bool(roots), sum(root.nbytes for root in roots)
-        given = freed = turn
-        left = kept
+        given = turn
         recomputing = _Recomputing(work.memory.peak + returning, work.memory.worst)
         if roots:
             with self.meter.scope(backward):
@@ -337,7 +336,6 @@ class _Walk:
                 recomputing.waiting = [held for held in work.memory.log if held.made > turn]
                 edges = [get_gradient_edge(root) for root in roots]
                 del out, leaves, roots  # as the engine does, when the gradients are there
-                left, freed = work.memory.live, work.memory.moment
                 torch.autograd.backward(edges, gradients)
                 del gradients, edges
         for hook in hooks:
@@ -345,11 +343,6 @@ class _Walk:
         peak, worst = work.memory.peak, work.memory.worst
         if self.emulated:
             peak, worst = kept + returning, given
-            in_tiles = left + backward.tile_bytes
-            if in_tiles > peak:  # the graph of a tile is there when the outputs are not
-                peak, worst = in_tiles, freed
-                name = Name("", "graph of a tile", (backward.tile_bytes,), torch.uint8)
-                work.memory.log.append(Held(name, backward.tile_bytes, freed, work.seconds, freed + 1, work.seconds))
         taken = tuple(inputs.values())
         found = _Measured(
             work, backward, needs_backward, sum(nbytes for _, nbytes in taken), kept, returning, peak,

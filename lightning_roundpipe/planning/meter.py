@@ -82,7 +82,6 @@ class Work:
         unpack_s: seconds of those whose copies a stage may keep.
         is_backward: whether it is of a backward.
         memory: the storages that were made in it, and in other scopes that share it.
-        tile_bytes: the most that the graph of a tile of tokens keeps, see `tiles`.
     """
 
     seconds: float = 0.0
@@ -93,7 +92,6 @@ class Work:
     unpack_s: float = 0.0
     is_backward: bool = False
     memory: Memory = field(default_factory=Memory)
-    tile_bytes: int = 0
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -110,11 +108,6 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def work(self) -> Work:
         """Totals outside of all scopes."""
         return self._scopes[0]
-
-    @property
-    def innermost(self) -> Work:
-        """Totals of the innermost scope."""
-        return self._scopes[-1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -459,8 +459,8 @@ OTHERS = [
         SECTION,
         "`token_tiles` is no number of tokens",
         "token_tiles=… must be a whole number of tokens of at least 1",
-        "'auto', or None for no tiles",
-        (options(token_tiles=0), options(token_tiles="all"), options(token_tiles=0.5)),
+        "such numbers, as {'mlp': 1024}, or None for no tiles",
+        (options(token_tiles=0), options(token_tiles="auto"), options(token_tiles={"mlp": 0.5})),
     ),
     Mistake(
         SECTION,

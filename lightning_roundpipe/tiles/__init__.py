@@ -1,1 +1,0 @@
-"""Modules that run their tokens in tiles, so that their largest tensors are never whole."""
