@@ -21,7 +21,7 @@ _PARTS = (
     "refusals",
     "precision",
     "hook_audit",
-    "monitors",
+    "reports.monitors",
     "shared_settings",
     "several_machines",
     "resuming",
@@ -29,8 +29,8 @@ _PARTS = (
     "windows",
     "evaluation_window",
     "stepping",
-    "announcements",
-    "step_monitor",
+    "reports.announcements",
+    "reports.step_monitor",
     "strategy",
 )
 """The modules that import Lightning. Each comes after those that it imports."""
@@ -76,5 +76,5 @@ def _execute(part: str) -> ModuleType:
 _parts = {part: _execute(part) for part in _PARTS}
 
 RoundPipeStrategy: Any = _parts["strategy"].RoundPipeStrategy
-RoundPipeMonitor: Any = _parts["step_monitor"].RoundPipeMonitor
+RoundPipeMonitor: Any = _parts["reports.step_monitor"].RoundPipeMonitor
 RoundPipePrecision: Any = _parts["precision"].RoundPipePrecision

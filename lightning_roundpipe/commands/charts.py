@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_roundpipe.gantt import Block, Chart, write_charts
 from lightning_roundpipe.planning.bubble import Bubble
 from lightning_roundpipe.planning.cases import FIGURES
 from lightning_roundpipe.planning.paper_schedules import PaperRun
+from lightning_roundpipe.reports.pictures import Block, Chart
+from lightning_roundpipe.reports.traces import write_charts
 
 _LONGEST_NAME = 60
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_roundpipe.commands.explain import Explained
-from lightning_roundpipe.pictures import TimeUnit, save, set_time_axis
 from lightning_roundpipe.planning.census import StorageLifetime
+from lightning_roundpipe.reports.pictures import TimeUnit, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,8 +62,8 @@ def _panel(axes: Axes, one: Explained) -> None:
         axes.annotate(part, (begin, highest), xytext=(3, -3), textcoords="offset points", va="top", fontsize=8)
     axes.set_xlim(0, call.end_s)
     axes.set_ylim(0, highest)
-    set_time_axis(axes, unit)
-    axes.set_xlabel(f"estimated {unit.in_words} of a call of {call.layer}")
+    axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds / unit.seconds:g}")
+    axes.set_xlabel(f"estimated time ({unit.name}) of a call of {call.layer}")
     axes.set_ylabel("GiB of a worker")
     axes.set_title(f"{one.subject}: {one.needed / _GIB:,.2f} GiB at the worst moment (dotted)", fontsize=10, loc="left")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, reverse=True, frameon=False)

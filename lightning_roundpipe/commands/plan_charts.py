@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_roundpipe.commands.plan_costs import Answer, Question, answer, run_answer
-from lightning_roundpipe.gantt import Block, Chart, IdleBlock, write_charts
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.pipeline import COMPUTE, SimulatedEvent, SimulatedRun, run_steps
 from lightning_roundpipe.planning.search import paper_plan
+from lightning_roundpipe.reports.pictures import Block, Chart, IdleBlock
+from lightning_roundpipe.reports.traces import write_charts
 
 if TYPE_CHECKING:
     from lightning_roundpipe.commands.plan_model import Outlook  # imports torch

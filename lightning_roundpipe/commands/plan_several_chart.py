@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning_roundpipe.commands.plan_several import Cell
 from lightning_roundpipe.commands.plan_several_table import common
-from lightning_roundpipe.pictures import save
+from lightning_roundpipe.reports.pictures import save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

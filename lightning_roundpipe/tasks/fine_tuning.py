@@ -111,22 +111,6 @@ def _check_vocabulary(cfg: DictConfig, of_model: int) -> None:
         )
 
 
-def check(cfg: DictConfig) -> None:
-    """Check a configuration before the first run of a sweep, as far as possible without model and data.
-
-    Raises:
-        ValueError, OSError, ImportError, MisconfigurationException: as in `build`.
-    """
-    _refuse_unset(cfg)
-    _refuse_missing_checkpoint(cfg.ckpt_path)
-    _check_types(cfg)
-    _check_step(cfg)
-    for node in (cfg.lora, cfg.optimizer, cfg.scheduler):
-        if node:
-            _make(node)
-    _make_trainer(cfg, Measurements())
-
-
 def run(job: Job) -> dict[str, Any]:
     """Train, print what that changed, and return the summary, which is also written to ``summary.json``."""
     trainer, task, data = job.trainer, job.task, job.data
