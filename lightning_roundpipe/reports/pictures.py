@@ -46,11 +46,10 @@ PAUSE = ""
 _IDLE, _QUIET = "#EFEFEF", "#555555"
 
 _WIDTH = 12.0
-_LANES = {"compute": (0.04, 0.96), "up": (0.66, 0.78), "down": (0.82, 0.94)}
-"""Top and bottom of each lane within a row. The compute lane ends at `_WITH_COPIES` in charts with copies."""
-_WITH_COPIES = 0.62
-_ROW, _ROW_WITH_COPIES = 0.3, 0.55
-"""Usual heights of a row in inches."""
+_LANES = {"compute": (0.04, 0.96), "up": (0.74, 0.83), "down": (0.87, 0.96)}
+"""Top and bottom of each lane within a row."""
+_BELOW_NAMES, _ABOVE_COPIES = 0.24, 0.7
+"""Top of the compute lane in charts with names of stages, and its bottom in charts with copies."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +136,7 @@ class Chart:
         waits: why they are idle.
         copies: what the links carry.
         begin_ms: the begin of the axis.
+        named: whether the names of stages stand above them.
     """
 
     title: str
@@ -149,12 +149,20 @@ class Chart:
     waits: Sequence[IdleBlock] = ()
     copies: Sequence[CopySpan] = ()
     begin_ms: float = 0.0
+    named: bool = False
 
     @cached_property
     def rows(self) -> dict[int, int]:
         """The row of each worker that has a stage. The others have none."""
         working = sorted({block.worker for block in self.blocks if block.parts})
         return {worker: row for row, worker in enumerate(working or range(self.workers))}
+
+    @property
+    def lanes(self) -> dict[str, tuple[float, float]]:
+        """Top and bottom of each lane within a row."""
+        top, bottom = _LANES["compute"]
+        compute = _BELOW_NAMES if self.named else top, _ABOVE_COPIES if self.copies else bottom
+        return {**_LANES, "compute": compute} if self.copies else {"compute": compute}
 
     def described(self, unit: TimeUnit) -> str:
         """Return the text beside the title."""
@@ -170,7 +178,8 @@ def draw_charts(charts: Sequence[Chart], path: Path) -> None:
 
     rows = sum(len(chart.rows) for chart in charts)
     room = max(MOST_PIXELS / DPI - 0.6 - 0.7 * len(charts), 1.0)
-    heights = [len(chart.rows) * min(_ROW_WITH_COPIES if chart.copies else _ROW, room / rows) for chart in charts]
+    usual = [0.3 + 0.1 * chart.named + 0.25 * bool(chart.copies) for chart in charts]
+    heights = [len(chart.rows) * min(height, room / rows) for chart, height in zip(charts, usual, strict=True)]
     unit = TimeUnit.of(max(chart.span_ms for chart in charts) / 1e3)
     figure = Figure(figsize=(_WIDTH, sum(heights) + 0.7 * len(charts) + 0.6), dpi=DPI, layout="constrained")
     panels = figure.subplots(len(charts), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -195,8 +204,7 @@ def _draw(axes: Axes, chart: Chart, unit: TimeUnit, row_points: float) -> None:
     from matplotlib.collections import PolyCollection
 
     scale = 1e-3 / unit.seconds
-    bottom = _WITH_COPIES if chart.copies else _LANES["compute"][1]
-    lanes = {**_LANES, "compute": (_LANES["compute"][0], bottom)}
+    lanes = chart.lanes
     boxes: dict[tuple[str, bool, int], list[list[tuple[float, float]]]] = defaultdict(list)
 
     def box(worker: int, lane: str, begin_ms: float, end_ms: float) -> list[tuple[float, float]]:
@@ -211,7 +219,7 @@ def _draw(axes: Axes, chart: Chart, unit: TimeUnit, row_points: float) -> None:
             boxes[colour, pale, z].append(box(worker, lane, begin_ms, end_ms))
 
     for worker in chart.rows:
-        for lane in lanes if chart.copies else ("compute",):
+        for lane in lanes:
             add(_IDLE, worker, lane, chart.begin_ms, chart.span_ms, z=0)
     for wait in chart.waits:
         add(WAITS[wait.why], wait.worker, "compute", wait.start_ms, wait.end_ms, z=1)
@@ -238,24 +246,41 @@ def _draw(axes: Axes, chart: Chart, unit: TimeUnit, row_points: float) -> None:
         ),
         autolim=False,
     )  # fmt: skip
-    _write_numbers(axes, chart, scale, points, row_points, (lanes["compute"][0] + bottom) / 2)
+    _write_numbers(axes, chart, scale, points, row_points)
+    if chart.named and row_points > 20:
+        _write_names(axes, chart, scale, points)
     axes.set_ylim(len(chart.rows), 0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="x", labelsize=8, color=_QUIET, labelcolor=_QUIET)
     axes.tick_params(axis="y", length=0, labelsize=8)
     every = -(-9 // max(1, int(row_points)))  # a label is as high as this many rows
     named = list(chart.rows.items())[::every]
-    axes.set_yticks([row + 0.5 for _, row in named], [f"worker {worker}" for worker, _ in named])
+    middle = sum(lanes["compute"]) / 2
+    axes.set_yticks([row + middle for _, row in named], [f"worker {worker}" for worker, _ in named])
     heading = axes.set_title(chart.title, loc="left", fontsize=10, fontweight="bold")
     heading.set_parse_math(False)  # "$" in a model's name does not begin a formula
     axes.annotate(f"  {chart.described(unit)}", (1, 0), xycoords=heading, va="bottom", fontsize=9, color=_QUIET)
 
 
-def _write_numbers(axes: Axes, chart: Chart, scale: float, points: float, row_points: float, middle: float) -> None:
+def _write_names(axes: Axes, chart: Chart, scale: float, points: float) -> None:
+    """Write the name of each stage above its blocks, with a line as long as they take."""
+    stages: dict[tuple[int, int, str], list[Block]] = defaultdict(list)
+    for block in chart.blocks:
+        stages[block.worker, block.turn, block.stage].append(block)
+    for (worker, _, name), blocks in stages.items():
+        start, end = min(block.start_ms for block in blocks), max(block.end_ms for block in blocks)
+        top, inset = chart.rows[worker] + chart.lanes["compute"][0] - 0.03, min(1.0 / points, (end - start) / 4)
+        axes.plot([(start + inset) * scale, (end - inset) * scale], [top, top], color=_QUIET, linewidth=0.7)
+        if points * (end - start) > 5 * len(name):
+            axes.text((start + end) / 2 * scale, top, name, fontsize=7, color=_QUIET, ha="center", va="bottom")
+
+
+def _write_numbers(axes: Axes, chart: Chart, scale: float, points: float, row_points: float) -> None:
     """Write its microbatch's number into the longest part of each block that has room.
 
-    ``points``: of a millisecond along the axis. ``middle``: of the compute lane within a row.
+    ``points``: of a millisecond along the axis.
     """
+    top, bottom = chart.lanes["compute"]
     digits = max((len(str(block.microbatch)) for block in chart.blocks), default=1)
     for block in chart.blocks:
         computed = [part for part in block.spread() if part[0] != PAUSE]
@@ -263,11 +288,11 @@ def _write_numbers(axes: Axes, chart: Chart, scale: float, points: float, row_po
             continue
         kind, start, stop = max(computed, key=lambda part: part[2] - part[1])
         dark = kind == "backward" and not block.turn % 2
-        size = min(8.5, 0.6 * row_points, (points * (stop - start) - 1.5) / (0.65 * digits))
+        size = min(8.5, 0.7 * (bottom - top) * row_points, (points * (stop - start) - 1.5) / (0.65 * digits))
         if size >= 4.5:
             axes.text(
-                (start + stop) / 2 * scale, chart.rows[block.worker] + middle, str(block.microbatch), fontsize=size,
-                ha="center", va="center_baseline", color="white" if dark else "black",
+                (start + stop) / 2 * scale, chart.rows[block.worker] + (top + bottom) / 2, str(block.microbatch),
+                fontsize=size, ha="center", va="center_baseline", color="white" if dark else "black",
             )  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def chart_of(report: Mapping[str, Any], title: str) -> Chart:
     facts = f" a step, {plural(report['microbatches'], 'microbatch')}, bubble {report['bubble_pct']:.1f} %"
     return Chart(
         title, 1e3 * report["step_time_s"], facts, "step", report["workers"], 1e3 * end_s,
-        _blocks(computed, stage_names(report)), copies=copies, begin_ms=1e3 * begin_s,
+        _blocks(computed, stage_names(report)), copies=copies, begin_ms=1e3 * begin_s, named=True,
     )  # fmt: skip
 
 
