@@ -30,12 +30,10 @@ import lightning_roundpipe
 PACKAGE = Path(lightning_roundpipe.__file__).parent
 USED = {
     "_PrefetchDataFetcher": "lookahead",
-    "_data_fetcher": "windows evaluation_window step_monitor",
+    "_data_fetcher": "windows evaluation_window reports/step_monitor",
     "_on_before_batch_transfer": "lookahead",
     "_state_dicts": "lookahead",
     "_call_strategy_hook": "lookahead",
-    "_start_profiler": "step_monitor",
-    "_stop_profiler": "step_monitor",
     "_skip_backward": "windows",
     "_results": "batches/logs",
     "_logger_connector": "batches/logs",
@@ -45,7 +43,7 @@ USED = {
     "_should_accumulate": "strategy",
     "_combined_loader": "resuming",
     "_Stateful": "resuming",
-    "_batches_that_stepped": "step_monitor",
+    "_batches_that_stepped": "reports/step_monitor",
     "_TransferableDataType": "strategy",
     "_EmptyInit": "strategy",
     "_WrappingCheckpointIO": "strategy",
