@@ -30,22 +30,27 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_roundpipe.checkpoint_io import WholeCheckpointIO
 from lightning_roundpipe.config import Emulation, Options, RoundPipeError, refuse_unscaled
 from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.engine.report import Report
-from lightning_roundpipe.evaluation_window import EvaluationWindow
 from lightning_roundpipe.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.faults.notes import remedied
-from lightning_roundpipe.lookahead import TakenBatch, TransferOnce
 from lightning_roundpipe.machines.file_tensors import FileTensors
 from lightning_roundpipe.memory.budget import over_capacity
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.meta import make_room
 from lightning_roundpipe.model.quantized import load_states, prepare
 from lightning_roundpipe.precision import RoundPipePrecision
-from lightning_roundpipe.refusals import (
+from lightning_roundpipe.reports.announcements import Announcements, changed_settings, name_devices
+from lightning_roundpipe.reports.monitors import profile_all_threads, tell_of_all_workers, windows_left
+from lightning_roundpipe.reports.page import write_page
+from lightning_roundpipe.reports.planned import replay_of
+from lightning_roundpipe.reports.step_monitor import RoundPipeMonitor
+from lightning_roundpipe.trainer.checkpoint_io import WholeCheckpointIO
+from lightning_roundpipe.trainer.evaluation_window import EvaluationWindow
+from lightning_roundpipe.trainer.lookahead import TakenBatch, TransferOnce
+from lightning_roundpipe.trainer.refusals import (
     load_optimizer,
     refuse_accelerator,
     refuse_foreign_parameters,
@@ -59,15 +64,10 @@ from lightning_roundpipe.refusals import (
     unfitting_weights,
     unreadable_checkpoint,
 )
-from lightning_roundpipe.reports.announcements import Announcements, changed_settings, name_devices
-from lightning_roundpipe.reports.monitors import profile_all_threads, tell_of_all_workers, windows_left
-from lightning_roundpipe.reports.page import write_page
-from lightning_roundpipe.reports.planned import replay_of
-from lightning_roundpipe.reports.step_monitor import RoundPipeMonitor
-from lightning_roundpipe.resuming import holds_place, warn_of_lost_place
-from lightning_roundpipe.several_machines import SeveralMachines, folder_of_checkpoints
-from lightning_roundpipe.stepping import Stepping
-from lightning_roundpipe.windows import Window
+from lightning_roundpipe.trainer.resuming import holds_place, warn_of_lost_place
+from lightning_roundpipe.trainer.several_machines import SeveralMachines, folder_of_checkpoints
+from lightning_roundpipe.trainer.stepping import Stepping
+from lightning_roundpipe.trainer.windows import Window
 
 _CPU = torch.device("cpu")
 

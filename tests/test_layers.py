@@ -29,15 +29,8 @@ LAYERS: list[set[str]] = [
     {"engine"},
     {
         "precision",
-        "checkpoint_io",
-        "several_machines",
-        "shared_settings",
-        "refusals",
-        "hook_audit",
-        "resuming",
-        "lookahead",
     },
-    {"windows", "evaluation_window", "stepping", "reports"},
+    {"reports", "trainer"},
     {"strategy"},
     {"pytorch_lightning"},
     {

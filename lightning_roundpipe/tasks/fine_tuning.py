@@ -26,9 +26,9 @@ from transformers import PreTrainedTokenizerBase
 from lightning_roundpipe.callbacks import Measurements, RunFolder
 from lightning_roundpipe.config import is_whole
 from lightning_roundpipe.data import TextFiles
-from lightning_roundpipe.refusals import unreadable_checkpoint
 from lightning_roundpipe.tasks.causal_lm import CausalLM
 from lightning_roundpipe.tasks.results import EvaluationResult, show_job, show_outcome, summarise
+from lightning_roundpipe.trainer.refusals import unreadable_checkpoint
 
 _FILLED_IN = {"data.tokenizer", "data.vocab_size"}
 """Settings that may be left open, because the model determines them."""
