@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lightning_roundpipe.batches.cutting import Microbatches
     from lightning_roundpipe.messages import RoundPipeWarning
     from lightning_roundpipe.precision import RoundPipePrecision
-    from lightning_roundpipe.step_monitor import RoundPipeMonitor
+    from lightning_roundpipe.reports.step_monitor import RoundPipeMonitor
     from lightning_roundpipe.strategy import RoundPipeStrategy
 
 __version__ = "0.1.0"
@@ -32,7 +32,7 @@ __all__ = [
 
 _HOMES = {
     "Microbatches": "lightning_roundpipe.batches.cutting",
-    "RoundPipeMonitor": "lightning_roundpipe.step_monitor",
+    "RoundPipeMonitor": "lightning_roundpipe.reports.step_monitor",
     "RoundPipePrecision": "lightning_roundpipe.precision",
     "RoundPipeStrategy": "lightning_roundpipe.strategy",
     "RoundPipeWarning": "lightning_roundpipe.messages",

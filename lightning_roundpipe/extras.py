@@ -8,7 +8,6 @@ from typing import Any
 
 EXTRAS = {
     "matplotlib": "plots",
-    "bokeh": "report",
     "tensorboard": "tensorboard",
     "bitsandbytes": "quant",
     "accelerate": "quant",

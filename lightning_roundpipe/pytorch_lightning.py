@@ -17,20 +17,20 @@ from types import ModuleType
 from typing import Any
 
 _PARTS = (
-    "checkpoint_io",
-    "refusals",
+    "trainer.checkpoint_io",
+    "trainer.refusals",
     "precision",
-    "hook_audit",
-    "monitors",
-    "shared_settings",
-    "several_machines",
-    "resuming",
-    "lookahead",
-    "windows",
-    "evaluation_window",
-    "stepping",
-    "announcements",
-    "step_monitor",
+    "trainer.hook_audit",
+    "reports.monitors",
+    "trainer.shared_settings",
+    "trainer.several_machines",
+    "trainer.resuming",
+    "trainer.lookahead",
+    "trainer.windows",
+    "trainer.evaluation_window",
+    "trainer.stepping",
+    "reports.announcements",
+    "reports.step_monitor",
     "strategy",
 )
 """The modules that import Lightning. Each comes after those that it imports."""
@@ -76,5 +76,5 @@ def _execute(part: str) -> ModuleType:
 _parts = {part: _execute(part) for part in _PARTS}
 
 RoundPipeStrategy: Any = _parts["strategy"].RoundPipeStrategy
-RoundPipeMonitor: Any = _parts["step_monitor"].RoundPipeMonitor
+RoundPipeMonitor: Any = _parts["reports.step_monitor"].RoundPipeMonitor
 RoundPipePrecision: Any = _parts["precision"].RoundPipePrecision

@@ -31,26 +31,28 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_roundpipe.announcements import Announcements, changed_settings, name_devices
-from lightning_roundpipe.checkpoint_io import WholeCheckpointIO
 from lightning_roundpipe.config import Emulation, Options, RoundPipeError, refuse_unscaled
 from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.engine.report import Report
-from lightning_roundpipe.evaluation_window import EvaluationWindow
 from lightning_roundpipe.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.faults.notes import remedied
-from lightning_roundpipe.lookahead import TakenBatch, TransferOnce
 from lightning_roundpipe.machines.file_tensors import FileTensors
 from lightning_roundpipe.memory.budget import over_capacity
 from lightning_roundpipe.messages import PREFIX, did_you_mean, plural, warn
 from lightning_roundpipe.model.meta import make_room
 from lightning_roundpipe.model.quantized import load_states, prepare
 from lightning_roundpipe.model.token_tiles import run_in_tiles
-from lightning_roundpipe.monitors import profile_all_threads, tell_of_all_workers, windows_left
-from lightning_roundpipe.page import write_page
 from lightning_roundpipe.precision import RoundPipePrecision
-from lightning_roundpipe.refusals import (
+from lightning_roundpipe.reports.announcements import Announcements, changed_settings, name_devices
+from lightning_roundpipe.reports.monitors import profile_all_threads, tell_of_all_workers, windows_left
+from lightning_roundpipe.reports.page import write_page
+from lightning_roundpipe.reports.planned import replay_of
+from lightning_roundpipe.reports.step_monitor import RoundPipeMonitor
+from lightning_roundpipe.trainer.checkpoint_io import WholeCheckpointIO
+from lightning_roundpipe.trainer.evaluation_window import EvaluationWindow
+from lightning_roundpipe.trainer.lookahead import TakenBatch, TransferOnce
+from lightning_roundpipe.trainer.refusals import (
     load_optimizer,
     refuse_accelerator,
     refuse_foreign_parameters,
@@ -64,11 +66,10 @@ from lightning_roundpipe.refusals import (
     unfitting_weights,
     unreadable_checkpoint,
 )
-from lightning_roundpipe.resuming import holds_place, warn_of_lost_place
-from lightning_roundpipe.several_machines import SeveralMachines, folder_of_checkpoints
-from lightning_roundpipe.step_monitor import RoundPipeMonitor
-from lightning_roundpipe.stepping import Stepping
-from lightning_roundpipe.windows import Window
+from lightning_roundpipe.trainer.resuming import holds_place, warn_of_lost_place
+from lightning_roundpipe.trainer.several_machines import SeveralMachines, folder_of_checkpoints
+from lightning_roundpipe.trainer.stepping import Stepping
+from lightning_roundpipe.trainer.windows import Window
 
 _CPU = torch.device("cpu")
 
@@ -569,15 +570,15 @@ class RoundPipeStrategy(SeveralMachines):
     def save_report(self, path: str | Path, settings: Mapping[str, Any] | None = None) -> None:
         """Write a page on the run to ``path``: one HTML file that needs no network.
 
-        It shows the plan, a timeline of the last step, memory against the plan, what to change to make steps faster,
-        settings and versions. Curves over time need a `RoundPipeMonitor` among the Trainer's callbacks.
+        It shows a picture of the last step, the plan, memory against the plan, settings and versions. Curves over time
+        and what steps wait for need a `RoundPipeMonitor` among the Trainer's callbacks.
 
         Args:
             path: the file to write; its folder must exist.
             settings: shown beside the strategy's own settings, such as the configuration of the run.
 
         Raises:
-            ImportError: bokeh is not installed; the message names the extra.
+            ImportError: matplotlib is not installed; the message names the extra.
             ValueError: no training step has finished yet.
         """
         module = self.lightning_module
@@ -586,6 +587,7 @@ class RoundPipeStrategy(SeveralMachines):
         write_page(
             self.report(),
             Path(path),
+            replayed=replay_of(self),
             history=monitor.history if monitor is not None else (),
             diagnosis=monitor.diagnosis if monitor is not None else None,
             settings={**changed_settings(self.options), **(settings or {})},

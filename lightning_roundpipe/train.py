@@ -40,7 +40,7 @@ from lightning_roundpipe.commands.console import console_command
 from lightning_roundpipe.config import RoundPipeError, is_whole
 from lightning_roundpipe.messages import RoundPipeWarning, plural
 from lightning_roundpipe.overrides import USAGE, command, explained, help_text, options_first, wrong_option
-from lightning_roundpipe.sweep import finished_sweep, forget_sweep, make_plans_static
+from lightning_roundpipe.reports.sweep import finished_sweep, forget_sweep, make_plans_static
 
 if TYPE_CHECKING:
     from lightning_roundpipe.tasks.fine_tuning import Job

@@ -25,7 +25,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
-import lightning_roundpipe.several_machines
+import lightning_roundpipe.trainer.several_machines
 
 RANK = int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", os.environ.get("SLURM_PROCID", 0))))
 MACHINES = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
@@ -540,8 +540,10 @@ def fault(folder: Path, kind: str, timeout: float = 10.0) -> dict[str, Any]:
     options = {"staleness": 1} if kind == "another setting" and RANK == 1 else {}
     sanity = 2 if kind == "another setting of the trainer" and RANK == 1 else 0
     if kind == "another version" and RANK == 1:
-        own = lightning_roundpipe.several_machines._version
-        lightning_roundpipe.several_machines._version = lambda name: "0.1" if name == "torchmetrics" else own(name)
+        own = lightning_roundpipe.trainer.several_machines._version
+        lightning_roundpipe.trainer.several_machines._version = lambda name: (
+            "0.1" if name == "torchmetrics" else own(name)
+        )
     module = Faulty(kind)
     saving = ModelCheckpoint(
         folder / "checkpoints", every_n_train_steps=2, save_top_k=-1, save_on_exception=kind == "raises, and would save"

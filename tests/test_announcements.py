@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_roundpipe import RoundPipeStrategy, RoundPipeWarning
-from lightning_roundpipe.announcements import clamped, host_bytes
 from lightning_roundpipe.callbacks import PlanTable
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.reports.announcements import clamped, host_bytes
 
 MLP = zoo.make_module("mlp")
 BATCHES = zoo.make_batches("mlp", 4, samples=7)

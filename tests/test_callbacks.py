@@ -36,7 +36,7 @@ from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_roundpipe import monitors
+from lightning_roundpipe.reports import monitors
 
 MLP = zoo.make_module("mlp")
 BATCHES = zoo.make_batches("mlp", 3)

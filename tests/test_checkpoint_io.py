@@ -28,7 +28,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnException
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from patience import until
 
-from lightning_roundpipe.checkpoint_io import UNFINISHED, WholeCheckpointIO
+from lightning_roundpipe.trainer.checkpoint_io import UNFINISHED, WholeCheckpointIO
 
 SIZE = 300_000
 SAME = [BATCHES[0]] * 4

@@ -26,13 +26,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from lightning_roundpipe import hook_audit
 from lightning_roundpipe.callbacks.measurements import Measurements
 from lightning_roundpipe.callbacks.plan_table import PlanTable
 from lightning_roundpipe.callbacks.progress import ProgressLines, ProgressRich
 from lightning_roundpipe.callbacks.run_folder import RunFolder
-from lightning_roundpipe.hook_audit import FlushOptimizer, looks_at_weights, needs_gradients, slowed_by
 from lightning_roundpipe.tasks.causal_lm import CausalLM
+from lightning_roundpipe.trainer import hook_audit
+from lightning_roundpipe.trainer.hook_audit import FlushOptimizer, looks_at_weights, needs_gradients, slowed_by
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]
 

@@ -18,7 +18,7 @@ from harness import Result, assert_same, ours, run
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_roundpipe.refusals import refuse_scripted
+from lightning_roundpipe.trainer.refusals import refuse_scripted
 
 WIDTH = zoo.WIDTH
 slow = pytest.mark.slow

@@ -17,10 +17,10 @@ from harness import ours, run
 from packaging.version import Version
 
 import lightning_roundpipe
-from lightning_roundpipe import sweep
 from lightning_roundpipe.callbacks import RunFolder
 from lightning_roundpipe.commands import plan
 from lightning_roundpipe.extras import EXTRAS
+from lightning_roundpipe.reports import sweep
 from lightning_roundpipe.tasks.loggers import tensorboard_logger
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +67,7 @@ def test_the_metadata_are_complete(metadata: str) -> None:
     assert message["Author"] and message["Summary"] and message["License-Expression"] == "Apache-2.0"
     named = dict(value.split(", ") for value in message.get_all("Project-URL", []))
     assert named == PROJECT["urls"]
-    extras = {"all", "docs", "plots", "quant", "report", "tensorboard", "dev"}
+    extras = {"all", "docs", "plots", "quant", "tensorboard", "dev"}
     assert extras == set(message.get_all("Provides-Extra", []))
     assert all(url.startswith(named["Repository"]) for name, url in named.items() if name != "Paper")
 
@@ -185,7 +185,7 @@ def test_a_sweep_without_matplotlib_leaves_its_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without("matplotlib", monkeypatch)
-    rows = [{"run": "0", "lr": "1", "microbatches": 2, "error": None, **dict.fromkeys(sweep._SHOWN, 1.0)}]
+    rows = [{"run": "0", "lr": "1", "microbatches": 2, "error": None, **dict.fromkeys(sweep.COLUMNS, 1.0)}]
     sweep.present(rows, tmp_path)
     assert capsys.readouterr().out.count("pip install 'lightning-roundpipe[plots]'") == 1
     assert [file.name for file in tmp_path.iterdir()] == ["sweep.csv"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,9 +14,9 @@ from harness import loader, ours, quiet, trainer_of
 from test_monitor import Tokens, known, times
 
 from lightning_roundpipe import RoundPipeMonitor
-from lightning_roundpipe.diagnosis import diagnose
 from lightning_roundpipe.messages import gib, seconds
-from lightning_roundpipe.page import write_page
+from lightning_roundpipe.reports.diagnosis import diagnose
+from lightning_roundpipe.reports.page import write_page
 
 HISTORY = [
     {
@@ -94,27 +92,14 @@ def test_its_figures_are_the_reports(tmp_path: Path) -> None:
         assert any(value == text or value in text for text in shown), value
     stages = [text for text in shown if re.fullmatch(r"[FB]\d+|fused", text)]
     assert {text for text in stages if text != "fused"} == {"F1", "F2", "B1", "B2", "B3", "B4", "B5"}
-    assert {"Loss", "Speed", "Step time", "Peak memory of devices", "Host memory"} <= {*shown}
+    assert page(tmp_path, history=HISTORY).count("<img") == 2  # the step, and curves
 
 
-def test_every_event_is_drawn(tmp_path: Path) -> None:
-    text, report = page(tmp_path), full()
-    kinds = {event["kind"] for event in report["events"]}
-    assert kinds == {"forward", "recompute", "backward"}
-    for layer in {event["layer"] for event in report["events"]}:
-        assert f'"{layer.partition(" ")[0]}' in text, layer
-    assert text.count('"type":"object","name":"Quad"') >= len(kinds) + 1  # the fused forward has a colour of its own
-
-
-def test_what_to_change(tmp_path: Path) -> None:
-    report = known()
-    slow = diagnose([report], times(report, between_s=1.0, fetch_s=0.9))
-    shown = " ".join(References(page(tmp_path, diagnosis=slow)).shown)
-    assert "longer than the" in shown and "num_workers=" in shown
-    fine = diagnose([report], times(report))
-    shown = " ".join(References(page(tmp_path, diagnosis=fine)).shown)
-    assert "are planned" in shown and "num_workers=" not in shown
-    assert "a RoundPipeMonitor and eight steps are needed" in " ".join(References(page(tmp_path)).shown)
+def test_what_steps_wait_for(tmp_path: Path) -> None:
+    found = diagnose(known(), times(between_s=1.0), waited_s=1.8)
+    shown = " ".join(References(page(tmp_path, diagnosis=found)).shown)
+    assert "waits longest for the data loader, 900 ms: set num_workers=" in shown
+    assert "waits longest" not in " ".join(References(page(tmp_path)).shown)
 
 
 def test_text_is_escaped(tmp_path: Path) -> None:
@@ -124,13 +109,13 @@ def test_text_is_escaped(tmp_path: Path) -> None:
 
 def test_a_strategy_writes_it_after_a_run(tmp_path: Path) -> None:
     strategy, monitor = ours(num_microbatches=2), RoundPipeMonitor(every_n_steps=1)
-    with pytest.raises(ValueError, match="none has finished yet"):
+    with pytest.raises(ValueError, match="no training step has finished yet"):
         strategy.save_report(tmp_path / "early.html")
     with quiet():
         trainer_of(strategy, devices=2, callbacks=[monitor]).fit(Tokens(), loader([TOKENS] * 3))
     strategy.save_report(tmp_path / "report.html")
     shown = References((tmp_path / "report.html").read_text()).shown
-    assert strategy.report()["plan"] in shown and "Loss" in shown
+    assert strategy.report()["plan"] in shown and "Over time" in shown
     assert "num_microbatches" in shown and "All have their defaults." not in shown  # settings that are not defaults
 
 
@@ -139,33 +124,7 @@ def test_settings_that_are_all_defaults(tmp_path: Path) -> None:
     assert "All have their defaults." in References(page(tmp_path, settings={})).shown
 
 
-def test_without_bokeh_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "bokeh"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "bokeh", None)
-    with pytest.raises(ImportError, match=r"bokeh is not installed: pip install .*\[report\]"):
+def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"matplotlib is not installed: pip install .*\[plots\]"):
         page(tmp_path)
-
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_draws_it_without_an_error(tmp_path: Path, scheme: str) -> None:
-    page(tmp_path, history=HISTORY)
-    assert CHROMIUM is not None
-    flags = (
-        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-        "--disable-component-update --disable-sync --enable-logging=stderr --virtual-time-budget=15000 "
-        f"--host-resolver-rules=MAP\t*\t~NOTFOUND --blink-settings=preferredColorScheme={int(scheme == 'light')}"
-    ).split(" ")
-    flags = [flag.replace("\t", " ") for flag in flags]
-    folder = f"--user-data-dir={tmp_path / 'profile'}"
-    command = [CHROMIUM, *flags, folder, "--dump-dom", f"file://{tmp_path}/report.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    assert not [line for line in said if re.search(r"error|warn|uncaught|failed", line, re.IGNORECASE)], said
-    assert f'data-theme="{scheme}"' in done.stdout and 'data-ready="yes"' in done.stdout
-    assert done.stdout.count('class="bk-Figure"') == 7  # a timeline and six curves

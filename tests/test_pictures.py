@@ -1,53 +1,181 @@
-"""What all pictures share: units, ticks, plurals, and how large a file may become."""
+"""Pictures and traces of schedules, and how large a picture may become."""
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from lightning_roundpipe.pictures import MOST_PIXELS, TimeUnit, idle_note, save, set_time_axis
+from lightning_roundpipe.reports.pictures import (
+    COPIES,
+    MOST_PIXELS,
+    WAITS,
+    Block,
+    Chart,
+    CopySpan,
+    IdleBlock,
+    TimeUnit,
+    draw_charts,
+    setting_names,
+)
+from lightning_roundpipe.reports.traces import write_charts
+
+
+def block(worker: int, microbatch: int, start_ms: float, *parts: tuple[str, float], turn: int = 0) -> Block:
+    return Block(worker, microbatch, f"F{worker}", turn, start_ms, parts)
+
+
+def chart(title: str = "one", group: str = "g", workers: int = 2, span_ms: float = 9.0, stretch: float = 1.0) -> Chart:
+    blocks = [
+        block(0, 0, 0, ("forward", 2 * stretch)),
+        block(1, 0, 2 * stretch, ("forward", 2 * stretch), ("head forward", 0.1 * stretch)),
+        block(0, 12, 5 * stretch, ("recompute", stretch), ("backward", 3 * stretch), turn=1),
+        block(0, 13, 9 * stretch),
+    ]
+    return Chart(title, span_ms, ", facts", group, workers, span_ms, blocks)
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that were saved."""
+    saved: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **kw: (saved.append(self), save(self, path, **kw)))
+    return saved
+
+
+def texts(figure: Figure) -> list[str]:
+    return [item.get_text() for item in figure.findobj(lambda artist: hasattr(artist, "get_text"))]
 
 
 @pytest.mark.parametrize(
-    ("longest_s", "seconds_from", "shown"),
-    [
-        (0.0004, 1.0, "400.0 µs"),
-        (0.0, 1.0, "0.000 ms"),
-        (0.25, 1.0, "250.0 ms"),
-        (0.9, 1.0, "900.0 ms"),
-        (1.0, 1.0, "1.000 s"),
-        (2.34567, 10.0, "2,346 ms"),
-        (9.9999, 10.0, "10,000 ms"),
-        (28.25, 10.0, "28.25 s"),
-        (12345.6, 1.0, "12,346 s"),
-    ],
+    ("longest_s", "shown"),
+    [(0.0, "0.000 ms"), (0.25, "250.0 ms"), (1.0, "1.000 s"), (28.25, "28.25 s"), (12345.6, "12,346 s")],
 )
-def test_one_unit_by_magnitude(longest_s: float, seconds_from: float, shown: str) -> None:
-    assert TimeUnit.of(longest_s, seconds_from).show(longest_s) == shown
+def test_one_unit_by_magnitude(longest_s: float, shown: str) -> None:
+    assert TimeUnit.of(longest_s).show(longest_s) == shown
 
 
-def test_ticks_have_as_many_decimals_as_are_needed() -> None:
-    axes = Figure().add_subplot()
-    set_time_axis(axes, TimeUnit("s", 1.0))
-    format_ticks = axes.xaxis.get_major_formatter().format_ticks
-    assert format_ticks([0, 0.25, 0.5, 1]) == ["0.00", "0.25", "0.50", "1.00"]
-    assert format_ticks([0, 1000, 2000]) == ["0", "1,000", "2,000"]
-    set_time_axis(axes, TimeUnit("ms", 1e-3))
-    assert axes.xaxis.get_major_formatter().format_ticks([0, 0.0005, 0.001]) == ["0.0", "0.5", "1.0"]
+def test_charts_lie_below_each_other(tmp_path: Path, figures: list[Figure]) -> None:
+    """Those of one group have one scale. The longest chart chooses the unit of all."""
+    charts = [chart("short", span_ms=900), chart("long", span_ms=3000), chart("else", group="h", span_ms=500)]
+    draw_charts(charts, tmp_path / "picture.png")
+    assert imread(tmp_path / "picture.png").shape[1] == 1920
+    [figure] = figures
+    tops = [axes.get_position().y1 for axes in figure.axes]
+    assert tops == sorted(tops, reverse=True)
+    assert [axes.get_xlim()[1] for axes in figure.axes] == [3, 3, 0.5]
+    written = texts(figure)
+    assert {"short", "long", "else", "worker 0", "worker 1", "forward", "head forward", "idle"} <= set(written)
+    assert "head backward" not in written, "the legend names what does not occur"
+    assert {"  0.900 s, facts", "  3.000 s, facts"} <= set(written)
+    assert any("time (s)" in text for text in written)
 
 
-def test_words_for_numbers() -> None:
-    assert idle_note(0, 8) == ""
-    assert idle_note(1, 8) == "; 1 of 8 workers has nothing to do and no row"
-    assert idle_note(3, 8) == "; 3 of 8 workers have nothing to do and no row"
+def test_numbers_stand_where_they_fit(tmp_path: Path, figures: list[Figure]) -> None:
+    """Blocks of 2.1 ms have no room for a number where 9,000 ms share the axis."""
+    for span_ms, expected in ((9, 3), (9_000, 0)):
+        draw_charts([chart(span_ms=span_ms)], tmp_path / "picture.png")
+        [axes] = figures.pop().axes
+        assert sum(text.get_text() in ("0", "12") for text in axes.texts) == expected
 
 
-@pytest.mark.parametrize(("size", "pixels"), [((4, 2), (640, 320)), ((5, 50), (400, 4000)), ((100, 10), (4000, 400))])
-def test_no_side_is_longer_than_can_be_read(size: tuple[int, int], pixels: tuple[int, int], tmp_path: Path) -> None:
-    save(Figure(figsize=size), tmp_path / "picture.png")
-    height, width = imread(tmp_path / "picture.png").shape[:2]
-    assert (width, height) == pixels
-    assert max(pixels) <= MOST_PIXELS
+@pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg"])
+def test_formats(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"picture{suffix}"
+    draw_charts([chart()], file)
+    start = file.read_bytes()[:100]
+    assert {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}[suffix] in start
+
+
+def busy(workers: int) -> Chart:
+    """Every worker has something to do."""
+    blocks = [block(worker, 0, 0, ("forward", 1 + worker)) for worker in range(workers)]
+    return Chart(f"{workers} workers", float(workers), "", "g", workers, float(workers), blocks)
+
+
+@pytest.mark.parametrize(("workers", "charts"), [(1, 1), (8, 25), (200, 2)])
+def test_no_picture_is_too_large(tmp_path: Path, workers: int, charts: int) -> None:
+    """Rows become thinner."""
+    draw_charts([busy(workers)] * charts, tmp_path / "picture.png")
+    assert max(imread(tmp_path / "picture.png").shape) <= MOST_PIXELS
+
+
+def test_workers_without_a_stage_have_no_row(tmp_path: Path, figures: list[Figure]) -> None:
+    draw_charts([chart(workers=8)], tmp_path / "picture.png")
+    written = set(texts(figures[0]))
+    assert {"worker 0", "worker 1"} <= written and "worker 2" not in written
+    assert "  9.000 ms, facts; 6 of 8 workers without a stage" in written
+
+
+def test_nothing_that_takes_time(tmp_path: Path) -> None:
+    empty = Chart("$odd title$ _{", 0.0, "facts", "g", 2, 0.0, [block(0, 0, 0)])
+    write_charts([empty], tmp_path / "picture.png", tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
+
+
+def test_trace(tmp_path: Path) -> None:
+    """What Perfetto needs: complete events in microseconds, nested or apart on each track, and names for the tracks."""
+    file = tmp_path / "trace.json"
+    thirds = Chart(
+        "thirds", 4.0, "", "g", 1, 4.0, [block(0, m, m / 3, ("recompute", 0.1), ("backward", 0.2333)) for m in range(9)]
+    )
+    write_charts([chart(), thirds], None, file)
+    records: list[dict[str, Any]] = json.loads(file.read_text())["traceEvents"]
+    names = {(r["pid"], r["tid"]): r["args"]["name"] for r in records if r["name"] == "thread_name"}
+    assert names == {(1, 1): "worker 0", (1, 2): "worker 1", (2, 3): "worker 0"}
+    assert [r["args"]["name"] for r in records if r["name"] == "process_name"] == [
+        *("one: 9.000 ms, facts", "thirds: 4.000 ms")
+    ]
+    complete = [r for r in records if r["ph"] == "X"]
+    [nested] = [r for r in complete if r["name"] == "F0 m12"]
+    assert (nested["ts"], nested["dur"], nested["args"]) == (5000, 4000, {"microbatch": 12})
+    parts = [(r["name"], r["ts"], r["dur"]) for r in complete if r["args"] == nested["args"] and r is not nested]
+    assert parts == [("recompute", 5000, 1000), ("backward", 6000, 3000)]
+    tracks = defaultdict(list)
+    for record in complete:
+        assert (record["pid"], record["tid"]) in names
+        tracks[record["pid"], record["tid"]].append(record)
+    for found in tracks.values():
+        open_until: list[int] = []  # nanoseconds
+        for record in sorted(found, key=lambda r: (r["ts"], -r["dur"])):
+            begin, end = round(1e3 * record["ts"]), round(1e3 * (record["ts"] + record["dur"]))
+            while open_until and open_until[-1] <= begin:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1], "overlaps without being inside"
+            open_until.append(end)
+
+
+def test_waits_and_copies_have_colours(tmp_path: Path, figures: list[Figure]) -> None:
+    waits = [IdleBlock(0, "waits for weights", 2, 4), IdleBlock(0, "waits for the optimizer", 4, 5)]
+    copies = [CopySpan(0, "gradients", "down", 6, 7)]
+    write_charts([replace(chart(), waits=waits, copies=copies)], tmp_path / "picture.png", tmp_path / "trace.json")
+    assert {"waits for weights", "waits for the optimizer", "copies of gradients"} <= set(texts(figures[0]))
+    drawn = {tuple(to_rgb(colour)): what for what, colour in (WAITS | COPIES).items()}
+    found = {}
+    for boxes in figures[0].axes[0].collections:
+        if len(faces := boxes.get_facecolor()) and (what := drawn.get(tuple(faces[0][:3]))):
+            extents = boxes.get_paths()[0].get_extents()
+            found[what] = extents.x0, extents.x1
+    assert found == {"waits for weights": (2, 4), "waits for the optimizer": (4, 5), "gradients": (6, 7)}
+    records = [r for r in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if r["name"] in WAITS]
+    assert [(r["name"], r["ts"], r["dur"]) for r in records] == [
+        ("waits for weights", 2000, 2000),
+        ("waits for the optimizer", 4000, 1000),
+    ]
+
+
+def test_names_of_settings_tell_them_apart() -> None:
+    assert setting_names(["lora.r", "strategy.emulation.memory", "trainer.max_steps"]) == {
+        "lora.r": "lora r",
+        "strategy.emulation.memory": "memory",
+        "trainer.max_steps": "max steps",
+    }
+    assert setting_names(["data.seed", "seed", "model"]) == {"data.seed": "data seed", "seed": "seed", "model": "model"}

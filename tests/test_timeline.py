@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
-from matplotlib.image import imread
 
-from lightning_roundpipe.pictures import MOST_PIXELS
 from lightning_roundpipe.planning import Plan
-from lightning_roundpipe.timeline import TimelineEvent, draw_timeline, read_events, stage_names, write_trace
+from lightning_roundpipe.reports.pictures import PAUSE, TimeUnit
+from lightning_roundpipe.reports.timeline import chart_of, draw_timeline, stage_names, write_trace
 
 PLAN = "forward 0-9 10-19; fused 20-29; backward 16-19 12-15 8-11 4-7 0-3; round 4"
 FORWARD_S, BACKWARD_S = 0.010, 0.020
@@ -87,53 +85,18 @@ def is_picture(path: Path, least_width: int = 1000) -> bool:
     return head.startswith(b"\x89PNG") and int.from_bytes(head[16:20], "big") >= least_width
 
 
-def changed(**change: Any) -> dict[str, Any]:
-    """A report with one thing changed in its first event."""
-    report = synthetic(**TINY)
-    report["events"][0].update(change)
-    return report
-
-
-def without(key: str) -> dict[str, Any]:
-    report = synthetic(**TINY)
-    del report[key]
-    return report
-
-
 # -- the picture -----------------------------------------------------------------------------------------------------
 
 
-def test_picture_of_a_step(tmp_path: Path) -> None:
-    draw_timeline(synthetic(), tmp_path / "step.png", title="A step")
-    assert is_picture(tmp_path / "step.png")
-    assert (tmp_path / "step.png").stat().st_size > 30_000
-
-
-def test_picture_of_very_little(tmp_path: Path) -> None:
-    draw_timeline(synthetic(**TINY), tmp_path / "step.png")
-    assert is_picture(tmp_path / "step.png")
-
-
-def test_picture_of_a_step_in_which_no_time_passed(tmp_path: Path) -> None:
-    report = synthetic(**TINY) | {"step_time_s": 0.0}
-    for event in report["events"]:
-        event.update(start_s=0.0, end_s=0.0)
-    draw_timeline(report, tmp_path / "step.png")
-    assert is_picture(tmp_path / "step.png")
-
-
-def test_picture_of_a_profiled_step_without_slots(tmp_path: Path) -> None:
-    report = synthetic(**TINY) | {"slots": []}
-    for event in report["events"]:
-        event.update(phase="profile")
-    draw_timeline(report, tmp_path / "step.png")
+@pytest.mark.parametrize("changes", [{}, {"slots": []}, {"step_time_s": 0.0}], ids=["", "without slots", "no time"])
+@pytest.mark.parametrize("size", [{}, TINY], ids=["a step", "very little"])
+def test_picture_of_a_step(size: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
+    draw_timeline(synthetic(**size) | changes, tmp_path / "step.png", title="A step")
     assert is_picture(tmp_path / "step.png")
 
 
 @pytest.mark.parametrize(("shift", "left"), [(-0.2, None), (0.0, 0.0), (0.1, 0.0)])
-def test_the_axis_begins_with_the_step_or_with_what_it_computed_before(
-    shift: float, left: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_axis_begins_with_the_step_or_with_what_it_computed_before(shift: float, left: float | None) -> None:
     """Not with weights that were uploaded ahead, which in a step beside another can be long before."""
     report = synthetic()
     end = max(event["end_s"] for event in report["events"])
@@ -141,88 +104,38 @@ def test_the_axis_begins_with_the_step_or_with_what_it_computed_before(
         event.update(start_s=event["start_s"] + shift, end_s=event["end_s"] + shift)
     first = min(event["start_s"] for event in report["events"] if event["kind"] == "forward")
     report["events"].append(report["events"][0] | {"start_s": -3.0, "end_s": -2.9})
-    [axes] = drawn(report | {"step_time_s": end + shift}, monkeypatch).axes
-    assert axes.get_xlim() == pytest.approx((first if left is None else left, end + shift))
+    chart = chart_of(report | {"step_time_s": end + shift}, "")
+    assert (chart.begin_ms, chart.span_ms) == pytest.approx(
+        (1e3 * (first if left is None else left), 1e3 * (end + shift))
+    )
 
 
-def test_title_legend_and_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands in the picture, read from the figure before it becomes pixels."""
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
-    fast = synthetic()
-    for event in fast["events"]:
-        event.update(start_s=event["start_s"] / 10, end_s=event["end_s"] / 10)
-    draw_timeline(fast | {"step_time_s": 0.2345, "bubble_pct": 12.34}, tmp_path / "ms.png", title="Run 7")
-    draw_timeline(synthetic() | {"step_time_s": 2.345, "bubble_pct": 12.34}, tmp_path / "s.png")
-
-    first, second = (figure.axes[0] for figure in figures)
-    assert first.get_title(loc="left") == "Run 7\n4 workers, 4 microbatches, step 234.5 ms, bubble 12.3 %"
-    assert second.get_title(loc="left") == "RoundPipe: 4 workers, 4 microbatches, step 2.345 s, bubble 12.3 %"
-    assert (first.get_xlabel(), second.get_xlabel()) == ("time in the step (ms)", "time in the step (s)")
-    texts = [text.get_text() for text in first.texts]
-    assert {"F1", "F2", "fused", "B1", "B5"} <= set(texts)
-    assert texts.count("3") == 9  # eight stages, and the fused one has a forward and a backward
-    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == [
-        "forward", "fused forward", "recompute", "backward", "weight upload", "activation copy", "gradient copy"
-    ]  # fmt: skip
-
-
-def drawn(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Figure:
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
-    draw_timeline(report, Path("unused.png"))
-    return figures[0]
-
-
-def busy(workers: int) -> dict[str, Any]:
-    """A step in which every worker has a stage."""
-    spans = " ".join(f"{n}-{n}" for n in range(workers))
-    text = f"forward {spans}; fused {workers}-{workers}; backward {' '.join(reversed(spans.split()))}; round 1"
-    return synthetic(workers, 1, str(Plan.parse(text)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 8, 40, 200])
-def test_no_picture_is_too_large(workers: int, tmp_path: Path) -> None:
-    draw_timeline(busy(workers), tmp_path / "step.png")
-    height, width = imread(tmp_path / "step.png").shape[:2]
-    assert max(width, height) <= MOST_PIXELS
-    assert workers > 8 or width == 2080
-
-
-def test_workers_without_a_stage_have_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    axes = drawn(synthetic(workers=64), monkeypatch).axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == [f"worker {n}" for n in range(8)]
-    assert axes.get_title(loc="left").endswith("; 56 of 64 workers have nothing to do and no row")
-
-
-def test_a_step_without_copies_has_no_lanes_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = synthetic()
-    with_copies = drawn(report, monkeypatch)
-    report["events"] = [event for event in report["events"] if "load" not in event["kind"]]
-    without = drawn(report, monkeypatch)
-    lanes = [[label.get_text() for label in f.axes[0].get_yticklabels(minor=True)] for f in (with_copies, without)]
-    assert lanes == [["up", "down"] * 4, []]
-    assert without.get_figheight() < with_copies.get_figheight()
-
-
-def test_numbers_stand_on_what_was_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in the pause between a call and the next, where emulated devices wait for each other."""
+def test_a_block_is_a_microbatch_in_one_direction_with_its_pauses() -> None:
+    """Emulated devices wait for each other between calls. The number stands on what was computed."""
     report = synthetic(1, 2, "forward none; fused 0-3; backward none; round 2")
     for event in report["events"]:
-        first = event["kind"] == "forward" and event["call"] == 0
-        event.update(start_s=event["start_s"] + (0 if first else 9), end_s=event["end_s"] + (0 if first else 9))
-    axes = drawn(report, monkeypatch).axes[0]
-    spans = [(e["start_s"], e["end_s"]) for e in report["events"] if e["kind"] in ("forward", "backward")]
-    places = [text.get_position()[0] for text in axes.texts if text.get_text() in "01"]
-    assert len(places) == 4
-    assert all(any(start <= place <= end for start, end in spans) for place in places)
+        late = event["kind"] != "forward" or event["call"] > 0
+        event.update(start_s=event["start_s"] + 9 * late, end_s=event["end_s"] + 9 * late)
+    blocks = chart_of(report, "").blocks
+    found = sorted((block.microbatch, sorted({kind for kind, _ in block.parts})) for block in blocks)
+    assert found == [(0, [PAUSE, "forward"]), (0, ["backward"]), (1, [PAUSE, "forward"]), (1, ["backward"])]
+    computed = sum(length for block in blocks for kind, length in block.parts if kind != PAUSE)
+    assert computed == pytest.approx(1e3 * 2 * 4 * (FORWARD_S + BACKWARD_S))
+
+
+def test_what_stands_beside_the_title() -> None:
+    chart = chart_of(synthetic() | {"step_time_s": 2.345, "bubble_pct": 12.34}, "Run 7")
+    assert chart.title == "Run 7"
+    assert chart.described(TimeUnit("s", 1.0)) == "2.345 s a step, 4 microbatches, bubble 12.3 %"
+    assert {(copy.kind, copy.way) for copy in chart.copies} == {
+        ("weights", "up"), ("activations", "up"), ("gradients", "up"), ("activations", "down"), ("gradients", "down")
+    }  # fmt: skip
 
 
 def test_backend_of_the_program_is_left_alone(tmp_path: Path) -> None:
     """No pyplot: a training script's own figures and backend must not change under it."""
     script = (
-        "import sys, json; from pathlib import Path; from lightning_roundpipe.timeline import draw_timeline;"
+        "import sys, json; from pathlib import Path; from lightning_roundpipe.reports.timeline import draw_timeline;"
         "draw_timeline(json.loads(sys.stdin.read()), Path(sys.argv[1])); assert 'matplotlib.pyplot' not in sys.modules"
     )
     report = json.dumps(synthetic(**TINY))
@@ -242,7 +155,10 @@ def test_trace_holds_every_event(tmp_path: Path) -> None:
     complete = [record for record in trace["traceEvents"] if record["ph"] == "X"]
     assert len(complete) == len(report["events"])
     given, written = report["events"][-2], complete[-2]
-    assert written["pid"] == given["worker"]
+    names = {
+        record["pid"]: record["args"]["name"] for record in trace["traceEvents"] if record["name"] == "process_name"
+    }
+    assert names[written["pid"]] == f"worker {given['worker']}"
     assert written["ts"] == pytest.approx(1e6 * (given["start_s"] + 0.5))
     assert written["dur"] == pytest.approx(1e6 * (given["end_s"] - given["start_s"]))
     assert written["args"]["stage"] == "B5"
@@ -261,9 +177,6 @@ def test_nothing_overlaps_on_a_track_of_the_trace(tmp_path: Path) -> None:
             assert start >= end - 1e-3
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------
-
-
 def test_stage_names_count_anew_each_round() -> None:
     phases = ["forward", "forward", "fused", "backward"]
     slots = [{"slot": n, "worker": 0, "round": n // 4, "phase": phases[n % 4], "layers": []} for n in range(8)]
@@ -272,30 +185,9 @@ def test_stage_names_count_anew_each_round() -> None:
     assert stage_names({}) == {}
 
 
-def test_events_of_a_call_are_read_with_what_they_are_called() -> None:
-    labels = {(event.kind, event.phase): event.label for event in read_events(synthetic())}
-    assert labels["forward", "forward"] == "forward"
-    assert labels["forward", "fused"] == "fused forward"
-    assert labels["upload_gradients", "backward"] == "gradient copy"
-    assert TimelineEvent(0, "forward", "profile", 0, "a", 0, 0.0, 1.0).label == "forward"
-
-
-@pytest.mark.parametrize(
-    ("report", "message"),
-    [
-        ({}, "The report lacks 'workers': pass what RoundPipeStrategy.report"),
-        (without("events"), "The report lacks 'events'"),
-        (without("bubble_pct"), "The report lacks 'bubble_pct'"),
-        (without("step_time_s"), "The report lacks 'step_time_s'"),
-        (synthetic(**TINY) | {"events": []}, "no events.*has a training step finished"),
-        (changed(kind="thinking"), "Event 0 of the report is of kind 'thinking'; known are forward, recompute"),
-        (changed(worker=1), "Event 0 of the report ran on worker 1, of workers=1"),
-        (changed(start_s=5.0, end_s=4.0), "Event 0 of the report ends at 4.0 s, before its start at 5.0 s"),
-        (changed(end_s=float("nan")), "Event 0 of the report ends at nan s"),
-        (synthetic(**TINY) | {"events": [{"worker": 0}]}, "Event 0 of the report lacks 'kind'; it needs worker"),
-    ],
-)
-def test_bad_report_is_refused_by_name(report: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        draw_timeline(report, tmp_path / "step.png")
-    assert not (tmp_path / "step.png").exists()
+@pytest.mark.parametrize("report", [{}, synthetic(**TINY) | {"events": []}], ids=["empty", "without events"])
+def test_without_a_step_nothing_is_written(report: dict[str, Any], tmp_path: Path) -> None:
+    for write in (draw_timeline, write_trace):
+        with pytest.raises(ValueError, match="no training step has finished yet"):
+            write(report, tmp_path / "step")
+    assert not [*tmp_path.iterdir()]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeMonitor, RoundPipeStrategy
-from lightning_roundpipe.hook_audit import FlushOptimizer
+from lightning_roundpipe.trainer.hook_audit import FlushOptimizer
 
 # -- copies of a Trainer -----------------------------------------------------------------------------------------------
 

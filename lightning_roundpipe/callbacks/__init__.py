@@ -10,7 +10,7 @@ from lightning_roundpipe.callbacks.measurements import Measurements
 from lightning_roundpipe.callbacks.plan_table import PlanTable
 from lightning_roundpipe.callbacks.progress import ProgressLines, ProgressRich, progress_bar
 from lightning_roundpipe.callbacks.run_folder import RunFolder
-from lightning_roundpipe.step_monitor import RoundPipeMonitor
+from lightning_roundpipe.reports.step_monitor import RoundPipeMonitor
 
 __all__ = [
     "Checkpoints",

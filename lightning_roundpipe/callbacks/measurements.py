@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_roundpipe.callbacks.peak_host_memory import forget_peak, peak_bytes
-from lightning_roundpipe.step_monitor import count_tokens, loss_in, step_loss
+from lightning_roundpipe.reports.step_times import StepClock
 
 
 class Measurements(Callback):
@@ -33,11 +31,7 @@ class Measurements(Callback):
         self.val_losses: dict[int, float] = {}
         """Validation loss by the number of optimizer steps before it."""
         self.peak_host_bytes = 0
-        self._mark: float | None = None
-        self._seconds = 0.0
-        self._tokens = 0
-        self._losses: list[Tensor] = []
-        self._steps = 0
+        self._clock = StepClock()
         forget_peak()
 
     @property
@@ -52,39 +46,36 @@ class Measurements(Callback):
         return sum(self.step_tokens[1:] or self.step_tokens) / seconds if seconds else None
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._clock = StepClock(trainer.global_step)
+
+    @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._mark = None
+        self._clock.pause()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._mark is None:
-            self._mark = time.perf_counter()
+        self._clock.on_train_batch_start()
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        now = time.perf_counter()
-        self._seconds += now - (now if self._mark is None else self._mark)
-        self._mark = now
-        self._tokens += count_tokens(batch)
-        self._losses += [] if (loss := loss_in(outputs)) is None else [loss]
-        if trainer.global_step == self._steps:
-            return  # gradients accumulate: the step continues
-        self._steps = trainer.global_step
-        self.step_seconds.append(self._seconds)
-        self.step_tokens.append(self._tokens)
-        if (mean := step_loss(self._losses, trainer.accumulate_grad_batches)) is not None:
+        step = self._clock.on_train_batch_end(trainer.global_step, outputs, batch)
+        if step is None:
+            return
+        self.step_seconds.append(step.seconds)
+        self.step_tokens.append(step.tokens)
+        if (mean := step.loss(trainer.accumulate_grad_batches)) is not None:
             self.train_losses.append(mean)
             pl_module.log("step_loss", mean, prog_bar=True)
-        if self._tokens:
-            pl_module.log("tokens", float(self._tokens))
-            pl_module.log("tokens_per_s", self._tokens / max(self._seconds, 1e-9), prog_bar=True)
-        self._seconds, self._tokens, self._losses = 0.0, 0, []
+        if step.tokens:
+            pl_module.log("tokens", float(step.tokens))
+            pl_module.log("tokens_per_s", step.tokens / max(step.seconds, 1e-9), prog_bar=True)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._mark = None
+        self._clock.pause()
         if "val_loss" in trainer.callback_metrics and not trainer.sanity_checking:
             self.val_losses[trainer.global_step] = float(trainer.callback_metrics["val_loss"])
 

@@ -12,7 +12,7 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.pictures import shortest_endings
+from lightning_roundpipe.reports.pictures import shortest_endings
 
 
 class PlanTable(Callback):

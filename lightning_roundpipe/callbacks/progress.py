@@ -96,6 +96,7 @@ class ProgressLines(ProgressBar):
         self._enabled = True
         self._started = time.monotonic()
         self._stage_started = self._started
+        self._steps = 0
 
     @override
     def disable(self) -> None:
@@ -113,6 +114,9 @@ class ProgressLines(ProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if trainer.global_step == self._steps:
+            return  # the step continues with the next batch
+        self._steps = trainer.global_step
         metrics = shown_metrics(trainer)
         text = "".join(f"  {name} {metrics[name]}" for name in ("loss", "tokens/s") if name in metrics)
         self._print("Training", trainer.global_step, trainer.estimated_stepping_batches, self._started, text)

@@ -16,8 +16,8 @@ from lightning_roundpipe.callbacks.plan_table import strategy_report
 from lightning_roundpipe.devices.intraop_threads import cores
 from lightning_roundpipe.extras import is_installed, remedy
 from lightning_roundpipe.messages import PREFIX, plural, warn
-from lightning_roundpipe.replay import replay_of
-from lightning_roundpipe.timeline import draw_timeline
+from lightning_roundpipe.reports.planned import replay_of
+from lightning_roundpipe.reports.timeline import draw_timeline, write_trace
 
 
 class RunFolder(Callback):
@@ -25,13 +25,14 @@ class RunFolder(Callback):
 
     * ``plan.txt``: the plan as text, which ``partition.plan`` accepts;
     * ``costs.json``: what each layer costs, which ``planning.Costs.from_dict`` reads;
-    * ``timeline.png``: the last step as it ran; ``step.json``: the same as numbers;
-    * ``report.html``: a page on the run, with an interactive timeline of the last step (`page`);
-    * ``replay.png``: the step of several emulated devices as if each computed on its own (`replay`);
+    * ``timeline.png``: the last step as it ran; ``trace.json``: the same for https://ui.perfetto.dev; ``step.json``:
+      the report of that step;
+    * ``replay.png``: the step of several emulated devices as if each computed on its own (`reports.planned`);
+    * ``report.html``: a page on the run with these pictures (`reports.page`);
     * ``adapters/``: PEFT adapters, which plain PEFT loads; also written with every checkpoint.
 
-    Whatever does not exist (a strategy without a report, a model without adapters) is left out, as are the pictures
-    where matplotlib is not installed, and the page where bokeh is not.
+    Whatever does not exist (a strategy without a report, a model without adapters) is left out, as are pictures and
+    page where matplotlib is not installed.
 
     Args:
         folder: where to write.
@@ -49,8 +50,7 @@ class RunFolder(Callback):
         self.folder.mkdir(parents=True, exist_ok=True)
         if report := strategy_report(trainer):
             self._write_report(report)
-            self._draw(trainer, report)
-            self._write_page(trainer)
+            self._draw(trainer.strategy, report)
         self._write_adapters(pl_module)
 
     @override
@@ -76,21 +76,15 @@ class RunFolder(Callback):
             facts = {"workers": report["workers"], "microbatches": report["microbatches"], **report["costs"]}
             (self.folder / "costs.json").write_text(json.dumps(facts, indent=1) + "\n")
         (self.folder / "step.json").write_text(json.dumps(report))
+        write_trace(report, self.folder / "trace.json")
 
-    def _write_page(self, trainer: Trainer) -> None:
-        if not is_installed("bokeh"):
-            warn(f"{PREFIX}no report page is written, as {remedy('bokeh')}")
-            return
-        strategy: Any = trainer.strategy
-        strategy.save_report(self.folder / "report.html", self.settings)
-
-    def _draw(self, trainer: Trainer, report: dict[str, Any]) -> None:
+    def _draw(self, strategy: Any, report: dict[str, Any]) -> None:
         if not is_installed("matplotlib"):
-            warn(f"{PREFIX}no picture of the step is drawn, as {remedy('matplotlib')}")
+            warn(f"{PREFIX}no pictures and no report page are written, as {remedy('matplotlib')}")
             return
-        replayed = replay_of(trainer.strategy)
-        shared = f"As it ran: {plural(report['workers'], 'emulated device')} that share {plural(cores(), 'core')}"
-        draw_timeline(report, self.folder / "timeline.png", shared if replayed else None)
-        if replayed:
-            title = "Replay of the measured times: each device computes alone"
-            draw_timeline(replayed, self.folder / "replay.png", title)
+        title = "RoundPipe"
+        if replayed := replay_of(strategy):
+            title = f"As it ran, on {plural(report['workers'], 'emulated device')} that share {plural(cores(), 'core')}"
+            draw_timeline(replayed, self.folder / "replay.png", "Replay: each device computes alone")
+        draw_timeline(report, self.folder / "timeline.png", title)
+        strategy.save_report(self.folder / "report.html", self.settings)

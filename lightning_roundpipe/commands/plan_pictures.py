@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_roundpipe.gantt import Block, Chart, IdleBlock, write_charts
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.pictures import save
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.pipeline import COMPUTE, SimulatedEvent, SimulatedRun, run_steps
 from lightning_roundpipe.planning.search import paper_plan
+from lightning_roundpipe.reports.pictures import Block, Chart, IdleBlock, save
+from lightning_roundpipe.reports.traces import write_charts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -26,9 +26,9 @@ from transformers import PreTrainedTokenizerBase
 from lightning_roundpipe.callbacks import Measurements, RunFolder
 from lightning_roundpipe.config import is_whole
 from lightning_roundpipe.data import TextFiles
-from lightning_roundpipe.refusals import unreadable_checkpoint
 from lightning_roundpipe.tasks.causal_lm import CausalLM
 from lightning_roundpipe.tasks.results import EvaluationResult, show_job, show_outcome, summarise
+from lightning_roundpipe.trainer.refusals import unreadable_checkpoint
 
 _FILLED_IN = {"data.tokenizer", "data.vocab_size"}
 """Settings that may be left open, because the model determines them."""
@@ -109,22 +109,6 @@ def _check_vocabulary(cfg: DictConfig, of_model: int) -> None:
             f"data.vocab_size={given} is more than the model's vocabulary, which has {of_model}. Leave data.vocab_size "
             "out: it is filled in."
         )
-
-
-def check(cfg: DictConfig) -> None:
-    """Check a configuration before the first run of a sweep, as far as possible without model and data.
-
-    Raises:
-        ValueError, OSError, ImportError, MisconfigurationException: as in `build`.
-    """
-    _refuse_unset(cfg)
-    _refuse_missing_checkpoint(cfg.ckpt_path)
-    _check_types(cfg)
-    _check_step(cfg)
-    for node in (cfg.lora, cfg.optimizer, cfg.scheduler):
-        if node:
-            _make(node)
-    _make_trainer(cfg, Measurements())
 
 
 def run(job: Job) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from lightning_roundpipe.devices.intraop_threads import cores
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.model.quantized import weights_in
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.replay import replay_of
-from lightning_roundpipe.sweep import memory
+from lightning_roundpipe.reports.planned import replay_of
+from lightning_roundpipe.reports.sweep import memory
 
 _GIB = 2**30
 
@@ -41,7 +41,7 @@ def summarise(
 
     Memory and uploads are in GiB, times in seconds. ``step_time_s`` is the median step and, like ``tokens_per_s``,
     excludes the first step. ``bubble_pct`` and the plan are those of the last step. ``replay_bubble_pct`` and
-    ``replay_step_time_s`` are those of the same step if each emulated device computed on its own; see `replay`.
+    ``replay_step_time_s`` are those of the same step if each device computed on its own (`reports.planned`).
     """
     report = strategy_report(trainer)
     replayed = replay_of(trainer.strategy) or {}

@@ -31,7 +31,7 @@ from lightning_roundpipe.config import Options
 from lightning_roundpipe.devices.process_context import replaced
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.engine.evaluation import Batch
-from lightning_roundpipe.lookahead import LookAhead, look_ahead
+from lightning_roundpipe.trainer.lookahead import LookAhead, look_ahead
 
 
 class _Logged(NamedTuple):

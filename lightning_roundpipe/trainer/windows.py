@@ -30,8 +30,8 @@ from lightning_roundpipe.batches.outputs import joined, joined_loss
 from lightning_roundpipe.batches.weights import LossWeights, given_weights
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.engine.engine import Engine, WindowResult
-from lightning_roundpipe.hook_audit import hooked_parameter
-from lightning_roundpipe.lookahead import look_ahead
+from lightning_roundpipe.trainer.hook_audit import hooked_parameter
+from lightning_roundpipe.trainer.lookahead import look_ahead
 
 
 class Window:

@@ -1,16 +1,11 @@
-"""Replays a step that emulated devices ran as if each of them computed on its own.
+"""What a step takes by its plan: simulated with the costs that the plan was made from, or replayed with its own times.
 
 Emulated devices share the cores of one machine: while one computes, others wait for its cores. So a picture of the step
-as it ran is mostly white, and its bubble shows how many devices share the cores, not how good the plan is. What a plan
-is worth shows where devices compute at the same time. The planner's simulator models that: the replay runs it on the
-step's plan with the measured times.
+as it ran is mostly idle, and its bubble shows how many devices share the cores, not how good the plan is. `replay` runs
+the planner's simulator on the step's plan with the measured times, as if each device computed on its own. It assumes:
 
-A replay assumes:
-
-* **Computing.** A call takes the same time on any device: the shortest that was measured, in the first batch (whose
-  times the plan was made from) or in the step itself. Each time is taken while the call has the cores that it computes
-  on, so it excludes waiting for them. Other load on the machine can only make it longer. Each device is as fast as
-  those cores.
+* **Computing.** A call takes the same time on any device: the shortest that was measured, in the first batch or in the
+  step itself. Each time is taken while the call has its cores, so it excludes waiting for them.
 * **Copies** take what ``emulation.bandwidth`` and ``emulation.latency`` say, on a link per device and direction;
   without these settings, no time.
 * **The step** stands alone: all devices are idle when it begins, and it ends with the last backward. The times of the
@@ -19,19 +14,20 @@ A replay assumes:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from lightning.pytorch.strategies import Strategy
-
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.diagnosis import plan_and_costs, with_shortest_times
 from lightning_roundpipe.engine.events import bubble_percent
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.pipeline import Rules, SimulatedEvent, SimulatedRun, run_steps
+from lightning_roundpipe.planning.schedule import Plan
 
 _KINDS = {
     "forward": "forward",
@@ -45,12 +41,35 @@ _KINDS = {
 """The report's names of the simulator's events. A fused turn becomes two events; host time becomes none."""
 
 
-def replay_of(strategy: Strategy) -> dict[str, Any] | None:
-    """Return the replay of the last step; None unless several emulated devices ran it under a plan."""
+def planned_seconds(plan: Plan, costs: Costs, workers: int, microbatches: int, cores: int | None = None) -> float:
+    """Return how long computing alone takes in a step, in seconds.
+
+    Args:
+        plan: the plan of the step.
+        costs: of its calls.
+        workers: number of devices.
+        microbatches: of a step.
+        cores: how many emulated devices compute at once; None for devices that share no cores.
+    """
+    run = run_steps(plan, costs, workers, microbatches)
+    return max(run.makespan_s, run.busy_s / cores) if cores else run.makespan_s
+
+
+def plan_and_costs(report: Mapping[str, Any]) -> tuple[Plan, Costs] | None:
+    """Return the plan of the step and the costs that it was made from; None if the step did not follow its stages."""
+    if not report or report["profiled"] or not report["costs"]:
+        return None
+    plan = Plan.parse(report["plan"])
+    if [slot["phase"] for slot in report["slots"] if slot["round"] <= 0] != [stage.phase for stage in plan.stages()]:
+        return None  # microbatches have left the plan
+    return plan, Costs.from_dict(report["costs"])
+
+
+def replay_of(strategy: Any) -> dict[str, Any] | None:
+    """Return the replay of the strategy's last step; None unless several emulated devices ran it under a plan."""
     if not hasattr(strategy, "report") or strategy.root_device.type != "cpu":
         return None
-    ours: Any = strategy
-    return replay(ours.report(), ours.options.emulation)
+    return replay(strategy.report(), strategy.options.emulation)
 
 
 def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dict[str, Any] | None:
@@ -62,14 +81,14 @@ def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dic
 
     Returns:
         ``plan``, ``workers``, ``microbatches``, ``slots``, ``events``, ``step_time_s`` and ``bubble_pct``, which
-        ``timeline.draw_timeline`` needs. None if the step did not follow the plan's stages in order, or had one worker,
+        `timeline.draw_timeline` needs. None if the step did not follow the plan's stages in order, or had one worker,
         which shares no cores anyway.
     """
     if (followed := plan_and_costs(report)) is None or report["workers"] == 1:
         return None
     plan, costs = followed
     if not costs.unequal:
-        costs = with_shortest_times(costs, report["events"])
+        costs = _with_shortest_times(costs, report)
     emulation = emulation or Emulation()
     rate = emulation.bandwidth
     rules = Rules(
@@ -84,7 +103,7 @@ def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dic
             "phase": stage.phase,
             "worker": (event.worker + first["worker"]) % run.workers,
             "slot": event.slot + first["slot"],
-            "layer": _name(costs.layers[stage.first : stage.last + 1]),
+            "layer": " … ".join(dict.fromkeys((costs.layers[stage.first], costs.layers[stage.last]))),
             "microbatch": event.microbatch,
             "start_s": start_s,
             "end_s": end_s,
@@ -95,14 +114,31 @@ def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dic
         for kind, start_s, end_s in _parts(event, run, costs.on(event.worker))
     ]
     return {
-        "plan": report["plan"],
+        **{key: report[key] for key in ("plan", "microbatches", "slots")},
         "workers": run.workers,
-        "microbatches": report["microbatches"],
-        "slots": report["slots"],
         "events": events,
         "step_time_s": run.makespan_s,
         "bubble_pct": bubble_percent(events, run.workers),
     }
+
+
+def _with_shortest_times(costs: Costs, report: Mapping[str, Any]) -> Costs:
+    took: dict[tuple[str, int], float] = defaultdict(lambda: math.inf)
+    for event in report["events"]:
+        kind = "forward" if event["kind"] == "recompute" else event["kind"]
+        took[kind, event["call"]] = min(took[kind, event["call"]], event["end_s"] - event["start_s"])
+    return Costs(
+        tuple(
+            replace(
+                call,
+                forward_s=min(call.forward_s, took["forward", number]),
+                backward_s=min(call.backward_s, took["backward", number]),
+                unpack_s=0.0,  # the shortest of a stage that unpacks once has found its weights unpacked
+                backward_unpack_s=0.0,
+            )
+            for number, call in enumerate(costs)
+        )
+    )
 
 
 def _parts(event: SimulatedEvent, run: SimulatedRun, costs: Costs) -> Iterator[tuple[str, float, float]]:
@@ -116,7 +152,3 @@ def _parts(event: SimulatedEvent, run: SimulatedRun, costs: Costs) -> Iterator[t
     ):
         if end_s > start_s:
             yield kind, start_s, end_s
-
-
-def _name(layers: Sequence[str]) -> str:
-    return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]}"

@@ -16,6 +16,7 @@ These names of Lightning are private: ``_PrefetchDataFetcher``, ``_data_fetcher`
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -53,11 +54,13 @@ class LookAhead(_PrefetchDataFetcher):
         taken: batches that the loop has not received.
         position: the state of stateful loaders after the last batch that the loop has received; None before the first.
         error: what fetching the batch behind ``taken`` has raised. The loop gets it when it comes to that batch.
+        waited_s: seconds of the main thread in the data loader, since the fetcher looks ahead.
     """
 
     taken: deque[_Entry]
     position: list[dict[str, Any]] | None
     error: Exception | None = None
+    waited_s: float = 0.0
     _exhausted: bool
 
     @property
@@ -84,7 +87,7 @@ class LookAhead(_PrefetchDataFetcher):
                 if self._exhausted or self.error is not None:
                     return
                 try:
-                    batch, index, loader = super().__next__()
+                    batch, index, loader = self._fetch()
                     position = CombinedLoader._state_dicts(self.combined_loader)
                     with around():
                         batch = TakenBatch(_transferred(trainer, batch, loader))
@@ -105,9 +108,16 @@ class LookAhead(_PrefetchDataFetcher):
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        item = super().__next__()
+        item = self._fetch()
         self.position = CombinedLoader._state_dicts(self.combined_loader)
         return item
+
+    def _fetch(self) -> Any:
+        began = time.perf_counter()
+        try:
+            return super().__next__()
+        finally:
+            self.waited_s += time.perf_counter() - began
 
     @override
     def reset(self) -> None:

@@ -14,8 +14,8 @@ from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.replay import replay, replay_of
-from lightning_roundpipe.timeline import draw_timeline, read_events
+from lightning_roundpipe.reports.planned import replay, replay_of
+from lightning_roundpipe.reports.timeline import draw_timeline
 
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 COMPUTE = ("forward", "recompute", "backward")
@@ -74,8 +74,8 @@ def test_devices_and_slots_are_those_of_the_step() -> None:
     where = {slot["slot"]: slot["worker"] for slot in given["slots"]}
     assert {(event["slot"], event["worker"]) for event in found["events"]} == set(where.items())
     assert all(event["kind"] in COMPUTE for event in found["events"])
-    for event in read_events(found):
-        assert 0 <= event.start_s < event.end_s <= found["step_time_s"] + 1e-9
+    for event in found["events"]:
+        assert 0 <= event["start_s"] < event["end_s"] <= found["step_time_s"] + 1e-9
     fused = [event["kind"] for event in found["events"] if event["phase"] == "fused"]
     assert fused == ["forward", "backward"] * 4
 

@@ -30,8 +30,8 @@ from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.engine.evaluation import Batch
 from lightning_roundpipe.machines.peers import Peers, is_main_thread, meet
 from lightning_roundpipe.messages import PREFIX
-from lightning_roundpipe.refusals import refuse_launch, refuse_several_machines
-from lightning_roundpipe.shared_settings import learning_rates, of_modules, of_optimizers, of_trainer
+from lightning_roundpipe.trainer.refusals import refuse_launch, refuse_several_machines
+from lightning_roundpipe.trainer.shared_settings import learning_rates, of_modules, of_optimizers, of_trainer
 from lightning_roundpipe.user_code.interception import current
 
 _PACKAGES = ("lightning-roundpipe", "torch", "lightning", "pytorch-lightning")

@@ -21,7 +21,10 @@ from torch.optim import Optimizer
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.engine.engine import Engine
-from lightning_roundpipe.hook_audit import (
+from lightning_roundpipe.optim.clipping import Clip
+from lightning_roundpipe.optim.independence import goes_by_default_format, stepped_by_parameter
+from lightning_roundpipe.precision import RoundPipePrecision
+from lightning_roundpipe.trainer.hook_audit import (
     FlushOptimizer,
     Settle,
     listening,
@@ -30,9 +33,6 @@ from lightning_roundpipe.hook_audit import (
     reads_gradients,
     slowed_by,
 )
-from lightning_roundpipe.optim.clipping import Clip
-from lightning_roundpipe.optim.independence import goes_by_default_format, stepped_by_parameter
-from lightning_roundpipe.precision import RoundPipePrecision
 
 
 class Stepping:

@@ -31,8 +31,8 @@ from lightning_roundpipe.memory.budget import peak_bytes, worker_bytes
 from lightning_roundpipe.messages import PREFIX, gib, plural, seconds, warn
 from lightning_roundpipe.model.quantized import weights_in
 from lightning_roundpipe.optim.independence import KNOWN, is_torchs
-from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.reports.planned import planned_seconds
 
 ANNOUNCES = "roundpipe_announces"
 """Class attribute of callbacks that replace [2] and [3]."""
@@ -143,20 +143,12 @@ class Announcements:
         microbatches = len(self._sizes or [1])
         stages = len(plan.stages()) * -(-microbatches // plan.round_microbatches)
         few = f" on {stages} of {plural(workers, 'device')} at a time" if stages < workers else ""
-        took = (
-            "" if engine.options.plan == "static" else f", at least {seconds(self._seconds(plan, microbatches))} a step"
-        )
+        took = ""
+        if engine.options.plan != "static":
+            cores = None if engine.worker_pool.accelerator is not None else concurrent_devices()
+            took = f", at least {seconds(planned_seconds(plan, costs, workers, microbatches, cores))} a step"
         named = plural(len(plan.stages()), "stage")
         return f'plan "{plan}": {named}{few}, about {gib(memory)} on each device{took}.'
-
-    def _seconds(self, plan: Plan, microbatches: int) -> float:
-        """Return how long computing alone takes in a step, by the times measured in the first batch."""
-        engine = self._engine
-        assert engine.learned.costs is not None
-        run = run_steps(plan, engine.learned.costs, len(engine.worker_pool.workers), microbatches)
-        if engine.worker_pool.accelerator is not None:
-            return run.makespan_s
-        return max(run.makespan_s, run.busy_s / concurrent_devices())  # emulated devices share the cores
 
     # -- loggers ------------------------------------------------------------------------------------------------------
 

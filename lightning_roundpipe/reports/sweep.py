@@ -1,0 +1,209 @@
+"""Compares the runs of a sweep: a table, printed at the end and left as ``sweep.csv``, and a picture, ``sweep.png``.
+
+The table is made from the files that the runs left in their folders, so it does not depend on the launcher, and failed
+runs have their rows too. ``python -m lightning_roundpipe.reports.sweep FOLDER`` makes it again.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_roundpipe.config import parse_bytes
+from lightning_roundpipe.extras import is_installed, remedy
+from lightning_roundpipe.reports.pictures import save, setting_names
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+
+COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "step_time_s": ("step time", "{:,.3f} s".format),
+    "bubble_pct": ("bubble", "{:.1f} %".format),
+    "peak_device_gib": ("device peak", lambda gib: memory(gib)),
+    "peak_host_gib": ("host peak", lambda gib: memory(gib)),
+    "train_loss": ("train loss", "{:.4f}".format),
+    "val_loss_after": ("val loss", "{:.4f}".format),
+}
+"""Keys of ``summary.json`` with their headings (short words, to fit into 80 columns), and how they are shown."""
+
+_PANELS = {"step_time_s": "step time (s)", "peak_device_gib": "device peak (GiB)", "peak_host_gib": "host peak (GiB)"}
+_MICROBATCHES = "microbatches"
+_CUTS = ("data.batch_size", "strategy.num_microbatches", "strategy.microbatch_size")
+"""Settings that determine the number of microbatches."""
+
+_current: list[Path] = []
+
+
+class SweepTable(Callback):
+    """Records the folder of a sweep, and prints the settings of each run. ``conf/train.yaml`` registers it."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        # Resolved here, before the first run, so that its time stamp is the same for all runs.
+        _current.append(Path(config.hydra.sweep.dir).absolute())
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        if _current:
+            print(f"\nRun {config.hydra.job.num}: {' '.join(map(str, config.hydra.overrides.task))}", flush=True)
+
+
+def forget_sweep() -> None:
+    """Clear the record of earlier sweeps of this process, before a command."""
+    _current.clear()
+
+
+def make_plans_static(config: DictConfig) -> None:
+    """Set the static plan for a run of a sweep, so that runs differ by their settings alone.
+
+    A plan that the user has set stays, and so does a partition by measured seconds.
+    """
+    partition: Any = config.get("partition") or {}
+    if "plan" in partition and partition.plan is None and partition.get("stage_seconds") is None:
+        partition.plan = "static"
+
+
+def finished_sweep() -> Path | None:
+    """If the command was a sweep whose runs began, print its table and return its folder; else return None."""
+    if not _current or not (rows := read_runs(_current[-1])):
+        return None
+    present(rows, _current[-1])
+    return _current[-1]
+
+
+def present(rows: Sequence[Row], folder: Path) -> None:
+    """Write the rows as a table and a picture to ``folder``, and print the table and the errors of failed runs."""
+    with (folder / "sweep.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    console = Console()
+    console.print(draw_table(rows))
+    for row in rows:
+        if row["error"]:
+            console.print(Text(f"run {row['run']} failed: {row['error']}"))
+    if not is_installed("matplotlib"):
+        console.print(f"No picture of it is drawn, as {remedy('matplotlib')}", soft_wrap=True, markup=False)
+    elif finished := [row for row in rows if not row["error"] and row["step_time_s"] is not None]:
+        save(figure_of(finished), folder / "sweep.png", 130)
+        console.print(f"The picture of it: {folder / 'sweep.png'}", soft_wrap=True, highlight=False)
+
+
+def read_runs(folder: Path) -> list[Row]:
+    """Return the overrides and the summary of each run in the folders 0, 1, ... of ``folder``."""
+    rows: list[Row] = []
+    for run in sorted((p for p in folder.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name)):
+        overrides_file, summary_file = run / ".hydra" / "overrides.yaml", run / "summary.json"
+        overrides = list(OmegaConf.load(overrides_file)) if overrides_file.is_file() else []
+        summary = json.loads(summary_file.read_text()) if summary_file.is_file() else {"error": "did not finish"}
+        rows.append(
+            {"run": run.name}
+            | {key: value for key, _, value in (str(override).partition("=") for override in overrides)}
+            | {key: summary.get(key) for key in (*COLUMNS, _MICROBATCHES, "error")}
+        )
+    return rows
+
+
+def varied_settings(rows: Sequence[Row]) -> list[str]:
+    """Return the overrides in which the runs differ."""
+    known = {"run", "error", _MICROBATCHES, *COLUMNS}
+    keys = dict.fromkeys(key for row in rows for key in row if key not in known)
+    return [key for key in keys if len({row.get(key) for row in rows}) > 1 or len(rows) == 1]
+
+
+def draw_table(rows: Sequence[Row]) -> Table:
+    """Return the runs as a table: the settings in which they differ, a line each, and `COLUMNS`."""
+    names = setting_names(varied_settings(rows))
+    table = Table(
+        title=f"Sweep: {len(rows)} runs", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    table.add_column("run", justify="right", no_wrap=True)
+    table.add_column("settings", overflow="fold")
+    for heading, _ in COLUMNS.values():
+        table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+    for row in rows:
+        settings = "\n".join(f"{name} {row.get(key, 'default')}" for key, name in names.items())
+        values = ["–" if row[key] is None else show(row[key]) for key, (_, show) in COLUMNS.items()]
+        if row["error"]:
+            values[0] = "failed"
+        table.add_row(row["run"], Text(settings), *values)
+    return table
+
+
+def figure_of(finished: Sequence[Row]) -> Figure:
+    """Return a picture of finished runs: step time and memory over the number of microbatches.
+
+    The numbers are those that the runs had, so sweeps over their size and over their number look alike. Where all runs
+    have the same, the first varied setting takes their place. Each combination of the other settings has a line.
+    """
+    from matplotlib.figure import Figure
+
+    varied = varied_settings(finished)
+    counts = {row[_MICROBATCHES] for row in finished}
+    others = [key for key in varied if key not in _CUTS or None in counts]  # plain Lightning has no microbatches
+    along = others[0] if others and (len(counts) == 1 or None in counts) else _MICROBATCHES
+    keys = [key for key in varied if key != along and not (along == _MICROBATCHES and key in _CUTS)]
+    names = setting_names(varied)
+
+    def label_of(row: Row) -> str:
+        return str(row.get(along, "default"))
+
+    ordered = sorted(finished, key=lambda row: _order(label_of(row)))
+    lines: dict[str, list[Row]] = defaultdict(list)
+    for row in ordered:
+        lines[", ".join(f"{names[key]} {row.get(key, 'default')}" for key in keys)].append(row)
+    places = list(dict.fromkeys(label_of(row) for row in ordered))
+    panels = {key: name for key, name in _PANELS.items() if any(row[key] is not None for row in finished)}
+    figure = Figure(figsize=(8.0, 2.2 * len(panels) + 0.2 * len(lines)), layout="constrained")
+    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (key, heading) in zip(grid, panels.items(), strict=True):
+        largest = max(row[key] or 0.0 for row in finished)
+        scale = 1024 if key.endswith("_gib") and largest < 1 else 1
+        for label, rows in lines.items():
+            shown = [row for row in rows if row[key] is not None]
+            at = [places.index(label_of(row)) for row in shown]
+            axes.plot(at, [scale * row[key] for row in shown], "o-", label=label)
+        axes.set_title(heading.replace("GiB", "MiB") if scale > 1 else heading, loc="left", fontsize=9)
+        axes.set_ylim(0, 1.1 * scale * largest or 1.0)
+        axes.grid(axis="y", color="#E5E5E5")
+        axes.spines[["top", "right"]].set_visible(False)
+    slanted = len(" ".join(places)) > 70
+    axes.set_xticks(range(len(places)), places, rotation=30 if slanted else 0, ha="right" if slanted else "center")
+    axes.set_xlabel(names.get(along, along))
+    if len(lines) > 1:
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", frameon=False, fontsize=8)
+    return figure
+
+
+def _order(value: str) -> tuple[bool, float, str]:
+    """Return the sort key of a setting's value: numbers and sizes before texts."""
+    for number in (float, lambda text: parse_bytes(text, "")):
+        try:
+            return False, float(number(value)), ""
+        except ValueError:
+            continue
+    return True, 0.0, value
+
+
+def memory(gib: float) -> str:
+    """Return a size in the unit that suits it."""
+    mib = gib * 1024
+    return f"{gib:,.2f} GiB" if gib >= 1 else f"{mib:,.0f} MiB" if mib >= 10 else f"{mib:,.1f} MiB"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        raise SystemExit("usage: python -m lightning_roundpipe.reports.sweep FOLDER   (a folder that a sweep left)")
+    present(read_runs(Path(sys.argv[1])), Path(sys.argv[1]))
