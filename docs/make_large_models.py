@@ -12,13 +12,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lightning_roundpipe.commands.plan_model import Outlook, Wish, look
 
 PAGE = Path(__file__).with_name("large-models.md")
 BEGIN, END = "<!-- figures: docs/make_large_models.py -->\n", "<!-- end of figures -->\n"
-FOLD = '<details markdown="1">\n<summary>Memory, stages and plan</summary>\n\n'
+FOLD = '<details markdown="1">\n<summary>Plan</summary>\n\n'
 """Shown as one line that opens, by the site and by the repository's web view."""
 GIB = 2**30
 
@@ -113,45 +112,9 @@ def memory_row(row: Row, found: Outlook) -> list[str]:
 
 
 def section(row: Row, found: Outlook) -> str:
-    """The command, and, folded up, what both memories and the stages take and the plan that it found."""
-    parts = [f"\n### {row.title}\n\n```\n{row.command}\n```\n\n"]
-    parts.append(f"The longest sequence is limited by {found.longest.limited_by}.\n\n{FOLD}")
-    head = ("GiB of each worker", "")
-    parts.append(table(head, [[item.name, f"{item.nbytes / GIB:.2f}"] for item in found.device_items]) + "\n")
-    head = ("GiB of the host", "")
-    parts.append(table(head, [[item.name, f"{item.nbytes / GIB:,.2f}"] for item in found.host_items]) + "\n")
-    stages = "".join(_stage(cells) for cells in _alike(found))
-    names = _stage(["stage", "phase", "layers", "ms", "weights", "gradients", "activations"])
-    parts.append(f"GiB of each stage:\n\n```\n{names}{stages}```\n\n")
-    parts.append(f"```\n{found.plan}\n```\n\n</details>\n")
-    return "".join(parts)
-
-
-def _stage(cells: Sequence[str]) -> str:
-    widths = (8, 9, 9)
-    left = "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=False))
-    return f"{left}{cells[3]:>9}{cells[4]:>9}{cells[5]:>11}{cells[6]:>13}\n"
-
-
-def _alike(found: Outlook) -> list[list[str]]:
-    """Stages that follow each other and look the same are one line."""
-    lines: list[list[Any]] = []
-    for number, stage in enumerate(found.stages):
-        sizes = (stage.weight_bytes, stage.gradient_bytes, stage.activation_bytes)
-        cells = [stage.phase, f"{stage.ms:,.1f}", *(f"{size / GIB:.2f}" for size in sizes)]
-        if lines and lines[-1][4] == cells:
-            lines[-1][1], lines[-1][3] = number, stage.calls
-        else:
-            lines.append([number, number, stage.calls, stage.calls, cells])
-    return [
-        [
-            f"{first}" if first == last else f"{first}-{last}",
-            cells[0],
-            begin if first == last else f"{begin} to {end}",
-            *cells[1:],
-        ]
-        for first, last, begin, end, cells in lines
-    ]
+    """The command, and, folded up, the plan that it found."""
+    limit = f"The longest sequence is limited by {found.longest.limited_by}."
+    return f"\n### {row.title}\n\n```\n{row.command}\n```\n\n{limit}\n\n{FOLD}```\n{found.plan}\n```\n\n</details>\n"
 
 
 def figures(outlooks: Sequence[Outlook]) -> str:

@@ -34,7 +34,6 @@ NOT_RUN = {
     r"roundpipe-(train|plan|simulate|export)( -m)?": "the name of a program",
     r"roundpipe-plan costs=": "the name of a setting",
     r".*=\.\.\.( .*)?": "a form whose places are to be filled",
-    r"roundpipe-train: .*": "a message",
 }
 """Commands, as patterns of all of their text, and why they are not run."""
 
@@ -43,7 +42,6 @@ SUBSTITUTIONS = {
     # What documents name is made in the working folder: see `place`.
     r"FOLDER/": "",
     r"(roundpipe-export) run=\S+ to=\S+": r"\1 run=adapted to=$(mktemp -u -p . XXXXXX)",
-    r"costs=FILE\.json": "costs=costs.json",
     r"/models/": "models/",
     r"/my/texts": "texts",
     r"faq\.parquet": "faq.jsonl",  # the package that reads the other is optional
