@@ -2,12 +2,12 @@
 
     .venv/bin/python docs/make_large_models.py          (about two minutes on two cores)
 
-Nothing between the marks on that page is written by hand. A test takes the plans from there and computes all else.
+Nothing between the marks on that page is written by hand. The plans are in docs/large-models.txt: a test takes
+them from there and computes all else.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +16,8 @@ from pathlib import Path
 from lightning_roundpipe.commands.plan_model import Outlook, Wish, look
 
 PAGE = Path(__file__).with_name("large-models.md")
+PLANS = PAGE.with_suffix(".txt")
 BEGIN, END = "<!-- figures: docs/make_large_models.py -->\n", "<!-- end of figures -->\n"
-FOLD = '<details markdown="1">\n<summary>Plan</summary>\n\n'
-"""Shown as one line that opens, by the site and by the repository's web view."""
 GIB = 2**30
 
 
@@ -112,9 +111,9 @@ def memory_row(row: Row, found: Outlook) -> list[str]:
 
 
 def section(row: Row, found: Outlook) -> str:
-    """The command, and, folded up, the plan that it found."""
+    """The command, and what limits the longest sequence."""
     limit = f"The longest sequence is limited by {found.longest.limited_by}."
-    return f"\n### {row.title}\n\n```\n{row.command}\n```\n\n{limit}\n\n{FOLD}```\n{found.plan}\n```\n\n</details>\n"
+    return f"\n### {row.title}\n\n```\n{row.command}\n```\n\n{limit}\n"
 
 
 def figures(outlooks: Sequence[Outlook]) -> str:
@@ -127,9 +126,9 @@ def figures(outlooks: Sequence[Outlook]) -> str:
     return f"\n{speed}\n{memory}{''.join(section(*pair) for pair in pairs)}\n"
 
 
-def plans(page: str) -> list[str]:
-    """Those on the page, in the order of `ROWS`."""
-    return re.findall(r"^forward .*; round .*$", page, flags=re.MULTILINE)
+def plans() -> list[str]:
+    """Those that the page's figures are of, in the order of `ROWS`."""
+    return PLANS.read_text().splitlines()
 
 
 def between(page: str) -> str:
@@ -141,6 +140,7 @@ def main() -> None:
     for row in ROWS:
         print(row.command, file=sys.stderr)
         found.append(look(row.wish))
+    PLANS.write_text("".join(f"{outlook.plan}\n" for outlook in found))
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}{figures(found)}{END}{rest.split(END)[1]}")
 

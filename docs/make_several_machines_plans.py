@@ -1,6 +1,6 @@
 """The figures in docs/several-machines.md: what `roundpipe-plan` says of several machines with a network between.
 
-    .venv/bin/python docs/make_several_machines_plans.py          (about two minutes on two cores)
+    .venv/bin/python docs/make_several_machines_plans.py          (about a minute on two cores)
 
 Nothing between the marks on that page is written by hand. Plans are those of `search_seconds=0`, which are the same on
 every machine, so a test computes some of the rows again.
@@ -65,10 +65,7 @@ class Row:
         )
 
 
-ROWS = (
-    Row("llama3_1_8b", "Llama-3.1-8B", 64, 256),
-    Row("qwen3_32b", "Qwen3-32B", 64, 768),
-)
+ROWS = (Row("llama3_1_8b", "Llama-3.1-8B", 64, 256),)
 
 
 def shape_for(row: Row, machines: int, staleness: Staleness) -> ModelShape:
