@@ -130,7 +130,7 @@ def test_the_errors_are_those_of_the_table_of_mistakes(hooks: ModuleType) -> Non
     assert hooks.mistakes() == sections
     page = (DOCS / "errors.md").read_text()
     assert "<!-- mistakes -->" in page
-    explained = re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
+    explained = re.findall(r"^- `([^`]+)`", page, flags=re.MULTILINE)
     assert explained and set(explained) <= {mistake.says for mistake in MISTAKES}
 
 
