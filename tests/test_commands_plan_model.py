@@ -559,8 +559,8 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
         (("model=qwen3_32b",), "the machine is missing: give gpu=NAME gpus=NUMBER, as in gpu=rtx4090 gpus=4"),
         (("model=qwen3_32b", "gpus=4"), "gpus=4 says how many: say which, as in gpu=rtx4090"),
         (
-            ("model=qwen3_32b", "gpu=rtx4080"),
-            "There is no gpu=rtx4080. Did you mean rtx4090? Known are a800, h100",
+            ("model=qwen3_32b", "gpu=rtx4070"),
+            "There is no gpu=rtx4070. Did you mean rtx4090? Known are rtx5090",
         ),
         (("model=qwen3_32b", "gpu=cpu"), "There is no gpu=cpu. Known are"),
         (("model=qwen3_32b", "gpu=rtx4090x4"), "gpu=rtx4090x4 says how many, too: write gpu=rtx4090 gpus=4, or hard"),

@@ -155,7 +155,7 @@ def test_the_command_says_what_communication_costs(plan_command: Any) -> None:
     [
         (("machines=2",), "say over what, as network=25Gbit"),
         (("network=25Gbit",), "say how many, as machines=2"),
-        (("machines=0",), "machines=0 must be a whole number of at least 1"),
+        (("machines=0",), "machines=0 must be a whole number of 1 to 1,024"),
         (("machines=2", "network=fast"), "network='fast' must be a rate"),
         (("machines=2", "network=25Gbit", "partitioner=paper"), "which trains on one machine"),
     ],
