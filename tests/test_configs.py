@@ -139,7 +139,9 @@ def test_every_option_of_the_strategy_is_configured() -> None:
     from lightning_roundpipe import RoundPipeStrategy
 
     settings = set(composed().strategy) - {"_target_"}
-    options = [p.name for p in inspect.signature(RoundPipeStrategy).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    options = [
+        p.name for p in inspect.signature(RoundPipeStrategy).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
     assert settings == set(options)
 
 
