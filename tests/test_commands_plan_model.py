@@ -618,7 +618,7 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
             (*TINY[:2], "plan=forward none; fused 0-8; backward none; round 4", "min_round=2"),
             "min_round= is about find",
         ),
-        ((*TINY[:2], "token_tiles=1.5"), "token_tiles=1.5 must be a whole number of 1 to"),
+        ((*TINY[:2], "token_tiles=1.5"), "token_tiles='1.5' must be a whole number of tokens"),
         ((*TINY[:2], "reduce_dtype=bf16"), "reduce_dtype='bf16' is no format"),
         ((*TINY[:2], "reduce_dtype=float16"), "Set reduce_dtype='bfloat16'"),
     ],

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.quantize_experts import ExpertWeights
@@ -272,8 +273,16 @@ def _settle(module: nn.Module) -> None:
 
 
 def _refuse_others(module: nn.Module) -> None:
-    """Raise for weights that transformers has loaded in the format of another library."""
+    """Raise for weights in the format of another library, loaded by transformers or packed in a tensor's subclass."""
     for name, inner in module.named_modules():
+        for parameter in inner._parameters.values():
+            if parameter is not None and bool(is_traceable_wrapper_subclass(parameter)):
+                kind = f"{type(parameter).__module__.partition('.')[0]}'s {type(parameter).__name__}"
+                raise RoundPipeError(
+                    f"the weights of {(name or type(inner).__name__)!r} are in a format ({kind}) that the roundpipe "
+                    "strategy cannot send to devices. Take the model with weights in 16 bits, and quantise it with "
+                    "quantization_config=BitsAndBytesConfig(load_in_4bit=True), or not at all."
+                )
         config = getattr(inner.__dict__.get("hf_quantizer"), "quantization_config", None)
         if config is None or getattr(config, "dequantize", False):
             continue

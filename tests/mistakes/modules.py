@@ -270,8 +270,11 @@ def _infinite_scales(head: Any) -> None:
     head.weight.quant_state.absmax = head.weight.quant_state.absmax.float().fill_(float("inf"))
 
 
-def _of_hqq(head: Any) -> None:
-    head.__class__ = type("HQQLinear", (nn.Linear,), {"__module__": "hqq.core.quantize"})
+def _of_torchao(user: User) -> None:
+    quantization: Any = pytest.importorskip("torchao.quantization")
+    module = zoo.make_module("mlp")
+    quantization.quantize_(nn.Sequential(module.model.head), quantization.Int8WeightOnlyConfig())
+    user.fit(module)
 
 
 SECTION = "The module, its optimizer and its loss"
@@ -362,10 +365,10 @@ MODULES = [
     ),
     Mistake(
         SECTION,
-        "weights that another library than bitsandbytes has quantised (GPTQ, AWQ, HQQ, torchao)",
+        "weights that another library than bitsandbytes has quantised, in a tensor of its own",
         "the weights of '…' are in a format (…) that the roundpipe strategy cannot send to devices",
         "Take the model with weights in 16 bits",
-        (_quantised(_of_hqq),),
+        (_of_torchao,),
     ),
     Mistake(
         SECTION,
