@@ -60,8 +60,6 @@ EXPERTS = {  # how many, for each token, and inner size of each
     "gpt_oss_20b": (32, 4, 2880),
     "qwen3_235b_a22b": (128, 8, 1536),
 }
-PAPER = [name for name in LARGE if name not in ("smollm2_135m", "llama3_1_70b")]
-FAST = ("gpt_oss_20b", "qwen3_235b_a22b")
 SMALL = [
     "trainer=cpu",
     "callbacks=none",
@@ -154,29 +152,7 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def check(summary: dict[str, Any]) -> None:
-    assert summary["steps"] == 1
-    assert summary["microbatches"] == 2
-    assert summary["val_loss_after"] != summary["val_loss_before"]
-    assert 4 < summary["val_loss_after"] < 7  # log 256 = 5.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in PAPER])
-def test_the_papers_rows_train_their_tiny_twins(
-    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    rate = ["optimizer.lr=0.5"] if name == "qwen3_235b_a22b" else []  # whose loss, in bf16, does not show small steps
-    check(summary_of(monkeypatch, capfd, f"experiment=paper_{name}", f"model=tiny_{name}", *SMALL, *SHORT, *rate))
-
-
-@pytest.mark.slow
-def test_the_last_twin_trains(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    check(summary_of(monkeypatch, capfd, "model=tiny_smollm2_135m", *SMALL, *SHORT))
-
-
-ADAPTERS = [(name, lora) for name in LARGE for lora in ("attention", "all_linear")]
-ADAPTERS += [(name, "moe_experts") for name in ("gpt_oss_20b", "qwen3_235b_a22b")]
+ADAPTERS = [("llama3_1_8b", "attention"), ("qwen3_1_7b", "all_linear"), ("gpt_oss_20b", "moe_experts")]
 
 
 @pytest.mark.slow
