@@ -25,6 +25,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -154,6 +155,32 @@ class WatchGradients(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: pl.LightningModule, optimizer: Any) -> None:
         self.result.grads.append(gradients(pl_module))
+
+
+class SaveAt(pl.Callback):
+    """Writes a checkpoint after ``step`` optimizer steps, wherever in the epoch that is."""
+
+    roundpipe_looks_away = True  # saving waits for updates by itself
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+class SaveAfter(pl.Callback):
+    """Writes a checkpoint after ``batches`` batches of training."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self, batches: int, path: Path) -> None:
+        self.batches, self.path = batches, path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.batches:
+            trainer.save_checkpoint(self.path)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
@@ -62,7 +61,6 @@ def mean_of_targets(module: Any, batch: Any, batch_idx: int) -> Tensor:
 def with_optimizer(module: Any, name: str) -> Any:
     makes = {
         "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, eps=1e-3),
-        "zero": lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=3e-3, eps=1e-3),
         "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     }
     module.configure_optimizers = lambda: makes[name]([p for p in module.parameters() if p.requires_grad])

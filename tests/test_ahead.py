@@ -1,7 +1,6 @@
 """Recomputation ahead: a stage is recomputed as a whole, before a backward of it waits for its gradient.
 
-That numbers stay what they are is shown here, and with everything else that can go wrong in test_stress, whose plans
-draw it too.
+test_stress, whose plans draw it too, shows that numbers stay what they are.
 """
 
 from __future__ import annotations

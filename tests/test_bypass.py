@@ -57,9 +57,6 @@ class Net(pl.LightningModule):
     def between(self, h: Tensor) -> Tensor:
         return h
 
-    def penalty(self) -> Tensor | float:
-        return 0.0
-
     def body(self, h: Tensor) -> Tensor:
         for block in self.blocks:
             h = block(h)
@@ -69,7 +66,7 @@ class Net(pl.LightningModule):
         return self.head(self.between(self.body(self.between(self.stem(x)))))
 
     def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self(batch["x"]), batch["y"]) + self.penalty()
+        loss = F.cross_entropy(self(batch["x"]), batch["y"])
         self.log("loss", loss)
         return loss
 

@@ -22,7 +22,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import Result, assert_identical, loader, ours, run, trainer_of
+from harness import Result, SaveAfter, SaveAt, assert_identical, loader, ours, run, trainer_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
@@ -64,19 +64,6 @@ def strategy(kind: str, **options: Any) -> Any:
 
 def devices(kind: str) -> int:
     return 1 if kind == PLAIN else 2
-
-
-class SaveAt(pl.Callback):
-    """Writes a checkpoint after ``step`` optimizer steps, wherever in the epoch that is."""
-
-    roundpipe_looks_away = True  # saving waits for updates by itself
-
-    def __init__(self, step: int, path: Path) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == self.step and not self.path.exists():
-            trainer.save_checkpoint(self.path)
 
 
 def train(kind: str, module: pl.LightningModule, batches: Any, seed: int = 1, **options: Any) -> Result:
@@ -259,19 +246,6 @@ def test_resume_on_other_workers_and_plan(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- to and from others
-
-
-class SaveAfter(pl.Callback):
-    """Writes a checkpoint after ``batches`` batches."""
-
-    roundpipe_looks_away = True
-
-    def __init__(self, batches: int, path: Path) -> None:
-        self.batches, self.path = batches, path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx + 1 == self.batches and not self.path.exists():
-            trainer.save_checkpoint(self.path)
 
 
 def test_plain_training_takes_a_checkpoint_from_within_a_window(tmp_path: Path) -> None:

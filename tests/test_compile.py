@@ -98,13 +98,11 @@ def compiled(backend: Any, **options: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_layers_that_are_alike_are_compiled_once(devices: int = 2) -> None:
+def test_layers_that_are_alike_are_compiled_once() -> None:
     """Weights lie in another arena at each stage, and each worker has copies of its own."""
     given, counting = batches(5), Counting()
     plain = run("auto", Module(), copy.deepcopy(given))
-    result = run(
-        compiled(counting, plan=halves(5, 2)), Module(), copy.deepcopy(given), devices=devices, callbacks=[counting]
-    )
+    result = run(compiled(counting, plan=halves(5, 2)), Module(), copy.deepcopy(given), devices=2, callbacks=[counting])
     assert_same(plain, result)
     assert counting.after == [2] * 5 and counting.backward == 2  # the batch itself wants no gradient
     assert not counting.lazy, "a backward was compiled when it first ran, when other threads may do the same"
@@ -135,7 +133,7 @@ class Arenas(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         workers: list[Any] = trainer.strategy._engine.worker_pool.workers
-        buffers = [worker.arena.buffer for worker in workers]
+        buffers = [worker.planned.arena.buffer for worker in workers]
         self.memory = [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
 
 
@@ -202,9 +200,9 @@ def test_what_cannot_be_compiled_names_the_setting() -> None:
     assert "no compiler" in str(caught.value.__cause__)
 
 
-def test_more_variants_than_torch_keeps_are_named(fullgraph: bool = False) -> None:
+def test_more_variants_than_torch_keeps_are_named() -> None:
     """Torch would go on with the layer as it is written, whose bits are others, and say so in its log only."""
-    settings = {"backend": "eager", "dynamic": False, "fullgraph": fullgraph}
+    settings = {"backend": "eager", "dynamic": False}
     strategy = ours(compile_layers=settings, layers=LAYERS, num_microbatches=1)
     message = r"layer 'blocks.\d' has more variants .*recompile_limit=2.*compile_layers={'dynamic': True}"
     with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(RoundPipeError, match=message):
@@ -224,9 +222,9 @@ class Rounding(Counting):
 
 
 @pytest.mark.slow
-def test_sizes_that_came_before_do_not_matter(samples: tuple[int, int] = (64, 61)) -> None:
+def test_sizes_that_came_before_do_not_matter() -> None:
     """A microbatch of 4 after those of 3 would be recomputed by another code than its forward; so would one of 16."""
-    given = [batches(1, count)[0] for count in (*samples, *samples)]
+    given = [batches(1, count)[0] for count in (64, 61, 64, 61)]
     results = []
     for plan, devices in ((single, 1), (per_call, 2)):
         torch._dynamo.reset()  # what it has learned about sizes, from one of these runs, another test or an earlier fit
@@ -236,8 +234,8 @@ def test_sizes_that_came_before_do_not_matter(samples: tuple[int, int] = (64, 61
 
 
 @pytest.mark.slow
-def test_a_language_model_equals_plain_training(lora: bool = True) -> None:
-    module, given, counting = zoo.make_module("llama", lora), zoo.make_batches("llama", 5), Counting()
+def test_a_language_model_equals_plain_training() -> None:
+    module, given, counting = zoo.make_module("llama", True), zoo.make_batches("llama", 5), Counting()
     plain = run("auto", module, copy.deepcopy(given))
     strategy = ours(compile_layers={"backend": counting, "dynamic": True}, num_microbatches=2)
     result = run(strategy, module, copy.deepcopy(given), devices=2, callbacks=[counting])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import assert_same, assert_tensors_same, loader, ours, quiet, run, trainer_of
+from harness import assert_same, ours, run
 from torch import Tensor, nn
 
 MLP = zoo.make_module("mlp").model
@@ -29,16 +29,6 @@ class Validated(zoo.PlainClassifier):
 
     def validate(self, batch: zoo.Batch) -> dict[str, Tensor]:
         raise NotImplementedError
-
-
-class Forces(Validated):
-    """The energy is the network's, and that of a spring."""
-
-    def validate(self, batch: zoo.Batch) -> dict[str, Tensor]:
-        with torch.enable_grad():
-            x = batch["x"].clone().requires_grad_()
-            (force,) = torch.autograd.grad(self.model(x).sum() + 0.5 * x.square().sum(), x)
-        return {"force": force.norm()}
 
 
 class Sampling(Validated):
@@ -111,20 +101,3 @@ def test_gradients_in_validation(kind: type[Validated]) -> None:
     more: dict[str, Any] = {"val_batches": zoo.make_batches("mlp", 2, seed=5), "val_check_interval": 2, **WITH_GRAPHS}
     plain = run("auto", module, batches, **more)
     assert_same(plain, run(ours(num_microbatches=2, layers=LAYERS), module, batches, devices=2, **more))
-
-
-class Predicting(Forces):
-    def predict_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
-        return self.validate(batch)["force"]
-
-    test_step = Validated.validation_step
-
-
-@pytest.mark.parametrize("loop", ["test", "predict"])
-def test_gradients_without_training(loop: str) -> None:
-    found = []
-    for strategy, devices in (("auto", 1), (ours(layers=LAYERS), 2)):
-        trainer = trainer_of(strategy, devices=devices, **WITH_GRAPHS)
-        with quiet():
-            found.append(getattr(trainer, loop)(Predicting(), loader(zoo.make_batches("mlp", 3))))
-    assert_tensors_same(*found)

@@ -75,11 +75,11 @@ def trains_again(trainer: pl.Trainer) -> None:
 
 
 @pytest.mark.slow
-def test_a_device_that_is_too_small(batch: int = 2) -> None:
+def test_a_device_that_is_too_small() -> None:
     """Whatever the room is, it is enough or there is an error; and with more and more of it, that comes later."""
     seen: list[str] = []
     for room in itertools.count(0, 176):
-        trainer = harness.trainer_of(faulty.strategy(), devices=2, callbacks=[Shrink(batch, room)])
+        trainer = harness.trainer_of(faulty.strategy(), devices=2, callbacks=[Shrink(2, room)])
         error = run_out(trainer, DeviceOutOfMemory)
         if error is None:
             break
@@ -97,7 +97,7 @@ def test_a_device_that_is_too_small(batch: int = 2) -> None:
     # A forward runs as its recomputation does, so that a recomputation seldom comes first.
     assert {"forward", "backward"} <= phases <= {"forward", "recomputation", "backward"}, seen
     assert any("saved for backward" in text for text in seen)
-    trainer = harness.trainer_of(faulty.strategy(), devices=2, callbacks=[Shrink(batch, 0)])
+    trainer = harness.trainer_of(faulty.strategy(), devices=2, callbacks=[Shrink(2, 0)])
     assert run_out(trainer, DeviceOutOfMemory) is not None
     trains_again(trainer)
 

@@ -14,9 +14,8 @@ import pytest
 import test_manual
 import torch
 import torch.nn.functional as F
-from harness import assert_identical, assert_same, ours
+from harness import SaveAt, assert_identical, assert_same, ours
 from lightning.pytorch.plugins.precision import MixedPrecision
-from test_precision_true import SaveAt
 from torch import Tensor, nn
 from torch.amp import GradScaler
 

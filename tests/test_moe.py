@@ -1,4 +1,4 @@
-"""Mixtures of experts: recomputation routes as the forward did, experts may be idle, and a block may be cut."""
+"""Mixtures of experts: recomputation routes as the forward did, and experts may be idle."""
 
 from __future__ import annotations
 

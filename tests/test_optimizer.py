@@ -125,7 +125,7 @@ def as_in_plain_training(name: str, options: dict[str, Any], steps: int) -> None
     groups = [r.trainer.optimizers[0].param_groups for r in (plain, result)]  # type: ignore[union-attr]
     rates = [[group["lr"] for group in each] for each in groups]
     assert rates[0] == rates[1]
-    assert "fused" not in groups[1][0] or groups[1][0]["fused"] is None, "the user's groups were written to"
+    assert groups[1][0].get("fused") == groups[0][0].get("fused"), "the user's groups were written to"
 
 
 @pytest.mark.slow
@@ -268,17 +268,6 @@ def test_who_may_look_after_each_batch_is_waited_for(said: list[str]) -> None:
         seen.append(grads.seen)
     assert seen[0] == pytest.approx(seen[1], rel=1e-4)
     assert sum("callback Grads (on_train_batch_end) may read" in text for text in said) == 1
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_evaluation_sees_whole_updates(staleness: int) -> None:
-    """And the newest weights, whatever the staleness."""
-    module = Trained(OPTIMIZERS["momentum"])
-    strategy = ours(num_microbatches=2, layers=LAYERS, staleness=staleness)
-    with late_updates(0.02):
-        result = run(strategy, module, many(2), devices=2, val_batches=BATCHES[:1], val_check_interval=1)
-        alone = trainer_of("auto").validate(copy.deepcopy(result.module), loader(BATCHES[:1]), verbose=False)[0]
-    assert float(result.metrics["val/loss"]) == pytest.approx(alone["val/loss"], rel=1e-5)
 
 
 class Switching(zoo.PlainClassifier):

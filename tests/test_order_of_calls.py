@@ -1,4 +1,4 @@
-"""Microbatches that leave layers out, layers that remember their calls, and calls that nobody has foreseen."""
+"""Microbatches that leave layers out, and layers whose statistics depend on the order of calls."""
 
 from __future__ import annotations
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import Result, assert_identical, assert_same, assert_tensors_same, ours, run
+from harness import Result, SaveAfter, SaveAt, assert_identical, assert_same, assert_tensors_same, ours, run
 from lightning.pytorch.plugins.precision import MixedPrecision
-from test_precision_true import SaveAt, by_hand
+from test_precision_true import by_hand
 from torch.amp import GradScaler
 
 from lightning_roundpipe import RoundPipePrecision
@@ -108,26 +107,6 @@ def test_in_parts() -> None:
     assert_tensors_same(expected.state, result.state)
 
 
-def test_a_step_late() -> None:
-    """The factor is that of the update whose weights a step computes with, whenever the later one is applied."""
-    results = [train(strategy={"staleness": 1, "num_microbatches": 3}, devices=n) for n in (1, 3)]
-    assert_identical(*map(without_gradients, results))
-    assert state(results[0]) == state(results[1])
-
-
-class SaveAfter(pl.Callback):
-    """Writes a checkpoint after so many batches."""
-
-    roundpipe_looks_away = True
-
-    def __init__(self, batches: int, path: Path) -> None:
-        self.batches, self.path = batches, path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx + 1 == self.batches:
-            trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.parametrize(
     ("precision", "staleness", "done"),
     [("16-mixed", 0, 6), ("16-mixed", 1, 10), ("16-true", 0, 4)],
@@ -157,12 +136,12 @@ def test_checkpoints_cross_over(first: str, tmp_path: Path) -> None:
     assert_identical(without_gradients(whole), without_gradients(resumed))
 
 
-def test_in_fp16_alone(microbatches: int = 3) -> None:
+def test_in_fp16_alone() -> None:
     """As a loop by hand without scaling, where nothing vanishes and nothing overflows."""
     module, batches = zoo.make_module("mlp"), zoo.make_batches("mlp", 4)
-    expected = by_hand(module, batches, microbatches, torch.float16)
+    expected = by_hand(module, batches, 3, torch.float16)
     plugin = RoundPipePrecision("16-true", scaler(2.0**10))
-    result = run(ours(num_microbatches=microbatches, precision_plugin=plugin), module, batches, devices=2)
+    result = run(ours(num_microbatches=3, precision_plugin=plugin), module, batches, devices=2)
     expected.losses = [loss.to(result.losses[0].dtype) for loss in expected.losses]
     assert_same(without_gradients(expected), without_gradients(result), rtol=2e-3, atol=1e-3)
     assert plugin.scaler.get_scale() == 2.0**12  # type: ignore[union-attr]

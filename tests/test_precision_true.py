@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import Result, assert_identical, assert_same, ours, run
+from harness import Result, SaveAt, assert_identical, assert_same, ours, run
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
@@ -225,17 +225,6 @@ def test_evaluation_equals_lightnings() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
-
-
-class SaveAt(pl.Callback):
-    roundpipe_looks_away = True
-
-    def __init__(self, step: int, path: Path) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step and not self.path.exists():
-            trainer.save_checkpoint(self.path)
 
 
 @pytest.mark.parametrize(("born_low", "staleness"), [(True, 0), (False, 1)])

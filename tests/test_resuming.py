@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from harness import ours, quiet, trainer_of
+from harness import SaveAfter, ours, quiet, trainer_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import override
@@ -59,16 +59,6 @@ class Recorder(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-4)
-
-
-class SaveAfter(pl.Callback):
-    def __init__(self, batches: int, path: Path) -> None:
-        self.batches, self.path = batches, path
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.fit_loop.total_batch_idx + 1 == self.batches:
-            trainer.save_checkpoint(self.path)
 
 
 def fit(loader: Any, path: Path, *, save: int = 0, resume: bool = False, **options: Any) -> tuple[Recorder, list[str]]:

@@ -1,4 +1,4 @@
-"""More ways in which several machines are one; DDP and torch's own shared-out optimizer as oracles."""
+"""More ways in which several machines are one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sparse tensors beside the model and in the batch: adjacencies and bags of words, as in plain Lightning."""
+"""Sparse tensors in layers and in the batch: adjacencies and bags of words, as in plain Lightning."""
 
 from __future__ import annotations
 
@@ -19,29 +19,6 @@ MLP = zoo.make_module("mlp").model
 ROLLED = torch.eye(zoo.WIDTH).roll(1, 0)
 LAYOUTS = {"coo": Tensor.to_sparse, "csr": Tensor.to_sparse_csr}
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
-
-
-class Beside(zoo.PlainClassifier):
-    """Mixes features between layers by a matrix of its own."""
-
-    def __init__(self, layout: str, *, buffer: bool) -> None:
-        super().__init__(copy.deepcopy(MLP))
-        self.layout, self.buffer = layout, buffer
-
-    def setup(self, stage: str) -> None:
-        """Later than ``__init__``, as not every layout can be copied."""
-        matrix = LAYOUTS[self.layout](ROLLED)
-        if self.buffer:
-            self.register_buffer("matrix", matrix, persistent=False)
-        else:
-            self.matrix = matrix
-
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
-        h = self.model.stem(batch["x"])
-        for block in self.model.blocks:
-            h = torch.sparse.mm(self.matrix, block(h).T).T
-        logits = self.model.head(h)
-        return F.cross_entropy(logits, batch["y"]), logits
 
 
 class Inside(zoo.PlainClassifier):
@@ -70,12 +47,6 @@ class Bags(zoo.PlainClassifier):
             h = block(h)
         logits = self.model.head(h)
         return F.cross_entropy(logits, batch["y"]), logits
-
-
-@pytest.mark.parametrize(("layout", "buffer"), [("coo", True), ("csr", False)])
-def test_beside_layers(layout: str, buffer: bool) -> None:
-    module, batches = Beside(layout, buffer=buffer), zoo.make_batches("mlp", 3)
-    assert_same(run("auto", module, batches), run(ours(num_microbatches=2), module, batches, devices=2))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

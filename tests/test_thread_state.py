@@ -115,7 +115,7 @@ class Counting(zoo.PlainClassifier):
         return super().training_step(batch, batch_idx)
 
 
-def test_what_training_step_sets_stays_set(devices: int = 2) -> None:
+def test_what_training_step_sets_stays_set() -> None:
     def build() -> Counting:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
@@ -130,6 +130,6 @@ def test_what_training_step_sets_stays_set(devices: int = 2) -> None:
             SCALE.reset(token)
 
     plain, left = trained("auto", 1)
-    other, left_too = trained(ours(num_microbatches=1, layers=["Linear", "Block"]), devices)
+    other, left_too = trained(ours(num_microbatches=1, layers=["Linear", "Block"]), 2)
     assert_same(plain, other)
     assert left == left_too > 1.5

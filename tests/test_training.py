@@ -50,7 +50,8 @@ REPORT_KEYS = {
 }
 
 
-def test_report(devices: int = 4) -> None:
+def test_report() -> None:
+    devices = 4
     plan = run(ours(), LLAMA, zoo.make_batches("llama")).report["plan"]  # type: ignore[index]
     cut = harness.per_call(harness.call_count(plan), 2)
     script: dict[str, Any] = {"batches": zoo.make_batches("llama", 12), "accumulate_grad_batches": 4}

@@ -1,4 +1,4 @@
-"""Losses of batches that are cut by targets, and losses that do not reach all layers."""
+"""Losses of batches that are cut by targets, and models of which parts are frozen."""
 
 from __future__ import annotations
 

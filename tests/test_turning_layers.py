@@ -1,4 +1,4 @@
-"""Layers that begin to do something else after some steps, and what the thread that runs them has set.
+"""Layers that begin to do something else after some steps.
 
 In the first steps, a layer only returns tensors of its own. From `LATE` on it does something else, of which nothing
 tells the engine.

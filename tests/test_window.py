@@ -45,7 +45,6 @@ class Net(pl.LightningModule):
         self,
         adam: bool = False,
         norm: bool = False,
-        dtype: torch.dtype = torch.float64,
         skipped: tuple[int, ...] = (),
         fails: int = 0,
         ends_epoch: int = -1,
@@ -54,7 +53,7 @@ class Net(pl.LightningModule):
         super().__init__()
         self.blocks, self.head = nn.Sequential(*[Block(norm) for _ in range(4)]), nn.Linear(6, 3)
         self.mean, self.by_hand = torchmetrics.MeanMetric(), torchmetrics.MeanMetric()
-        self.to(dtype)
+        self.to(torch.float64)
         self.adam, self.skipped, self.fails, self.ends_epoch, self.stops = adam, skipped, fails, ends_epoch, stops
         self.count, self.tag, self.moved = 0, -1, {}  # type: ignore[var-annotated]
 
@@ -128,9 +127,9 @@ class Watching(Net):
         self.calls.append(("gradients", [kept(p.grad) for p in self.parameters()]))
 
 
-def rows(count: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> TensorDataset:
+def rows(count: int, seed: int = 1) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(count, 6, generator=generator, dtype=torch.float64).to(dtype)
+    inputs = torch.randn(count, 6, generator=generator, dtype=torch.float64)
     return TensorDataset(inputs, torch.randint(0, 3, (count,), generator=generator))
 
 
