@@ -72,15 +72,6 @@ class HeadAndLoss(Net):
         return self.again(self.loss, h, y)
 
 
-class HeadAndLossInParts(Net):
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
-        h = self.stem(x)
-        for block in self.blocks:
-            h = block(h)
-        parts = zip(h.chunk(2, 1), (y, y), strict=True)
-        return sum(self.again(lambda a, b: self.loss(torch.cat([a, a], 1), b), *part) for part in parts)  # type: ignore[return-value]
-
-
 class TwoBlocks(Net):
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.again(self.two, self.stem(x))
@@ -114,7 +105,7 @@ class Nested(Net):
         return self.again(self.loss, h, y)
 
 
-PLACES = [HeadAndLoss, HeadAndLossInParts, TwoBlocks, OneBlockTwice, Everything, Nested]
+PLACES = [HeadAndLoss, TwoBlocks, OneBlockTwice, Everything, Nested]
 
 
 def build(place: type[Net], kind: str = "", **options: Any) -> Net:

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import functools
 import gc
-import sys
 import threading
 import time
 import traceback
@@ -258,24 +257,7 @@ def assert_nothing_left(module: nn.Module, devices: Sequence[Device] = ()) -> No
     patched = [name for name, inner in module.named_modules() if "forward" in vars(inner)]
     assert not patched, f"still intercepted: {patched}"
     left = [device.resident_by_purpose() for device in devices]
-    assert left == [{}] * len(devices), f"{left}, held by\n" + "\n".join(_holders(devices))
-
-
-def _holders(devices: Sequence[Device]) -> list[str]:
-    """Who knows the tensors that emulated devices count: frames, errors and objects, five steps back from each."""
-    counted = {key for device in devices for key in device._ledger._entries}  # type: ignore[attr-defined]
-    level: list[Any] = [
-        found
-        for found in gc.get_objects()
-        if type(found) in (Tensor, nn.Parameter, torch.UntypedStorage)
-        and (found if isinstance(found, torch.UntypedStorage) else found.untyped_storage())._cdata in counted
-    ]
-    known, lines = {id(level), id(sys._getframe())}, []
-    for distance in range(5):
-        known.update(map(id, level))
-        level = [found for found in gc.get_referrers(*level) if id(found) not in known] if level else []
-        lines += [f"{distance}: {type(found).__qualname__} {str(found)[:200]}" for found in level]
-    return lines
+    assert left == [{}] * len(devices)
 
 
 def assert_trains(**options: Any) -> None:

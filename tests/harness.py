@@ -25,6 +25,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -154,6 +155,32 @@ class WatchGradients(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: pl.LightningModule, optimizer: Any) -> None:
         self.result.grads.append(gradients(pl_module))
+
+
+class SaveAt(pl.Callback):
+    """Writes a checkpoint after ``step`` optimizer steps, wherever in the epoch that is."""
+
+    roundpipe_looks_away = True  # saving waits for updates by itself
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+class SaveAfter(pl.Callback):
+    """Writes a checkpoint after ``batches`` batches of training."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self, batches: int, path: Path) -> None:
+        self.batches, self.path = batches, path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.batches:
+            trainer.save_checkpoint(self.path)
 
 
 @contextlib.contextmanager
@@ -457,26 +484,6 @@ def assert_identical(one: Result, other: Result, *, outputs: bool = False, rng: 
 def assert_tensors_same(plain: Any, other: Any, rtol: float = RTOL, atol: float = ATOL, what: str = "value") -> None:
     """Two tensors, or two collections of tensors of one structure, agree within rounding."""
     _fail_on(_compare_group(dict(_leaves(what, plain)), dict(_leaves(what, other)), _near(rtol, atol)))
-
-
-def assert_close_overall(plain: Result, other: Result, tolerance: float) -> None:
-    """For low precision: a step's loss, and its gradients as one vector, are off by ``tolerance`` of it at most."""
-    assert len(plain.losses) == len(other.losses) == len(plain.grads) == len(other.grads)
-    for step, (a, b) in enumerate(zip(plain.losses, other.losses, strict=True)):
-        gap = float((a - b).abs() / a.abs())
-        assert gap <= tolerance, f"step {step}: loss {float(b):.5g} is off by {gap:.3g} of {float(a):.5g}"
-    for step, (x, y) in enumerate(zip(plain.grads, other.grads, strict=True)):
-        gap = relative_distance(x, y)
-        assert gap <= tolerance, f"step {step}: the gradients are off by {gap:.3g} of their length"
-
-
-def relative_distance(a: Gradients, b: Gradients) -> float:
-    """|a - b| / |a|, all tensors taken as one vector."""
-    assert a.keys() == b.keys()
-    assert all((a[name] is None) == (b[name] is None) for name in a), "a gradient is None in one run only"
-    pairs = [(x.double(), b[name].double()) for name, x in a.items() if x is not None]  # type: ignore[union-attr]
-    gap = sum(float((x - y).square().sum()) for x, y in pairs)
-    return float((gap / sum(float(x.square().sum()) for x, _ in pairs)) ** 0.5)
 
 
 _SINGULAR = {"losses": "loss", "grads": "gradient of", "outputs": "output", "rng": "random state"}

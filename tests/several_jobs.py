@@ -15,17 +15,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from harness import MemoryLogger, lasting_threads, loader, ours, quiet, trainer_of
+from harness import MemoryLogger, loader, ours, quiet, trainer_of
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
-
-import lightning_roundpipe.trainer.several_machines
 
 RANK = int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", os.environ.get("SLURM_PROCID", 0))))
 MACHINES = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
@@ -65,7 +61,6 @@ def mean_of_targets(module: Any, batch: Any, batch_idx: int) -> Tensor:
 def with_optimizer(module: Any, name: str) -> Any:
     makes = {
         "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, eps=1e-3),
-        "zero": lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=3e-3, eps=1e-3),
         "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     }
     module.configure_optimizers = lambda: makes[name]([p for p in module.parameters() if p.requires_grad])
@@ -202,30 +197,6 @@ def train(
 
 def cases(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [train(**case) for case in cases]
-
-
-def plainly(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cases under plain DDP, with torch's own optimizer that is shared out if ``optimizer`` is "zero"."""
-    return [
-        train(**case, strategy=DDPStrategy(process_group_backend="gloo"), devices=1, num_nodes=MACHINES)
-        for case in cases
-    ]
-
-
-def soak(folder: Path, steps: int) -> dict[str, Any]:
-    """Many steps: threads and memory before and after most of them."""
-    import psutil
-
-    seen: list[tuple[list[str], int]] = []
-
-    class Looks(pl.Callback):
-        roundpipe_looks_away = True
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            seen.append((lasting_threads(), psutil.Process().memory_info().rss))
-
-    result = train(steps=steps, more=[Looks()])
-    return result | {"seen": seen}
 
 
 class Broad(pl.LightningModule):
@@ -435,36 +406,6 @@ def stops(folder: Path, hooks: list[str]) -> list[tuple[int, int, int]]:
     return found
 
 
-class Timed(Counting):
-    """The clocks of its machines reach the time of a validation after different batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.at: list[int] = []
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == (1, 3)[RANK]:
-            self.trainer._last_val_time = -1e9
-
-    def on_validation_start(self) -> None:
-        self.at.append(self.trainer.global_step)
-
-    def on_train_start(self) -> None:
-        pass
-
-
-def validates_by_time(folder: Path) -> list[int]:
-    """The steps after which this machine validated."""
-    data, module = torch.arange(48.0).repeat(4, 1).T.contiguous(), Timed()
-    trainer = trainer_of(
-        ours(num_microbatches=2), devices=2, num_nodes=MACHINES, max_epochs=1, val_check_interval="00:01:00:00"
-    )
-    with quiet():
-        trainer.fit(module, DataLoader(data, 4), DataLoader(data[:4], 2))
-    assert not [name for name in vars(trainer.fit_loop.epoch_loop) if name == "_should_check_val_fx"]
-    return module.at
-
-
 class Faulty(Counting):
     """What one machine does in its fourth batch."""
 
@@ -482,9 +423,7 @@ class Faulty(Counting):
         optimizer = super().configure_optimizers()
         if self.kind == "another learning rate" and RANK == 1:
             optimizer.param_groups[0]["lr"] = 0.02
-        if self.kind == "another schedule":
-            scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5 if RANK else 0.1)
-        elif self.kind == "own plateau":
+        if self.kind == "own plateau":
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         else:
             return optimizer
@@ -492,8 +431,6 @@ class Faulty(Counting):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if (0 if "the first" in self.kind else 1) == RANK and self.trainer.global_step == 3:
-            if self.kind.startswith("raises, "):
-                raise ValueError("the data is spilled")
             if self.kind == "raises":
                 raise ValueError("the data is spilled")
             if self.kind == "is asked to end":
@@ -507,8 +444,6 @@ class Faulty(Counting):
             raise ValueError("the validation is spilled")
         if self.kind == "another exchange" and self.trainer.global_step == 8:
             self.trainer.strategy.barrier() if RANK else self.trainer.strategy.reduce(torch.tensor(1.0))
-        if self.kind == "another shape" and self.trainer.global_step == 8:
-            self.all_gather(torch.zeros(3 + RANK))
         if self.kind == "is slow" and RANK == 1 and not batch_idx:
             time.sleep(12)
         if self.kind == "own plateau":
@@ -538,20 +473,12 @@ def fault(folder: Path, kind: str, timeout: float = 10.0) -> dict[str, Any]:
     if kind == "fewer batches that nobody counts":
         training = DataLoader(Numbers(8 if RANK == 0 else 5), 4)
     options = {"staleness": 1} if kind == "another setting" and RANK == 1 else {}
-    sanity = 2 if kind == "another setting of the trainer" and RANK == 1 else 0
-    if kind == "another version" and RANK == 1:
-        own = lightning_roundpipe.trainer.several_machines._version
-        lightning_roundpipe.trainer.several_machines._version = lambda name: (
-            "0.1" if name == "torchmetrics" else own(name)
-        )
     module = Faulty(kind)
-    saving = ModelCheckpoint(
-        folder / "checkpoints", every_n_train_steps=2, save_top_k=-1, save_on_exception=kind == "raises, and would save"
-    )
+    saving = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_top_k=-1)
     trainer = trainer_of(
         ours(num_microbatches=2, machine_timeout=timeout, **options), devices=2, num_nodes=MACHINES, callbacks=[saving],
         max_epochs={"goes on": 1000, "own plateau": 4}.get(kind, 2), enable_checkpointing=True,
-        use_distributed_sampler=False, check_val_every_n_epoch=1, num_sanity_val_steps=sanity,
+        use_distributed_sampler=False, check_val_every_n_epoch=1,
     )  # fmt: skip
     with quiet():
         trainer.fit(module, training, DataLoader(data[:8], 4))

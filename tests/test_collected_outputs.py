@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
     SEWDConfig,
     SEWDForSequenceClassification,
 )
@@ -57,9 +55,7 @@ def speech() -> tuple[nn.Module, list[dict[str, Tensor]]]:
 @pytest.mark.parametrize(
     "make, collected",
     [
-        (lambda: text(BertForSequenceClassification, BertConfig, **OFF), "hidden_states"),
         (lambda: text(BertForSequenceClassification, BertConfig, **OFF), "attentions"),
-        (lambda: text(LlamaForSequenceClassification, LlamaConfig), "hidden_states"),
         (speech, "hidden_states"),
     ],
 )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import shutil
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -100,26 +98,22 @@ def compiled(backend: Any, **options: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_layers_that_are_alike_are_compiled_once(devices: int) -> None:
+def test_layers_that_are_alike_are_compiled_once() -> None:
     """Weights lie in another arena at each stage, and each worker has copies of its own."""
     given, counting = batches(5), Counting()
     plain = run("auto", Module(), copy.deepcopy(given))
-    result = run(
-        compiled(counting, plan=halves(5, 2)), Module(), copy.deepcopy(given), devices=devices, callbacks=[counting]
-    )
+    result = run(compiled(counting, plan=halves(5, 2)), Module(), copy.deepcopy(given), devices=2, callbacks=[counting])
     assert_same(plain, result)
     assert counting.after == [2] * 5 and counting.backward == 2  # the batch itself wants no gradient
     assert not counting.lazy, "a backward was compiled when it first ran, when other threads may do the same"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [halves, pytest.param(per_call, marks=pytest.mark.slow)])
-def test_recomputation_drops_what_was_dropped(plan: Callable[[int, int], str]) -> None:
+def test_recomputation_drops_what_was_dropped() -> None:
     """And the same in every plan: a stage that recomputes runs the code of one that keeps its graph."""
     given = batches(3)
     one = run(compiled("aot_eager", plan=single(5, 2)), Module(0.3), copy.deepcopy(given), devices=1)
-    result = run(compiled("aot_eager", plan=plan(5, 2)), Module(0.3), copy.deepcopy(given), devices=2)
+    result = run(compiled("aot_eager", plan=halves(5, 2)), Module(0.3), copy.deepcopy(given), devices=2)
     assert_identical(one, result)
 
 
@@ -139,7 +133,7 @@ class Arenas(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         workers: list[Any] = trainer.strategy._engine.worker_pool.workers
-        buffers = [worker.arena.buffer for worker in workers]
+        buffers = [worker.planned.arena.buffer for worker in workers]
         self.memory = [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
 
 
@@ -150,19 +144,6 @@ def test_compiled_code_holds_no_memory() -> None:
     run(compiled(counting), Module(), batches(3), devices=2, callbacks=[arenas])
     gc.collect()
     assert arenas.memory and all(memory.expired() for memory in arenas.memory)
-
-
-def test_times_are_without_the_compiler() -> None:
-    """A plan is made from the times of the first batch, and compiling takes longer than anything else in it."""
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        threading.Event().wait(0.5)
-        return graph.forward
-
-    strategy = ours(compile_layers={"backend": backend}, layers=LAYERS, num_microbatches=1, plan=per_call(5))
-    result = run(strategy, Module(), batches(2))
-    assert result.report is not None
-    assert max(call["forward_s"] for call in result.report["costs"]["calls"]) < 0.5
 
 
 class CompilesItsLoss(Module):
@@ -219,44 +200,13 @@ def test_what_cannot_be_compiled_names_the_setting() -> None:
     assert "no compiler" in str(caught.value.__cause__)
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_more_variants_than_torch_keeps_are_named(fullgraph: bool) -> None:
+def test_more_variants_than_torch_keeps_are_named() -> None:
     """Torch would go on with the layer as it is written, whose bits are others, and say so in its log only."""
-    settings = {"backend": "eager", "dynamic": False, "fullgraph": fullgraph}
+    settings = {"backend": "eager", "dynamic": False}
     strategy = ours(compile_layers=settings, layers=LAYERS, num_microbatches=1)
     message = r"layer 'blocks.\d' has more variants .*recompile_limit=2.*compile_layers={'dynamic': True}"
     with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(RoundPipeError, match=message):
         run(strategy, Module(), [batches(1, samples)[0] for samples in (2, 3, 4)])
-
-
-def test_devices_and_grad_mode_do_not_use_up_variants() -> None:
-    """One GPU's code does not fit another, and torch counts what it compiled by the Python code that it came from."""
-    with torch._dynamo.config.patch(recompile_limit=1):
-        forwards = CompiledForwards({"backend": "eager"})
-        for device, grad in itertools.product(map(torch.device, ("cpu", "meta")), (True, False)):
-            module = nn.Linear(3, 3, device=device)
-            replica: Any = SimpleNamespace(module=module, originals=[module], device=device)
-            layer: Any = SimpleNamespace(name="linear")
-            with torch.set_grad_enabled(grad):
-                assert forwards.of(layer, replica)(torch.ones(2, 3, device=device)).device == device
-
-
-def test_options_hold_for_each_layer() -> None:
-    """Torch takes this one out of the dict that it is given."""
-    asked: list[int] = []
-
-    def keep(guards: Any) -> list[bool]:
-        asked.append(len(guards))
-        return [True] * len(guards)
-
-    forwards = CompiledForwards({"backend": "eager", "options": {"guard_filter_fn": keep}})
-    for size in (2, 3):
-        module = nn.Linear(size, size)
-        replica: Any = SimpleNamespace(module=module, originals=[module], device=torch.device("cpu"))
-        layer: Any = SimpleNamespace(name="linear")
-        before = len(asked)
-        forwards.of(layer, replica)(torch.ones(5, size))
-        assert len(asked) > before
 
 
 class Rounding(Counting):
@@ -272,10 +222,9 @@ class Rounding(Counting):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("samples", [(16, 13), (64, 61)], ids=["others", "as many as features"])
-def test_sizes_that_came_before_do_not_matter(samples: tuple[int, int]) -> None:
+def test_sizes_that_came_before_do_not_matter() -> None:
     """A microbatch of 4 after those of 3 would be recomputed by another code than its forward; so would one of 16."""
-    given = [batches(1, count)[0] for count in (*samples, *samples)]
+    given = [batches(1, count)[0] for count in (64, 61, 64, 61)]
     results = []
     for plan, devices in ((single, 1), (per_call, 2)):
         torch._dynamo.reset()  # what it has learned about sizes, from one of these runs, another test or an earlier fit
@@ -285,9 +234,8 @@ def test_sizes_that_came_before_do_not_matter(samples: tuple[int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True])
-def test_a_language_model_equals_plain_training(lora: bool) -> None:
-    module, given, counting = zoo.make_module("llama", lora), zoo.make_batches("llama", 5), Counting()
+def test_a_language_model_equals_plain_training() -> None:
+    module, given, counting = zoo.make_module("llama", True), zoo.make_batches("llama", 5), Counting()
     plain = run("auto", module, copy.deepcopy(given))
     strategy = ours(compile_layers={"backend": counting, "dynamic": True}, num_microbatches=2)
     result = run(strategy, module, copy.deepcopy(given), devices=2, callbacks=[counting])
@@ -324,41 +272,3 @@ def test_a_compiler_that_ends_the_process_is_refused(monkeypatch: pytest.MonkeyP
         CompiledForwards({})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     CompiledForwards({})
-
-
-class Pauses(pl.Callback):
-    """Leaves backward some time between steps."""
-
-    roundpipe_looks_away = True
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        threading.Event().wait(0.1)
-
-
-class Embeds(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10, 16)
-
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
-        x = self.embed(batch["x"].abs().long().clamp(max=9))
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
-@pytest.mark.parametrize(("precision", "default"), [("bf16-true", torch.bfloat16), ("64-true", torch.float64)])
-def test_backward_goes_on_with_the_code_of_the_forward(precision: Any, default: torch.dtype) -> None:
-    """torch compiles for one default dtype, and these precisions set another one only within a step."""
-    compiled_for: list[torch.dtype] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        compiled_for.append(torch.get_default_dtype())
-        return graph.forward
-
-    strategy = ours(
-        compile_layers={"backend": backend}, num_microbatches=2, plan=per_call(6, 2), emulation={"delay_seed": 1}
-    )
-    given = [batch for samples in (8, 3, 8, 7) for batch in batches(1, samples)]
-    run(strategy, Embeds(), given, devices=3, precision=precision, callbacks=[Pauses()])
-    assert {*compiled_for} == {default}

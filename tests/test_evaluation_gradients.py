@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import assert_same, assert_tensors_same, loader, ours, quiet, run, trainer_of
+from harness import assert_same, ours, run
 from torch import Tensor, nn
 
 MLP = zoo.make_module("mlp").model
@@ -31,16 +31,6 @@ class Validated(zoo.PlainClassifier):
         raise NotImplementedError
 
 
-class Forces(Validated):
-    """The energy is the network's, and that of a spring."""
-
-    def validate(self, batch: zoo.Batch) -> dict[str, Tensor]:
-        with torch.enable_grad():
-            x = batch["x"].clone().requires_grad_()
-            (force,) = torch.autograd.grad(self.model(x).sum() + 0.5 * x.square().sum(), x)
-        return {"force": force.norm()}
-
-
 class Sampling(Validated):
     """Some steps uphill, with calls without gradients before and after."""
 
@@ -52,24 +42,6 @@ class Sampling(Validated):
                 (slope,) = torch.autograd.grad(self.model(x).logsumexp(1).sum(), x)
             x = x + 0.1 * slope
         return {"before": before, "after": self.model(x.detach()).square().mean()}
-
-
-class Jacobian(Validated):
-    def validate(self, batch: zoo.Batch) -> dict[str, Tensor]:
-        with torch.enable_grad():
-            found = torch.autograd.functional.jacobian(lambda x: self.model(x).sum(0), batch["x"])
-        return {"jacobian": found.norm()}
-
-
-class Curvature(Validated):
-    """Second derivatives."""
-
-    def validate(self, batch: zoo.Batch) -> dict[str, Tensor]:
-        with torch.enable_grad():
-            x = batch["x"].clone().requires_grad_()
-            (slope,) = torch.autograd.grad(self.model(x).square().sum(), x, create_graph=True)
-            (curve,) = torch.autograd.grad(slope.square().sum(), x)
-        return {"curve": curve.norm()}
 
 
 class Functional(Validated):
@@ -100,19 +72,6 @@ class Importance(Validated):
         return {"importance": sum((p.grad.square().sum() for p in self.parameters()), torch.zeros(()))}
 
 
-class Attributed(Validated):
-    """Gradients of what hooks keep of inner layers."""
-
-    def validate(self, batch: zoo.Batch) -> dict[str, Tensor]:
-        kept: list[Tensor] = []
-        hooks = [block.register_forward_hook(lambda m, a, out: kept.append(out)) for block in self.model.blocks]
-        with torch.enable_grad():
-            slopes = torch.autograd.grad(F.cross_entropy(self.model(batch["x"]), batch["y"]), kept)
-        for hook in hooks:
-            hook.remove()
-        return {"attributed": sum((slope.norm() for slope in slopes), torch.zeros(()))}
-
-
 class FieldOf(zoo.MLP):
     """Returns the slope of what its blocks give, which its own forward takes; it trains on the plain output."""
 
@@ -133,46 +92,12 @@ class Within(Validated):
         return {"slope": self.model(batch["x"]).norm()}
 
 
-KINDS = [Forces, Sampling, Jacobian, Curvature, Functional, Adapting, Importance, Attributed, Within]
+KINDS = [Sampling, Functional, Adapting, Importance, Within]
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_in_validation(kind: type[Validated], microbatches: int) -> None:
+def test_gradients_in_validation(kind: type[Validated]) -> None:
     module, batches = kind(), zoo.make_batches("mlp", 4)
     more: dict[str, Any] = {"val_batches": zoo.make_batches("mlp", 2, seed=5), "val_check_interval": 2, **WITH_GRAPHS}
-    plain = run("auto", module, batches, **more)
-    assert_same(plain, run(ours(num_microbatches=microbatches, layers=LAYERS), module, batches, devices=2, **more))
-
-
-class Predicting(Forces):
-    def predict_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
-        return self.validate(batch)["force"]
-
-    test_step = Validated.validation_step
-
-
-@pytest.mark.parametrize("loop", ["test", "predict"])
-def test_gradients_without_training(loop: str) -> None:
-    found = []
-    for strategy, devices in (("auto", 1), (ours(layers=LAYERS), 2)):
-        trainer = trainer_of(strategy, devices=devices, **WITH_GRAPHS)
-        with quiet():
-            found.append(getattr(trainer, loop)(Predicting(), loader(zoo.make_batches("mlp", 3))))
-    assert_tensors_same(*found)
-
-
-def test_gradients_where_inference_mode_is_left() -> None:
-    """And none where it is not: such calls stay on the workers."""
-
-    class Left(Forces):
-        def validate(self, batch: zoo.Batch) -> dict[str, Tensor]:
-            with torch.inference_mode(False):
-                copied = {key: value.clone() for key, value in batch.items()}
-                found = super().validate(copied)
-            with torch.enable_grad():
-                return found | {"value": self.model(batch["x"]).square().mean()}
-
-    module, batches, more = Left(), zoo.make_batches("mlp", 3), {"val_batches": zoo.make_batches("mlp", 2, seed=5)}
     plain = run("auto", module, batches, **more)
     assert_same(plain, run(ours(num_microbatches=2, layers=LAYERS), module, batches, devices=2, **more))

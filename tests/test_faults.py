@@ -18,7 +18,6 @@ import faulty
 import harness
 import lightning.pytorch as pl
 import pytest
-import torchmetrics
 from faulty import BATCHES, BLOCKS, CALLS, MODULE, PLANTED, SAMPLES, Boom, FaultyModule, fail, microbatch_of, notes
 from harness import ours, run
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -107,11 +106,11 @@ def test_an_exception_anywhere(drawn: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("part", range(3))
 def test_many_exceptions(part: int) -> None:
     """The same ones each time; another ``STRESS_SEED`` gives others."""
 
-    @seed(5 * int(os.environ.get("STRESS_SEED", "0")) + part)
+    @seed(3 * int(os.environ.get("STRESS_SEED", "0")) + part)
     @settings(faults, max_examples=24, database=None)
     @given(drawn=planted())
     def exceptions(drawn: dict[str, Any]) -> None:
@@ -126,20 +125,12 @@ def test_many_exceptions(part: int) -> None:
         ("block 1", 5, 0, r"layer 'model.blocks.1', forward pass, microbatch 2, slot \d+ \(forward\)"),
         ("block 2", 2, 1, r"layer 'model.blocks.2', recomputation, microbatch 1, slot \d+ \(backward\)"),
         ("block 0 backward", 0, 0, r"layer 'model.blocks.0', backward pass, microbatch 0, slot \d+ \(backward\)"),
-        ("training_step", 4, 0, "the code before the first layer, forward pass, microbatch 2, on the host"),
         ("between 1", 3, 0, r"the code after layer 'model.blocks.1', forward pass, microbatch 1, slot \d+ \(forward\)"),
-        ("loss", 1, 0, r"the code after layer 'model.head', forward pass, microbatch 0, slot \d+ \(fused\)"),
         ("loss backward", 1, 0, r"the code after layer 'model.head', backward pass, microbatch 0, slot \d+ \(fused\)"),
     ],
 )
 def test_the_note_says_where(where: str, sample: int, time: int, says: str) -> None:
     assert re.search(says, notes(fail(2, where, sample, time, again=False)))
-
-
-def test_with_accumulation() -> None:
-    """In the second of two accumulated batches; nothing of the first is left in the gradients afterwards."""
-    fail(2, "block 1 backward", 2, 1, again=False, trainer={"accumulate_grad_batches": 2})
-    faulty.assert_trains()
 
 
 def test_user_code_may_catch_it() -> None:
@@ -165,7 +156,7 @@ def test_user_code_may_catch_it() -> None:
         harness.assert_same(results[0], result)
 
 
-@pytest.mark.parametrize("error", [StopIteration, AssertionError, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("error", [StopIteration, SystemExit])
 def test_exceptions_that_could_be_taken_for_something_else(error: type[BaseException]) -> None:
     """Python gives some of these a meaning of their own in loops, generators and threads."""
     plant = faulty.PlantAt(2, "block 1", 2, 0, error)
@@ -187,33 +178,11 @@ def test_in_the_optimizer() -> None:
     fail(1, "optimizer")
 
 
-def test_in_the_scheduler() -> None:
-    fail(1, "scheduler", again=False)
+HOOKS = ["setup", "on_train_batch_start", "on_after_backward", "on_before_optimizer_step"]
+HOOKS += ["on_validation_batch_end", "on_train_epoch_end", "teardown"]
 
 
-HOOKS = [
-    "setup",
-    "on_fit_start",
-    "on_train_start",
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-    "on_validation_batch_start",
-    "on_validation_batch_end",
-    "on_validation_epoch_end",
-    "on_train_epoch_end",
-    "teardown",
-]
-
-
-OFTEN = {"setup", "on_train_start", "on_train_batch_start", "on_before_backward", "on_after_backward"}
-OFTEN |= {"on_before_optimizer_step", "on_train_batch_end", "on_validation_batch_end", "teardown"}
-
-
-@pytest.mark.parametrize("hook", [h if h in OFTEN else pytest.param(h, marks=pytest.mark.slow) for h in HOOKS])
+@pytest.mark.parametrize("hook", HOOKS)
 def test_in_a_callback(hook: str) -> None:
     callback = type("Falls", (pl.Callback,), {hook: lambda *_, **__: PLANTED(hook)})()
     validation = {"val_dataloaders": harness.loader(BATCHES[:2])} if "validation" in hook else {}
@@ -225,47 +194,13 @@ def test_in_a_callback(hook: str) -> None:
     assert type(error) is Boom
 
 
-@pytest.mark.parametrize(("where", "time"), [("validation_step", 1), ("validation loss", 0), ("block 2", 0)])
+@pytest.mark.parametrize(("where", "time"), [("validation_step", 1), ("block 2", 0)])
 def test_in_validation(where: str, time: int) -> None:
     """Before training, where it is the sanity check that fails."""
     trainer = {"val_dataloaders": harness.loader(BATCHES[:2]), "num_sanity_val_steps": 2}
     error = fail(None, where, None, time, again=where == "block 2", trainer=trainer)
     what = "layer 'model.blocks.2'" if where == "block 2" else "the code .*"
     assert re.search(f"roundpipe: in {what}, evaluation", notes(error))
-
-
-class BadMetric(torchmetrics.MeanMetric):
-    def compute(self) -> Tensor:
-        PLANTED("metric")
-        return super().compute()  # type: ignore[no-any-return]
-
-
-class LoggingModule(FaultyModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.load_state_dict(MODULE.state_dict())
-        self.metric = BadMetric()
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.metric(loss.detach())
-        self.log("metric", self.metric, on_step=False, on_epoch=True)
-        return loss
-
-
-@pytest.mark.parametrize(("time", "within"), [(1, True), (4, True), (6, False)])
-def test_in_a_logged_metric(time: int, within: bool) -> None:
-    """Each microbatch of the last two batches computes a value, and Lightning one at the end of the epoch."""
-    error = fail(2, "metric", None, time, again=False, module=LoggingModule())
-    assert type(error) is Boom and ("microbatch" in notes(error)) == within
-
-
-def test_in_loss_weight() -> None:
-    def weight(part: dict[str, Tensor]) -> float:
-        PLANTED("loss_weight", part["samples"])
-        return float(len(part["samples"]))
-
-    assert type(fail(2, "loss_weight", 3, again=False, loss_weight=weight)) is Boom
 
 
 class Rows(Dataset[dict[str, Tensor]]):

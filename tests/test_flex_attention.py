@@ -51,9 +51,7 @@ class Task(pl.LightningModule):
 def batch(kind: str) -> dict[str, Tensor]:
     ids = torch.randint(64, (4, LENGTH), generator=torch.Generator().manual_seed(0))
     given = {"input_ids": ids, "labels": ids}
-    if kind == "packed":
-        given["position_ids"] = (torch.arange(LENGTH) % 10).repeat(4, 1)
-    elif kind == "padded":
+    if kind == "padded":
         given["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [12], [9], [14]])).long()
     return given
 
@@ -88,20 +86,13 @@ class Small(pl.LightningModule):
         return SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_an_error_of_training_on_a_cpu_has_a_remedy(microbatches: int) -> None:
-    assert len(remedies_of_training(Small(), torch.randn(4, LENGTH, 16), microbatches)) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["whole", "packed", "padded"])
-def test_of_a_language_model_too(kind: str) -> None:
-    assert len(remedies_of_training(Task(), batch(kind), 2)) == 1
+def test_an_error_of_training_on_a_cpu_has_a_remedy() -> None:
+    assert len(remedies_of_training(Small(), torch.randn(4, LENGTH, 16), 2)) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles the attention")
-@pytest.mark.parametrize("kind", ["whole", "padded"])
+@pytest.mark.parametrize("kind", ["padded"])
 def test_evaluation_is_that_of_eager_attention(kind: str) -> None:
     """Not packed: torch 2.13's code for that does not compile on a CPU, in plain evaluation neither."""
     found = []

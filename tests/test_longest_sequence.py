@@ -75,11 +75,8 @@ def train(kind: str, lora: bool, length: int, workers: int, **options: Any) -> d
 @pytest.mark.parametrize(
     ("kind", "lora", "tile"),
     [
-        ("llama", True, None),
-        ("mistral", False, None),
         ("gpt_oss", False, None),
         ("qwen3", False, TILE),
-        pytest.param("qwen3", False, None, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", True, TILE, marks=pytest.mark.slow),
     ],
 )
@@ -110,16 +107,9 @@ def fits(*case: Any, **options: Any) -> bool:
 @pytest.mark.parametrize(
     ("kind", "lora", "tile", "workers"),
     [
-        ("llama", False, None, 1),
         ("llama", True, None, 2),
-        ("qwen3", False, TILE, 1),
-        ("llama", True, TILE, 1),
         ("mistral", False, None, 1),
-        ("mistral", False, TILE, 2),
-        ("qwen3_moe", False, None, 1),
         ("qwen3_moe", True, TILE, 1),
-        ("qwen3_moe", False, TILE, 2),
-        ("gpt_oss", False, None, 1),
         ("gpt_oss", False, TILE, 1),
     ],
 )

@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import assert_identical, assert_same, ours, run
+from harness import assert_same, ours, run
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-
-MODELS = ["llama", "qwen3", "gpt2"]
 
 
 def adapted(name: str, **config: Any) -> zoo.ZooModule:
@@ -48,7 +45,7 @@ def decayed(name: str) -> tuple[zoo.ZooModule, harness.Result]:
     return module, trained(name, module)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_only_adapters_have_gradients_and_optimizer_state(name: str) -> None:
     module, result = decayed(name)
     trainable = {key for key, p in module.named_parameters() if p.requires_grad}
@@ -64,7 +61,7 @@ def test_only_adapters_have_gradients_and_optimizer_state(name: str) -> None:
     assert {key for key, p in result.module.named_parameters() if p.requires_grad} == trainable
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_base_weights_do_not_change_a_bit(name: str) -> None:
     """Not even with weight decay, which would move weights whose gradient is zero instead of absent."""
     module, result = decayed(name)
@@ -73,7 +70,7 @@ def test_base_weights_do_not_change_a_bit(name: str) -> None:
         assert torch.equal(value, before[key]) == ("lora_" not in key), key
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen3"])
 def test_saved_adapters_load_in_plain_peft(name: str, tmp_path: Path) -> None:
     result = trained(name)
     assert result.module is not None
@@ -86,49 +83,6 @@ def test_saved_adapters_load_in_plain_peft(name: str, tmp_path: Path) -> None:
     untrained = logits(zoo.make_module(name, lora=True).model, name)
     assert not torch.allclose(untrained, expected, atol=1e-2)
     harness.assert_tensors_same(expected, logits(loaded.merge_and_unload(), name), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_adapters_saved_here_equal_those_of_plain_training(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    plain, own = run("auto", zoo.make_module("qwen3", lora=True), zoo.make_batches("qwen3")), trained("qwen3")
-    assert_same(plain, own)
-    names = []
-    for kind, result in (("plain", plain), ("ours", own)):
-        assert result.module is not None
-        result.module.model.save_pretrained(tmp_path / kind)
-        saved = load_file(tmp_path / kind / "adapter_model.safetensors")
-        for name, value in saved.items():
-            assert torch.equal(value, result.state[f"model.{name.replace('.weight', '.default.weight')}"]), name
-        names.append(sorted(saved))
-    assert names[0] == names[1]
-
-
-@pytest.mark.slow
-def test_an_optimizer_on_the_adapters_only() -> None:
-    class Filtered(zoo.CausalLM):
-        def configure_optimizers(self) -> Any:
-            return zoo.sgd(p for p in self.parameters() if p.requires_grad)
-
-    module = Filtered(zoo.make_module("llama", lora=True).model)
-    assert_same(run("auto", module, zoo.make_batches("llama")), trained("llama", module))
-
-
-@pytest.mark.slow
-def test_usual_initialisation() -> None:
-    """B starts as zero: A has a gradient of zeros then, not none."""
-    module = adapted("llama", init_lora_weights=True)
-    plain = run("auto", module, zoo.make_batches("llama"))
-    assert any(grad is not None and not grad.any() for grad in plain.grads[0].values())
-    assert_same(plain, trained("llama", module))
-
-
-@pytest.mark.parametrize("layers", [[2], [0], [1]])
-def test_adapters_in_some_blocks_only(layers: list[int]) -> None:
-    """Blocks below the first adapter need no backward at all."""
-    module = adapted("llama", layers_to_transform=layers, target_modules=["q_proj", "up_proj"])
-    assert_same(run("auto", module, zoo.make_batches("llama")), trained("llama", module))
 
 
 @pytest.mark.slow
@@ -157,32 +111,10 @@ def test_inputs_that_require_gradients() -> None:
 
 
 @pytest.mark.slow
-def test_adapter_dropout_does_not_depend_on_workers() -> None:
-    module = adapted("qwen3", lora_dropout=0.3)
-    batches = zoo.make_batches("qwen3")
-    one, four = (run(ours(num_microbatches=3), module, batches, devices=n) for n in (1, 4))
-    assert_identical(one, four, rng=True)
-
-
-@pytest.mark.slow
-def test_frozen_weights_travel_up_and_only_adapters_come_down() -> None:
-    """Gradients of frozen weights would be ten times what is expected here."""
-    full, lora = trained("llama", zoo.make_module("llama")), trained("llama")
-
-    def downloaded(result: harness.Result) -> int:
-        assert result.report is not None
-        return sum(row["nbytes"] for row in result.report["events"] if row["kind"] == "download_gradients")
-
-    weights = sum(p.numel() * 4 for p in zoo.make_module("llama").parameters())
-    assert downloaded(full) - downloaded(lora) > 0.5 * weights
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("llama", {"use_dora": True}),
-        ("llama", {"use_rslora": True, "lora_alpha": 2}),
         (
             "gpt_oss",
             {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
@@ -192,24 +124,3 @@ def test_frozen_weights_travel_up_and_only_adapters_come_down() -> None:
 def test_kinds_of_adapters(name: str, options: dict[str, Any]) -> None:
     module = adapted(name, **options)
     assert_same(run("auto", module, zoo.make_batches(name)), trained(name, module))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_frozen_weights_are_in_host_memory_once(staleness: int) -> None:
-    """The user's parameters are what uploads read: not even with an update on its way is there a copy of them."""
-    strategy = ours(num_microbatches=3, staleness=staleness)
-    seen: list[int] = []
-
-    class Look(pl.Callback):
-        roundpipe_looks_away = True
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            for layer in strategy._engine.model.layers:
-                for master in layer.masters:
-                    pointers = {master.data_ptr(), layer.read(master).data_ptr()}
-                    seen.append(len(pointers) if master.requires_grad == bool(staleness) else 0)
-                    assert master.requires_grad or len(pointers) == 1
-
-    run(strategy, zoo.make_module("llama", lora=True), zoo.make_batches("llama"), devices=2, callbacks=[Look()])
-    assert set(seen) == ({0, 2} if staleness else {0, 1})

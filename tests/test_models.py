@@ -26,42 +26,6 @@ LARGE = {  # parameters as published (tied ones once), layers, hidden size, quer
     "qwen3_235b_a22b": (235_093_634_560, 94, 4096, 64, 4, 151_936, False),
     "smollm2_135m": (134_515_008, 30, 576, 9, 3, 49_152, True),
 }
-QWEN3 = {"rope_type": "default", "rope_theta": 1e6}
-LLAMA31 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "original_max_position_embeddings": 8192,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
-CONTEXT = {  # positions, epsilon of the norms, rotary embedding, all as published
-    "qwen3_1_7b": (40_960, 1e-6, QWEN3),
-    "qwen3_32b": (40_960, 1e-6, QWEN3),
-    "qwen3_235b_a22b": (40_960, 1e-6, QWEN3),
-    "llama3_1_8b": (131_072, 1e-5, LLAMA31),
-    "llama3_1_70b": (131_072, 1e-5, LLAMA31),
-    "gpt_oss_20b": (
-        131_072,
-        1e-5,
-        {
-            "rope_type": "yarn",
-            "rope_theta": 1.5e5,
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-        },
-    ),
-    "smollm2_135m": (8_192, 1e-5, {"rope_type": "default", "rope_theta": 1e5}),
-}
-EXPERTS = {  # how many, for each token, and inner size of each
-    "gpt_oss_20b": (32, 4, 2880),
-    "qwen3_235b_a22b": (128, 8, 1536),
-}
-PAPER = [name for name in LARGE if name not in ("smollm2_135m", "llama3_1_70b")]
-FAST = ("gpt_oss_20b", "qwen3_235b_a22b")
 SMALL = [
     "trainer=cpu",
     "callbacks=none",
@@ -97,24 +61,6 @@ def test_large_models_have_their_published_shape(name: str) -> None:
     assert (config.num_attention_heads, config.num_key_value_heads) == (heads, keys)
     assert config.tie_word_embeddings is tied
     assert (found.get_output_embeddings().weight is found.get_input_embeddings().weight) is tied
-
-
-@pytest.mark.parametrize("name", LARGE)
-def test_large_models_have_their_published_constants(name: str) -> None:
-    """What no count of parameters shows: other values load the same weights and compute something else."""
-    config = model(name).config
-    assert (config.max_position_embeddings, config.rms_norm_eps, config.rope_parameters) == CONTEXT[name]
-    sizes = {module.head_dim for module in model(name).modules() if hasattr(module, "head_dim")}
-    assert sizes == {128 if name.startswith(("qwen3", "llama")) else 64}
-    if name in EXPERTS:
-        inner = getattr(config, "moe_intermediate_size", config.intermediate_size)
-        assert (config.num_local_experts, config.num_experts_per_tok, inner) == EXPERTS[name]
-    if name == "gpt_oss_20b":
-        assert config.sliding_window == 128
-        assert config.layer_types == ["sliding_attention", "full_attention"] * 12
-        assert all(layer.self_attn.sinks.shape == (64,) for layer in model(name).model.layers)
-    if name == "qwen3_235b_a22b":
-        assert config.norm_topk_prob is True
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -154,29 +100,7 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def check(summary: dict[str, Any]) -> None:
-    assert summary["steps"] == 1
-    assert summary["microbatches"] == 2
-    assert summary["val_loss_after"] != summary["val_loss_before"]
-    assert 4 < summary["val_loss_after"] < 7  # log 256 = 5.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in PAPER])
-def test_the_papers_rows_train_their_tiny_twins(
-    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    rate = ["optimizer.lr=0.5"] if name == "qwen3_235b_a22b" else []  # whose loss, in bf16, does not show small steps
-    check(summary_of(monkeypatch, capfd, f"experiment=paper_{name}", f"model=tiny_{name}", *SMALL, *SHORT, *rate))
-
-
-@pytest.mark.slow
-def test_the_last_twin_trains(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    check(summary_of(monkeypatch, capfd, "model=tiny_smollm2_135m", *SMALL, *SHORT))
-
-
-ADAPTERS = [(name, lora) for name in LARGE for lora in ("attention", "all_linear")]
-ADAPTERS += [(name, "moe_experts") for name in ("gpt_oss_20b", "qwen3_235b_a22b")]
+ADAPTERS = [("llama3_1_8b", "attention"), ("qwen3_1_7b", "all_linear"), ("gpt_oss_20b", "moe_experts")]
 
 
 @pytest.mark.slow

@@ -39,14 +39,6 @@ def write_data(k: nn.Parameter, q: nn.Parameter) -> None:
     k.data.mul_(0.9).add_(q.data, alpha=0.1)
 
 
-def interpolate(k: nn.Parameter, q: nn.Parameter) -> None:
-    k.lerp_(q, 0.1)
-
-
-def copy_over(k: nn.Parameter, q: nn.Parameter) -> None:
-    k.copy_(k * 0.9 + q * 0.1)
-
-
 def lists(teacher: nn.Module, student: nn.Module) -> None:
     torch._foreach_lerp_([k.data for k in teacher.parameters()], [q.detach() for q in student.parameters()], 0.1)
 
@@ -59,8 +51,6 @@ def state(teacher: nn.Module, student: nn.Module) -> None:
 UPDATES: dict[str, Update] = {
     "set data": each(set_data),
     "write data": each(write_data),
-    "lerp": each(interpolate),
-    "copy": each(copy_over),
     "lists": lists,
     "state": state,
 }
@@ -104,18 +94,12 @@ def built(update: str, order: str) -> Distilled:
     return Distilled(update, order)
 
 
-@pytest.mark.parametrize(("update", "order"), [("set data", "ust"), ("write data", "sut"), ("lerp", "sut")])
+@pytest.mark.parametrize(
+    ("update", "order"), [("set data", "ust"), ("write data", "sut"), ("lists", "stu"), ("state", "tust")]
+)
 def test_a_teacher(update: str, order: str) -> None:
     """Of which the first layer is on its way to the worker already where the update comes between the calls."""
     check(built(update, order), 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("order", ["ust", "sut", "stu", "tust"])
-@pytest.mark.parametrize("update", UPDATES)
-def test_a_teacher_that_is_updated_anywhere(update: str, order: str, devices: int) -> None:
-    check(built(update, order), devices)
 
 
 class Projected(zoo.PlainClassifier):
@@ -127,11 +111,9 @@ class Projected(zoo.PlainClassifier):
         head = self.model.head  # type: ignore[union-attr]
         if self.way == "data":
             head.weight.data = F.normalize(head.weight.data, dim=1)
-        elif self.way == "in place":
+        else:
             with torch.no_grad():
                 head.weight.div_(head.weight.norm(dim=1, keepdim=True))
-        else:
-            head.weight.data.clamp_(-0.05, 0.05)
         return super().training_step(batch, batch_idx)
 
 
@@ -144,7 +126,7 @@ class Late(Projected):
         return loss
 
 
-@pytest.mark.parametrize("way", ["data", pytest.param("in place", marks=pytest.mark.slow), "clamped"])
+@pytest.mark.parametrize("way", ["data", "in place"])
 def test_a_projection(way: str) -> None:
     kind = type("Projected", (Projected,), {"way": way})
     check(kind(zoo.make_module("mlp").model), 2)
@@ -156,10 +138,7 @@ def test_weights_whose_backward_is_still_to_come_are_refused() -> None:
         run(ours(num_microbatches=1), module, zoo.make_batches("mlp"))
 
 
-@pytest.mark.parametrize(
-    ("update", "order"), [("write data", "stu"), *(pytest.param(u, "ust", marks=pytest.mark.slow) for u in UPDATES)]
-)
-@pytest.mark.parametrize("microbatches", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_with_several_microbatches_it_is_refused(update: str, order: str, microbatches: int) -> None:
+@pytest.mark.parametrize(("update", "order"), [("write data", "stu"), ("state", "ust")])
+def test_with_several_microbatches_it_is_refused(update: str, order: str) -> None:
     with pytest.raises(RoundPipeError, match=r"written to within|writes to .* while microbatches compute"):
-        run(ours(num_microbatches=microbatches), built(update, order), zoo.make_batches("mlp", samples=8), devices=2)
+        run(ours(num_microbatches=2), built(update, order), zoo.make_batches("mlp", samples=8), devices=2)

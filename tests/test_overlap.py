@@ -17,7 +17,6 @@ import pytest
 import torch
 from harness import ours, run
 from patience import PATIENCE_S, until
-from stress import all_reports
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -168,47 +167,6 @@ def test_the_next_forward_begins_before_backward_is_over() -> None:
 
     fit(Gated(gate, opens), staleness=1)
     assert gate.reached.is_set() and not gate.in_vain
-
-
-class Ahead(Layer):
-    """Opens the gate when it runs forward in the batch behind."""
-
-    def forward(self, x: Tensor, which: Tensor) -> Tensor:
-        assert self.gate is not None
-        if int(which[0]) == self.gate.batch + 1:
-            self.gate.opened.set()
-        return super().forward(x, which)
-
-
-def test_layers_run_forward_before_their_own_backward_of_the_step_before_is_over() -> None:
-    """The update of the step before that is published as soon as this one's uploads are over."""
-    gate = Gate(2, 1)
-    module = Gated(gate)
-    ahead = Ahead(gate)
-    ahead.load_state_dict(module.layers[0].state_dict())
-    module.layers[0] = ahead
-    strategy = ours(num_microbatches=2, layers=["Layer", "Ahead"], plan=PLAN, staleness=1, watchdog_timeout=60)
-    run(strategy, module, BATCHES, devices=2, watch=False)
-    assert gate.reached.is_set() and not gate.in_vain
-
-
-def test_a_step_beside_another_counts_from_the_end_of_that_one() -> None:
-    """The backward of batch 2 is held up for half a second while batch 3's step has begun."""
-    gate = Gate(2, 1)
-    timers = [threading.Timer(0.5, gate.opened.set)]
-
-    def opens(module: Gated, batch: int) -> None:
-        if batch == 3 and timers:
-            timers.pop().start()
-
-    began = time.perf_counter()
-    with all_reports() as reports:
-        fit(Gated(gate, opens), staleness=1)
-    steps = [report() for report in reports]
-    assert len(steps) == len(BATCHES) and not gate.in_vain
-    assert sum(step["step_time_s"] for step in steps) <= time.perf_counter() - began
-    assert min(event["start_s"] for event in steps[3]["events"]) < -0.2  # computed while the other one was held up
-    assert max(event["end_s"] for event in steps[3]["events"]) <= steps[3]["step_time_s"] + 0.1
 
 
 class Reading(Gated):

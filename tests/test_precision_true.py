@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import Result, assert_identical, assert_same, ours, run
+from harness import Result, SaveAt, assert_identical, assert_same, ours, run
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
@@ -81,9 +81,7 @@ def _untie(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("name", "lora", "devices", "microbatches"),
     [
-        ("llama", False, 2, 3),
         ("gpt2", False, 1, 3),
-        pytest.param("qwen3", True, 2, 1, marks=pytest.mark.slow),
         ("qwen3", True, 2, 3),
         ("mlp", False, 2, 4),
     ],
@@ -198,35 +196,11 @@ def test_user_code_that_reads_parameters(by_default: bool) -> None:
     assert torch.get_default_dtype() is torch.float32
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [1])
 def test_results_do_not_depend_on_workers(staleness: int) -> None:
     options = {"staleness": staleness}
     results = [train(Parts(), parts_batches(5), devices=n, strategy_options=options) for n in (1, 3)]
     assert_identical(*results)
-
-
-@pytest.mark.parametrize("devices", [1, 2, 3])
-def test_results_do_not_depend_on_rounds(devices: int) -> None:
-    """Each of three microbatches counts a third, which is no power of two. Rounds of one are added up by the host."""
-    plans = [f"forward none; fused 0-2; backward none; round {size}" for size in (3, 2, 1)]
-    one, *others = (
-        train(Parts(), parts_batches(5), devices=devices, strategy_options={"plan": plan}) for plan in plans
-    )
-    for other in others:
-        assert_identical(one, other)
-
-
-def test_blocking_is_as_exact() -> None:
-    module, batches = Parts(), parts_batches(4)
-    assert_same(by_hand(module, batches, 3), train(module, batches, blocking=True))
-
-
-def test_losses_are_near_those_of_lightnings_own() -> None:
-    module, batches = zoo.make_module("mlp"), zoo.make_batches("mlp", 8)
-    plain = run("auto", module, batches, precision="bf16-true")
-    result = train(module, batches, strategy_options={"layers": None})
-    for one, other in zip(plain.losses, result.losses, strict=True):
-        assert float((one - other).abs()) <= 0.02 * float(plain.losses[0])
 
 
 def test_evaluation_equals_lightnings() -> None:
@@ -250,29 +224,10 @@ def test_evaluation_equals_lightnings() -> None:
     harness.assert_tensors_same(*found, rtol=1e-6, atol=1e-30)
 
 
-def test_half_the_bytes_go_up() -> None:
-    options = {"devices": 1, "strategy_options": {"plan": harness.per_call(3, 3)}}
-    module, batches = Parts(width=64), parts_batches(3, 64)
-    reports = [train(module, batches, precision=p, **options).report or {} for p in ("32-true", "bf16-true")]
-    full, half = (sum(e["nbytes"] for e in r["events"] if e["kind"] == "upload_weights") for r in reports)
-    assert full == 2 * half > 0
-
-
 # --------------------------------------------------------------------------------------------------------- checkpoints
 
 
-class SaveAt(pl.Callback):
-    roundpipe_looks_away = True
-
-    def __init__(self, step: int, path: Path) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step and not self.path.exists():
-            trainer.save_checkpoint(self.path)
-
-
-@pytest.mark.parametrize(("born_low", "staleness"), [(False, 0), (True, 0), (False, 1)])
+@pytest.mark.parametrize(("born_low", "staleness"), [(True, 0), (False, 1)])
 def test_resuming_goes_on_bit_for_bit(born_low: bool, staleness: int, tmp_path: Path) -> None:
     """Masters keep what low precision would lose, also those of a module that the user has built in it."""
 
@@ -290,9 +245,7 @@ def test_resuming_goes_on_bit_for_bit(born_low: bool, staleness: int, tmp_path: 
     assert_identical(whole, resumed)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [("ours", "32-true"), ("ours", "bf16-true"), ("32-true", "ours"), ("bf16-true", "ours")]
-)
+@pytest.mark.parametrize(("before", "after"), [("ours", "32-true"), ("bf16-true", "ours")])
 def test_checkpoints_cross_over(before: str, after: str, tmp_path: Path) -> None:
     def go_on(kind: str, **options: Any) -> Result:
         if kind == "ours":
@@ -323,7 +276,7 @@ def test_what_begins_to_be_trained_gets_a_master(tmp_path: Path) -> None:
     assert result.trainer.optimizers[0].state[weight]["exp_avg"].dtype is torch.float32
 
 
-@pytest.mark.parametrize("write", [lambda p: p.mul_(2), lambda p: p.data.mul_(2), lambda p: p.__setitem__(0, 1.0)])
+@pytest.mark.parametrize("write", [lambda p: p.mul_(2), lambda p: p.data.mul_(2)])
 def test_writes_within_the_step_are_refused(write: Any) -> None:
     """What training_step sees is a copy."""
 

@@ -10,9 +10,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.nn.utils.parametrizations as parametrizations
 import zoo
-from harness import Result, assert_same, assert_tensors_same, ours, run
+from harness import Result, assert_same, ours, run
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
@@ -20,10 +19,6 @@ from torch.nn.utils import parametrize, prune
 WIDTH = zoo.WIDTH
 Change = Callable[[Any], None]
 slow = pytest.mark.slow
-on_the_grid = pytest.mark.parametrize(
-    ("microbatches", "devices"),
-    [(2, 2), *(pytest.param(*grid, marks=slow) for grid in ((1, 1), (1, 2), (2, 1), (4, 1), (4, 2)))],
-)
 
 
 class Block(nn.Module):
@@ -84,24 +79,8 @@ def pruned(module: Net) -> None:
     prune.l1_unstructured(module.blocks[1].inner, "weight", amount=0.5)
 
 
-def all_pruned(module: Net) -> None:
-    """Every parameter of a layer: their order stays what it was."""
-    for name in ("weight", "bias"):
-        prune.l1_unstructured(module.head, name, amount=0.5)
-
-
-def pruned_for_good(module: Net) -> None:
-    pruned(module)
-    prune.remove(module.blocks[1].inner, "weight")
-
-
 def parametrized(module: Net) -> None:
     parametrize.register_parametrization(module.blocks[0].outer, "weight", Symmetric())
-
-
-def normed(module: Net) -> None:
-    parametrizations.weight_norm(module.blocks[0].outer)
-    renewed(module)
 
 
 def new_head(module: Net) -> None:
@@ -115,31 +94,14 @@ def head_beside_the_old_one(module: Net) -> None:
     joined(module, *module.head.parameters())
 
 
-def new_head_that_is_not_trained(module: Net) -> None:
-    module.head = made(lambda: nn.Linear(WIDTH, 5))
-
-
 def one_more(module: Net) -> None:
     module.blocks.append(made(Block))
     joined(module, *module.blocks[3].parameters())
 
 
-def one_less(module: Net) -> None:
-    del module.blocks[1]
-
-
-def exchanged(module: Net) -> None:
-    module.blocks = nn.ModuleList(reversed(module.blocks))
-
-
 def other_function(module: Net) -> None:
     """Nothing that has parameters."""
     module.blocks[2].act = nn.GELU()
-
-
-def other_shapes(module: Net) -> None:
-    module.blocks[0] = made(lambda: Block(2 * WIDTH))
-    renewed(module)
 
 
 def fewer_rows(module: Net) -> None:
@@ -148,23 +110,6 @@ def fewer_rows(module: Net) -> None:
     inner.weight.data, inner.bias.data = inner.weight.data[:3].clone(), inner.bias.data[:3].clone()
     outer.weight.data = outer.weight.data[:, :3].clone()
     renewed(module)
-
-
-def more_rows(module: Net) -> None:
-    inner, outer = module.blocks[1].inner, module.blocks[1].outer
-    inner.weight.data, inner.bias.data = torch.full((2 * WIDTH, WIDTH), 0.1), torch.zeros(2 * WIDTH)
-    outer.weight.data = outer.weight.data.repeat(1, 2)
-    renewed(module)
-
-
-def longer_beside_layers(module: Net) -> None:
-    module.gain.data = torch.full((1, WIDTH), 0.7)
-    renewed(module)
-
-
-def beside_layers(module: Net) -> None:
-    module.gain = nn.Parameter(torch.full((WIDTH,), 0.7))
-    joined(module, module.gain)
 
 
 def adapters(module: Net) -> None:
@@ -187,11 +132,8 @@ def mask(module: Net) -> None:
     module.blocks[1].register_forward_hook(lambda block, args, out: out * block.keep)
 
 
-SOME: list[Change] = [all_pruned, parametrized, head_beside_the_old_one, other_function, adapters]
-OTHERS: list[Change] = [
-    pruned, pruned_for_good, normed, new_head, new_head_that_is_not_trained, one_more, one_less, exchanged,
-    other_shapes, fewer_rows, beside_layers, mask,
-]  # fmt: skip
+SOME: list[Change] = [parametrized, head_beside_the_old_one, other_function, adapters]
+OTHERS: list[Change] = [pruned, new_head, one_more, fewer_rows, mask]
 
 
 class At(pl.Callback):
@@ -229,136 +171,41 @@ def plain(change: Change, hook: str, **options: Any) -> Result:
 
 
 @pytest.mark.parametrize("change", [*SOME, *(pytest.param(change, marks=slow) for change in OTHERS)])
-@on_the_grid
-def test_between_epochs(change: Change, microbatches: int, devices: int) -> None:
-    assert_same(plain(change, EPOCH), train(ours(num_microbatches=microbatches), change, EPOCH, devices))
-
-
-@pytest.mark.parametrize("hook", [EPOCH, "on_train_epoch_end", "on_train_batch_start"])
-@pytest.mark.parametrize("change", [fewer_rows, more_rows, longer_beside_layers])
-@on_the_grid
-def test_other_shapes_where_gradients_of_the_last_step_are_seen(
-    change: Change, hook: str, microbatches: int, devices: int
-) -> None:
-    """No validation has taken them away: plain Lightning drops them before the next backward."""
-    seen = []
-    for strategy, workers in (("auto", 1), (ours(num_microbatches=microbatches), devices)):
-        torch.manual_seed(3)
-        epochs = {"max_epochs": 3, "watch": False, "callbacks": [At(hook, change)]}
-        seen.append(run(strategy, Net(), batches(), devices=workers, **epochs))
-    assert_same(*seen)
+def test_between_epochs(change: Change) -> None:
+    assert_same(plain(change, EPOCH), train(ours(num_microbatches=2), change, EPOCH, 2))
 
 
 @slow
-@pytest.mark.parametrize("change", [*SOME, *OTHERS])
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_validation_start"])
+@pytest.mark.parametrize("change", SOME)
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
 def test_between_batches(change: Change, hook: str) -> None:
     assert_same(plain(change, hook), train(ours(num_microbatches=2), change, hook, 2))
 
 
-@slow
-@pytest.mark.parametrize(
-    ("change", "precision"), [(pruned, "bf16-mixed"), (adapters, "bf16-mixed"), (pruned, "64-true")]
-)
-def test_with_a_precision(change: Change, precision: str) -> None:
-    expected, found = train("auto", change, precision=precision), train(ours(), change, precision=precision)
-    assert_tensors_same(expected.state, found.state, **({"rtol": 0.02, "atol": 0.02} if "16" in precision else {}))
-
-
-@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=slow)])
-def test_several_times(staleness: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_several_times(caplog: pytest.LogCaptureFixture) -> None:
     """It is said each time. Counters go on."""
     changes = [At("on_train_epoch_start", one_more), At("on_train_epoch_end", pruned)]
-    strategy = ours(num_microbatches=2, staleness=staleness)
+    strategy = ours(num_microbatches=2)
     found = run(strategy, made(Net), batches(), devices=2, watch=False, max_epochs=4, callbacks=changes)
     assert caplog.text.count("is set up again") == 2
     assert found.report is not None
     assert found.report["weights_bytes_uploaded_total"] > 16 * sum(p.nbytes for p in Block().parameters()) * 3
 
 
-def test_unchanged_models_stay_attached(caplog: pytest.LogCaptureFixture) -> None:
-    def harmless(module: Net) -> None:
-        module.extra = nn.Identity()
-        module.blocks[0].requires_grad_(False)
-        module.head.weight.data = module.head.weight.data * 0.5
-        module.blocks[1].flag = 3
-
-    assert_same(plain(harmless, EPOCH), train(ours(), harmless))
-    assert "is set up again" not in caplog.text
-
-
 # ------------------------------------------------------------------------------------------------------ others' memory
 
 
-class Swaps(pl.Callback):
-    """Validates with an average, whose memory changes places with that of the weights; as references, not as copies."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.average: list[nn.Parameter] = []
-
-    def on_fit_start(self, trainer: pl.Trainer, module: Any) -> None:
-        self.average = [nn.Parameter(p.detach().clone()) for p in module.parameters()]
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
-        with torch.no_grad():
-            for p, e in zip(module.parameters(), self.average, strict=True):
-                e.lerp_(p, 0.3)
-
-    def on_validation_start(self, trainer: pl.Trainer, module: Any) -> None:
-        self.kept = [p.data for p in module.parameters()]
-        self.swap(module)
-
-    def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
-        if self.kind == "kept":
-            for p, kept in zip(module.parameters(), self.kept, strict=True):
-                p.data = kept
-        elif self.kind == "there and back":
-            self.swap(module)
-
-    def swap(self, module: Any) -> None:
-        for p, e in zip(module.parameters(), self.average, strict=True):
-            if self.kind == "kept":
-                p.data = e.data
-            else:
-                p.data, e.data = e.data, p.data
-
-
-def reset_to_the_same_memory(module: Net) -> None:
-    """Training goes on writing to what was assigned."""
-    kept = module.__dict__.setdefault("kept", [p.detach().clone() for p in module.head.parameters()])
-    for parameter, memory in zip(module.head.parameters(), kept, strict=True):
-        parameter.data = memory
-
-
 CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
-    "swapped for validation": lambda: Swaps("there and back"),
-    "swapped, and not back": lambda: Swaps("there"),
-    "kept while it validates": lambda: Swaps("kept"),
     "pruned again and again": lambda: ModelPruning("l1_unstructured", amount=0.3),
     "pruned, and reset": lambda: ModelPruning("l1_unstructured", amount=0.3, make_pruning_permanent=False),
-    "pruned, and not reset": lambda: ModelPruning(
-        "random_unstructured", amount=0.3, use_global_unstructured=False, use_lottery_ticket_hypothesis=False
-    ),
-    "reset": lambda: pl.callbacks.LambdaCallback(on_train_epoch_start=lambda t, m: reset_to_the_same_memory(m)),
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=() if "again" in k or "swapped for" in k else slow) for k in CALLBACKS]
-)
-@pytest.mark.parametrize("options", [{}, pytest.param({"precision": "bf16-mixed"}, marks=slow)], ids=str)
-@on_the_grid
-def test_memory_that_callbacks_hold(kind: str, microbatches: int, devices: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", CALLBACKS)
+def test_memory_that_callbacks_hold(kind: str) -> None:
     found = []
-    if options:  # which rounds so much that another order of sums counts
-        microbatches = 1
-    for strategy, count in (("auto", 1), (ours(num_microbatches=microbatches), devices)):
+    for strategy, count in (("auto", 1), (ours(num_microbatches=2), 2)):
         callback = CALLBACKS[kind]()
-        result = train(strategy, lambda m: None, devices=count, callbacks=[callback], max_epochs=4, **options)
-        result.state |= {f"average.{i}": p.detach() for i, p in enumerate(getattr(callback, "average", ()))}
+        result = train(strategy, lambda m: None, devices=count, callbacks=[callback], max_epochs=4)
         found.append(result)
-    if options:
-        assert_tensors_same(found[0].state, found[1].state, rtol=0.02, atol=0.02)
-    else:
-        assert_same(*found)
+    assert_same(*found)

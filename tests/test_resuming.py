@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
-from harness import ours, quiet, trainer_of
+from harness import SaveAfter, ours, quiet, trainer_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import override
@@ -62,16 +61,6 @@ class Recorder(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
-class SaveAfter(pl.Callback):
-    def __init__(self, batches: int, path: Path) -> None:
-        self.batches, self.path = batches, path
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.fit_loop.total_batch_idx + 1 == self.batches:
-            trainer.save_checkpoint(self.path)
-
-
 def fit(loader: Any, path: Path, *, save: int = 0, resume: bool = False, **options: Any) -> tuple[Recorder, list[str]]:
     """Trains two epochs; the module, and the warnings that the strategy gave."""
     module = Recorder()
@@ -112,29 +101,8 @@ def test_a_loader_without_one_begins_again_and_a_warning_says_so(tmp_path: Path)
         assert resumed.losses != whole.losses[2:]
 
 
-def test_at_the_end_of_an_epoch_nothing_is_lost(tmp_path: Path) -> None:
-    loader = DataLoader(Rows(), BATCH)
-    whole, _ = fit(loader, tmp_path / "at.ckpt", save=6)
-    resumed, said = fit(loader, tmp_path / "at.ckpt", resume=True)
-    assert resumed.losses == whole.losses[6:]
-    assert not said
-
-
-def test_a_checkpoint_that_knows_no_place(tmp_path: Path) -> None:
-    """It was written with another loader than the one that could resume."""
-    fit(DataLoader(Rows(), BATCH), tmp_path / "at.ckpt", save=2)
-    _, said = fit(ShuffledLoader(Rows(), BATCH, seed=5), tmp_path / "at.ckpt", resume=True)  # type: ignore[arg-type]
-    assert len(said) == 1 and "it does not hold which batches are left" in said[0]
-
-
 def test_a_stream_without_length_is_warned_of_too(tmp_path: Path) -> None:
     """Lightning's own warning asks for the number of batches."""
     fit(DataLoader(Stream(), BATCH), tmp_path / "at.ckpt", save=2)
     _, said = fit(DataLoader(Stream(), BATCH), tmp_path / "at.ckpt", resume=True)
     assert len(said) == 1 and "after batch 2 of an epoch" in said[0]
-
-
-@pytest.mark.parametrize("steps", [2, 6])
-def test_training_on_without_a_checkpoint_warns_of_nothing(steps: int, tmp_path: Path) -> None:
-    module, said = fit(DataLoader(Rows(), BATCH), tmp_path / "at.ckpt", limit_train_batches=steps)
-    assert len(module.seen) == 2 * steps and not said

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++
 
 ORDINARY = {
     "test_logging.py": "",
-    "test_manual.py": "not often_keeps",
+    "test_manual.py": "",
     "test_gradients_between_steps.py": "",
     "test_evaluation.py": "not are_busy and not at_once",
     "test_hooks.py": "",

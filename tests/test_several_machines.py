@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(10 * PATIENCE_S)
 
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"late": 1.5},
-    "one microbatch each": {"microbatches": 2, "optimizer": "sgd"},
+
     "looked at, and accumulated": {"blocking": True, "accumulate_grad_batches": 2, "steps": 5, "even": True},
     "clipped and accumulated": {
         "gradient_clip_val": 0.1,
@@ -28,13 +28,13 @@ CASES: dict[str, dict[str, Any]] = {
         "even": True,
     },
     "a mean of its own": {"own_mean": True, "optimizer": "sgd"},
-    "stale": {"options": {"staleness": 1}},
+
     "stale, clipped, state everywhere": {
         "options": {"staleness": 1, "shard_optimizer": False},
         "gradient_clip_val": 0.1,
     },
-    "state everywhere": {"options": {"shard_optimizer": False}},
-    "values clipped": {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
+
+
     "dropout": {"dropout": 0.2},
     "small": {"model": "mlp"},
     "small, clipped and accumulated": {
@@ -46,7 +46,7 @@ QUICKLY = ("adamw", "clipped and accumulated", "a mean of its own")
 SMALL = ("small", "small, clipped and accumulated")
 UNEVEN: dict[str, Any] = {"dropout": 0.2, "samples": 3, "steps": 1}
 """Two samples, and so two microbatches, on the first machine, and one on the second one."""
-NEEDS_OURS = ("stale", "stale, clipped, state everywhere", "dropout")
+NEEDS_OURS = ("stale, clipped, state everywhere", "dropout")
 """Plain training has nothing like it; one machine with our strategy has."""
 
 
@@ -92,11 +92,10 @@ def test_two_machines_are_one_with_all_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [True, False])
-def test_slurm_with_one_task_on_each_machine(names: bool, tmp_path: Path) -> None:
-    """Lightning learns who is who from SLURM, and an address unless MASTER_ADDR names one."""
+def test_slurm_with_one_task_on_each_machine(tmp_path: Path) -> None:
+    """Lightning learns who is who from SLURM, the address included."""
     case = {"steps": 2, "devices": [1, 2]}
-    processes = several_machines.start("cases", 2, tmp_path, {"cases": [case]}, slurm="named" if names else "alone")
+    processes = several_machines.start("cases", 2, tmp_path, {"cases": [case]}, slurm="alone")
     ended = several_machines.collect(processes, tmp_path, PATIENCE_S)
     assert [one.status for one in ended] == [0, 0], "\n\n".join(one.output for one in ended)
     found = [torch.load(tmp_path / f"result-{rank}.pt", weights_only=False)[0] for rank in range(2)]
@@ -139,23 +138,6 @@ def test_checkpoints_are_those_of_one_machine(tmp_path: Path) -> None:
         for result in results:
             assert result["steps"] == plain["steps"] == 6
             assert_tensors_same(plain["state"], result["state"])
-
-
-@pytest.mark.slow
-def test_adapters_of_three_machines_go_on_with_two_and_with_plain_training(tmp_path: Path) -> None:
-    path, alone, case = tmp_path / "three.ckpt", tmp_path / "one.ckpt", {"lora": True, "microbatches": 6, "samples": 12}
-    several_machines.results("cases", tmp_path, machines=3, cases=[{**case, "save": str(path)}])
-    several_jobs.train(rank=0, machines=1, save=str(alone), **case)  # type: ignore[arg-type]
-    saved, expected = (torch.load(file, weights_only=False) for file in (path, alone))
-    assert_tensors_same(expected["optimizer_states"][0]["state"], saved["optimizer_states"][0]["state"])
-    assert_tensors_same(expected["state_dict"], saved["state_dict"])
-    plain = resumed(path, 3, lora=True, samples=12, strategy="auto", devices=1)
-    again = several_machines.results(
-        "cases", tmp_path / "again", cases=[{**case, "resume": str(path), "max_epochs": 2}]
-    )
-    for (result,) in again:
-        assert result["steps"] == plain["steps"] == 6
-        assert_tensors_same(plain["state"], result["state"])
 
 
 @pytest.mark.slow
@@ -214,35 +196,24 @@ def test_a_machine_that_stops_stops_all(tmp_path: Path) -> None:
     assert [steps for steps, _, _ in first] == [3, 2, 4, 6]
 
 
-def test_a_time_of_validation_is_that_of_the_first_machine_whose_clock_says_so(tmp_path: Path) -> None:
-    """Each asked its own clock, and one would have validated while the other trained on."""
-    assert several_machines.results("validates_by_time", tmp_path) == [[2, 4], [2, 4]]
-
-
 # ----------------------------------------------------------------------------------------------------------- failures
 
 REFUSED = {
     "fewer batches": "the machines differ in the number of training batches: machine 0 (.*) has '8', and machine 1",
     "another model": "the machines differ in the number of parameters and buffers: machine 0 (.*) has 4, and machine 1",
-    "another version": "the machines differ in the version of torchmetrics: machine 0 (.*) has '.*', and machine 1",
     "another setting": "the machines differ in staleness: machine 0 (.*) has 0, and machine 1 (.*) has 1",
-    "another setting of the trainer": "the machines differ in num_sanity_val_steps: machine 0 (.*) has '0', and",
     "another learning rate": "the machines differ in lr of group 0 of AdamW: machine 0 (.*) has '0.01', and machine 1",
-    "another schedule": "the machines differ in gamma of StepLR: machine 0 (.*) has '0.1', and machine 1",
     "another activation": r"the machines differ in module 'model.1': machine 0 (.*) has 'Tanh\(\)', and machine 1",
     "another dropout": r"the machines differ in module 'drop': machine 0 (.*) has 'Dropout\(p=0.1, inpl",
 }
 FAILED = {
     "raises": "machine 1 (.*) has failed: ValueError: the data is spilled",
-    "raises, and would save": "machine 1 (.*) has failed: ValueError: the data is spilled",
     "raises in a hook": "machine 1 (.*) has failed: ValueError: the validation is spilled",
     "killed": "machine 1 (.*) has died: its connection broke",
     "stopped": "machine 1 (.*) has not answered for",
     "the first is killed": "machine 0 (.*) has died|machine 0 (.*), which keeps the job's store, does not answer",
-    "the first is stopped": "machine 0 (.*), which keeps the job's store, has not answered for",
     "fewer batches that nobody counts": "the machines have come to different places",
     "another exchange": r"places: machine 0 \(.*\) waits for the mean of a value float32 and .* waits for barrier",
-    "another shape": r"places: machine 0 \(.*\) waits for all_gather\(\) \[3\] .* waits for all_gather\(\) \[4\]",
 }
 
 

@@ -40,7 +40,7 @@ def between() -> Iterator[Callable[[int, float], SlowNetwork]]:
         network.close()
 
 
-@pytest.mark.parametrize("machines", [2, 3])
+@pytest.mark.parametrize("machines", [3])
 def test_over_a_slow_network(machines: int, between: Any, tmp_path: Path) -> None:
     network = between(machines, 12.5e6)
     common: dict[str, Any] = {"microbatches": 6, "samples": 12}

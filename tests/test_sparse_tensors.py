@@ -1,4 +1,4 @@
-"""Sparse tensors beside the model and in the batch: adjacencies and bags of words, as in plain Lightning."""
+"""Sparse tensors in layers and in the batch: adjacencies and bags of words, as in plain Lightning."""
 
 from __future__ import annotations
 
@@ -19,29 +19,6 @@ MLP = zoo.make_module("mlp").model
 ROLLED = torch.eye(zoo.WIDTH).roll(1, 0)
 LAYOUTS = {"coo": Tensor.to_sparse, "csr": Tensor.to_sparse_csr}
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
-
-
-class Beside(zoo.PlainClassifier):
-    """Mixes features between layers by a matrix of its own."""
-
-    def __init__(self, layout: str, *, buffer: bool) -> None:
-        super().__init__(copy.deepcopy(MLP))
-        self.layout, self.buffer = layout, buffer
-
-    def setup(self, stage: str) -> None:
-        """Later than ``__init__``, as not every layout can be copied."""
-        matrix = LAYOUTS[self.layout](ROLLED)
-        if self.buffer:
-            self.register_buffer("matrix", matrix, persistent=False)
-        else:
-            self.matrix = matrix
-
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
-        h = self.model.stem(batch["x"])
-        for block in self.model.blocks:
-            h = torch.sparse.mm(self.matrix, block(h).T).T
-        logits = self.model.head(h)
-        return F.cross_entropy(logits, batch["y"]), logits
 
 
 class Inside(zoo.PlainClassifier):
@@ -72,14 +49,6 @@ class Bags(zoo.PlainClassifier):
         return F.cross_entropy(logits, batch["y"]), logits
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("buffer", [False, True], ids=["attribute", "buffer"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_beside_layers(layout: str, buffer: bool, microbatches: int) -> None:
-    module, batches = Beside(layout, buffer=buffer), zoo.make_batches("mlp", 3)
-    assert_same(run("auto", module, batches), run(ours(num_microbatches=microbatches), module, batches, devices=2))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_buffers_of_layers(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no word that they change."""
@@ -92,7 +61,7 @@ def test_buffers_of_layers(layout: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert not [text for text in said if "changes in every forward pass" in text]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["csr"])
 def test_in_the_batch(layout: str) -> None:
     module = Bags(copy.deepcopy(MLP))
     batches = [batch | {"words": LAYOUTS[layout](batch["x"].relu())} for batch in zoo.make_batches("mlp", 3)]

@@ -13,7 +13,7 @@ import torch
 import traps
 import zoo
 from harness import assert_same, ours, run
-from torch import Tensor, nn
+from torch import Tensor
 
 SCALE: ContextVar[float] = ContextVar("scale", default=1.0)
 LOCAL = threading.local()
@@ -97,15 +97,14 @@ def build(way: str, place: str) -> Around:
         return type("Around", (Around,), {"way": way, "place": place})(traps.Net(Block))
 
 
-@pytest.mark.parametrize(("microbatches", "devices"), [(1, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("place", ["before", "within", "outside"])
 @pytest.mark.parametrize("way", WAYS)
-def test_it_holds_in_layers(way: str, place: str, microbatches: int, devices: int) -> None:
+def test_it_holds_in_layers(way: str, place: str) -> None:
     around = WAYS[way](1.5) if place == "outside" else contextlib.nullcontext()
     with around:
         plain = run("auto", build(way, place), zoo.make_batches("mlp"))
-        strategy = ours(num_microbatches=microbatches, layers=["Linear", "Block"])
-        assert_same(plain, run(strategy, build(way, place), zoo.make_batches("mlp"), devices=devices))
+        strategy = ours(num_microbatches=2, layers=["Linear", "Block"])
+        assert_same(plain, run(strategy, build(way, place), zoo.make_batches("mlp"), devices=2))
 
 
 class Counting(zoo.PlainClassifier):
@@ -116,8 +115,7 @@ class Counting(zoo.PlainClassifier):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_what_training_step_sets_stays_set(devices: int) -> None:
+def test_what_training_step_sets_stays_set() -> None:
     def build() -> Counting:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
@@ -132,13 +130,6 @@ def test_what_training_step_sets_stays_set(devices: int) -> None:
             SCALE.reset(token)
 
     plain, left = trained("auto", 1)
-    other, left_too = trained(ours(num_microbatches=1, layers=["Linear", "Block"]), devices)
+    other, left_too = trained(ours(num_microbatches=1, layers=["Linear", "Block"]), 2)
     assert_same(plain, other)
     assert left == left_too > 1.5
-
-
-def test_only_values_of_the_users_code_are_looked_at() -> None:
-    from lightning_roundpipe.user_code.thread_state import thread_locals_of
-
-    assert set(map(id, thread_locals_of(build("thread", "within")))) == {id(LOCAL), id(Block.own)}
-    assert thread_locals_of(nn.Sequential(nn.Linear(2, 2))) == ()

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from zoo_runs import expected
 
-from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.token_tiles import modules_in_tiles, run_in_tiles, tile_shapes
 
@@ -24,11 +23,8 @@ from lightning_roundpipe.model.token_tiles import modules_in_tiles, run_in_tiles
     ("name", "lora", "tiles"),
     [
         ("llama", False, {"mlp": 4}),
-        ("qwen3_moe", False, 4),
         ("qwen3_moe", True, 4),
-        pytest.param("llama", True, 4, marks=pytest.mark.slow),
         pytest.param("gpt_oss", False, {"mlp": 4, "post_attention_layernorm": 3}, marks=pytest.mark.slow),
-        pytest.param("vit", False, {"mlp": 4}, marks=pytest.mark.slow),
     ],
 )
 def test_tiles_train_as_plain_lightning(name: str, lora: bool, tiles: Any) -> None:
@@ -83,18 +79,6 @@ class MLP(nn.Module):
         return found
 
 
-class Scored(nn.Module):
-    """Takes and returns tensors of shape (rows, columns, ...) and (tokens, ...)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = MLP()
-
-    def forward(self, x: Tensor, factors: Tensor, *, shift: Tensor) -> dict[str, Any]:
-        out = self.mlp(x) + shift
-        return {"out": out, "scores": out.flatten(0, 1)[:, :2] * factors, "name": "scored"}
-
-
 class Widest(TorchDispatchMode):
     """The most tokens that a tensor of the MLP's inner width has had."""
 
@@ -115,7 +99,7 @@ def backward_of(module: nn.Module, x: Tensor, slope: Tensor) -> list[Tensor | No
     return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
 
 
-@pytest.mark.parametrize("shape", [(4, 30), (1, 120), (40, 3), (120,)])
+@pytest.mark.parametrize("shape", [(4, 30), (40, 3), (120,)])
 def test_numbers_are_those_of_all_tokens_and_nothing_inside_is_whole(shape: tuple[int, ...]) -> None:
     module = nn.Sequential(MLP()).double()
     x, slope = (torch.randn(*shape, 8, dtype=torch.float64) for _ in range(2))
@@ -142,19 +126,9 @@ def test_a_tile_drops_the_same_in_backward() -> None:
     assert torch.autograd.gradcheck(loss, x)
 
 
-def test_arguments_and_outputs_of_all_kinds() -> None:
-    module = nn.Sequential(Scored()).double()
-    x, factors, shift = (torch.randn(*s, dtype=torch.float64) for s in ((3, 10, 8), (30, 2), (3, 10, 8)))
-    whole = module[0](x, factors, shift=shift)
-    run_in_tiles(module, {"0": 4})
-    tiled = module[0](x, factors, shift=shift)
-    assert tiled.pop("name") == whole.pop("name") == "scored"
-    assert_tensors_same(whole, tiled, rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("columns", [1, 5, 16, 33])
-@pytest.mark.parametrize("tokens", [1, 4, 16, 40])
+@pytest.mark.parametrize("columns", [5, 33])
+@pytest.mark.parametrize("tokens", [1, 16])
 def test_tiles_have_all_tokens(rows: int, columns: int, tokens: int) -> None:
     shapes = tile_shapes((rows, columns), tokens)
     assert sum(r * c for r, c in shapes) == rows * columns
@@ -198,35 +172,3 @@ def test_modules_that_cannot_are_refused(function: Any, what: str) -> None:
     x = torch.randn(2, 30, 8)
     with pytest.raises(RoundPipeError, match=rf"token_tiles=\{{'0': 4\}}.*{what}"):
         module(x[0, 0] if "takes" in what else x)
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, "auto", True, {}, {"mlp": 0}, {1: 8}])
-def test_settings_are_checked(value: Any) -> None:
-    with pytest.raises(ValueError, match="token_tiles="):
-        RoundPipeStrategy(token_tiles=value)
-
-
-def test_compiled_layers_have_no_tiles() -> None:
-    with pytest.raises(ValueError, match="compile_layers"):
-        RoundPipeStrategy(token_tiles=512, compile_layers=True)
-
-
-# -- precision
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_tiles_in_low_precision_train_as_without(precision: Any) -> None:
-    """As near to each other as bf16 rounds."""
-    module, batches = zoo.make_module("llama"), zoo.make_batches("llama", 2)
-    whole, tiled = (
-        run(ours(num_microbatches=3, token_tiles=tiles), module, batches, precision=precision) for tiles in (None, 4)
-    )
-    for one, other in zip(whole.losses, tiled.losses, strict=True):
-        assert float(other) == pytest.approx(float(one), rel=4e-3)
-    for before, after in zip(whole.grads, tiled.grads, strict=True):
-        largest = max(float(g.abs().max()) for g in before.values() if g is not None)
-        for name, grad in before.items():
-            found = after[name]
-            if grad is not None and found is not None:
-                torch.testing.assert_close(found.float(), grad.float(), rtol=0, atol=0.02 * largest, msg=name)

@@ -9,12 +9,12 @@ from zoo_runs import calls, plain, train
 
 bf16_models = pytest.mark.parametrize(
     ("name", "lora"),
-    [("llama", False), ("qwen3", True), ("gpt2", False), ("t5", False), ("bert", False), ("mlp", False)],
+    [("llama", False), ("qwen3", True)],
 )
 
 
 @bf16_models
-@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("window", [3])
 def test_bf16_mixed_equals_lightnings(name: str, lora: bool, window: int) -> None:
     expected = plain(name, lora, precision="bf16-mixed", window=window)
     result = train(name, lora, 2, precision="bf16-mixed", window=window)

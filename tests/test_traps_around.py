@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,9 +13,8 @@ import torch.nn.functional as F
 import zoo
 from harness import assert_same, ours, run
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BigBirdConfig, BigBirdForMaskedLM, BigBirdForSequenceClassification
+from transformers import BigBirdConfig, BigBirdForSequenceClassification
 from traps import Block, Trap, Traps, in_turn, windows
 
 from lightning_roundpipe.config import RoundPipeError
@@ -49,8 +47,7 @@ def _(net: Any, h: Tensor) -> Tensor:
     return net.blocks[1](h)
 
 
-@pytest.mark.parametrize("kind", [BigBirdForSequenceClassification, BigBirdForMaskedLM])
-def test_a_model_that_replaces_its_modules_for_short_sequences(kind: Any) -> None:
+def test_a_model_that_replaces_its_modules_for_short_sequences() -> None:
     """It sets attention_type to 'original_full' in its first forward. Where it has that at the start, it trains."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -58,23 +55,17 @@ def test_a_model_that_replaces_its_modules_for_short_sequences(kind: Any) -> Non
     def make(**settings: Any) -> zoo.modules.Classifier:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return zoo.modules.Classifier(kind(BigBirdConfig(**sizes, **off, **settings, vocab_size=96)))
+            return zoo.modules.Classifier(
+                BigBirdForSequenceClassification(BigBirdConfig(**sizes, **off, **settings, vocab_size=96))
+            )
 
     tokens = torch.randint(5, 96, (4, 12), generator=torch.Generator().manual_seed(1))
-    labels = tokens if kind is BigBirdForMaskedLM else tokens[:, 0] % 2
-    batch = {"input_ids": tokens, "labels": labels}
+    batch = {"input_ids": tokens, "labels": tokens[:, 0] % 2}
     with pytest.raises(RoundPipeError, match=r"was replaced.*Or set config.attention_type='original_full' before"):
         run(ours(), make(), batch)
     script: dict[str, Any] = {"batches": batch, "steps": 4, "accumulate_grad_batches": 2}
     plain = run("auto", make(), **script)
     assert_same(plain, run(ours(), make(attention_type="original_full"), devices=2, **script))
-
-
-@trap("a setting of a module that it replaces in the step", r"choose between modules in the layer's forward\.\n")
-def _(net: Any, h: Tensor) -> Tensor:
-    net.blocks[1].config, net.blocks[1].depth = {}, 3  # no setting of that name
-    net.blocks[1].register_module("inner", None)
-    return net.blocks[1](h)
 
 
 WRITTEN = "parameter 'weight' of layer 'model.blocks.1' was written to within the step.*between steps"
@@ -87,34 +78,12 @@ def _(net: Any, h: Tensor) -> Tensor:
     return in_turn(net, h)
 
 
-@trap("a weight swapped in the step", WRITTEN)
-def _(net: Any, h: Tensor) -> Tensor:
-    weight = net.blocks[1].inner.weight
-    weight.data = weight.data * 0.5
-    return in_turn(net, h)
-
-
-def clamps_itself(self: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        self.inner.weight.clamp_(-0.1, 0.1)
-    return Block.forward(self, x)
-
-
-def clamps_its_data(self: Any, x: Tensor) -> Tensor:
-    self.inner.weight.data.clamp_(-0.1, 0.1)
-    return Block.forward(self, x)
-
-
 def sets_its_data(self: Any, x: Tensor) -> Tensor:
     self.inner.weight.data = torch.nn.functional.normalize(self.inner.weight.data, dim=0)
     return Block.forward(self, x)
 
 
-trap("a layer writes to its weights' data", "writes to its own parameters while it runs", forward=clamps_its_data)(
-    in_turn
-)
 trap("a layer sets its weights' data", "writes to its own parameters while it runs", forward=sets_its_data)(in_turn)
-trap("a layer writes to its weights", "writes to its own parameters while it runs", forward=clamps_itself)(in_turn)
 
 
 def give_a_neighbour(self: Trap, net: Any) -> None:
@@ -147,19 +116,7 @@ class Quantised(nn.Parameter):
 trap("parameters that cannot be moved", "type Quantised cannot be moved.*quantised", arrange=quantise)(in_turn)
 
 
-@trap("a copy of a layer made in the step")
-def _(net: Any, h: Tensor) -> Tensor:
-    teacher = copy.deepcopy(net.blocks[0]).requires_grad_(False)
-    teacher.inner.weight.zero_()
-    return in_turn(net, h) + teacher(h)
-
-
 # -------------------------------------------------------------------------------------- modes, flags, and other threads
-
-
-class Doubled(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 class Watching(TorchDispatchMode):
@@ -167,12 +124,10 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-for mode in (Doubled, Watching):
-
-    @trap(f"a {mode.__mro__[1].__name__} around layers", f"under the mode {mode.__name__}")
-    def _(net: Any, h: Tensor, mode: Any = mode) -> Tensor:
-        with mode():
-            return in_turn(net, h)
+@trap("a TorchDispatchMode around layers", "under the mode Watching")
+def _(net: Any, h: Tensor) -> Tensor:
+    with Watching():
+        return in_turn(net, h)
 
 
 @trap("cached parametrizations", r"under torch.nn.utils.parametrize.cached\(\)")

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from traps import WIDTH, Block, Trap, Traps, in_turn, windows
 
 trap = Traps()
-Step = Callable[[Any, zoo.Batch, int], Tensor]
 
 # ----------------------------------------------------------------------------------------- gradients taken by user code
 
@@ -29,37 +28,6 @@ def _(net: Any, h: Tensor) -> Tensor:
     y = net.blocks[0](h)
     (slope,) = torch.autograd.grad(y.sum(), h, create_graph=True)
     return y + slope
-
-
-@trap("autograd.grad that a layer has only a part of", ACROSS)
-def _(net: Any, h: Tensor) -> Tensor:
-    h = h * 1.0
-    y = net.blocks[0](h)
-    (slope,) = torch.autograd.grad(y.square().sum() + h.square().sum(), h, retain_graph=True)
-    return y + slope
-
-
-@trap("the same of what a layer returns, two layers on", ACROSS)
-def _(net: Any, h: Tensor) -> Tensor:
-    y = net.blocks[1](net.blocks[0](h) * 2)
-    (slope,) = torch.autograd.grad(y.square().sum() + h.square().sum(), h, retain_graph=True)
-    return y + slope
-
-
-@trap("the same of a parameter of a layer", ACROSS)
-def _(net: Any, h: Tensor) -> Tensor:
-    weight = net.blocks[0].inner.weight
-    y = net.blocks[0](h)
-    (slope,) = torch.autograd.grad(y.square().sum() + weight.square().sum(), weight, retain_graph=True)
-    return y + slope.mean()
-
-
-@trap("the same by backward(inputs=...)", ACROSS)
-def _(net: Any, h: Tensor) -> Tensor:
-    h = h * 1.0
-    y = net.blocks[0](h)
-    (y.square().sum() + h.square().sum()).backward(inputs=[h], retain_graph=True)
-    return y + h.grad  # type: ignore[operator]
 
 
 @trap("autograd.grad of what follows the layers")
@@ -112,16 +80,8 @@ def slope_inside(self: Any, x: Tensor) -> Tensor:
 trap("gradients, transforms and hooks inside a layer", forward=slope_inside)(in_turn)
 
 
-@trap("an inference tensor as an argument", forward=lambda self, x, y: Block.forward(self, x) + y, calls=3)
-def _(net: Any, h: Tensor) -> Tensor:
-    with torch.inference_mode():
-        constant = h.detach() * 2
-    return net.blocks[0](h, constant)
-
-
 TRANSFORMS: dict[str, Callable[[Any, Tensor], Any]] = {
     "vmap": lambda block, h: torch.func.vmap(block)(h),
-    "grad": lambda block, h: torch.func.grad(lambda x: block(x).sum())(h),
     "jvp": lambda block, h: torch.func.jvp(block, (h,), (h,))[1],
 }
 for kind, transform in TRANSFORMS.items():
@@ -163,23 +123,6 @@ def checkpoints(self: Any, x: Tensor) -> Tensor:
 
 
 trap("checkpoints inside layers", forward=checkpoints)(in_turn)
-
-
-@trap("checkpoints around one layer, around several, and around user code")
-def _(net: Any, h: Tensor) -> Tensor:
-    h = checkpoint(net.blocks[0], h, use_reentrant=False)
-    h = checkpoint(lambda x: net.blocks[2](net.blocks[1](x)), h, use_reentrant=False)
-    return checkpoint(lambda x: torch.tanh(x) * x, h, use_reentrant=False)
-
-
-@trap("a checkpoint around a layer and user code", calls=3)
-def _(net: Any, h: Tensor) -> Tensor:
-    return checkpoint(lambda x: torch.tanh(net.blocks[0](x)) * x, h, use_reentrant=False)
-
-
-@trap("a reentrant checkpoint around layers")
-def _(net: Any, h: Tensor) -> Tensor:
-    return checkpoint(lambda x: in_turn(net, x), h, use_reentrant=True)
 
 
 # -------------------------------------------------------------------------------------- hooks on tensors and parameters

@@ -4,9 +4,6 @@ patches.
 
 from __future__ import annotations
 
-import functools
-import types
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +11,6 @@ import pytest
 import torch
 import zoo
 from accelerate.hooks import ModelHook, add_hook_to_module
-from harness import assert_same, ours, run
 from torch import Tensor, nn
 from traps import Block, Trap, Traps, in_turn
 
@@ -33,14 +29,6 @@ def keeps(aux: Callable[[Tensor], Any]) -> Callable[..., Tensor]:
 
 
 # --------------------------------------------------------------------------------------------- attributes set by layers
-
-
-@trap("a layer sets a number, and a tensor without grad", forward=keeps(lambda y: (y.shape[1] / 16, y.detach().cos())))
-def _(net: Any, h: Tensor) -> Tensor:
-    for block in net.blocks:
-        h = block(h)
-        h = h * block.aux[0] * block.aux[1]
-    return h * sum(block.aux[1] for block in net.blocks)
 
 
 @trap("a layer sets a tensor that requires grad", forward=keeps(lambda y: y.square().mean(1, keepdim=True)))
@@ -69,28 +57,6 @@ def _(net: Any, h: Tensor) -> Tensor:
     return h * sum(block.kept["penalties"][0] * block.inner.seen for block in net.blocks)
 
 
-class Remembering(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.recent: deque[Tensor] = deque(maxlen=2)
-        self.calls: set[int] = set()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = Block.forward(self, x)
-        self.recent.append(y.detach().tanh())
-        self.calls.add(len(self.calls))
-        return y * len(self.calls) ** 0.1
-
-
-@trap("a layer fills a queue and a set of its own", block=Remembering, calls=8)
-def _(net: Any, h: Tensor) -> Tensor:
-    for block in net.blocks:
-        block.recent.clear()
-        block.calls.clear()
-    h = in_turn(net, in_turn(net, h))
-    return h + sum(block.recent[0] * block.recent[1] for block in net.blocks)
-
-
 def reads_what_it_left(self: Any, x: Tensor) -> Tensor:
     y = Block.forward(self, x) * (1.0 if self.aux is None else self.aux)
     self.aux = y.cos()
@@ -102,16 +68,6 @@ def _(net: Any, h: Tensor) -> Tensor:
     for block in net.blocks:
         block.aux = None
     return net.blocks[0](in_turn(net, h))
-
-
-def counts(self: Any, x: Tensor) -> Tensor:
-    self.flag += 1
-    return Block.forward(self, x) / self.flag
-
-
-@trap("a layer counts its calls", forward=counts)
-def _(net: Any, h: Tensor) -> Tensor:
-    return in_turn(net, h) * net.blocks[0].flag
 
 
 class Unregistered(Block):
@@ -178,21 +134,6 @@ def _(net: Any, h: Tensor) -> Tensor:
     return in_turn(net, h) + reference
 
 
-def drops(self: Any, x: Tensor) -> Tensor:
-    return Block.forward(self, x) * (1.0 if self.inner.training else 0.5)
-
-
-@trap("evaluation mode around a pass, and around a call", forward=drops, calls=8)
-def _(net: Any, h: Tensor) -> Tensor:
-    net.eval()
-    target = in_turn(net, h)
-    net.train()
-    net.blocks[1].eval()
-    h = in_turn(net, h)
-    net.blocks[1].train()
-    return h + target
-
-
 @trap("weights frozen around a pass, and around a call", calls=8)
 def _(net: Any, h: Tensor) -> Tensor:
     net.blocks[1].requires_grad_(False)
@@ -202,26 +143,6 @@ def _(net: Any, h: Tensor) -> Tensor:
     h = in_turn(net, h)
     net.blocks[2].inner.weight.requires_grad = True
     return first + h
-
-
-@pytest.mark.slow
-def test_adapters_switched_off_around_a_reference_pass() -> None:
-    """What preference optimisation does; PEFT flips flags and requires_grad deep inside the layers."""
-
-    class Preference(zoo.CausalLM):
-        def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
-            model: Any = self.model
-            with torch.no_grad(), model.disable_adapter():
-                reference = model(**batch).logits
-            output = model(**batch)
-            with model.disable_adapter():
-                again = model(**batch).logits
-            assert torch.equal(reference, again)
-            return output.loss + 0.1 * (output.logits - reference).square().mean(), output.logits
-
-    module = Preference(zoo.make_module("llama", lora=True).model)
-    script: dict[str, Any] = {"batches": zoo.make_batches("llama", 4, samples=2), "accumulate_grad_batches": 2}
-    assert_same(run("auto", module, **script), run(ours(), module, devices=2, **script))
 
 
 # ----------------------------------------------------------------------------------------------------- hooks on modules
@@ -239,27 +160,11 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
     "forward": lambda m: m.register_forward_hook(lambda module, args, output: output * 1.5),
     "forward pre": lambda m: m.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,)),
     "backward": lambda m: m.register_full_backward_hook(lambda module, ins, outs: (ins[0] * 2,)),
-    "backward pre": lambda m: m.register_full_backward_pre_hook(lambda module, outs: (outs[0].clamp(-0.01, 0.01),)),
 }
 for kind, hook in HOOKS.items():
     trap(f"{kind} hooks on layers", arrange=on_each(lambda block: block, hook))(in_turn)
     trap(f"{kind} hooks inside layers, late", arrange=on_each(lambda block: block.inner, hook), late=True)(in_turn)
 
-
-@trap("hooks inside layers that come and go")
-def _(net: Any, h: Tensor) -> Tensor:
-    for block in net.blocks:
-        handle = block.inner.register_forward_hook(lambda module, args, output: output * 2)
-        h = block(h)
-        handle.remove()
-    return h
-
-
-def uses_its_neighbour(block: Any) -> None:
-    block.inner.register_forward_hook(lambda module, args, output: output * torch.tanh(block.other.weight).sum())
-
-
-trap("hooks that use other parts of the layer", arrange=on_each(lambda block: block, uses_its_neighbour))(in_turn)
 
 collected: list[Tensor] = []
 
@@ -277,22 +182,9 @@ def _(net: Any, h: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------- patched, compiled, parametrized
 
 
-def doubled(self: Any, x: Tensor) -> Tensor:
-    return type(self).forward(self, x).tanh() * 2
-
-
-def patch_method(module: Any) -> None:
-    module.forward = types.MethodType(doubled, module)
-
-
 def patch_closure(module: Any) -> None:
     old = module.forward
     module.forward = lambda *args, **kwargs: old(*args, **kwargs).tanh() * 2
-
-
-def patch_like_accelerate(module: Any) -> None:
-    module._old_forward = module.forward
-    module.forward = functools.partial(lambda m, *args: m._old_forward(*args).tanh() * 2, module)
 
 
 class Doubling(ModelHook):
@@ -301,9 +193,7 @@ class Doubling(ModelHook):
 
 
 PATCHES: dict[str, Callable[[Any], Any]] = {
-    "method": patch_method,
     "closure": patch_closure,
-    "partial": patch_like_accelerate,
     "accelerate": lambda module: add_hook_to_module(module, Doubling()),
 }
 for kind, patch in PATCHES.items():
@@ -320,7 +210,6 @@ def wrap_compiled(self: Trap, net: Any) -> None:
         net.blocks[i] = torch.compile(block, backend="eager")
 
 
-trap("compiled layers", arrange=on_each(lambda block: block, eagerly))(in_turn)
 trap("compiled modules inside layers", arrange=on_each(lambda block: block.inner, eagerly))(in_turn)
 trap("wrapped by torch.compile", arrange=wrap_compiled)(in_turn)
 
@@ -331,7 +220,6 @@ class Twice(nn.Module):
 
 
 PARAMETRIZED: dict[str, Callable[[Any], Any]] = {
-    "weight norm": nn.utils.parametrizations.weight_norm,
     "weight norm by hooks": nn.utils.weight_norm,
     "a parametrization": lambda m: nn.utils.parametrize.register_parametrization(m, "weight", Twice()),
 }

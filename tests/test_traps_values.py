@@ -43,13 +43,6 @@ class Named(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------- in place
 
 
-@trap("residual added to a layer's input")
-def _(net: Any, h: Tensor) -> Tensor:
-    for block in net.blocks:
-        h += block(h)
-    return h
-
-
 @trap("user code writes to an input after the call")
 def _(net: Any, h: Tensor) -> Tensor:
     h = h * 1.0
@@ -68,16 +61,6 @@ def _(net: Any, h: Tensor) -> Tensor:
     return net.blocks[2](z + y)
 
 
-@trap("user code writes to an output")
-def _(net: Any, h: Tensor) -> Tensor:
-    for block in net.blocks:
-        h = block(h)
-        h.add_(0.1)
-        h[:, 0].mul_(2)
-        h.data.mul_(0.9)
-    return h
-
-
 def writes_to_its_input(self: Any, x: Tensor) -> Tensor:
     x[:, :4].mul_(0.7)
     return self.other(torch.tanh(x))
@@ -89,19 +72,6 @@ def _(net: Any, h: Tensor) -> Tensor:
         branch = block(h.view(-1, WIDTH))
         h = branch + h
     return h
-
-
-def counts_in_its_argument(self: Any, x: Tensor, count: Tensor) -> Tensor:
-    count.add_(1)
-    return Block.forward(self, x) * count.sum().tanh()
-
-
-@trap("a layer writes to an argument without grad", forward=counts_in_its_argument)
-def _(net: Any, h: Tensor) -> Tensor:
-    count = torch.zeros(4)
-    for block in net.blocks:
-        h = block(h, count)
-    return h * count.mean()
 
 
 @trap("a layer returns its input, which user code writes to", forward=lambda self, x: x, calls=4)
@@ -126,14 +96,6 @@ def _(net: Any, h: Tensor) -> Tensor:
     whole, part = net.blocks[0](h)
     part.mul_(3)
     return whole * 1
-
-
-@trap("user code writes to an input that an output is a view of", SHARED, forward=lambda self, x: x[:, :4])
-def _(net: Any, h: Tensor) -> Tensor:
-    h = h * 1
-    part = net.blocks[0](h)
-    h.add_(1)
-    return net.blocks[0](h * part.sum())
 
 
 # ------------------------------------------------------------------------------------------------------------ arguments
@@ -165,11 +127,6 @@ def _(net: Any, h: Tensor) -> Tensor:
     return net.blocks[1](h, lambda: twice)
 
 
-@trap("a tensor in an object with slots", "not given as an argument .*an object", forward=with_a_second)
-def _(net: Any, h: Tensor) -> Tensor:
-    return net.blocks[0](h, Slots(h * 2))
-
-
 def appends(self: Any, x: Tensor, kept: Any) -> Tensor:
     y = Block.forward(self, x)
     if isinstance(kept, list):
@@ -194,12 +151,6 @@ def _(net: Any, h: Tensor) -> Tensor:
     return total + sum(kept)
 
 
-@trap("an object without tensors that a layer fills", forward=appends, calls=3)
-def _(net: Any, h: Tensor) -> Tensor:
-    box = Box()
-    return net.blocks[0](h, box) + box.value
-
-
 @trap(
     "a key-value cache",
     forward=lambda self, x, past: Block.forward(self, past.update(x[None, None], x[None, None], 0)[0][0, 0]),
@@ -215,13 +166,6 @@ def _(net: Any, h: Tensor) -> Tensor:
     h = net.blocks[0](h, 0.5, b=h)
     h = net.blocks[1](wide[:, :WIDTH], n=2, b=wide[:, WIDTH:])
     return net.blocks[2](a=h, n=1, b=h[:, :1].expand(-1, WIDTH))
-
-
-@trap("no tensor at all", forward=lambda self: self.inner.weight.sum(0).tanh())
-def _(net: Any, h: Tensor) -> Tensor:
-    for block in net.blocks:
-        h = h * block()
-    return h
 
 
 # -------------------------------------------------------------------------------------------------------------- returns

@@ -24,7 +24,7 @@ from lightning_roundpipe.trainer.hook_audit import FlushOptimizer
 # -- copies of a Trainer -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-true"])
 def test_a_trainer_can_be_pickled_and_copied(precision: Any) -> None:
     trainer = trainer_of(ours(num_microbatches=2), precision=precision)
     for again in (pickle.loads(pickle.dumps(trainer)), copy.deepcopy(trainer)):
@@ -32,20 +32,6 @@ def test_a_trainer_can_be_pickled_and_copied(precision: Any) -> None:
         assert again.strategy.options == trainer.strategy.options  # type: ignore[attr-defined]
         again.fit(zoo.make_module("mlp"), loader(zoo.make_batches("mlp")))
         assert again.global_step == len(zoo.make_batches("mlp"))
-
-
-def test_a_strategy_can_be_pickled_while_it_runs() -> None:
-    copies: list[RoundPipeStrategy] = []
-
-    class Copying(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            strategy: Any = trainer.strategy
-            state = strategy.__getstate__()
-            assert state["_engine"] is None and strategy._engine is not None
-            copies.append(copy.copy(strategy))
-
-    run(ours(num_microbatches=2), zoo.make_module("mlp"), zoo.make_batches("mlp", count=1), callbacks=[Copying()])
-    assert copies[0].report() == {}
 
 
 class Copied(pl.Callback):
@@ -123,20 +109,6 @@ def test_steps_outside_of_a_run_are_those_of_a_plain_module() -> None:
     steps_are_plain()
 
 
-def test_several_slurm_tasks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "NTASKS": "2",
-        "NTASKS_PER_NODE": "2",
-        "PROCID": "0",
-        "LOCALID": "0",
-        "NODEID": "0",
-        "JOB_NAME": "fit",
-    }.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    with pytest.raises(Exception, match="runs in one process on a machine, and 2 were asked for"):
-        trainer_of(ours(), plugins=[SLURMEnvironment(auto_requeue=False)]).fit(zoo.make_module("mlp"), [])
-
-
 # -- double precision --------------------------------------------------------------------------------------------------
 
 
@@ -165,8 +137,7 @@ def double() -> Double:
         return Double(nn.Sequential(nn.Linear(8, zoo.WIDTH), *blocks, nn.Linear(zoo.WIDTH, 5)))
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize(("microbatches", "devices"), [(1, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("microbatches", "devices", "accumulate"), [(1, 1, 1), (2, 2, 2)])
 def test_double_precision(microbatches: int, devices: int, accumulate: int) -> None:
     plain, other = (
         run(
@@ -186,46 +157,7 @@ def test_double_precision(microbatches: int, devices: int, accumulate: int) -> N
     assert_same(plain, other)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.ASGD])
-def test_optimizers_that_go_by_the_default_dtype_wait_in_double_precision(optimizer: Any) -> None:
-    """Beside the next forward, whose default dtype is float64, their first step would make its factors in that."""
-    module = double()
-    module.make_optimizer = lambda parameters: optimizer(parameters, lr=1e-2)
-    batches, strategy = zoo.make_batches("mlp", count=4), ours(num_microbatches=2, emulation={"delay_seed": 1})
-    plain = run("auto", module, batches, precision="64-true")
-    other = run(strategy, module, batches, precision="64-true", devices=2)
-    assert_same(plain, other, rtol=1e-10, atol=1e-10)
-    states = [result.trainer.optimizers[0].state.values() for result in (plain, other)]
-    dtypes = [[{name: value.dtype for name, value in state.items()} for state in those] for those in states]
-    assert dtypes[0] == dtypes[1]
-
-
 # -- batches -----------------------------------------------------------------------------------------------------------
-
-
-class Normalizes(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
-        sizes: list[int] = []
-        self.seen = lambda: sizes
-        """Behind a function, where it is no state of the module."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.seen().append(len(batch))
-        return self.model(batch).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize("samples", [2, 3, 5, 8])
-def test_microbatches_have_two_samples_by_default_where_a_layer_keeps_batch_statistics(samples: int) -> None:
-    module = Normalizes()
-    trainer_of(ours(), devices=4).fit(module, DataLoader(torch.randn(samples, 6), batch_size=samples))
-    assert min(module.seen()) >= 2 and sum(module.seen()) == samples
 
 
 class TakesFromIterator(zoo.PlainClassifier):
@@ -287,10 +219,9 @@ class Empty(Bare):
 
 
 @pytest.mark.parametrize("kind", [Bare, Empty])
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_module_without_layers_is_evaluated(kind: type[Bare], devices: int) -> None:
+def test_a_module_without_layers_is_evaluated(kind: type[Bare]) -> None:
     data = DataLoader(torch.ones(4, 3), batch_size=2)
-    plain, other = trainer_of("auto"), trainer_of(ours(), devices=devices)
+    plain, other = trainer_of("auto"), trainer_of(ours(), devices=2)
     for found, expected in zip(other.predict(kind(), data) or (), plain.predict(kind(), data) or (), strict=True):
         assert torch.equal(found, expected)  # type: ignore[arg-type]
     assert other.validate(kind(), data, verbose=False) == plain.validate(kind(), data, verbose=False)

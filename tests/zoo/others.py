@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.batches import VOCAB, Batch, causal_batch, classification_batch, image_batch, segmentation_batch, vector_batch
+from zoo.batches import VOCAB, Batch, causal_batch, classification_batch, image_batch, segmentation_batch
 from zoo.batches import seq2seq_batch as text_batch
-from zoo.modules import CausalLM, Classifier, PixelClassifier, PlainClassifier, PlainLM, Seq2SeqLM, ZooModule
+from zoo.modules import CausalLM, Classifier, PixelClassifier, PlainLM, Seq2SeqLM, ZooModule
 from zoo.plain import ResidualBlock
 from zoo.registry import WIDTH, MakeBatch, entry
 
@@ -64,8 +64,6 @@ hugging_face("mixtral", causal_batch, CausalLM, "MixtralForCausalLM", TEXT | MIX
 
 hugging_face("mamba", causal_batch, CausalLM, "MambaForCausalLM", TEXT | {"state_size": 4, "time_step_rank": 4})
 
-FALCON = {"alibi": True, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-hugging_face("falcon", causal_batch, CausalLM, "FalconForCausalLM", TEXT | FALCON, lora=True)
 
 LATENT = {
     "q_lora_rank": 8,
@@ -90,9 +88,6 @@ GRIFFIN = {
     "block_types": ("recurrent", "attention"),
 }
 hugging_face("recurrent_gemma", causal_batch, CausalLM, "RecurrentGemmaForCausalLM", TEXT | GRIFFIN)
-
-# Gives a layer a torch.Size.
-hugging_face("pegasus", text_batch, Seq2SeqLM, "PegasusForConditionalGeneration", SEQ2SEQ)
 
 # One convolution beside the blocks, relative positions shared by all of them.
 DEBERTA = {
@@ -119,32 +114,6 @@ def speech_batch(generator: torch.Generator, samples: int, length: int) -> Batch
 
 WHISPER = {"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 32}
 hugging_face("whisper", speech_batch, Seq2SeqLM, "WhisperForConditionalGeneration", SEQ2SEQ | WHISPER)
-
-
-def pair_batch(generator: torch.Generator, samples: int, length: int) -> Batch:
-    text = text_batch(generator, samples, length)
-    pixels = torch.randn(samples, 3, 8, 8, generator=generator)
-    return {"input_ids": text["input_ids"], "attention_mask": text["attention_mask"], "pixel_values": pixels}
-
-
-class Contrastive(ZooModule):
-    """Each sample is told from the others of its batch."""
-
-    def loss_and_logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        output = self.model(**batch, return_loss=True)
-        return output.loss, output.logits_per_text.diagonal()
-
-    def targets(self, batch: Batch) -> int:
-        return len(batch["input_ids"])
-
-
-CLIP = {
-    "text_config": TEXT | {"max_position_embeddings": 32},
-    "vision_config": {k: TEXT[k] for k in TEXT if "token" not in k and k != "vocab_size"}
-    | {"image_size": 8, "patch_size": 4},
-    "projection_dim": 16,
-}
-hugging_face("clip", pair_batch, Contrastive, "CLIPModel", CLIP, coupled=True)
 
 
 # --------------------------------------------------------------------------------------------------------- torch's own
@@ -195,27 +164,6 @@ class ResNet(nn.Module):
 
 
 entry("resnet", segmentation_batch, PixelClassifier, other=True, coupled=True)(ResNet)
-
-
-class OldSpectralNorm(nn.Module):
-    """The older one is a hook that sets the weight, in one case on a layer itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.utils.spectral_norm(nn.Linear(8, WIDTH))
-        self.blocks = nn.ModuleList(ResidualBlock(WIDTH) for _ in range(2))
-        for block in self.blocks:
-            nn.utils.spectral_norm(block.up)
-        self.head = nn.Linear(WIDTH, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.stem(x)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h)
-
-
-entry("old_spectral_norm", vector_batch, PlainClassifier, other=True, coupled=True)(OldSpectralNorm)
 
 
 class Experts(nn.Module):
