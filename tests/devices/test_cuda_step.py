@@ -108,8 +108,6 @@ BY_HAND = {"plan": "forward none; fused 0-5; backward none; round 4", "num_micro
     ("kib", "samples", "how", "limit", "threads"),
     [
         (70, 8, {}, "workers may use 10,240 bytes", 2),
-        (50, 8, {}, "workers may use 0 bytes", 2),
-        (140, 256, {}, "workers may use 51,200 bytes", 3),
         (210, 8, BY_HAND, "memory_budget allows 92,160", 4),
         (None, 8, {}, "workers may use 10,240 bytes", 2),
     ],
