@@ -83,7 +83,7 @@ def clones(grads: list[Tensor | None]) -> list[Tensor | None]:
     return [None if grad is None else grad.clone() for grad in grads]
 
 
-def assert_same(ours: Any, plain: Any, close: bool) -> None:
+def assert_same(ours: Any, plain: Any, close: bool = False) -> None:
     """Equal in keys and values; to the bit unless ``close``."""
     if isinstance(plain, Tensor):
         assert ours.dtype == plain.dtype and ours.shape == plain.shape and ours.device == plain.device
@@ -107,7 +107,6 @@ def train(
     make: Make,
     reference: Make | None = None,
     schedule: Any = None,
-    close: bool = False,
     late: bool = True,
     **given: Any,
 ) -> None:
@@ -122,14 +121,14 @@ def train(
             master.grad = None
         groups, versions = copy.deepcopy(settings(optimizer)), [m._version for m in masters]
         pieces.step(clones(grads))
-        assert_same(settings(optimizer), groups, close=False)
+        assert_same(settings(optimizer), groups)
         assert [m._version for m in masters] == versions and all(m.grad is None for m in masters)
         plain_step(other, plain, grads)
         for master, expected in zip(masters, plain, strict=True):
-            assert_same(master.detach(), expected.detach(), close)
+            assert_same(master.detach(), expected.detach())
         assert set(optimizer.state) <= set(masters)
         states, expected_states = optimizer.state_dict()["state"], other.state_dict()["state"]
-        assert_same(states, expected_states, close)
+        assert_same(states, expected_states)
         for scheduler in schedulers:
             scheduler.step()
         if step == STEPS // 2:
@@ -190,25 +189,13 @@ def fused_for(optimizer: optim.Optimizer) -> bool:
     )
 
 
-def can_be_late(cls: str, options: dict[str, Any]) -> bool:
-    """torch's own fused step with momentum fails when a parameter gets its first gradient later than others."""
-    return not (cls == "SGD" and "momentum" in options)
-
-
+@pytest.mark.parametrize("choice", [{}, {"fused": True}, {"foreach": True}], ids=str)
 @pytest.mark.parametrize(("cls", "options"), FUSED)
-def test_our_fused_kernel_is_the_users_fused_kernel_to_the_bit(cls: str, options: dict[str, Any]) -> None:
-    assert fused_for(maker(cls, options)(groups_of(parameters())))
-    train(maker(cls, options), maker(cls, {**options, "fused": True}), late=can_be_late(cls, options))
-
-
-@pytest.mark.parametrize("choice", [{"fused": True}, {"foreach": True}], ids=str)
-@pytest.mark.parametrize(("cls", "options"), FUSED)
-def test_the_users_choice_of_kernel_is_kept_to_the_bit(
-    cls: str, options: dict[str, Any], choice: dict[str, bool]
-) -> None:
-    make = maker(cls, {**options, **choice})
-    assert not fused_for(make(groups_of(parameters())))
-    train(make, late=can_be_late(cls, options) or not choice.get("fused"))
+def test_kernels_are_fused_unless_the_user_chooses(cls: str, options: dict[str, Any], choice: dict[str, bool]) -> None:
+    make, reference = maker(cls, options | choice), maker(cls, options | (choice or {"fused": True}))
+    assert fused_for(make(groups_of(parameters()))) is not bool(choice)
+    # torch's own fused step with momentum fails when a parameter gets its first gradient later than others.
+    train(make, reference, late="foreach" in choice or not (cls == "SGD" and "momentum" in options))
 
 
 @pytest.mark.parametrize(("cls", "options"), OTHERS)
