@@ -154,8 +154,8 @@ def returned_cast(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 Use = Callable[[Any, Tensor], Any]
-CAST: list[Use] = [linear, twice, parts, explicit_cast, attributes, checkpointed]
-SEEN: list[Use] = [sum_of, lookup, without_autocast, in_backward, returned]
+CAST: list[Use] = [linear, twice, parts, explicit_cast, attributes, checkpointed, returned]
+SEEN: list[Use] = [sum_of, lookup, without_autocast, in_backward]
 NOT_SEEN: list[Use] = [in_numbers]
 """Before it is too late, but then they are."""
 
