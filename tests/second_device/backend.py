@@ -470,6 +470,15 @@ def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -
     return _compute(torch.ops.aten.convolution_backward.default, grad, x, weight, biases, *args)
 
 
+def _histc(x: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Tensor:
+    """Of whole numbers too, unlike the CPU's."""
+    if min == max:
+        _wait("histc")
+    if LATE:
+        LATE[0].drain(x.device.index)
+    return _put(torch.histc(on_host(x).float(), bins, min, max).to(x.dtype), x.device.index)
+
+
 def _lstm_cell(of_input: Tensor, of_hidden: Tensor, before: Tensor, bias: Any = None, other: Any = None) -> Any:
     gates = of_input + of_hidden + (0 if bias is None else bias + other)
     i, f, g, o = gates.chunk(4, 1)
@@ -522,6 +531,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "_fused_sdp_choice": _choose_attention,
     "convolution_overrideable": _convolution,
     "convolution_backward_overrideable": _convolution_backward,
+    "histc": _histc,
     "_thnn_fused_gru_cell": _gru_cell,
     "_thnn_fused_gru_cell_backward": _gru_cell_backward,
     "_thnn_fused_lstm_cell": _lstm_cell,
