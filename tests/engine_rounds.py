@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -311,24 +311,6 @@ def run(seed: int) -> str:
     left = [t.name for t in threading.enumerate() if t not in before]
     assert not left, left
     return outcome
-
-
-def bits(seed: int) -> None:
-    """Compare a round, to the bit, with the same on one device that is never late, under another plan."""
-    drawn = replace(Round.draw(seed), error=None)
-    easy = replace(drawn, devices=1, plan=_plan(random.Random(-seed), len(drawn.windows[0])))
-    states = []
-    for one, emulation in ((drawn, Emulation(delay_seed=seed, poison=True)), (easy, Emulation())):
-        ours = Engined(one, emulation)
-        try:
-            for window in one.windows:
-                ours.window(window)
-            ours.engine.settle()
-            states.append(ours.network.state_dict())
-        finally:
-            ours.engine.close()
-    for name, value in states[0].items():
-        assert torch.equal(value, states[1][name]), f"{name} has other bits: {drawn} and {easy.plan}"
 
 
 def _fail(ours: Engined, drawn: Round, plain: Plainly, window: Any) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
@@ -16,6 +17,7 @@ import torch
 from lightning_roundpipe import strategy
 from lightning_roundpipe.devices import cuda, cuda_streams, thread_owner
 from lightning_roundpipe.devices.cuda import CudaDevice, share_out
+from lightning_roundpipe.engine import executor, microbatch
 
 GPU_CLOCK_AHEAD = 1234.5
 """Seconds by which the fake GPU's clock differs from the host's."""
@@ -161,12 +163,15 @@ class AutogradThread:
     def __init__(self) -> None:
         self._one_at_a_time = threading.Lock()
         self._own: threading.Thread | None = None
-        self._real = torch.autograd.backward
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:
+    def runs(self, real: Callable[..., None]) -> Callable[..., None]:
+        """``real``, which runs a backward, on this thread."""
+        return functools.partial(self._run, real)
+
+    def _run(self, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         caller = threading.current_thread()
         if caller is self._own or not caller.name.startswith("roundpipe-"):  # the main thread's loss is on the host
-            return self._real(*args, **kwargs)
+            return real(*args, **kwargs)
         raised: list[BaseException] = []
         whom, grad, stream = (
             thread_owner.context_of_thread(),
@@ -180,7 +185,7 @@ class AutogradThread:
             _current.device = device  # autograd has a thread for each GPU
             try:
                 with torch.set_grad_enabled(grad), current_stream(stream):
-                    self._real(*args, **kwargs)
+                    real(*args, **kwargs)
             except BaseException as error:
                 raised.append(error)
 
@@ -215,7 +220,9 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
     for name, fake in fakes.items():
         patch.setattr(torch.cuda, name, fake)
     patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":1:4")  # KiB: the models that are trained are small
-    patch.setattr(torch.autograd, "backward", AutogradThread().backward)
+    autograd = AutogradThread()
+    for owner, name in ((torch.autograd, "backward"), (executor, "run_backward"), (microbatch, "run_backward")):
+        patch.setattr(owner, name, autograd.runs(getattr(owner, name)))
     patch.setattr(torch.cuda.nvtx, "range_push", RANGES.append)
     patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
     patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in CONTEXTS, raising=False)

@@ -39,6 +39,7 @@ from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.devices.cuda_streams import CudaStream
 from lightning_roundpipe.engine.microbatch import Microbatch
+from lightning_roundpipe.memory.grad_buffers import GradientLayout, GradientPool
 from lightning_roundpipe.threads.task_thread import TaskThread
 from lightning_roundpipe.user_code.mode import Proxies
 
@@ -249,6 +250,15 @@ def _follow_cuda(ordering: HappensBefore, patch: pytest.MonkeyPatch) -> None:
     _follow_gradients_of_stand_ins(ordering, patch)
     for name in ("host_buffer", "host_like"):
         _follow_host_memory(name, ordering, patch)
+    real_take = GradientPool.take
+
+    def take(self: GradientPool, layout: GradientLayout) -> Any:
+        with unfollowed():
+            block = real_take(self, layout)
+        ordering.allocated(HOST, [], [block.flat])  # narrowed gradients are added up in ordinary memory
+        return block
+
+    patch.setattr(GradientPool, "take", take)
 
 
 def _follow_host_memory(name: str, ordering: HappensBefore, patch: pytest.MonkeyPatch) -> None:

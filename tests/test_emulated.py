@@ -8,7 +8,6 @@ devices that do nothing of the kind.
 from __future__ import annotations
 
 import functools
-import time
 from typing import Any
 
 import harness
@@ -17,9 +16,8 @@ import pytest
 import torch
 import zoo
 from harness import Result, assert_identical, assert_same, loader, ours, run, trainer_of
-from stress import all_reports
 
-MODELS = [("llama", False), ("qwen3", True), ("gpt2", False), ("t5", False), ("inplace", False)]
+MODELS = [("qwen3", True), ("t5", False), ("inplace", False)]
 
 
 @functools.cache
@@ -44,58 +42,12 @@ def plain(steps: int) -> Result:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "lora"),
-    [*MODELS[::4], *(pytest.param(*model, marks=pytest.mark.slow) for model in MODELS[1:4])],
-)
-@pytest.mark.parametrize(
-    "emulation",
-    [
-        pytest.param({"poison": True}, id="poison", marks=pytest.mark.slow),
-        pytest.param({"poison": True, "delay_seed": 0}, id="delays", marks=pytest.mark.slow),
-        pytest.param({"poison": True, "delay_seed": 1, "bandwidth": "100MB", "latency": 1e-4}, id="all of that"),
-    ],
-)
-def test_unkind_devices_change_nothing(name: str, lora: bool, emulation: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "lora"), MODELS)
+def test_unkind_devices_change_nothing(name: str, lora: bool) -> None:
+    emulation = {"poison": True, "delay_seed": 1, "bandwidth": "100MB", "latency": 1e-4}
     result = train(name, lora, emulation=emulation)
     assert all(torch.isfinite(loss) for loss in result.losses)
     assert_identical(easy(name, lora), result, rng=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("devices", "cut"), [(1, True), (4, True), (3, False)])
-def test_unkind_devices_with_a_cut_at_every_call(devices: int, cut: bool) -> None:
-    expected = easy("llama", False)
-    assert expected.report is not None
-    n = harness.call_count(expected.report["plan"])
-    plan = harness.per_call(n, 2) if cut else harness.single(n, 2)
-    emulation = {"poison": True, "delay_seed": devices, "bandwidth": "200MB"}
-    assert_identical(expected, train("llama", False, devices, plan=plan, emulation=emulation), rng=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_uploading_ahead_changes_nothing(prefetch: int) -> None:
-    emulation = {"poison": True, "delay_seed": 5}
-    assert_identical(easy("llama", False), train("llama", False, prefetch=prefetch, emulation=emulation), rng=True)
-
-
-@pytest.mark.slow
-def test_unkind_devices_equal_plain_training() -> None:
-    assert_same(plain(4), train("llama", False, 4, emulation={"poison": True, "delay_seed": 2}))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(12))
-def test_many_delays(seed: int) -> None:
-    name, lora = MODELS[seed % len(MODELS)]
-    expected = easy(name, lora, 8)
-    assert expected.report is not None
-    n = harness.call_count(expected.report["plan"])
-    plan = [None, harness.per_call(n, 2), harness.single(n, 2), harness.halves(n, 2)][seed % 4]
-    emulation = {"poison": True, "delay_seed": seed, "bandwidth": "300MB"}
-    assert_identical(expected, train(name, lora, 1 + seed % 5, steps=8, plan=plan, emulation=emulation), rng=True)
 
 
 def test_evaluation_on_unkind_devices() -> None:
@@ -122,11 +74,6 @@ class Tamper(pl.Callback):
         for name, p in pl_module.named_parameters():
             if self.kind == "data swapped":
                 p.data = p.data.flip(0).contiguous()
-            elif self.kind == "data in place":
-                p.data.mul_(0.9)
-            elif self.kind == "no_grad in place":
-                with torch.no_grad():
-                    p.add_(0.01)
             elif self.kind == "one weight" and name.endswith("layers.1.mlp.up_proj.weight"):
                 p.data[0] += 1.0
             elif self.kind == "freeze" and ".layers.0." in name:
@@ -136,9 +83,7 @@ class Tamper(pl.Callback):
             pl_module.load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    "kind", ["data swapped", "data in place", "no_grad in place", "one weight", "load_state_dict", "freeze"]
-)
+@pytest.mark.parametrize("kind", ["data swapped", "one weight", "load_state_dict", "freeze"])
 def test_a_change_of_weights_between_steps_is_seen(kind: str) -> None:
     """A stale copy on a device or on the host would show as plain training's numbers without the change."""
     used, batches = module("llama", False), zoo.make_batches("llama", 5)
@@ -148,22 +93,6 @@ def test_a_change_of_weights_between_steps_is_seen(kind: str) -> None:
     with pytest.raises(AssertionError):
         assert_same(plain(5), result, rtol=100 * harness.RTOL, atol=100 * harness.ATOL)
     assert_same(tampered, result, rtol=10 * harness.RTOL, atol=10 * harness.ATOL)
-
-
-def test_a_change_of_weights_while_validating_is_seen() -> None:
-    used, batches = module("llama", False), zoo.make_batches("llama")
-    found = []
-    for strategy in ("auto", ours()):
-        trainer = trainer_of(strategy, devices=1 if strategy == "auto" else 2)
-        tampered = zoo.make_module("llama")
-        values = [trainer.validate(tampered, loader(batches), verbose=False)]
-        with torch.no_grad():
-            tampered.model.model.norm.weight.mul_(0.5)
-        values.append(trainer.validate(tampered, loader(batches), verbose=False))
-        assert values[0][0]["val/loss"] != values[1][0]["val/loss"]
-        found.append(values)
-    harness.assert_tensors_same(*found)
-    assert torch.equal(used.model.model.norm.weight, torch.ones_like(used.model.model.norm.weight))
 
 
 # --------------------------------------------------------------------------------------------------- limits of a device
@@ -201,11 +130,7 @@ def test_a_plan_that_lacks_calls_because_layers_are_cut_says_so() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lora"),
-    [
-        ("llama", False),
-        pytest.param("llama", True, marks=pytest.mark.slow),
-        pytest.param("t5", False, marks=pytest.mark.slow),
-    ],
+    [("llama", True), ("t5", False)],
 )
 def test_a_worker_never_exceeds_its_budget(name: str, lora: bool) -> None:
     """From everything in one stage down to where nothing fits, each budget is kept to."""
@@ -232,32 +157,3 @@ def test_a_worker_never_exceeds_its_budget(name: str, lora: bool) -> None:
     plan = free["plan"]
     with pytest.raises(ValueError, match=r"plan: it needs .* but memory_budget allows"):
         train(name, lora, devices=1, plan=plan, memory_budget=max(free["peak_device_bytes"]) // 2)
-
-
-def test_a_slow_link_takes_its_time() -> None:
-    """Two workers with a link each, at half a megabyte a second."""
-    batches, bandwidth = zoo.make_batches("mlp", 3), 5e5
-    strategy = ours(num_microbatches=2, emulation={"bandwidth": bandwidth})
-    start = time.monotonic()
-    report = run(strategy, zoo.make_module("mlp"), batches, devices=2).report
-    took = time.monotonic() - start
-    assert report is not None
-    value = report["bytes_uploaded"]
-    uploaded = sum(value.values() if isinstance(value, dict) else value) if not isinstance(value, int) else value
-    assert took > 2 * uploaded / (2 * bandwidth)  # the last step's bytes, twice; the first step's are more
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mlp", pytest.param("t5", marks=pytest.mark.slow)])
-def test_calls_that_are_counted_as_a_whole_have_the_peaks_of_those_counted_tensor_by_tensor(name: str) -> None:
-    """Without a limit, a device counts calls that are alike as a whole; with one, it counts each tensor."""
-    peaks = []
-    calls = {"llama": 6, "gpt2": 7, "mlp": 6, "t5": 9}[name]
-    for memory in (None, "1GiB"):
-        batch = zoo.make_batches(name, 1, 8)[0]
-        used = ours(num_microbatches=4, plan=harness.halves(calls, 4), emulation={"memory": memory})
-        with all_reports() as made:
-            run(used, zoo.make_module(name), [batch] * 6, devices=1, watch=False)
-        peaks.append([report["peak_device_bytes"] for make in made if not (report := make())["profiled"]])
-    assert len(peaks[0]) == len(peaks[1]) == 5
-    assert peaks[0] == [pytest.approx(peak, rel=0.01) for peak in peaks[1]]  # threads meet in another order each time

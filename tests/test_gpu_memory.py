@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import mmap
+import weakref
 from typing import Any
 
 import lightning.pytorch as pl
@@ -82,13 +83,16 @@ def test_the_peak_is_what_was_planned(kind: str, plan: Any) -> None:
 
 @pytest.mark.parametrize("kind", [EMULATED, CUDA])
 def test_no_more_is_pinned_than_is_needed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights and gradients of each layer, once, and to the page where they are pinned."""
+    """Weights and gradients of each layer, once at a time, and to the page where they are pinned."""
     device: Any = CudaDevice if kind == "cuda" else EmulatedDevice
     real, asked, page = device.host_buffer, [], mmap.PAGESIZE if kind == "cuda" else 1
+    storages: list[weakref.ref[Any]] = []
 
     def host_buffer(self: Any, nbytes: int) -> Tensor:
         made: Tensor = real(self, nbytes)
         asked.append(nbytes)
+        storages.append(weakref.ref(made.untyped_storage()))
+        assert sum(storage() is not None for storage in storages) <= 2 * LAYERS
         assert made.untyped_storage().nbytes() == -(-nbytes // page) * page
         assert made.is_pinned() == (kind == "cuda")
         return made
@@ -97,4 +101,4 @@ def test_no_more_is_pinned_than_is_needed(kind: str, monkeypatch: pytest.MonkeyP
     train(kind, 2, pin_memory="on" if kind == "cuda" else "auto", plan=halves(LAYERS, 4))
     width, _ = SIZES[kind]
     layer = aligned(4 * width * width) + aligned(4 * width)
-    assert asked == [layer] * (2 * LAYERS)
+    assert set(asked) == {layer} and len(asked) >= 2 * LAYERS

@@ -21,7 +21,6 @@ def report(rounds: Sequence[Sequence[int]] = ((0,), (1,))) -> dict[str, Any]:
     """A step of two calls, on two workers, as it should be: two microbatches side by side, or ``rounds`` in turn."""
     slots, events = [], []
     clock = 0.0
-    side_by_side = len(rounds[0]) == 1
 
     def event(kind: str, slot: int, call: int, microbatch: int) -> None:
         nonlocal clock
@@ -35,16 +34,11 @@ def report(rounds: Sequence[Sequence[int]] = ((0,), (1,))) -> dict[str, Any]:
         for phase, call in (("forward", 0), ("fused", 1), ("backward", 0)):
             slot = {"slot": len(slots), "worker": len(slots) % 2, "round": number, "phase": phase}
             slots.append(slot | {"layers": [f"layer{call}"]})
-            event("upload_weights", len(slots) - 1, call, -1)
         stages = ((0, ["forward"]), (1, ["forward", "backward"]), (0, ["recompute", "backward"]))
         for slot, (call, kinds) in enumerate(stages, first):
-            if number and len(kinds) == 2 and not side_by_side:
-                event("upload_gradients", slot, call, -1)
             for microbatch in members:
                 for kind in kinds:
                     event(kind, slot, call, microbatch)
-            if len(kinds) == 2:
-                event("download_gradients", slot, call, -1)
     plan = f"forward 0; fused 1; backward 0; round {len(rounds[0])}"
     count = sum(map(len, rounds))
     return {"profiled": False, "plan": plan, "workers": 2, "microbatches": count, "slots": slots, "events": events}
@@ -72,7 +66,6 @@ Damage = Callable[[dict[str, Any], list[Any]], Any]
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "a slot is missing": (lambda r, e: r["slots"].pop(), "5 slots ran"),
     "a slot on another worker": (lambda r, e: r["slots"][2].update(worker=1), "slot 2 ran on worker 1"),
-    "a number is left out": (lambda r, e: r["slots"][5].update(slot=6), "slot 6 stands at place 5"),
     "stages exchanged": (lambda r, e: r["slots"][1].update(phase="backward"), "out of the plan's order"),
     "a call on another worker": (lambda r, e: find(e, kind="forward", slot=0).update(worker=1), "ran on worker 1"),
     "a call in another stage": (lambda r, e: find(e, kind="forward", slot=0).update(call=1), "has no place"),
@@ -80,13 +73,12 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda r, e: find(e, kind="forward", slot=0).update(microbatch=1),
         "belongs to another round",
     ),
-    "a layer that is not there": (lambda r, e: find(e, kind="forward", slot=0).update(layer="x"), "was not loaded"),
     "an overlap on a worker": (
         lambda r, e: move(find(e, kind="recompute", slot=2), find(e, kind="forward", slot=0)["start_s"] + 0.5),
         "began on worker 0 before the end",
     ),
     "a later slot first": (
-        lambda r, e: move(find(e, kind="forward", slot=4), find(e, kind="upload_weights", slot=0)["start_s"] - 5),
+        lambda r, e: move(find(e, kind="forward", slot=4), -5),
         "came after slot 4",
     ),
     "microbatches out of order": (
@@ -102,61 +94,20 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         "microbatch 0 ran",
     ),
     "no recomputation": (lambda r, e: e.remove(find(e, kind="recompute", slot=2)), "ran backward"),
-    "no forward": (lambda r, e: e.remove(find(e, kind="forward", slot=0)), "of forward [1]"),
-    "another backward": (lambda r, e: e.remove(find(e, kind="backward", slot=5)), "microbatch 1 ran"),
     "a call outside of the plan in another's turn": (
-        lambda r, e: e.append(find(e, kind="recompute", slot=2) | {"slot": -1, "microbatch": 1, "start_s": 7.5}),
+        lambda r, e: e.append(find(e, kind="recompute", slot=2) | {"slot": -1, "microbatch": 1, "start_s": 3.5}),
         "in slot -1 is in the turn of backward of call 0 for microbatch 0 in slot 2",
     ),
-    "no weights": (lambda r, e: e.remove(find(e, kind="upload_weights", slot=3)), "uploaded 'layer0' 0 times"),
-    "late weights": (lambda r, e: move(find(e, kind="upload_weights", slot=3), 99.0), "before its weights were there"),
-    "weights over a running slot": (
-        lambda r, e: move(find(e, kind="upload_weights", slot=4), 0.0),
-        "was uploaded over slot 0, which was running",
-    ),
-    "gradients leave early": (
-        lambda r, e: move(find(e, kind="download_gradients", slot=2), 0.0),
-        "left slot 2 while it was running there",
-    ),
-    "gradients leave twice": (
-        lambda r, e: e.append(dict(find(e, kind="download_gradients", slot=2))),
-        "down 2 times in slot 2",
-    ),
-    "a sum begun anew": (
-        lambda r, e: e.remove(find(e, kind="upload_gradients", slot=5)),
-        "slot 5 began the sum of call 0 anew",
-    ),
-    "a sum of nothing": (
-        lambda r, e: e.remove(find(e, kind="download_gradients", slot=2)),
-        "had never come down",
-    ),
-    "a sum that is late": (
-        lambda r, e: move(find(e, kind="upload_gradients", slot=5), 99.0),
-        "before the sum so far was there",
-    ),
-    "a sum that is early": (lambda r, e: move(find(e, kind="upload_gradients", slot=5), 0.0), "had left them"),
-}
-SUMS = ("gradients leave", "a sum")
-"""How damages to sums begin, which rounds in turn hand on."""
-BESIDE: dict[str, tuple[Damage, str]] = {
-    "a gradient goes up": (
-        lambda r, e: e.append(find(e, kind="download_gradients", slot=2) | {"kind": "upload_gradients"}),
-        "gradients went up",
-    ),
 }
 
 
-@pytest.mark.parametrize("name", [*DAMAGES, *BESIDE])
+@pytest.mark.parametrize("name", DAMAGES)
 def test_each_rule_can_be_broken(name: str) -> None:
-    damage, words = (DAMAGES | BESIDE)[name]
-    step = copy.deepcopy(report(IN_TURN) if name.startswith(SUMS) else report())
+    damage, words = DAMAGES[name]
+    step = copy.deepcopy(report())
     damage(step, step["events"])
     found = turns.faults(step)
     assert any(words in text for text in found), found
-
-
-def test_a_step_without_a_plan_is_not_judged() -> None:
-    assert turns.faults({"profiled": True}) == []
 
 
 # ------------------------------------------------------------------------------------------------------------- ordering
@@ -215,21 +166,3 @@ def test_computing_is_late_however_soon_it_is_done() -> None:
 
     [fault] = on_two(work)
     assert fault == "a copy on roundpipe-dev0-activations_down does not wait for aten::mul_ on roundpipe-dev0-compute"
-
-
-def test_parts_of_one_buffer_are_apart_and_reads_do_not_collide() -> None:
-    def work(a: Device, b: Device, t: torch.Tensor) -> None:
-        buffer = torch.empty(100)
-        a.weights_up.copy(buffer[:50], t[:50])
-        b.weights_up.copy(buffer[50:], t[50:])
-        b.activations_up.copy(torch.empty(50), t[:50])
-
-    assert on_two(work) == []
-
-
-def test_poison_is_a_write() -> None:
-    def work(a: Device, b: Device, t: torch.Tensor) -> None:
-        a.weights_up.copy(t, torch.ones(100))
-        a.compute.poison(t)
-
-    assert on_two(work) == ["poison on roundpipe-dev0-compute does not wait for a copy on roundpipe-dev0-weights_up"]

@@ -10,15 +10,11 @@ from typing import Any
 import harness
 import lightning.pytorch as pl
 import pytest
-import stress
 import torch
 import torch.nn.functional as F
 from harness import Result, assert_identical, ours, run
 from host_gradients import host_gradients
-from ordering import Ordering
-from stress import CALLS, Case
 from torch import Tensor, nn
-from without import take_out
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Event, make_devices
@@ -96,11 +92,8 @@ def tied(module: Any = None, trainer: Any = None, **options: Any) -> Result:
         ({}, {}),
         ({"staleness": 1}, {}),
         ({}, {"accumulate_grad_batches": 2}),
-        ({}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
         ({}, {"precision": "bf16-true"}),
-        ({}, {"precision": "bf16-mixed"}),
-        ({"reduce_dtype": "bfloat16"}, {}),
-        ({"plan": harness.single(3, 1)}, {}),  # side by side: what lands is added part by part
+        # Side by side: what lands is added part by part.
         ({"plan": harness.single(3, 1), "reduce_dtype": "bfloat16"}, {}),
         ({"emulation": {"poison": True, "delay_seed": 3, "bandwidth": "1MB"}}, {}),
     ],
@@ -122,35 +115,6 @@ def test_what_user_code_adds_to_is_taken_whole(stepped: list[int], monkeypatch: 
     assert_identical(tied(Tied(in_user_code=True)), parts)
 
 
-@pytest.mark.parametrize("options", [{}, {"plan": harness.single(3, 1)}, {"reduce_dtype": "bfloat16"}], ids=str)
-def test_steps_of_an_empty_parameter_are_counted(options: Any, stepped: list[int]) -> None:
-    """It has no part. Plain training counts its steps all the same, and checkpoints have the count."""
-
-    class Linear(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(9, 9)
-            self.none = nn.Parameter(torch.empty(0, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + self.none.sum()
-
-    class Empty(Tied):
-        def __init__(self) -> None:
-            super().__init__()
-            self.middle = Linear()
-
-    result = tied(Empty(), **options)
-    assert stepped and result.trainer is not None
-    states = result.trainer.optimizers[0].state_dict()["state"].values()
-    assert [int(state["step"]) for state in states] == [6] * 4
-
-
-@pytest.mark.parametrize("trainer", [{"gradient_clip_val": 0.01}, {"blocking": True}], ids=str)
-def test_what_needs_all_gradients_first_has_no_parts(trainer: Any, stepped: list[int]) -> None:
-    tied(trainer=trainer)
-    assert not stepped
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adafactor])
 def test_an_optimizer_without_a_kernel_of_parts_steps_whole_layers(optimizer: Any, stepped: list[int]) -> None:
     """Adafactor's update of a weight looks at all of it."""
@@ -161,19 +125,6 @@ def test_an_optimizer_without_a_kernel_of_parts_steps_whole_layers(optimizer: An
 
     tied(Other())
     assert not stepped
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", [harness.per_call(CALLS, 2), harness.single(CALLS, 4), harness.halves(CALLS, 1)])
-@pytest.mark.parametrize("drops", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_delays_and_poison_change_no_bit(plan: str, drops: bool, stepped: list[int]) -> None:
-    """A step that begins while parts of the one before are on their way waits for the last of them."""
-    case = Case(plan, 3, 4, (6, 6, 6, 6), drops=drops)
-    with Ordering() as ordering:
-        hard = stress.train(case)
-    expected = stress.reference(case)
-    expected.grads, hard.result.grads = [], []
-    assert stepped and not [*stress.wrong(hard, expected), *ordering.faults]
 
 
 # ------------------------------------------------------------------------------------------------------- part by part
@@ -269,12 +220,3 @@ def test_the_first_parts_are_stepped_while_the_last_are_on_their_way(submitted: 
     assert bucket.version == 2 and all(submitted.changed()) and submitted.master.isfinite().all()
     [state] = submitted._optimizer.state.values()
     assert state["step"] == 2
-
-
-def test_a_part_is_not_taken_before_it_is_there(stepped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Submitted, "bring", lambda self, index: self.parts[index].came.set())
-    take_out(monkeypatch, "memory.grad_buffers:HostGradSums._wait_for", "part.wait()")
-    made = Submitted(cast=False)
-    made.updates.settle()  # though no part has come
-    assert made.master.isnan().all()
-    made.close()

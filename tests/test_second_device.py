@@ -52,10 +52,9 @@ def test_at_length_on_a_second_device(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("newest_first", ["0", "1"])
 @pytest.mark.parametrize("name", ORDINARY)
-def test_ordinary_tests_as_late_as_may_be(name: str, newest_first: str) -> None:
+def test_ordinary_tests_as_late_as_may_be(name: str) -> None:
     """What is not in the order of events, or not waited for, shows in the numbers; see ``second_device.lately``."""
     found = os.pathsep.join([str(HOME.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     options = ["-p", "second_device.lately", "-k", ORDINARY[name]]
-    _run(HOME.parent / name, "not slow", *options, PYTHONPATH=found, NEWEST_FIRST=newest_first)
+    _run(HOME.parent / name, "not slow", *options, PYTHONPATH=found)

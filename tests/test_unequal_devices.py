@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,8 +20,6 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices import emulated_work
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.engine import planner
-from lightning_roundpipe.engine.events import EventSource, Recorder
-from lightning_roundpipe.engine.speeds import worker_speeds
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.pipeline import run_steps
 
@@ -126,42 +123,6 @@ def test_each_worker_has_stages_for_its_speed(kinds: Any, speeds: tuple[float, .
         alone = microbatches * work_s / workers  # times are means: N workers do as much as N equal ones
         assert planned < alone / 0.9
         assert planned < report["step_time_s"]
-
-
-class At:
-    """A moment that has been."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def time(self) -> float:
-        return self.seconds
-
-
-@pytest.mark.parametrize(
-    ("kinds_of", "ran", "speeds"),
-    [
-        ("AAB", [(0, 0, 1.0), (1, 1, 1.0), (2, 0, 9.0)], [2.0, 2.0, 1.0]),
-        ("AB", [(0, 0, 2.0), (0, 0, 1.0), (1, 1, 2.1), (1, 1, 2.0)], [2.0, 1.0]),
-        ("AB", [(0, 0, 1.0), (1, 0, 1.04)], []),
-        ("AB", [(0, 0, 1.0), (1, 2, 9.0)], []),
-        ("AA", [(0, 0, 1.0), (1, 0, 3.0)], []),
-    ],
-    ids=["calls", "layers", "nearly equal", "nothing alike", "one kind"],
-)
-def test_speeds_are_those_of_calls_on_both_kinds_or_of_layers_that_are_alike(
-    kinds_of: str, ran: list[tuple[int, int, float]], speeds: list[float]
-) -> None:
-    """In the median over calls, by the shortest time of each."""
-    recorder, where = Recorder(), {call: EventSource(0, "forward", call, f"layer {call}") for call in range(4)}
-    times: list[Any] = [(worker, call, At(0.0), At(seconds)) for worker, call, seconds in ran]
-    if kinds_of == "AAB":  # one call was disturbed
-        times += [(w, call, At(0.0), At(t)) for call, t in ((2, 1.0), (3, 1.0)) for w, t in ((0, t), (2, 2 * t))]
-    for worker, call, start, end in times:
-        recorder.add("forward", worker, start, end, 0, 0, where[call])
-    alike = {"layer 0": "block", "layer 1": "block", "layer 2": "head", "layer 3": "another"}
-    devices: Any = [SimpleNamespace(kind=kind) for kind in kinds_of]
-    assert worker_speeds(recorder, devices, alike) == speeds
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])

@@ -8,12 +8,10 @@ rule that they break:
     a slot serves its microbatches in order, one at a time                                      [3]
     a microbatch runs its calls in order, then their backward in reverse, each after the other, [4]
     and recomputes each right in front of its backward, or, if the plan says so, ahead of it
-    a call runs when its weights are there, and they lie in an arena that its last user has left [5]
-    a call's gradients leave when its slot is done with the call, and a later round starts from   [6]
-    what an earlier one left
-    with rounds of one microbatch, which run side by side, no gradients go up                     [7]
-    a call that the plan does not have runs in the turn of its microbatch, beside no other call   [8]
+    a call that the plan does not have runs in the turn of its microbatch, beside no other call [5]
     of its worker
+
+Copies are judged by `ordering`.
 """
 
 from __future__ import annotations
@@ -46,10 +44,8 @@ def faults(report: Mapping[str, Any]) -> list[str]:
     if found:
         return found  # the rest would only repeat it
     compute = sorted((r for r in report["events"] if r["kind"] in COMPUTE), key=_times)
-    copies = [r for r in report["events"] if r["kind"] not in COMPUTE]
     found += _one_at_a_time(compute, report["workers"])
     compute = [r for r in compute if r["slot"] >= 0]
-    copies = [r for r in copies if r["slot"] >= 0]
     found += _places(compute, slots, plan, report["microbatches"])
     found += _workers(compute, report["workers"])
     found += _microbatches_of_slots(compute)
@@ -58,11 +54,6 @@ def faults(report: Mapping[str, Any]) -> list[str]:
         found += _calls_of_microbatches([r for r in compute if r["kind"] != "recompute"], [])
     else:
         found += _calls_of_microbatches(compute, slots)
-    found += _weights(compute, copies, slots, report["workers"])
-    if plan.side_by_side(report["workers"], report["microbatches"]):
-        found += _side_by_side(copies)
-    else:
-        found += _gradients(compute, copies, slots, plan, report["workers"])
     return found
 
 
@@ -117,7 +108,7 @@ def _places(compute: Sequence[Row], slots: Sequence[Row], plan: Plan, microbatch
 
 
 def _one_at_a_time(compute: Sequence[Row], workers: int) -> Iterator[str]:
-    """[2], [8]"""
+    """[2], [5]"""
     for worker in range(workers):
         mine = [r for r in compute if r["worker"] == worker]
         for before, after in pairwise(mine):
@@ -194,57 +185,3 @@ def _recomputed_ahead(recomputed: Sequence[Row], compute: Sequence[Row]) -> Iter
     for (kind, *what), row in runs.items():
         if kind == "backward" and ("recompute", *what) not in runs and row["slot"] != runs["forward", *what]["slot"]:
             yield f"{_shown(row)} was not recomputed"
-
-
-def _weights(compute: Sequence[Row], copies: Sequence[Row], slots: Sequence[Row], workers: int) -> Iterator[str]:
-    """[5]"""
-    uploads = _by([r for r in copies if r["kind"] == "upload_weights"], "slot", "layer")
-    last_end = {slot: max(r["end_s"] for r in rows) for slot, rows in _by(compute, "slot").items()}
-    for slot in slots:
-        for layer in slot["layers"]:
-            if len(uploads[slot["slot"], layer]) != 1:
-                yield f"slot {slot['slot']} uploaded {layer!r} {len(uploads[slot['slot'], layer])} times"
-    for row in compute:
-        for upload in uploads[row["slot"], row["layer"]]:
-            if row["start_s"] < upload["end_s"]:
-                yield f"{_shown(row)} began before its weights were there"
-    for worker in range(workers):
-        mine = [s["slot"] for s in slots if s["worker"] == worker]
-        for older, newer in zip(mine, mine[2:], strict=False):  # there are two arenas
-            for (slot, layer), rows in uploads.items():
-                if rows and slot == newer and rows[0]["start_s"] < last_end.get(older, 0.0):
-                    yield f"{layer!r} of slot {newer} was uploaded over slot {older}, which was running"
-
-
-def _gradients(
-    compute: Sequence[Row], copies: Sequence[Row], slots: Sequence[Row], plan: Plan, workers: int
-) -> Iterator[str]:
-    """[6]"""
-    up = _by([r for r in copies if r["kind"] == "upload_gradients"], "slot", "call")
-    down = _by([r for r in copies if r["kind"] == "download_gradients"], "slot", "call")
-    runs = _by(compute, "slot")
-    for (slot, call), rows in down.items():
-        if len(rows) != 1 or len(up[slot, call]) > 1:
-            yield f"gradients of call {call} went up {len(up[slot, call])} and down {len(rows)} times in slot {slot}"
-        if any(rows[0]["start_s"] < r["end_s"] for r in runs[slot] if r["call"] == call):
-            yield f"gradients of call {call} left slot {slot} while it was running there"
-    for (slot, call), rows in up.items():
-        if not rows:
-            continue
-        earlier = [d for (s, c), [d, *_] in down.items() if c == call and s < slot]
-        if not earlier:
-            yield f"gradients of call {call} went up to slot {slot} and had never come down"
-        elif rows[0]["start_s"] < max(d["end_s"] for d in earlier):
-            yield f"gradients of call {call} went up to slot {slot} before slot {earlier[-1]['slot']} had left them"
-        if any(r["start_s"] < rows[0]["end_s"] for r in runs[slot] if r["call"] == call and r["kind"] == "backward"):
-            yield f"slot {slot} ran the backward of call {call} before the sum so far was there"
-    first_slots = {c: min(s for s, d in down if d == c) for c in {c for _, c in down}}
-    for slot, call in down:
-        if slot != first_slots[call] and not up[slot, call]:
-            yield f"slot {slot} began the sum of call {call} anew"
-
-
-def _side_by_side(copies: Sequence[Row]) -> Iterator[str]:
-    """[7]"""
-    if any(r["kind"] == "upload_gradients" for r in copies):
-        yield "gradients went up, though rounds run side by side"

@@ -36,7 +36,7 @@ def most_at_once(devices: list[Device], work: Callable[[float], object], times: 
     return most
 
 
-@pytest.mark.parametrize(("cores", "intra_op", "permits"), [(1, 2, 1), (2, 2, 2), (4, 1, 4), (8, 8, 4), (8, 1, 8)])
+@pytest.mark.parametrize(("cores", "intra_op", "permits"), [(1, 2, 1), (4, 1, 4), (8, 8, 4)])
 @longer_each_try
 def test_layers_share_the_cores_of_all_devices(
     make_all: MakeAll, monkeypatch: pytest.MonkeyPatch, cores: int, intra_op: int, permits: int, times: float
@@ -69,17 +69,3 @@ def test_waiting_with_a_permit_is_refused(make_all: MakeAll) -> None:
     with device.acquire_core(), pytest.raises(AssertionError, match="not reentrant"), device.acquire_core():
         pass
     event.wait()
-
-
-def test_a_permit_comes_back_after_an_error(make_all: MakeAll) -> None:
-    (device,) = make_all(1)
-    for _ in range(3):
-        with pytest.raises(ZeroDivisionError), device.acquire_core():
-            raise ZeroDivisionError
-    with device.acquire_core():
-        pass
-
-
-def test_emulated_devices_share_the_generator(make_all: MakeAll) -> None:
-    one, other = make_all(2)
-    assert one.generator is other.generator is torch.default_generator

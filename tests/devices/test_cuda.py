@@ -70,23 +70,6 @@ def test_a_copy_in_a_thousand_chunks_is_the_whole(pair: list[Device]) -> None:
     device.free(arena)
 
 
-def test_a_boundary_goes_down_and_up_with_its_strides(pair: list[Device]) -> None:
-    device, other = pair
-    with device.activate():
-        for t in (torch.randn(64, 32, device="cuda").t(), torch.arange(4.0, device="cuda").expand(3, 4)):
-            host = device.host_like(t)
-            assert host.stride() == t.stride()
-            device.activations_down.wait(device.compute.record())
-            device.activations_down.copy(host, t)
-            back = other.device_like(host, other.activations_up)
-            other.activations_up.wait(device.activations_down.record())
-            other.activations_up.copy(back, host)
-            other.compute.wait(other.activations_up.record())
-            other.compute.synchronize()
-            assert torch.equal(back, t)
-            assert back.stride() == t.stride()
-
-
 def test_events_are_on_the_hosts_clock(pair: list[Device]) -> None:
     device = pair[0]
     early = device.compute.record(timed=True)
@@ -124,11 +107,6 @@ def test_abort_and_reset(pair: list[Device]) -> None:
             call()
     device.reset()
     event.wait()
-
-
-def test_a_gpu_that_is_listed_twice_shares_its_generator(pair: list[Device]) -> None:
-    one, other = pair
-    assert one.generator is other.generator is torch.cuda.default_generators[0]
 
 
 def test_a_failed_registration_is_not_blamed_on_the_next_kernel(pair: list[Device]) -> None:

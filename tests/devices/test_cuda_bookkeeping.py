@@ -12,15 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeEvent, FakeStream, play_cuda
+from fake_cuda import FakeStream, play_cuda
 
 from lightning_roundpipe.devices import DeviceOutOfMemory, StreamAborted, cuda_libraries, cuda_streams
 from lightning_roundpipe.devices.base import Stream
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
-from lightning_roundpipe.engine.sync import Baton, CancelScope, Runner
-from lightning_roundpipe.engine.worker import Worker
-from lightning_roundpipe.memory.in_flight import IN_FLIGHT
 
 NEAR_S = 10.0
 """Seconds that may pass between two looks at the clock: a machine may be busy."""
@@ -41,95 +38,6 @@ def fake_of(stream: Stream) -> FakeStream:
     fake: Any = stream.stream
     assert isinstance(fake, FakeStream)
     return fake
-
-
-def test_host_memory_lives_until_its_copy_is_done(device: CudaDevice) -> None:
-    stream = device.activations_up
-    host, arena = device.host_buffer(100), device.allocate(100, "weights")
-    host.fill_(3)
-    fake_of(stream).busy = True
-    stream.copy(arena, host)
-    assert arena.eq(3).all()
-    assert isinstance(stream, cuda_streams.CudaStream)
-    address = host.data_ptr()
-    del host
-    stream.copy(arena, arena.clone())
-    assert address in [t.data_ptr() for _, tensors in stream._flying for t in tensors]
-    stream.synchronize()
-    assert not stream._flying
-    device.free(arena)
-
-
-def test_what_was_lent_lives_until_compute_is_done(device: CudaDevice) -> None:
-    """Its memory goes back to the stream that filled it, which does not wait for compute."""
-    lent = device.device_like(torch.zeros(100), device.activations_up, lent=True)
-    assert not fake_of(device.activations_up).waited
-    storage = lent.untyped_storage()._weak_ref()
-    fake_of(device.compute).busy = True
-    device.free_after_compute([lent])
-    del lent
-    try:
-        device.compute.copy(torch.zeros(1), torch.zeros(1))
-        assert not torch.UntypedStorage._expired(storage)
-        fake_of(device.compute).busy = False
-        device.compute.copy(torch.zeros(1), torch.zeros(1))
-        assert torch.UntypedStorage._expired(storage)
-    finally:
-        torch.UntypedStorage._free_weak_ref(storage)
-
-
-def test_what_may_live_on_is_made_of_computes_memory(device: CudaDevice) -> None:
-    """Which whoever fills it waits for: compute may be using it still."""
-    device.device_like(torch.zeros(100), device.activations_up)
-    assert [event.stream for event in fake_of(device.activations_up).waited] == [fake_of(device.compute)]
-
-
-def test_a_worker_keeps_what_is_in_flight_until_it_has_waited(
-    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And not until it begins to wait: others could write to the memory meanwhile."""
-    baton, runner = Baton(), Runner(CancelScope())
-    worker = Worker(device, baton, prefetch=True)
-    baton.acquire(runner)
-    fake_of(device.compute).busy = True
-    there: list[bool] = []
-    tensor = torch.zeros(100)
-    storage = tensor.untyped_storage()._weak_ref()
-    real = FakeEvent.synchronize
-
-    def synchronize(self: FakeEvent) -> None:
-        there.append(not torch.UntypedStorage._expired(storage))
-        real(self)
-
-    monkeypatch.setattr(FakeEvent, "synchronize", synchronize)
-    try:
-        worker.keep_until_computed(runner, tensor)
-        del tensor
-        for _ in range(IN_FLIGHT):
-            worker.keep_until_computed(runner, torch.zeros(100))
-        assert there == [True]
-        assert torch.UntypedStorage._expired(storage)
-    finally:
-        torch.UntypedStorage._free_weak_ref(storage)
-        worker.sender.stop()
-        worker.sender.join(None)
-        worker.close()
-
-
-def test_every_copy_stream_waits_before_it_uses_a_new_arena(device: CudaDevice) -> None:
-    device.allocate(100, "weights")
-    for stream in device.streams[1:]:
-        assert [event.stream for event in fake_of(stream).waited] == [fake_of(device.compute)]
-
-
-def test_waiting_passes_the_event_on(device: CudaDevice) -> None:
-    event = device.activations_down.record()
-    device.activations_up.wait(event)
-    assert [e.stream for e in fake_of(device.activations_up).waited] == [fake_of(device.activations_down)]
-    with device.activate(), device.compute.running(), device.acquire_core(), device.saved_for_backward():
-        pass
-    with device.track([torch.zeros(1)], "input"):
-        pass
 
 
 def test_times_are_the_hosts(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,19 +84,6 @@ def test_memory_is_shared_out_and_explained(device: CudaDevice, monkeypatch: pyt
         device.free(arena)
 
 
-def test_a_boundary(device: CudaDevice) -> None:
-    t = torch.randn(3, 2).t()
-    host = device.host_like(t)
-    device.activations_down.copy(host, t)
-    back = device.device_like(host, device.activations_up)
-    assert back.stride() == t.stride()
-    device.activations_up.copy(back, host)
-    assert torch.equal(back, t)
-    whole = torch.zeros(4)
-    device.compute.poison(whole)
-    assert whole.eq(0).all()
-
-
 def test_abort_reset_and_close(device: CudaDevice) -> None:
     event = device.compute.record()
     device.abort()
@@ -207,12 +102,6 @@ def test_abort_reset_and_close(device: CudaDevice) -> None:
     device.close()
     with pytest.raises(StreamAborted, match="closed"):
         event.wait()
-
-
-def test_workers_of_one_gpu_share_its_generator(device: CudaDevice) -> None:
-    other = CudaDevice(1, torch.device("cpu", 0), "off", sharers=2)
-    assert other.generator is device.generator
-    other.close()
 
 
 MIB = 2**20

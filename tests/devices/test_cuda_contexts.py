@@ -7,8 +7,6 @@ import pytest
 import zoo
 from harness import ours, run
 
-from lightning_roundpipe.devices import cuda_streams
-
 
 @pytest.fixture
 def second_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,12 +22,3 @@ def test_devices_1_leaves_gpu_0_alone(second_gpu: None) -> None:
     """A new thread's current GPU is number 0, and what enters a stream of another one restores it."""
     train()
     assert {1} == fake_cuda.CONTEXTS
-
-
-def test_threads_would_make_contexts_if_they_did_not_begin_on_their_gpu(
-    second_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The test above can fail."""
-    monkeypatch.setattr(cuda_streams, "begin_on", lambda device: None)
-    train()
-    assert {0, 1} == fake_cuda.CONTEXTS

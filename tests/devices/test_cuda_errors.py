@@ -88,12 +88,6 @@ def test_what_comes_of_it_under_another_name(gpus: list[CudaDevice], monkeypatch
     assert len(remedies(error)) == 1
 
 
-def test_the_next_run_in_the_process_says_so_too(gpus: list[CudaDevice], monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_cuda.DEAD.append(710)
-    error = fit(Fails(710, dies=True), monkeypatch)
-    assert len(remedies(error)) == 1
-
-
 def test_after_other_errors_the_process_goes_on(gpus: list[CudaDevice], monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a kernel that asks for too many resources (701)."""
     error = fit(Fails(701, dies=False), monkeypatch)

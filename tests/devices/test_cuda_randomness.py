@@ -32,14 +32,6 @@ def assert_linear(module: torch.nn.Module, result: harness.Result) -> None:
             assert product == pytest.approx(float(loss), rel=1e-4, abs=1e-6), name
 
 
-def test_what_is_drawn_on_the_host_is_drawn_again(gpus: list[CudaDevice]) -> None:
-    """Layers here compute, and draw, on the CPU, as those do that make a mask there or skip at random."""
-    result = run(strategy(), DROPPING, _wide(3), devices=3)
-    assert len(gpus) == 3
-    assert gpus[0].generator is not torch.default_generator
-    assert_linear(DROPPING, result)
-
-
 def test_numbers_are_those_of_emulated_devices() -> None:
     """And the caller finds the host's generator as it was."""
     expected = run(ours(num_microbatches=4, layers=DROPPING_LAYERS), LEARNING, _wide(3), devices=2)

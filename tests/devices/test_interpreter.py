@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-import weakref
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,9 +15,8 @@ from harness import ours, run
 
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.emulated import EmulatedDevice
-from lightning_roundpipe.devices.interpreter import SWITCH_INTERVAL_S, quick_switches, unwalked_objects
+from lightning_roundpipe.devices.interpreter import quick_switches, unwalked_objects
 
-SHORT = pytest.approx(SWITCH_INTERVAL_S)
 USUAL = 0.005
 
 
@@ -33,26 +30,6 @@ def usual() -> Iterator[None]:
 
 def now() -> float:
     return sys.getswitchinterval()
-
-
-class TestQuickSwitches:
-    @pytest.mark.parametrize("given", [SWITCH_INTERVAL_S / 4, SWITCH_INTERVAL_S])
-    def test_leave_a_smaller_interval(self, given: float) -> None:
-        sys.setswitchinterval(given)
-        before = now()
-        for _ in range(3):
-            with quick_switches():
-                assert now() == before
-            assert now() == before
-
-    @pytest.mark.parametrize("given", [2e-4, 5e-4, 0.0031, 1.0])
-    def test_put_back_what_was_there_to_the_bit(self, given: float) -> None:
-        sys.setswitchinterval(given)
-        before = now()
-        for _ in range(3):
-            with quick_switches(), quick_switches():
-                assert now() == SHORT
-            assert now() == before
 
 
 @pytest.fixture
@@ -83,34 +60,6 @@ class TestUnwalkedObjects:
             assert any(found is made for found in gc.get_objects())
         assert not gc.get_freeze_count()
         assert any(found is kept for found in gc.get_objects())
-
-    def test_are_freed_afterwards(self) -> None:
-        class Cycle:
-            pass
-
-        cycle: Any = Cycle()
-        cycle.itself, gone = cycle, weakref.ref(cycle)
-        with unwalked_objects():
-            del cycle
-            gc.collect()
-            assert gone() is not None
-        gc.collect()
-        assert gone() is None
-
-    def test_what_the_user_has_set_aside_stays_there(self) -> None:
-        kept = {"kept": [1]}
-        gc.freeze()
-        made = {"made": [1]}
-        for inside in (unwalked_objects(), nullcontext()):
-            with inside:
-                found = gc.get_objects()
-                assert any(each is made for each in found)
-                assert not any(each is kept for each in found)
-
-    def test_nothing_happens_without_a_collector(self) -> None:
-        gc.disable()
-        with unwalked_objects():
-            assert not gc.get_freeze_count()
 
     def test_hold_for_a_run_on_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[int] = []
@@ -155,10 +104,6 @@ class Module(zoo.PlainClassifier):
     def validation_step(self, batch: zoo.Batch, batch_idx: int) -> Any:
         WITHIN.append(now())
         return super().validation_step(batch, batch_idx)
-
-
-class Fails(Module):
-    fails_at = 2
 
 
 class Manual(Module):
@@ -207,30 +152,3 @@ def test_it_is_short_in_steps_and_nowhere_else(
     assert set(WITHIN) == {short}
     assert looks.between and set(looks.between) == {USUAL}
     assert now() == USUAL
-
-
-def test_a_step_that_fails_puts_it_back(gpus: list[CudaDevice], short: float) -> None:
-    with pytest.raises(ZeroDivisionError):
-        fit(Fails)
-    assert set(WITHIN) == {short}
-    assert now() == USUAL
-
-
-class Outer(Module):
-    """Trains another model while the backward pass of its own step may still run."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            fit(Module)
-
-
-def test_a_trainer_within_another(gpus: list[CudaDevice], short: float) -> None:
-    fit(Outer)
-    assert len(WITHIN) >= 6
-    assert set(WITHIN) == {short}
-    assert now() == USUAL
-
-
-def test_emulated_devices_change_nothing() -> None:
-    looks = fit(Module)
-    assert set(WITHIN) | set(looks.between) == {USUAL}

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from harness import ours, run
-from patience import PATIENCE_S, until
+from patience import until
 
 from lightning_roundpipe.devices import core_semaphore, intraop_threads
-from lightning_roundpipe.devices.waiter import Waiter
-from lightning_roundpipe.threads.cancel_scope import CancelScope
-from lightning_roundpipe.threads.task_thread import TaskThread
-from lightning_roundpipe.updates.grad_readiness import Dropped, GradReadiness
 
 TEAM = 3
 pytestmark = pytest.mark.skipif(
@@ -66,66 +60,6 @@ def settled() -> int:
 
     until(same, "threads come and go")
     return looks[-1]
-
-
-def test_disbanding_ends_the_callers_team_and_nobody_elses() -> None:
-    alone = not_pythons()
-    with ThreadPoolExecutor(1) as other:
-        assert other.submit(compute).result() == alone + TEAM - 1
-        assert compute() == alone + 2 * (TEAM - 1)
-        intraop_threads.release_intraop_threads()
-        eventually(alone + TEAM - 1)
-        assert not_pythons() == alone + TEAM - 1
-        other.submit(intraop_threads.release_intraop_threads).result()
-        eventually(alone)
-    eventually(alone)  # without the other thread itself
-    assert compute() == alone + TEAM - 1  # it comes back
-
-
-def test_a_thread_without_a_task_has_no_team() -> None:
-    alone = not_pythons()
-    thread = TaskThread("test")
-    try:
-        task = thread.submit(compute)
-        task.waiter.wait()
-        assert task.result() == alone + TEAM - 1
-        eventually(alone)
-    finally:
-        thread.stop()
-        thread.join()
-
-
-def test_a_thread_that_waits_in_a_step_has_no_team() -> None:
-    cancel_scope, waiter = CancelScope(), Waiter()
-    while_it_waits(lambda: cancel_scope.wait(waiter), waiter.wake)
-
-
-def test_a_thread_that_waits_for_gradients_has_no_team() -> None:
-    readiness = GradReadiness([])
-
-    def take() -> None:
-        with contextlib.suppress(Dropped):
-            readiness.take(wait=True)
-
-    while_it_waits(take, readiness.fail)
-
-
-def while_it_waits(wait: Callable[[], None], wake: Callable[[], None]) -> None:
-    alone, computed = not_pythons(), threading.Event()
-
-    def work() -> None:
-        compute()
-        computed.set()
-        wait()
-
-    with ThreadPoolExecutor(1) as other:
-        waiting = other.submit(work)
-        try:
-            assert computed.wait(PATIENCE_S)
-            eventually(alone)
-        finally:
-            wake()
-        waiting.result()
 
 
 class Large(torch.nn.Module):

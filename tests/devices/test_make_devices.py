@@ -31,14 +31,6 @@ def test_devices_are_numbered_and_emulated_as_asked() -> None:
             device.close()
 
 
-def test_no_memory_limit_still_measures() -> None:
-    (device,) = make_devices("cpu", [CPU], Emulation())
-    assert device.capacity() is None
-    device.allocate(1000, "weights")
-    assert device.peak_bytes() == 1000
-    device.close()
-
-
 @pytest.mark.parametrize(("kind", "devices", "message"), [("tpu", [CPU], "'tpu'"), ("cpu", [], "at least one device")])
 def test_nonsense_is_refused(kind: str, devices: list[torch.device], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import subprocess
 import sys
 import threading
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
@@ -18,109 +15,6 @@ from harness import ours, run
 
 from lightning_roundpipe.devices import intraop_threads
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
-
-linux = pytest.mark.skipif(
-    intraop_threads._openmp() is None, reason="torch's OpenMP is not GNU's, which tells a thread's team"
-)
-
-SCRIPT = """
-import ctypes, json, sys
-from pathlib import Path
-
-import lightning.pytorch as pl
-import torch
-
-from lightning_roundpipe import RoundPipeStrategy
-
-openmp = ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-if len(sys.argv) > 2:
-    torch.set_num_threads(int(sys.argv[2]))
-found = {"layer": set(), "user code": set(), "optimizer": set()}
-
-
-class Layer(torch.nn.Linear):
-    def forward(self, x):
-        found["layer"].add(openmp.omp_get_max_threads())  # asked of OpenMP, as torch would mend it when asked
-        return super().forward(x)
-
-
-class Module(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(Layer(64, 64) for _ in range(4))
-
-    def training_step(self, batch, batch_idx):
-        found["user code"].add(openmp.omp_get_max_threads())
-        for layer in self.layers:
-            batch = layer(batch).relu()
-        return batch.mean()
-
-    def configure_optimizers(self):
-        return Watched(self.parameters(), lr=0.1)
-
-
-class Watched(torch.optim.SGD):
-    def step(self, closure=None):
-        found["optimizer"].add(openmp.omp_get_max_threads())
-        return super().step(closure)
-
-
-torch.manual_seed(0)
-module = Module()
-before = torch.get_num_threads()
-trainer = pl.Trainer(
-    accelerator="cpu", devices=int(sys.argv[1]), strategy=RoundPipeStrategy(num_microbatches=4), max_epochs=1,
-    logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-)
-trainer.fit(module, torch.utils.data.DataLoader(torch.randn(24, 64), batch_size=8))
-print(json.dumps({
-    **{what: sorted(sizes) for what, sizes in found.items()},
-    "after": torch.get_num_threads(), "before": before,
-    "weights": [float(p.double().sum()) for p in module.parameters()],
-}))
-"""
-
-
-@functools.cache
-def in_a_process(devices: int, threads: int | None = None, openmp: str | None = None) -> dict[str, Any]:
-    """What `SCRIPT` finds: a process of its own, as this one has settings of its own."""
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    environment |= {} if openmp is None else {"OMP_NUM_THREADS": openmp}
-    arguments = [str(devices), *([] if threads is None else [str(threads)])]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, env=environment, check=True
-    )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-@pytest.mark.slow
-@linux
-def test_every_thread_has_the_team_that_torch_was_told() -> None:
-    """A new thread takes OpenMP's default, 3 here, for its first product, unless it asks torch before."""
-    found = in_a_process(2, threads=1, openmp="3")
-    assert found["layer"] == found["user code"] == found["optimizer"] == [1]
-    assert found["after"] == found["before"] == 1
-
-
-@pytest.mark.slow
-@linux
-def test_by_default_emulated_devices_share_the_cores() -> None:
-    """And the process has afterwards what it had before."""
-    found = in_a_process(4)
-    assert (
-        found["layer"] == found["user code"] == [max(1, intraop_threads.cores() // intraop_threads.CONCURRENT_DEVICES)]
-    )
-    assert found["after"] == found["before"] >= found["layer"][0]
-
-
-@pytest.mark.slow
-@linux
-def test_the_number_of_devices_does_not_matter() -> None:
-    """The team's size, as torch was told it, is the same for any, and so are the numbers."""
-    two, four = in_a_process(2, threads=1, openmp="3"), in_a_process(4, threads=1, openmp="3")
-    assert two == four
-
 
 BITS = """
 import hashlib, sys
@@ -178,9 +72,7 @@ def test_bits_do_not_depend_on_the_number_of_devices() -> None:
     subprocess.run([sys.executable, "-c", BITS], env=environment, check=True, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(
-    ("cores", "told", "size"), [(1, 1, 1), (2, 2, 1), (7, 7, 1), (8, 8, 2), (16, 16, 4), (16, 2, 2)]
-)
+@pytest.mark.parametrize(("cores", "told", "size"), [(1, 1, 1), (7, 7, 1), (8, 8, 2), (16, 2, 2)])
 def test_the_size_of_a_team(cores: int, told: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intraop_threads, "cores", lambda: cores)
     torch.set_num_threads(told)
@@ -193,46 +85,7 @@ def test_the_size_of_a_team(cores: int, told: int, size: int, monkeypatch: pytes
     assert torch.get_num_threads() == told
 
 
-def test_who_leaves_first_does_not_end_it_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intraop_threads, "cores", lambda: 2)
-    torch.set_num_threads(2)
-    one, other = intraop_threads.limit_num_threads(), intraop_threads.limit_num_threads()
-    one.__enter__()
-    other.__enter__()
-    one.__exit__(None, None, None)
-    assert torch.get_num_threads() == 1
-    other.__exit__(None, None, None)
-    assert torch.get_num_threads() == 2
-
-
 needs_openmp = pytest.mark.skipif(intraop_threads._torch_cpu() is None, reason="torch's OpenMP is looked for on Linux")
-
-
-@needs_openmp
-@pytest.mark.parametrize(
-    ("cores", "others", "told", "size"), [(8, 1, 8, 7), (8, 3, 8, 5), (8, 3, 2, 2), (2, 8, 2, 1), (1, 1, 1, 1)]
-)
-def test_a_thread_leaves_cores_to_others(
-    cores: int, others: int, told: int, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(intraop_threads, "cores", lambda: cores)
-    torch.set_num_threads(told)
-    seen: list[int] = []
-
-    def leaves() -> None:
-        with pytest.raises(ZeroDivisionError), intraop_threads.reserve_cores(others):
-            seen.append(torch.get_num_threads())
-            intraop_threads.release_intraop_threads()
-            seen.append(torch.get_num_threads())
-            raise ZeroDivisionError
-        seen.append(torch.get_num_threads())
-
-    for function in (leaves, lambda: seen.append(torch.get_num_threads())):
-        thread = threading.Thread(target=function)
-        thread.start()
-        thread.join()
-    assert seen == [size, size, told, told], "within, without a team, afterwards, and in a new thread"
-    assert torch.get_num_threads() == told
 
 
 SIZES: dict[str, set[int]] = {}
@@ -264,27 +117,3 @@ def test_the_optimizer_leaves_a_core_to_each_gpu(
     run(ours(num_microbatches=2), Sized(zoo.MLP()), zoo.make_batches("mlp"), devices=workers, watch=False)
     assert SIZES.items() == {"user code": {4}, "roundpipe-optimizer": {3}}.items()
     assert torch.get_num_threads() == 4
-
-
-class Fails(zoo.PlainClassifier):
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Any:
-        assert torch.get_num_threads() == 1
-        raise ZeroDivisionError
-
-
-@pytest.mark.parametrize("module", [zoo.PlainClassifier, Fails])
-def test_the_number_is_put_back_however_training_ends(
-    module: type[pl.LightningModule], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(intraop_threads, "cores", lambda: 2)
-    torch.set_num_threads(2)
-    try:
-        run(ours(), module(zoo.MLP()), zoo.make_batches("mlp"), devices=2, watch=False)
-    except ZeroDivisionError:
-        assert module is Fails
-    assert torch.get_num_threads() == 2
-    seen: list[int] = []
-    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    assert seen == [2]

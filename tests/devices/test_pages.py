@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import re
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices import pages, pinned
+from lightning_roundpipe.devices import pinned
 from lightning_roundpipe.devices.pages import PIECE, make_pages
 
 SIZE = 8 * PIECE + 3 * mmap.PAGESIZE
@@ -40,44 +39,10 @@ def test_all_pages_are_made() -> None:
     assert memory.eq(0).all()
 
 
-def test_an_older_kernel_or_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_madvise", lambda memory, advice: False)
-    memory = fresh()
-    make_pages(memory)
-    assert there(memory) == memory.numel()
-
-
 def test_small_buffers_are_left_alone() -> None:
     memory = fresh(PIECE)
     make_pages(memory)
     assert there(memory) == 0
-
-
-def test_threads_make_each_piece_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[int, str]] = []
-    memory = fresh()
-
-    def madvise(piece: Tensor, advice: int) -> bool:
-        if advice != mmap.MADV_HUGEPAGE:
-            made.append((piece.data_ptr() - memory.data_ptr(), threading.current_thread().name))
-        return True
-
-    monkeypatch.setattr(pages, "_madvise", madvise)
-    make_pages(memory)
-    assert sorted(made) == [(offset, "roundpipe-pages") for offset in range(0, SIZE, PIECE)]
-
-
-def test_no_huge_page_is_larger_than_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def madvise(memory: Tensor, advice: int) -> bool:
-        if advice == mmap.MADV_HUGEPAGE:
-            asked.append(memory.numel())
-        return True
-
-    monkeypatch.setattr(pages, "_madvise", madvise)
-    make_pages(fresh())
-    assert asked == [8 * PIECE]
 
 
 class Cudart:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import platform
-import random
 import warnings
 from collections.abc import Iterator
 
@@ -119,38 +118,6 @@ def test_on_means_on_and_off_means_off(cudart: FakeCudart) -> None:
     assert not pinned.host_like(buffer, "off").is_pinned()
 
 
-def test_boundaries_fall_back_too(cudart: FakeCudart) -> None:
-    cudart.error = 2
-    t = torch.zeros(2, 3).t()
-    with pytest.warns(UserWarning, match=r"could not be pinned.*pin_memory='off'"):
-        assert pinned.host_like(t, "auto").stride() == t.stride()
-    with pytest.raises(pinned.RegistrationError, match="pin_memory='auto'"):
-        pinned.host_like(t, "on")
-
-
-@pytest.mark.parametrize(
-    "t",
-    [
-        torch.randn(3, 5).t(),
-        torch.arange(4.0).expand(3, 4),
-        torch.randn(2, 3, 4)[:, ::2],
-        torch.zeros(0, 3),
-        torch.tensor(2.0),
-        torch.arange(7) > 2,
-        torch.randn(5000, dtype=torch.bfloat16),
-    ],
-    ids=["transposed", "expanded", "with gaps", "empty", "number", "bool", "large"],
-)
-def test_a_boundary_has_its_form_and_no_page_more(cudart: FakeCudart, t: torch.Tensor) -> None:
-    like = pinned.host_like(t, "on")
-    assert (like.shape, like.stride(), like.dtype) == (t.shape, t.stride(), t.dtype)
-    pages = -(-max(like.untyped_storage().nbytes(), 1) // mmap.PAGESIZE)
-    assert list(cudart.registered.values()) == [pages * mmap.PAGESIZE]
-    assert pages == (3 if t.numel() == 5000 else 1)
-    if t.stride().count(0) == 0:
-        assert torch.equal(like.copy_(t), t)
-
-
 def test_memory_is_used_again_when_its_last_view_is_gone(cudart: FakeCudart) -> None:
     def one(pages: int) -> torch.Tensor:
         return pinned.host_like(torch.empty(pages * mmap.PAGESIZE, dtype=torch.uint8), "on")
@@ -172,41 +139,6 @@ def test_memory_is_used_again_when_its_last_view_is_gone(cudart: FakeCudart) -> 
     assert not cudart.registered
 
 
-def test_batches_of_other_lengths_register_nothing(cudart: FakeCudart) -> None:
-    """A registration holds a lock of the driver, and takes as long as a copy."""
-    lengths = random.Random(1)
-
-    def step(length: int) -> None:
-        masks = [torch.empty(1, 1, length, length, dtype=torch.bool) for _ in range(4)]
-        hidden = [torch.empty(1, length, 256, dtype=torch.bfloat16) for _ in range(24)]
-        kept = [pinned.host_like(t, "on") for pair in zip(hidden, masks * 6, strict=True) for t in pair]
-        lengths.shuffle(kept)
-        while kept:
-            kept.pop()
-
-    step(2048)
-    calls, registered = cudart.calls, sum(cudart.registered.values())
-    for _ in range(50):
-        step(lengths.randint(1, 2048))
-    assert (cudart.calls, sum(cudart.registered.values())) == (calls, registered)
-
-
-def test_what_is_reserved_is_registered_once_for_all(cudart: FakeCudart) -> None:
-    pinned.reserve(100 * mmap.PAGESIZE, "on")
-    assert cudart.calls == 1
-    kept = [pinned.host_like(torch.empty(10 * mmap.PAGESIZE, dtype=torch.uint8), "on") for _ in range(10)]
-    assert cudart.calls == 1 and len({t.data_ptr() for t in kept}) == 10
-    pinned.reserve(50 * mmap.PAGESIZE, "on")
-    assert cudart.calls == 1
-    del kept
-
-
-def test_reserving_what_cannot_be_registered_leaves_it_to_the_step(cudart: FakeCudart) -> None:
-    cudart.error = 2
-    pinned.reserve(mmap.PAGESIZE, "auto")
-    pinned.reserve(mmap.PAGESIZE, "off")
-
-
 def test_what_nobody_uses_is_given_back_before_locking_fails(cudart: FakeCudart) -> None:
     page = torch.empty(mmap.PAGESIZE, dtype=torch.uint8)  # a slab of its own each
     kept = [pinned.host_like(page, "on") for _ in range(4)]
@@ -217,10 +149,3 @@ def test_what_nobody_uses_is_given_back_before_locking_fails(cudart: FakeCudart)
     with pytest.raises(pinned.RegistrationError):
         pinned.host_like(page, "on")
     del large
-
-
-def test_made_in_inference_mode_it_can_still_be_trained_on(cudart: FakeCudart) -> None:
-    with torch.inference_mode():
-        buffer = pinned.host_buffer(100, "on")
-    assert not buffer.is_inference()
-    del buffer

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -48,15 +47,6 @@ def test_autograds_own_threads_are_told() -> None:
     own = threading.get_ident()
     assert {ident == own for ident, _ in seen} == {True, False}, "torch used no thread of its own"
     assert {context for _, context in seen} == {"a layer"}
-
-
-def test_work_within_work() -> None:
-    with working("outer"):
-        with working("inner"):
-            assert context_of_thread() == "inner"
-        assert context_of_thread() == "outer"
-    with ThreadPoolExecutor(1) as other:
-        assert other.submit(context_of_thread).result() is None
 
 
 def test_no_reference_is_lost() -> None:

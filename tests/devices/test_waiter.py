@@ -52,10 +52,3 @@ def test_a_wake_just_before_the_waiter_has_parked(seconds: float | None) -> None
     thread.start()
     thread.join(30)
     assert not thread.is_alive()
-
-
-def test_a_wait_that_takes_too_long_ends() -> None:
-    waiter = Waiter()
-    assert not waiter.wait_for(0.01)
-    waiter.wake()
-    assert waiter.wait_for(0.01)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 import zoo
 from harness import ours, run
 
-from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import Device, Event, make_devices
-from lightning_roundpipe.engine.events import UPLOADS, EventSource, Recorder, bubble_percent
+from lightning_roundpipe.devices import Event
+from lightning_roundpipe.engine.events import EventSource, Recorder, bubble_percent
 
 
 class At(Event):
@@ -29,13 +25,6 @@ class At(Event):
         return self.seconds
 
 
-@pytest.fixture
-def slow() -> Iterator[Device]:
-    [made] = make_devices("cpu", [torch.device("cpu")], Emulation(latency=0.1))
-    yield made
-    made.close()
-
-
 def test_rows_are_sorted_and_count_from_the_origin() -> None:
     recorder = Recorder()
     where = EventSource(slot=4, phase="fused", call=2, layer="head")
@@ -48,37 +37,6 @@ def test_rows_are_sorted_and_count_from_the_origin() -> None:
         "kind": "backward", "phase": "fused", "worker": 1, "slot": 4, "call": 2, "layer": "head", "microbatch": 3,
         "nbytes": 0, "start_s": 1.0, "end_s": 2.5,
     }  # fmt: skip
-
-
-def test_no_events_are_no_rows() -> None:
-    assert Recorder().rows(0.0) == [] and bubble_percent([], 2) == 0.0
-
-
-def test_rows_wait_for_what_is_on_its_way(slow: Device) -> None:
-    """A report may be asked for before anybody has asked for the gradients."""
-    recorder, stream = Recorder(), slow.gradients_down
-    start = stream.record(timed=True)
-    stream.copy(torch.zeros(2), torch.ones(2))
-    recorder.add("download_gradients", 0, start, stream.record(timed=True))
-    [row] = recorder.rows(0.0)
-    assert row["end_s"] >= 0.1
-
-
-def test_bytes_are_summed_by_kind_and_worker() -> None:
-    recorder = Recorder()
-    for kind, worker, nbytes in (("upload_weights", 0, 1), ("upload_activations", 1, 2), ("download_gradients", 1, 4)):
-        recorder.add(kind, worker, At(0), At(1), nbytes=nbytes)
-    recorder.add("upload_weights", 0, At(0), At(1), nbytes=8)
-    assert recorder.nbytes(UPLOADS, 3) == [9, 2, 0]
-    assert recorder.nbytes(("download_gradients",), 2) == [0, 4]
-
-
-def test_durations_of_calls_leave_out_copies() -> None:
-    recorder = Recorder()
-    recorder.add("forward", 0, At(1), At(3), 0, 0, EventSource(call=5))
-    recorder.add("forward", 1, At(1), At(2), 1, 0, EventSource(call=5))
-    recorder.add("upload_weights", 0, At(0), At(9))
-    assert recorder.call_seconds() == {("forward", 0, 5): [2.0], ("forward", 1, 5): [1.0]}
 
 
 def test_the_bubble_is_what_workers_do_not_compute() -> None:

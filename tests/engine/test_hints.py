@@ -36,10 +36,6 @@ class Choosing(zoo.CausalLM):
         return output.loss, output.logits
 
 
-def test_an_encoder_never_asks_for_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said(monkeypatch, zoo.make_module("bert"), "bert") == []
-
-
 def test_caches_are_switched_off_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Choosing(zoo.make_module("llama").model)
     assert ["use_cache=False" in text for text in said(monkeypatch, module, "llama")] == [True]
@@ -58,16 +54,3 @@ def test_checkpointing_is_switched_off_and_on_again(monkeypatch: pytest.MonkeyPa
     module.model.gradient_checkpointing_enable()
     texts = said(monkeypatch, module, "llama")
     assert sorted("gradient_checkpointing=False" in text for text in texts) == [False, True]
-
-
-def test_a_false_that_notes_being_asked() -> None:
-    from lightning_roundpipe.user_code.interception import without_caches
-
-    model = zoo.make_module("llama").model
-    with without_caches(model) as switched_off:
-        off = model.config.use_cache
-        assert off == False  # noqa: E712
-        assert switched_off == []
-        assert not off
-        assert switched_off == ["use_cache"]
-    assert model.config.use_cache is True

@@ -7,32 +7,24 @@ import time
 from dataclasses import replace
 
 import pytest
-from engine_rounds import Boom, Engined, Round, bits, run
+from engine_rounds import Boom, Engined, Round, run
 
 from lightning_roundpipe.config import Emulation
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", range(4))
-def test_rounds(part: int) -> None:
-    outcomes = [run(15 * part + seed) for seed in range(15)]
+def test_rounds() -> None:
+    outcomes = [run(seed) for seed in range(16)]
     assert "failed" in outcomes and "trained" in outcomes
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", range(2))
-def test_the_same_bits_under_any_plan(part: int) -> None:
-    for seed in range(4):
-        bits(4 * part + seed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(2))
 @pytest.mark.xfail(strict=False, reason="one round in about 2,000 (seed 1703, not each time) ends with NaN")
 def test_many_rounds(part: int) -> None:
-    for seed in range(500):
-        run(1000 + 500 * part + seed)
+    for seed in range(100):
+        run(1000 + 700 * part + seed)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -48,7 +48,7 @@ class Alone:
         self._inside -= 1
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_one_at_a_time_and_no_wake_up_is_lost(seed: int) -> None:
     """Threads hand signals round, wait, give the baton up and offer it, at random moments."""
     draw, count, baton, alone = random.Random(seed), 6, Baton(), Alone()
@@ -78,7 +78,7 @@ def test_one_at_a_time_and_no_wake_up_is_lost(seed: int) -> None:
     together([lambda n=n: run(n, pauses[n]) for n in range(count)])  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_failure_ends_every_wait(seed: int) -> None:
     """Also of threads that are just about to wait, or were just made ready."""
     draw, baton, alone = random.Random(seed), Baton(), Alone()
@@ -157,12 +157,3 @@ def test_who_gives_up_waiting_for_the_baton_does_not_keep_it(handed: bool) -> No
     if not handed:
         baton.release()
     assert not baton._held and not baton._ready
-
-
-def test_a_signal_calls_back_once() -> None:
-    called: list[int] = []
-    signal = Signal()
-    assert signal.then(lambda: called.append(1))
-    signal.set()
-    assert signal.is_set and not signal.then(lambda: called.append(2))
-    assert called == [1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -65,14 +63,6 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Board,
         one.end()
 
 
-def test_machines_that_answer_are_left_alone(pair: Any) -> None:
-    board, (first, second), left = pair(timeout=30.0)
-    until(lambda: all(json.loads(board.values[f"roundpipe/beat/{rank}"])["n"] > 20 for rank in (0, 1)))
-    first.check()
-    second.check()
-    assert not left
-
-
 @pytest.mark.parametrize(
     ("error", "said"),
     [(ValueError("spilled\n  twice"), "ValueError: spilled twice"), (KeyboardInterrupt(), "KeyboardInterrupt")],
@@ -97,29 +87,12 @@ def test_a_machine_that_is_silent_has_failed(pair: Any) -> None:
     assert not left, "the main thread knows, and ends by itself"
 
 
-def test_a_machine_that_has_not_begun_its_run_is_waited_for(pair: Any) -> None:
-    _, (first, second), _ = pair(timeout=0.2, begin=False)
-    first.begin()
-    time.sleep(0.5)
-    first.check()
-    second.begin()
-    second.end()
-    until(lambda: first.failure)
-
-
 def test_a_main_thread_that_nothing_reaches_is_ended(pair: Any, capsys: pytest.CaptureFixture[str]) -> None:
     _, (_, second), left = pair(timeout=0.4)
     second.end()
     until(lambda: left)
     assert left == [EXIT]
     assert "roundpipe: machine 1 (b) has not answered" in capsys.readouterr().err
-
-
-def test_a_store_that_is_gone(pair: Any) -> None:
-    board, (_, second), _ = pair()
-    board.broken = True
-    until(lambda: second.failure)
-    assert second.failure.endswith("machine 0 (a), which keeps the job's store, does not answer: Broken pipe")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -139,32 +112,11 @@ def test_a_store_that_does_not_come_back(rank: int, pair: Any) -> None:
     goes_on.set()
 
 
-def test_the_machine_that_keeps_the_store_falls_silent_with_it(pair: Any) -> None:
-    """Its last message is older than the store's last answer, so its silence is the first that is too long."""
-    board, (first, second), _ = pair(timeout=2.0)
-    until(lambda: second._beats[0])
-    first._over.set()
-    time.sleep(0.1)
-    goes_on = threading.Event()
-    board.set = lambda *_: goes_on.wait(20)
-    until(lambda: second.failure)
-    goes_on.set()
-    assert re.search(r"^machine 0 \(a\), which keeps the job's store, has not answered for", second.failure)
-
-
 def test_a_broken_connection_is_explained_by_what_comes_later(pair: Any) -> None:
     _, (first, second), _ = pair(timeout=30.0)
     threading.Timer(0.1, second.fail, (KeyError("lost"),)).start()
     error = first.explain(RuntimeError("Connection reset"), "the gradients")
     assert "machine 1 (b) has failed: KeyError" in str(error)
-
-
-def test_a_broken_connection_of_a_silent_machine(pair: Any) -> None:
-    _, (first, second), _ = pair(timeout=30.0)
-    until(lambda: 1 in first._seen)
-    second.end()
-    error = first.explain(RuntimeError("Connection reset"), "the gradients")
-    assert str(error) == "machine 1 (b) has died: its connection broke when this machine waited for the gradients."
 
 
 def test_machines_that_wait_for_different_things_are_stuck(pair: Any) -> None:
@@ -215,11 +167,3 @@ def test_machines_that_all_wait_for_messages_have_no_network(theirs: str, pair: 
     places = rf"machine 0 \(a\) waits for the gradients of bucket 3 and machine 1 \(b\) waits for {theirs}"
     with pytest.raises(MachineError, match=f"the network has stalled: .* for 1 seconds {places}"):
         first.check()
-
-
-def test_machines_that_wait_for_the_same_are_only_slow(pair: Any) -> None:
-    _, (first, second), _ = pair(timeout=30.0)
-    with first.waiting("the gradients of bucket 3"), second.waiting("the gradients of bucket 3"):
-        time.sleep(0.5)
-        first.check()
-        second.check()

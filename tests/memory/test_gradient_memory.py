@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections import Counter
@@ -11,14 +10,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import loader, ours, run, trainer_of
+from harness import ours, run
 from torch import Tensor, nn
 
-from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.devices.emulated import EmulatedDevice
-from lightning_roundpipe.memory.grad_buffers import GradientLayout, GradientPool, HostGradSums
-from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 
@@ -133,40 +129,3 @@ def test_where_all_gradients_are_needed_each_layer_has_memory(why: str, monkeypa
     else:
         fit(asked, Module(), LooksAtGradients())
     assert asked.living[-1] == LAYERS
-
-
-@pytest.mark.parametrize("how", ["validate", "manual"])
-def test_where_none_is_needed_before_none_is_made(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Asked(monkeypatch)
-    module = Module(manual=how == "manual")
-    if how == "manual":
-        fit(asked, module)
-        assert asked.when[-1] == 0 and asked.living[-1] <= 2 * LAYERS
-    else:
-        trainer_of(ours(layers=["Linear"]), devices=1).validate(module, loader(batches()), verbose=False)
-        assert not asked.when
-
-
-class _Step:
-    has_ready = True
-
-
-def test_a_full_pool_waits_only_for_complete_gradients() -> None:
-    [device] = make_devices("cpu", [torch.device("cpu")], Emulation())
-    layer = HostLayer(0, "layer", nn.Linear(SIZE, SIZE, bias=False), device, {})
-    layout, pool = GradientLayout(layer), GradientPool(device, limit=4 * SIZE * SIZE)
-    held = pool.take(layout)
-    assert not pool.is_full, "no step uses gradients layer by layer"
-    pool.draining = step = _Step()
-    assert pool.is_full
-    thread = threading.Thread(target=pool.wait, args=(CancelScope(),))
-    thread.start()
-    thread.join(0.05)
-    assert thread.is_alive()
-    pool.give(held, layout, None, lent=False)
-    thread.join(10)
-    assert not thread.is_alive()
-    pool.take(layout)
-    step.has_ready = False
-    pool.wait(CancelScope())  # the optimizer lacks gradients, which may be those that wait
-    device.close()

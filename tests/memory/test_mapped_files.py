@@ -15,8 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.devices.emulated import EmulatedDevice
-from lightning_roundpipe.memory import mapped_files
 from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.host_layer import HostLayer, begin_to_train, host_layers
 from lightning_roundpipe.memory.mapped_files import mapped_weights
@@ -33,10 +31,6 @@ def in_a_file(path: Path, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     module.requires_grad_(False)
     module[1].bias.requires_grad_(True)
     return module
-
-
-def names(module: nn.Module, ids: frozenset[int]) -> set[str]:
-    return {name for name, p in module.named_parameters() if id(p) in ids}
 
 
 FROZEN = {"0.weight", "0.bias", "1.weight"}
@@ -56,23 +50,6 @@ def uploaded(layer: HostLayer, device: Device) -> dict[str, torch.Tensor]:
     return dict(zip((n for n, _ in layer.module.named_parameters()), layer.views(segment), strict=True))
 
 
-def test_what_is_frozen_and_in_a_file_is_found(device: Device, tmp_path: Path) -> None:
-    module = in_a_file(tmp_path / "a.safetensors")
-    assert names(module, mapped_weights(module.parameters(), device, Formats())) == FROZEN
-    module[0].weight.data = module[0].weight.data.clone()
-    module[1].weight.data = torch.from_file("/dev/shm/roundpipe-test", True, 21).view(7, 3)
-    Path("/dev/shm/roundpipe-test").unlink()
-    assert names(module, mapped_weights(module.parameters(), device, Formats())) == {"0.bias"}
-
-
-def test_the_device_says_whether_it_is_copied(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, asked = in_a_file(tmp_path / "a.safetensors"), []
-    monkeypatch.setattr(EmulatedDevice, "worth_copying", lambda self, nbytes: asked.append(nbytes) or True)
-    assert not mapped_weights(module.parameters(), device, Formats())
-    assert asked == [4 * (15 + 3 + 21)]
-    assert names(module, mapped_weights(module.parameters(), device, LOW)) == FROZEN, "uploads do not read them"
-
-
 def test_uploads_read_the_file(device: Device, tmp_path: Path) -> None:
     module = in_a_file(tmp_path / "a.safetensors")
     before = {name: (p.data_ptr(), p.detach().clone()) for name, p in module.named_parameters()}
@@ -85,24 +62,13 @@ def test_uploads_read_the_file(device: Device, tmp_path: Path) -> None:
         assert torch.equal(layer.read(parameter), parameter)
 
 
-def test_another_format_takes_a_working_copy_and_no_more(device: Device, tmp_path: Path) -> None:
-    module = in_a_file(tmp_path / "a.safetensors")
-    layer = layer_of(module, device, LOW)
-    for name, view in uploaded(layer, device).items():
-        assert view.dtype is torch.bfloat16 and torch.equal(view, module.get_parameter(name).bfloat16())
-    assert module[0].weight.dtype is torch.float32
-    assert mapped_weights([module[0].weight], device, Formats()), "the master is in the file still"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_begins_to_be_trained_leaves_the_file(device: Device, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_what_begins_to_be_trained_leaves_the_file(device: Device, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    module = in_a_file(path, dtype)
+    module = in_a_file(path, torch.bfloat16)
     content, before = path.read_bytes(), copy.deepcopy(module.state_dict())
-    formats = LOW if dtype is torch.bfloat16 else Formats()
-    layer = layer_of(module, device, formats)
+    layer = layer_of(module, device, LOW)
     module[0].weight.requires_grad_(True)
-    begin_to_train([layer], [], formats, apart=False)
+    begin_to_train([layer], [], LOW, apart=False)
     assert module[0].weight.dtype is torch.float32
     with torch.no_grad():
         module[0].weight.add_(1.0)
@@ -113,18 +79,6 @@ def test_what_begins_to_be_trained_leaves_the_file(device: Device, tmp_path: Pat
         assert torch.equal(view.float(), changed[name].float()), name
     module.requires_grad_(False)
     assert not mapped_weights([module[0].weight], device, Formats())
-    assert path.read_bytes() == content
-
-
-def test_what_user_code_puts_in_place_of_a_weight_is_what_travels(device: Device, tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    module = in_a_file(path)
-    content, layer = path.read_bytes(), layer_of(module, device)
-    module[0].weight.data = torch.full((5, 3), 7.0).t()
-    module[0].bias.data.fill_(4.0)
-    layer.reattach()
-    found = uploaded(layer, device)
-    assert found["0.weight"].unique().tolist() == [7.0] and found["0.bias"].unique().tolist() == [4.0]
     assert path.read_bytes() == content
 
 
@@ -164,7 +118,6 @@ def folder(tmp_path: Path) -> Path:
     [
         ("fp32", "float32", "32-true"),
         ("bf16", "auto", "bf16-true"),
-        pytest.param("fp32", "float32", "bf16-true", marks=pytest.mark.slow),
     ],
 )
 def test_training_adapters_reads_the_base_where_it_is(
@@ -186,13 +139,3 @@ def test_training_adapters_reads_the_base_where_it_is(
         # After steps of AdamW, which makes much of little.
         assert_same(run("auto", adapted(folder / files, dtype=dtype), batches), results[0], rtol=1e-4)
     assert (folder / files / "model.safetensors").read_bytes() == content
-
-
-def test_where_nothing_tells_what_memory_is_of_files_no_weight_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on systems without ``/proc``: weights are copied to memory then."""
-
-    def refuses(*_: Any) -> str:
-        raise FileNotFoundError("/proc/self/maps")
-
-    monkeypatch.setattr(Path, "read_text", refuses)
-    assert mapped_files._file_spans() == []

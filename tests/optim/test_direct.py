@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -75,7 +74,6 @@ def same_bits(ours: Any, plain: Any) -> bool:
 
 DIRECT = [
     (optim.AdamW, {}),
-    (optim.AdamW, {"fused": True}),
     (optim.AdamW, {"amsgrad": True, "maximize": True, "betas": (0.8, 0.95), "eps": 1e-6}),
     (optim.Adam, {"weight_decay": 0.1}),
     (optim.Adam, {"fused": True, "amsgrad": True}),
@@ -83,9 +81,7 @@ DIRECT = [
 ROUNDABOUT = [
     (optim.AdamW, {"fused": False}),
     (optim.AdamW, {"foreach": True}),
-    (optim.AdamW, {"lr": torch.tensor(0.01)}),
     (optim.AdamW, {"lr": torch.tensor(0.01), "fused": True}),
-    (optim.Adam, {"foreach": False}),
     (optim.NAdam, {}),
 ]
 
@@ -144,12 +140,11 @@ CHANGES = [
 Change = Callable[[Optimizer, list[nn.Parameter]], None]
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_between_steps_is_seen_to_the_bit(change: Change, amsgrad: bool) -> None:
+def test_what_changes_between_steps_is_seen_to_the_bit(change: Change) -> None:
     masters, plain = parameters(), parameters()
     ours, other = (
-        optim.AdamW([{"params": ps[:3], "lr": 0.02}, {"params": ps[3:], "weight_decay": 0.0}], amsgrad=amsgrad, fused=f)
+        optim.AdamW([{"params": ps[:3], "lr": 0.02}, {"params": ps[3:], "weight_decay": 0.0}], amsgrad=True, fused=f)
         for ps, f in ((masters, None), (plain, True))
     )
     steps = Steps(ours, masters)
@@ -166,117 +161,3 @@ def test_what_changes_between_steps_is_seen_to_the_bit(change: Change, amsgrad: 
         for master, expected in zip(masters, plain, strict=True):
             assert torch.equal(master, expected)
         assert same_bits(ours.state_dict()["state"], other.state_dict()["state"])
-
-
-def test_parameters_that_come_later_are_stepped_in_their_group() -> None:
-    masters, plain = parameters(), parameters()
-    ours, other = (optim.AdamW(ps[:3], fused=f) for ps, f in ((masters, None), (plain, True)))
-    for step in range(STEPS):
-        if step == STEPS // 2:
-            for optimizer, ps in ((ours, masters), (other, plain)):
-                optimizer.add_param_group({"params": ps[3:], "lr": 0.05})
-        grads = gradients(step, masters)
-        Steps(ours, masters).step([g.clone() for g in grads])
-        plain_step(other, plain, grads)
-    for master, expected in zip(masters, plain, strict=True):
-        assert torch.equal(master, expected)
-
-
-def transposed(tensor: Tensor) -> Tensor:
-    """The same numbers in another layout."""
-    return tensor.t().contiguous().t()
-
-
-MISFITS: dict[str, Callable[[Any], None]] = {
-    "average": lambda state: state.update(exp_avg=transposed(state["exp_avg"])),
-    "averages' memory": lambda state: setattr(state["exp_avg"], "data", transposed(state["exp_avg"])),
-    "squares": lambda state: state.update(exp_avg_sq=transposed(state["exp_avg_sq"])),
-    "maxima": lambda state: state.update(max_exp_avg_sq=transposed(state["max_exp_avg_sq"])),
-    "dtype": lambda state: state.update(exp_avg_sq=state["exp_avg_sq"].double()),
-    "count": lambda state: state.update(step=state["step"].double()),
-}
-
-
-@pytest.mark.parametrize("what", MISFITS)
-def test_a_state_that_the_kernel_cannot_walk_through_is_left_to_torch(what: str) -> None:
-    masters, plain = parameters()[-1:], parameters()[-1:]
-    ours, other = (optim.AdamW(ps, amsgrad=True, foreach=f) for ps, f in ((masters, None), (plain, False)))
-    steps = Steps(ours, masters)
-    for step in range(STEPS):
-        if step == STEPS // 2:
-            MISFITS[what](ours.state[masters[0]])
-        grads = gradients(step, masters)
-        roundabout = steps.step([g.clone() for g in grads])
-        plain_step(other, plain, grads)
-        assert roundabout == (step == 0 or step >= STEPS // 2)
-    torch.testing.assert_close(masters, plain, rtol=1e-5, atol=1e-6)
-
-
-def test_a_gradient_that_the_kernel_cannot_walk_through_is_left_to_torch() -> None:
-    masters, plain = parameters()[-1:], parameters()[-1:]
-    ours, other = optim.AdamW(masters), optim.AdamW(plain)
-    steps = Steps(ours, masters)
-    for step in range(STEPS):
-        grads = [transposed(gradients(step, masters)[0])]
-        assert steps.step(grads) == 1
-        plain_step(other, plain, grads)
-    torch.testing.assert_close(masters, plain, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["grad_scale", "found_inf"])
-def test_what_gradient_scalers_leave_to_the_optimizer_is_left_to_torch(name: str) -> None:
-    masters, plain = parameters(), parameters()
-    ours, other = (optim.AdamW(ps, fused=True) for ps in (masters, plain))
-    steps = Steps(ours, masters)
-    for step in range(3):
-        grads = gradients(step, masters)
-        for optimizer in (ours, other):
-            setattr(optimizer, name, torch.tensor(float(step == 2)) if name == "found_inf" else torch.tensor(4.0))
-        steps.step([g.clone() for g in grads])
-        plain_step(other, plain, grads)
-    for master, expected in zip(masters, plain, strict=True):
-        assert torch.equal(master, expected)
-
-
-def test_after_a_step_nothing_is_kept_of_the_state() -> None:
-    masters = parameters()
-    optimizer = optim.AdamW(masters)
-    steps = Steps(optimizer, masters)
-    for step in range(2):
-        steps.step(gradients(step, masters))
-    memory = weakref.ref(optimizer.state[masters[0]]["exp_avg"].untyped_storage())
-    optimizer.state.clear()
-    assert memory() is None
-
-
-def test_without_grad_mode_or_with_it_nothing_is_recorded() -> None:
-    masters = parameters()
-    steps = Steps(optim.AdamW(masters), masters)
-    for step in range(3):
-        with torch.set_grad_enabled(step == 2):
-            grads = [g.requires_grad_(step == 1) for g in gradients(step, masters)]
-            assert steps.step(grads) == (0 if step == 2 else len(masters))
-    assert all(m.is_leaf and m.requires_grad and m.grad_fn is None for m in masters)
-
-
-@pytest.mark.parametrize(("cls", "options"), DIRECT)
-def test_parts_of_a_parameter_change_no_bit(cls: type[Optimizer], options: dict[str, Any]) -> None:
-    """If they begin at multiples of a cache line; and the counter of steps counts once."""
-    ours, plain = parameters(), parameters()
-    first, second = cls(ours, lr=0.1, **options), cls(plain, lr=0.1, **{"fused": True} | options)
-    partial = PartialOptimizer(first, ours)
-    for step in range(STEPS):
-        grads = gradients(step, ours)
-        plain_step(second, plain, grads)
-        values = Hyperparameters.of(first)
-        with partial.prepared(values):
-            assert partial.steps_parts(values, map(id, ours)) == (step > 0), "there is no state to cut yet"
-            for master, grad in zip(ours, grads, strict=True):
-                if not step:
-                    partial.step(values, {id(master): grad})
-                    continue
-                for start in range(0, grad.numel(), 32):
-                    end = min(start + 32, grad.numel())
-                    partial.step_part(values, id(master), grad.view(-1)[start:end], start, end)
-    for mine, other in zip(ours, plain, strict=True):
-        assert same_bits(mine.detach(), other.detach()) and same_bits(first.state[mine], second.state[other])

@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn, optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_roundpipe.optim.hyperparameters import Hyperparameters
 from lightning_roundpipe.optim.independence import KNOWN, stepped_by_parameter
-from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 
 KNOWN_BY_NAME = sorted(KNOWN, key=lambda cls: cls.__name__)
 
@@ -87,19 +84,6 @@ def test_a_replaced_step_is_seen_also_under_a_schedulers_wrapper(cls: Any, sched
     assert stepped_by_parameter(optimizer) == f"the step method of {cls.__name__} was replaced"
 
 
-def test_a_step_replaced_in_torchs_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = optim.RMSprop([parameter()])
-    assert stepped_by_parameter(optimizer) is None
-    monkeypatch.setattr(optim.RMSprop, "step", wrapping(optim.RMSprop.step))
-    assert "was replaced" in str(stepped_by_parameter(optimizer))
-
-
-def test_a_compiled_step_is_seen() -> None:
-    optimizer = optim.SGD([parameter()])
-    optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
-    assert "was replaced" in str(stepped_by_parameter(optimizer))
-
-
 @pytest.fixture
 def handles() -> Iterator[list[Any]]:
     made: list[Any] = []
@@ -127,40 +111,8 @@ def test_step_hooks_are_seen_and_forgotten_when_they_are_removed(
     assert stepped_by_parameter(optimizer) is None
 
 
-def test_a_differentiable_group_is_seen() -> None:
-    optimizer = optim.Adam([{"params": [parameter()]}, {"params": [parameter()], "differentiable": True}])
-    assert stepped_by_parameter(optimizer) == "its group has differentiable=True"
-
-
 def test_adafactor_takes_one_epsilon_for_a_group() -> None:
     mixed = [parameter(), parameter(torch.bfloat16)]
     assert "eps[0]" in str(stepped_by_parameter(optim.Adafactor(mixed)))
     assert stepped_by_parameter(optim.Adafactor(mixed, eps=(1e-8, 1e-3))) is None
     assert stepped_by_parameter(optim.Adafactor([{"params": [p]} for p in mixed])) is None
-
-
-def test_adafactor_would_differ_in_pieces_of_mixed_dtypes() -> None:
-    """The reason for the refusal: the second parameter's update depends on whether the first is with it."""
-
-    def after(*, together: bool) -> torch.Tensor:
-        # A gradient whose square is between the squares of the epsilons of bfloat16 and float32.
-        tiny, wide = parameter(torch.bfloat16), nn.Parameter(torch.ones(2))
-        optimizer = optim.Adafactor([tiny, wide])
-        tiny.grad = torch.ones_like(tiny) if together else None
-        wide.grad = torch.tensor([1e-4, 1e-5])
-        optimizer.step()
-        return wide.detach()
-
-    assert not torch.equal(after(together=True), after(together=False))
-
-
-def test_lightnings_wrapper_stands_for_what_it_wraps() -> None:
-    for inner in (optim.AdamW([parameter()]), Independent([parameter()]), Undeclared([parameter()])):
-        wrapped: Any = LightningOptimizer(inner)
-        assert stepped_by_parameter(wrapped) == stepped_by_parameter(inner)
-        assert Hyperparameters.of(wrapped).fused == Hyperparameters.of(inner).fused
-    master = parameter()
-    optimizer = optim.SGD([master], lr=1.0, momentum=0.5)
-    wrapped = LightningOptimizer(optimizer)
-    PartialOptimizer(wrapped, [master]).step(Hyperparameters.of(wrapped), {id(master): torch.ones(2, 2)})
-    assert torch.equal(master, torch.zeros(2, 2)) and list(optimizer.state) == [master]

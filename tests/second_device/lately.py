@@ -1,8 +1,7 @@
 """A pytest plugin with which ordinary tests train on the device type, and as late as a GPU may be.
 
-Nothing is done until the host waits for something. Then the streams go on as far as they can, in the order of their
-first operations, or, with ``NEWEST_FIRST=1``, the newest stream first. What the host has not waited for, or what no
-event orders, shows in the numbers.
+Nothing is done until the host waits for something. Then the streams go on as far as they can, the newest stream first.
+What the host has not waited for, or what no event orders, shows in the numbers.
 
     SECOND_DEVICE=1 PYTHONPATH=tests python -m pytest -p second_device.lately tests/test_logging.py
 
@@ -11,7 +10,6 @@ Tests fail, too, that are about the CPU: code of theirs that calls ``numpy()``, 
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator
 
@@ -27,16 +25,15 @@ backend.register()  # before autograd first runs, as it counts devices then
 @pytest.fixture(autouse=True)
 def _lately(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     trainers_on_devices(monkeypatch)
-    if os.environ.get("NEWEST_FIRST") == "1":
-        add = Streams.add
+    add = Streams.add
 
-        def add_in_front(self: Streams, key: tuple[int, int], what: object) -> None:
-            with self._changed:
-                if key not in self._queues:
-                    self._queues = {key: deque(), **self._queues}
-            add(self, key, what)  # type: ignore[arg-type]
+    def add_in_front(self: Streams, key: tuple[int, int], what: object) -> None:
+        with self._changed:
+            if key not in self._queues:
+                self._queues = {key: deque(), **self._queues}
+        add(self, key, what)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(Streams, "add", add_in_front)
+    monkeypatch.setattr(Streams, "add", add_in_front)
     with late(0) as made:
         monkeypatch.setattr(made.streams._drawn, "random", lambda: 0.7)
         yield

@@ -68,22 +68,3 @@ def test_generate(options: Any, devices: list[Any]) -> None:
     plain, found = evaluated(module, "auto", data, 1), evaluated(module, ours(), data, 2)
     assert len(devices) == 2
     assert all(map(torch.equal, plain[1], found[1]))
-
-
-class Forces(zoo.PlainClassifier):
-    def validation_step(self, batch: zoo.Batch, batch_idx: int) -> None:
-        with torch.enable_grad():
-            x = batch["x"].clone().requires_grad_()
-            self.log("force", torch.autograd.grad(self.model(x).sum(), x)[0].norm())
-
-
-def test_gradients_are_computed_on_the_host_which_is_said(devices: list[Any], caplog: pytest.LogCaptureFixture) -> None:
-    """The weights are on the host, and inputs may not be."""
-    module, found = Forces(zoo.make_module("mlp").model), []
-    for strategy, count in (("auto", 1), (ours(layers=["Linear", "ResidualBlock"]), 2)):
-        trainer = trainer_of(strategy, devices=count, inference_mode=False)
-        with quiet(), caplog.at_level("INFO"):
-            found += trainer.validate(module, loader(zoo.make_batches("mlp", 3)), verbose=False)
-    assert devices
-    assert found[1]["force"] == pytest.approx(found[0]["force"], rel=1e-5)
-    assert "the step's layers run on the CPU" in caplog.text

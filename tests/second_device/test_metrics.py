@@ -2,108 +2,69 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torchmetrics
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torchmetrics import Metric
+from torchmetrics import Metric, classification, regression, retrieval, text
 
 from lightning_roundpipe.user_code.host_metrics import HostMetrics
-from second_device import metrics
 from second_device.user_code import mode, there
 
-CLASSES = {kind.__name__: kind for kind in metrics.classes()}
-SOME = [
-    "MeanMetric",
-    "SumMetric",
-    "CatMetric",
-    "MulticlassAccuracy",
-    "MulticlassF1Score",
-    "BinaryAUROC",
-    "MeanSquaredError",
-    "PearsonCorrCoef",
-    "Perplexity",
-    "RetrievalMAP",
-    "MulticlassConfusionMatrix",
-    "BLEUScore",
-]
+N = 24
+PARTS = torch.arange(N) // 6
 
 
-def _compare(name: str) -> None:
-    kind: type[Metric] = CLASSES[name]
-    case = metrics.case_of(kind)
-    if case is None:
-        pytest.skip("cannot be made or fed so")
-    expected = metrics.updated(kind, case, lambda value: value).compute()
-    metric = kind(**case[0])
-    try:
-        with mode():
-            metrics.updated(kind, case, there, metric)
-            result: Any = metric.compute()
-    except NotImplementedError as error:
-        if "Sparse" in str(error):
-            pytest.skip("the device type has no sparse tensors")
-        raise
-    result = tree_map_only(torch.Tensor, lambda t: t.cpu(), result)
-    torch.testing.assert_close(result, expected, equal_nan=True)
+def scores(classes: int | None = None) -> Tensor:
+    return torch.rand(N) if classes is None else torch.rand(N, classes).softmax(-1)
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_some_metrics(name: str) -> None:
-    _compare(name)
+def labels(classes: int = 2) -> Tensor:
+    return torch.randint(0, classes, (N,))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(CLASSES.keys() - set(SOME)))
-def test_every_metric(name: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _compare(name)
+METRICS: dict[str, tuple[Callable[[], Metric], Callable[[], tuple[Any, ...]]]] = {
+    "mean": (torchmetrics.MeanMetric, lambda: (scores(),)),
+    "cat": (torchmetrics.CatMetric, lambda: (scores(),)),
+    "accuracy": (lambda: classification.MulticlassAccuracy(3), lambda: (scores(3), labels(3))),
+    "confusion": (lambda: classification.MulticlassConfusionMatrix(3), lambda: (scores(3), labels(3))),
+    "ranking": (classification.BinaryAUROC, lambda: (scores(), labels())),
+    "correlation": (regression.PearsonCorrCoef, lambda: (scores(), scores())),
+    "rank correlation": (regression.SpearmanCorrCoef, lambda: (scores(), scores())),
+    "perplexity": (text.Perplexity, lambda: (torch.rand(2, 8, 5), torch.randint(0, 5, (2, 8)))),
+    "retrieval": (retrieval.RetrievalMAP, lambda: (scores(), labels(), PARTS)),
+    "text": (text.BLEUScore, lambda: (["the cat sat", "a dog"], [["the cat sat down"], ["the dog"]])),
+}
 
 
-@pytest.mark.slow
-def test_there_are_many_metrics() -> None:
-    assert sum(metrics.case_of(kind) is not None for kind in CLASSES.values()) >= 170
+def updated(name: str, put: Callable[[Any], Any], metric: Metric | None = None) -> Metric:
+    """A metric that was fed twice; ``put`` brings the first argument, what a model predicts, to a device."""
+    make, feed = METRICS[name]
+    torch.manual_seed(0)
+    metric = make() if metric is None else metric
+    for _ in range(2):
+        first, *rest = feed()
+        metric.update(put(first), *rest)
+    return metric
 
 
-KEEPING = ["BinaryAUROC", "RetrievalMAP", "SpearmanCorrCoef"]
-"""Some of those that keep all that they are given, here predictions of the device beside targets of the host."""
-
-
-def _compare_outside(name: str) -> None:
-    kind = CLASSES[name]
-    case = metrics.case_of(kind)
-    if case is None:
-        pytest.skip("cannot be made or fed so")
-    metric = kind(**case[0])
+@pytest.mark.parametrize("outside", [False, True], ids=["in the step", "at the end of an epoch"])
+@pytest.mark.parametrize("name", METRICS)
+def test_values_are_those_on_the_cpu(name: str, outside: bool) -> None:
+    """At the end of an epoch, Lightning asks for them outside the mode."""
+    expected = updated(name, lambda value: value).compute()
+    metric = METRICS[name][0]()
     gathered = HostMetrics(metric)
-    try:
-        with mode():
-            metrics.updated(kind, case, there, metric)
-    except NotImplementedError as error:
-        if "Sparse" in str(error):
-            pytest.skip("the device type has no sparse tensors")
-        raise
-    gathered.bring_to_host()
-    expected = metrics.updated(kind, case, lambda value: value).compute()
-    result: Any = metric.compute()
-    result = tree_map_only(torch.Tensor, lambda t: t.cpu(), result)
-    torch.testing.assert_close(result, expected, equal_nan=True)
-    gathered.end()
-    assert not metric.compute_on_cpu
-
-
-@pytest.mark.parametrize("name", ["MulticlassF1Score", "CatMetric", "R2Score", *KEEPING])
-def test_values_at_the_end_of_an_epoch(name: str) -> None:
-    """Lightning asks for them outside the mode."""
-    _compare_outside(name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(CLASSES))
-def test_every_value_at_the_end_of_an_epoch(name: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _compare_outside(name)
+    with mode():
+        updated(name, there, metric)
+        result: Any = None if outside else metric.compute()
+    if outside:
+        gathered.bring_to_host()
+        result = metric.compute()
+        gathered.end()
+        assert not metric.compute_on_cpu
+    torch.testing.assert_close(tree_map_only(Tensor, lambda t: t.cpu(), result), expected, equal_nan=True)

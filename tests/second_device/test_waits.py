@@ -22,7 +22,6 @@ from harness import ours, run
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.sync import Baton, Runner
 from lightning_roundpipe.tasks.causal_lm import CausalLM
 from second_device import backend
@@ -95,23 +94,6 @@ def _task(count: int) -> tuple[Any, list[Any]]:
     return CausalLM(LlamaForCausalLM(config), functools.partial(torch.optim.SGD, lr=0.1)), _tokens(count)
 
 
-def _masked_task(count: int) -> tuple[Any, list[Any]]:
-    module, batches = _task(count)
-    return module, [batch | {"attention_mask": (torch.arange(12) < 9).long().expand(4, 12)} for batch in batches]
-
-
-def _of_zoo(name: str, count: int) -> tuple[Any, list[Any]]:
-    return zoo.make_module(name), zoo.make_batches(name, count)
-
-
-class Quiet(zoo.PlainClassifier):
-    """Logs nothing."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss, _ = self.loss_and_logits(batch)
-        return loss
-
-
 class Normed(torch.nn.Module):
     """Layers with running statistics, in training and frozen."""
 
@@ -134,10 +116,8 @@ def _normed(count: int) -> tuple[Any, list[Any]]:
 
 TASKS: dict[str, Callable[[int], tuple[Any, list[Any]]]] = {
     "packaged task": _task,
-    "packaged task with masks": _masked_task,
     "running statistics": _normed,
-    "mlp": functools.partial(_of_zoo, "mlp"),
-    "mlp without logging": lambda count: (Quiet(zoo.MLP()), zoo.make_batches("mlp", count)),
+    "mlp": lambda count: (zoo.make_module("mlp"), zoo.make_batches("mlp", count)),
 }
 
 
@@ -159,22 +139,6 @@ def _heard(name: str, patch: pytest.MonkeyPatch) -> Listens:
 
 def _told(waits: list[Wait]) -> str:
     return "\n".join(sorted({str(wait)[:600] for wait in waits}))
-
-
-def test_a_wait_of_user_code_is_heard(devices: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the tests below would test nothing."""
-    real = Quiet.training_step
-
-    def training_step(self: Quiet, batch: Any, batch_idx: int) -> Tensor:
-        loss = real(self, batch, batch_idx)
-        loss.item()
-        return loss
-
-    monkeypatch.setattr(Quiet, "training_step", training_step)
-    monkeypatch.setattr(Microbatch, "_aside", lambda microbatch, wait: wait())
-    heard = _heard("mlp without logging", monkeypatch)
-    assert any(wait.what == "_local_scalar_dense" for wait in heard.holding)
-    assert all(wait in heard.waits for wait in heard.holding)
 
 
 QUICK = {"packaged task", "running statistics"}
@@ -221,14 +185,9 @@ class Reads(pl.LightningModule):
 
 READ: dict[str, Callable[[Tensor], object]] = {
     "item": lambda h: h.sum().item(),
-    "float": lambda h: float(h.mean()),
     "bool": lambda h: bool((h > 0.1).any()),
-    "tolist": lambda h: h.sum(0).tolist()[0],
     "cpu": lambda h: h.cpu().numpy().sum().item(),
-    "to the host": lambda h: float(h.to("cpu").sum()),
-    "copied": lambda h: float(torch.empty_like(h, device="cpu").copy_(h).sum()),
     "by a mask": lambda h: len(h[h > 0]),
-    "nonzero": lambda h: len(h.nonzero()),
     "into host state": lambda h: float(torch.zeros(8).add_(h.sum(0)).sum()),
 }
 FAST = {"item"}
@@ -254,6 +213,6 @@ def test_user_code_that_waits_gives_the_baton_on(way: str, devices: list[Any], m
     with backend.listening(listens.hear):
         result = _read(READ[way], strategy=strategy, devices=2, callbacks=[listens])
     assert listens.waits and listens.holding == [], _told(listens.holding)
-    # A mean and a truth value say something else of three parts than of the whole.
-    count = 1 if way in ("float", "bool") else 5
+    # A truth value says something else of three parts than of the whole.
+    count = 1 if way == "bool" else 5
     assert result[0] > 0 and result[:count] == pytest.approx(expected[:count], rel=1e-4)

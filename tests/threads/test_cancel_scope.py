@@ -68,36 +68,6 @@ def test_a_failure_at_any_moment_leaves_nobody_behind(seed: int) -> None:
     assert sorted(left) == list(range(12))
 
 
-def test_user_code_does_not_catch_an_abort() -> None:
-    """``except Exception`` in a training_step must not swallow the failure of another thread."""
-    assert issubclass(Cancelled, BaseException) and not issubclass(Cancelled, Exception)
-
-
-def test_a_wake_before_the_wait_is_not_lost() -> None:
-    waiter, cancel_scope = Waiter(), CancelScope()
-    waiter.wake()
-    cancel_scope.wait(waiter)
-
-
-def test_a_wake_is_not_lost_to_an_interrupt_behind_the_wait() -> None:
-    """Whoever was interrupted just after being woken asks once more, as `Pool.rest` does."""
-    waiter = Waiter()
-    assert not waiter.wait_for(0.0)
-    waiter.wake()
-    waiter.wait()
-    assert waiter.wait_for(0.0)
-    waiter.wait()
-
-
-def test_waiting_is_progress() -> None:
-    """What the watchdog looks at: a step in which nobody goes on is stuck."""
-    cancel_scope, waiter = CancelScope(), Waiter()
-    before = cancel_scope.progress
-    waiter.wake()
-    cancel_scope.wait(waiter)
-    assert cancel_scope.progress > before
-
-
 def test_what_fails_a_step_fails_the_one_behind_it_and_not_the_other_way_round() -> None:
     first = CancelScope()
     second = CancelScope(before=first)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from patience import join, start, until
+from patience import join, start
 
 from lightning_roundpipe.devices.thread_owner import _stash
 from lightning_roundpipe.threads.task_thread import TaskThread
@@ -32,27 +32,6 @@ def test_what_is_submitted_during_a_turn_runs_after_it(thread: TaskThread) -> No
     thread.end_turn()
     task.waiter.wait()
     assert order == ["turn", "task"]
-
-
-def test_no_turn_while_anything_is_left_to_run(thread: TaskThread) -> None:
-    begun, go = threading.Event(), threading.Event()
-    thread.submit(lambda: (begun.set(), go.wait()))
-    begun.wait()
-    last = thread.submit(lambda: None)
-    assert not thread.take_turn()
-    go.set()
-    last.waiter.wait()
-    until(thread.take_turn)
-    assert not thread.take_turn()  # this thread has it
-    thread.end_turn()
-
-
-def test_a_thread_that_is_woken_gets_the_turn(thread: TaskThread) -> None:
-    """Else the call after one that was handed over would be handed over, too, and so on."""
-    for _ in range(300):
-        thread.submit(lambda: None).waiter.wait()
-        assert thread.take_turn()
-        thread.end_turn()
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -10,11 +10,9 @@ import pytest
 from patience import join, start
 from torch import nn
 
-from lightning_roundpipe.devices import StreamAborted
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.threads.cancel_scope import CancelScope
-from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.grad_readiness import Dropped, GradReadiness
 
 
@@ -62,26 +60,6 @@ def test_a_unit_comes_when_all_slots_that_hold_it_are_closed() -> None:
     assert there(readiness) == []
 
 
-def test_a_unit_comes_before_its_slot_is_closed_once_all_its_gradients_are_sent() -> None:
-    """Of a unit that two layers share, those of both; of one with a layer that sends none, when the slot is closed."""
-    tied, alone, frozen = buckets(3)
-    layers: list[Any] = [Layer(tied), Layer(alone), Layer(frozen), Layer(tied), Layer(frozen)]
-    sums: Any = {call: SimpleNamespace(layer=layers[call]) for call in (0, 1, 2, 3)}
-    first, second = (made_slot(i, layers, sums) for i in range(2))
-    readiness = GradReadiness([tied, alone, frozen])
-    readiness.expect([first, second])
-    readiness.passed(())
-    readiness.closed(first)
-    assert there(readiness) == []
-    came = []
-    for call in (3, 2, 1, 0):
-        readiness.sent(second, call)
-        came.append(there(readiness))
-    assert came == [[], [], [1], [0]]
-    readiness.closed(second)
-    assert there(readiness) == [2]
-
-
 class Upload:
     """An event that notes that it was waited for."""
 
@@ -114,57 +92,6 @@ def test_a_unit_is_sent_when_its_uploads_are_over() -> None:
     assert send() == [b, a] and len(notes) == 5
 
 
-def test_an_upload_that_fails_sends_nothing() -> None:
-    """The devices are stopped by the step behind, or this one fails, which is said in another way."""
-    [a] = buckets(1)
-    held, notes = slot(a), list[str]()
-    readiness = GradReadiness([a])
-    readiness.expect([held])
-    readiness.passed(())
-    readiness.uploading(a, Upload("a", notes, StreamAborted("aborted")))  # type: ignore[arg-type]
-    assert readiness.take(wait=False, sent=lambda bucket: notes.append("sent")) == []
-    readiness.closed(held)
-    assert readiness.take(wait=True) == [a]
-    assert notes == ["a"]
-
-
-def test_before_all_losses_nothing_comes() -> None:
-    """User code may still read any of them."""
-    a, b = buckets(2)
-    held = slot(a)
-    readiness = GradReadiness([a, b])
-    readiness.expect([held])
-    readiness.closed(held)
-    assert there(readiness) == []
-    readiness.passed(())
-    assert sorted(there(readiness)) == [0, 1]
-
-
-@pytest.mark.parametrize("ends_first", [False, True])
-def test_what_user_code_reads_comes_when_all_microbatches_have_ended(ends_first: bool) -> None:
-    a, b = buckets(2)
-    held = slot(a)
-    readiness = GradReadiness([a, b])
-    readiness.expect([held])
-    steps = [lambda: readiness.passed([a]), readiness.ended]
-    (steps.reverse if ends_first else list)()
-    readiness.closed(held)
-    steps[0]()
-    assert 0 not in there(readiness)
-    steps[1]()
-    assert 0 in there(readiness)
-
-
-def test_who_waits_is_woken() -> None:
-    (a,) = buckets(1)
-    readiness = GradReadiness([a])
-    taken: list[ParamBucket] = []
-    threads = start(lambda: taken.extend(readiness.take(wait=True)))
-    readiness.passed(())
-    join(threads)
-    assert taken == [a]
-
-
 def test_what_has_failed_does_not_come() -> None:
     readiness = GradReadiness(buckets(1))
     left: list[bool] = []
@@ -178,21 +105,3 @@ def test_what_has_failed_does_not_come() -> None:
     readiness.fail()
     join(threads)
     assert left == [True]
-
-
-def test_small_units_are_stepped_together_and_the_first_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_roundpipe.updates import async_optimizer as module
-
-    sizes = [10, 10, 30, 5, 5, 5]
-    made = [
-        ParamBucket(index, [nn.Parameter(nn.Linear(size, 1, bias=False).weight)]) for index, size in enumerate(sizes)
-    ]
-    updates = AsyncOptimizer(made)
-    monkeypatch.setattr(module, "PIECE", 20)
-    came: list[int] = []
-    pieces = [
-        [bucket.index for bucket in piece] for piece in updates._as_they_come(None, lambda u: came.append(u.index))
-    ]
-    updates.close()
-    assert came == [0, 1, 2, 3, 4, 5]
-    assert pieces == [[0, 1], [2], [3, 4, 5]]

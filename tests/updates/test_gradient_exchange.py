@@ -14,7 +14,6 @@ import torch.distributed as dist
 from patience import PATIENCE_S
 from torch import Tensor, nn
 
-from lightning_roundpipe.batches.weights import Contribution
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.machines.peers import GRADIENTS, WEIGHTS, Peers
 from lightning_roundpipe.memory.param_buckets import ParamBucket
@@ -176,45 +175,6 @@ def test_an_owner_gets_the_sums_of_its_buckets_and_sends_their_weights(
     for i, before in enumerate(start):
         after = before.data - wanted[i] if i in wanted else before.data
         assert all(torch.equal(machine.masters[i].data, after) for machine in machines)
-
-
-def test_one_machine_alone_gets_the_sums_of_a_checkpoint() -> None:
-    """They take other memory there, and none on the machines that get nothing; gradients stay as they are."""
-
-    def collect(machine: Machine) -> tuple[dict[int, Tensor], int]:
-        copies = 0
-
-        def copied(gradient: Tensor) -> Tensor:
-            nonlocal copies
-            copies += 1
-            return gradient.clone()
-
-        mine = machine.gradients()
-        sums = machine.named(dict(machine.exchange.summed(mine, 0, copied)))
-        assert_equal(machine.named(mine), machine.named(machine.gradients()))
-        return sums, copies
-
-    machines, ((sums, copies), (nothing, none)) = on_all(collect)
-    assert_equal(sums, expected(machines))
-    assert copies == 2 and not nothing and not none
-
-
-def test_norms_of_owned_gradients_are_combined() -> None:
-    def combine(machine: Machine) -> tuple[list[Tensor], bool]:
-        keys = [id(master) for master in machine.masters]
-        norms = {keys[i]: torch.tensor(float(i + 1)) for i in ((0, 2) if machine.rank else (1,))}
-        return machine.exchange.combined_norms(norms, keys, finite=machine.rank == 0)
-
-    for norms, finite in on_all(combine)[1]:
-        assert [float(norm) for norm in norms] == [1.0, 2.0, 3.0], "the fourth has no gradient anywhere"
-        assert not finite
-
-
-@pytest.mark.parametrize(
-    ("kind", "shares"), [("samples", [0.25, 0.75]), ("targets", [0.25, 0.75]), ("sum", [1.0, 1.0])]
-)
-def test_windows_weigh_as_microbatches_do(kind: str, shares: list[float]) -> None:
-    assert on_all(lambda machine: machine.exchange.share(Contribution(kind, 1.0 + 2 * machine.rank)))[1] == shares
 
 
 def test_shared_out_state_needs_the_same_way_of_stepping_everywhere() -> None:
