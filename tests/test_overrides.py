@@ -100,8 +100,6 @@ def test_help_has_every_group_and_choice(monkeypatch: pytest.MonkeyPatch, capsys
     [
         (["a=1", "-m", "b=1,2"], ["-m", "a=1", "b=1,2"]),
         (["a=1", "--cfg", "job", "~b", "--resolve"], ["--cfg", "job", "--resolve", "a=1", "~b"]),
-        (["a=1", "-cd", "my conf", "b=-1"], ["-cd", "my conf", "a=1", "b=-1"]),
-        (["-m", "~a"], ["-m", "~a"]),
     ],
 )
 def test_options_may_stand_anywhere(arguments: list[str], ordered: list[str]) -> None:
@@ -116,27 +114,22 @@ def test_options_may_stand_anywhere(arguments: list[str], ordered: list[str]) ->
     [
         (["modle=smollm2"], "model=smollm2"),
         (["model=smolm2", "data=topics"], "model=smollm2"),
-        (["experiment=smolm2_lora"], "experiment=smollm2_lora"),
         (["experiment=tiny", "optimizer.lrr=1"], "optimizer.lr=1"),
-        (["trainer.max_step=3"], "trainer.max_steps=3"),
         (["experiment=tiny", "batch_size=8"], "data.batch_size=8"),
-        (["experiment=tiny", "lora=all_linear", "lora.rank=8", "lora.alpha=4"], None),
-        (["experiment=tiny", "lora=all_linear", "alpha=4"], "lora.lora_alpha=4"),
         (["experiment=tiny", "callbacks.checkpoint.every_n_steps=4"], "callbacks.checkpoint.every_n_train_steps=4"),
         (["--lr", "3"], "optimizer.lr=3"),
-        (["--max-steps=3"], "trainer.max_steps=3"),
         (["smollm2_lora"], "experiment=smollm2_lora"),
         (["experiment=tiny", "optimizer=adam"], "optimizer=adamw"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_did_you_mean(
-    arguments: list[str], meant: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, text = said(arguments, monkeypatch, capsys)
     assert code == 2
     assert text.count("\n") == 1 and text.startswith("roundpipe-train: ")
-    assert meant is None or f"Did you mean {meant}?" in text
+    assert f"Did you mean {meant}?" in text
 
 
 # -- going on ----------------------------------------------------------------------------------------------------------
@@ -145,12 +138,9 @@ def test_did_you_mean(
 @pytest.mark.parametrize(
     "path",
     [
-        "/plain/x.ckpt",
         "/my work/x.ckpt",
         "/it's/x (1).ckpt",
-        '/"quoted"/x.ckpt',
         "/a=b,c/[x]{y}.ckpt",
-        "/back\\slash\\",
     ],
 )
 def test_any_path_survives_the_shell_and_hydra(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,7 @@ from packaging.version import Version
 
 import lightning_roundpipe
 from lightning_roundpipe.callbacks import RunFolder
-from lightning_roundpipe.commands import plan
 from lightning_roundpipe.extras import EXTRAS
-from lightning_roundpipe.reports import sweep
-from lightning_roundpipe.tasks.loggers import tensorboard_logger
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -179,28 +176,3 @@ def test_a_run_without_matplotlib_leaves_no_picture_and_says_so_once(
     assert len(said) == 1 and said[0].endswith("pip install 'lightning-roundpipe[plots]'")
     assert {"plan.txt", "step.json"} <= {file.name for file in tmp_path.iterdir()}
     assert not list(tmp_path.glob("*.png"))
-
-
-def test_a_sweep_without_matplotlib_leaves_its_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    without("matplotlib", monkeypatch)
-    rows = [{"run": "0", "lr": "1", "microbatches": 2, "error": None, **dict.fromkeys(sweep.COLUMNS, 1.0)}]
-    sweep.present(rows, tmp_path)
-    assert capsys.readouterr().out.count("pip install 'lightning-roundpipe[plots]'") == 1
-    assert [file.name for file in tmp_path.iterdir()] == ["sweep.csv"]
-
-
-def test_a_picture_without_matplotlib_is_refused_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    without("matplotlib", monkeypatch)
-    monkeypatch.setattr(sys, "argv", ["roundpipe-plan", "model=x", f"picture={tmp_path / 'a.png'}"])
-    assert plan.main() == 2
-    assert "pip install 'lightning-roundpipe[plots]'" in capsys.readouterr().err
-
-
-def test_the_tensorboard_logger_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without("tensorboard", monkeypatch)
-    with pytest.raises(ImportError, match=r"pip install 'lightning-roundpipe\[tensorboard\]'"):
-        tensorboard_logger(save_dir=tmp_path)

@@ -22,8 +22,8 @@ def efficiency(plan: ForwardPlan, seconds: Sequence[float]) -> float:
     return sum(seconds) / (longest * len(plan.forward))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-@pytest.mark.parametrize("seconds", [[1.0], [1.0, 2.0, 3.0], [1.0] * 30 + [8.0], [0.5, 4.0] * 20], ids=len)
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("seconds", [[1.0], [0.5, 4.0] * 20], ids=len)
 def test_stages_cover_all_calls_in_order(seconds: list[float], workers: int) -> None:
     plan = plan_of(seconds, workers)
     assert [call for span in plan.forward for call in span.calls()] == list(range(len(seconds)))
@@ -46,11 +46,6 @@ def test_stages_fit() -> None:
     plan = plan_of([1.0] * 12, 3, stage_bytes=2 * NBYTES)
     assert max(map(len, plan.forward)) == 2
     assert max(map(len, plan_of([1.0] * 12, 3, stage_bytes=1).forward)) == 1
-
-
-def test_a_layer_that_is_called_again_is_uploaded_once() -> None:
-    plan = plan_forward([1.0] * 6, [0, 0, 0, 1, 1, 1], {0: NBYTES, 1: NBYTES}, 2, NBYTES)
-    assert plan.forward == (Span(0, 2), Span(3, 5))
 
 
 def test_rounds() -> None:

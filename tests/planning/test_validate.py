@@ -70,15 +70,3 @@ CALLS = ["embed", *(f"layers.{number}" for number in range(6)), "head"]
 def test_error_names_stage_call_layer_and_remedy(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Plan.parse(text).validate(CALLS)
-
-
-def test_trace_without_calls() -> None:
-    with pytest.raises(ValueError, match="no calls"):
-        Plan.single(1).validate([])
-
-
-@pytest.mark.parametrize(
-    "plan", [Plan.single(8), Plan.per_call(8), Plan.parse("forward 0-6 fused 7 backward 0-6 round 1")]
-)
-def test_valid_plans_pass(plan: Plan) -> None:
-    plan.validate(CALLS)
