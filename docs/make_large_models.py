@@ -2,24 +2,22 @@
 
     .venv/bin/python docs/make_large_models.py          (about two minutes on two cores)
 
-Nothing between the marks on that page is written by hand. A test takes the plans from there and computes all else.
+Nothing between the marks on that page is written by hand. The plans are in docs/large-models.txt: a test takes
+them from there and computes all else.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lightning_roundpipe.commands.plan_model import Outlook, Wish, look
 
 PAGE = Path(__file__).with_name("large-models.md")
+PLANS = PAGE.with_suffix(".txt")
 BEGIN, END = "<!-- figures: docs/make_large_models.py -->\n", "<!-- end of figures -->\n"
-FOLD = '<details markdown="1">\n<summary>Memory, stages and plan</summary>\n\n'
-"""Shown as one line that opens, by the site and by the repository's web view."""
 GIB = 2**30
 
 
@@ -113,45 +111,9 @@ def memory_row(row: Row, found: Outlook) -> list[str]:
 
 
 def section(row: Row, found: Outlook) -> str:
-    """The command, and, folded up, what both memories and the stages take and the plan that it found."""
-    parts = [f"\n### {row.title}\n\n```\n{row.command}\n```\n\n"]
-    parts.append(f"The longest sequence is limited by {found.longest.limited_by}.\n\n{FOLD}")
-    head = ("GiB of each worker", "")
-    parts.append(table(head, [[item.name, f"{item.nbytes / GIB:.2f}"] for item in found.device_items]) + "\n")
-    head = ("GiB of the host", "")
-    parts.append(table(head, [[item.name, f"{item.nbytes / GIB:,.2f}"] for item in found.host_items]) + "\n")
-    stages = "".join(_stage(cells) for cells in _alike(found))
-    names = _stage(["stage", "phase", "layers", "ms", "weights", "gradients", "activations"])
-    parts.append(f"GiB of each stage:\n\n```\n{names}{stages}```\n\n")
-    parts.append(f"```\n{found.plan}\n```\n\n</details>\n")
-    return "".join(parts)
-
-
-def _stage(cells: Sequence[str]) -> str:
-    widths = (8, 9, 9)
-    left = "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=False))
-    return f"{left}{cells[3]:>9}{cells[4]:>9}{cells[5]:>11}{cells[6]:>13}\n"
-
-
-def _alike(found: Outlook) -> list[list[str]]:
-    """Stages that follow each other and look the same are one line."""
-    lines: list[list[Any]] = []
-    for number, stage in enumerate(found.stages):
-        sizes = (stage.weight_bytes, stage.gradient_bytes, stage.activation_bytes)
-        cells = [stage.phase, f"{stage.ms:,.1f}", *(f"{size / GIB:.2f}" for size in sizes)]
-        if lines and lines[-1][4] == cells:
-            lines[-1][1], lines[-1][3] = number, stage.calls
-        else:
-            lines.append([number, number, stage.calls, stage.calls, cells])
-    return [
-        [
-            f"{first}" if first == last else f"{first}-{last}",
-            cells[0],
-            begin if first == last else f"{begin} to {end}",
-            *cells[1:],
-        ]
-        for first, last, begin, end, cells in lines
-    ]
+    """The command, and what limits the longest sequence."""
+    limit = f"The longest sequence is limited by {found.longest.limited_by}."
+    return f"\n### {row.title}\n\n```\n{row.command}\n```\n\n{limit}\n"
 
 
 def figures(outlooks: Sequence[Outlook]) -> str:
@@ -164,9 +126,9 @@ def figures(outlooks: Sequence[Outlook]) -> str:
     return f"\n{speed}\n{memory}{''.join(section(*pair) for pair in pairs)}\n"
 
 
-def plans(page: str) -> list[str]:
-    """Those on the page, in the order of `ROWS`."""
-    return re.findall(r"^forward .*; round .*$", page, flags=re.MULTILINE)
+def plans() -> list[str]:
+    """Those that the page's figures are of, in the order of `ROWS`."""
+    return PLANS.read_text().splitlines()
 
 
 def between(page: str) -> str:
@@ -178,6 +140,7 @@ def main() -> None:
     for row in ROWS:
         print(row.command, file=sys.stderr)
         found.append(look(row.wish))
+    PLANS.write_text("".join(f"{outlook.plan}\n" for outlook in found))
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}{figures(found)}{END}{rest.split(END)[1]}")
 

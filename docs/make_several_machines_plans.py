@@ -1,6 +1,6 @@
-"""The figures in docs/several-machines-plans.md: what `roundpipe-plan` says of several machines with a network between.
+"""The figures in docs/several-machines.md: what `roundpipe-plan` says of several machines with a network between.
 
-    .venv/bin/python docs/make_several_machines_plans.py          (about five minutes on two cores)
+    .venv/bin/python docs/make_several_machines_plans.py          (about a minute on two cores)
 
 Nothing between the marks on that page is written by hand. Plans are those of `search_seconds=0`, which are the same on
 every machine, so a test computes some of the rows again.
@@ -20,21 +20,20 @@ from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
 from lightning_roundpipe.planning.network import parse_rate
 from lightning_roundpipe.planning.pipeline import Staleness
 
-PAGE = Path(__file__).with_name("several-machines-plans.md")
+PAGE = Path(__file__).with_name("several-machines.md")
 BEGIN, END = "<!-- figures: docs/make_several_machines_plans.py -->\n", "<!-- end of figures -->\n"
 GIB = 2**30
-MACHINES = (1, 2, 4, 8)
+MACHINES = (1, 2, 4)
 NETWORKS = ("10Gbit", "25Gbit", "100Gbit")
 STALENESS: tuple[Staleness, ...] = (0, 1)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A model: the choice of conf/model, its name, the choice of conf/lora, sequences of a step of each machine."""
+    """A model: the choice of conf/model, its name, sequences of a step of each machine."""
 
     name: str
     title: str
-    lora: str
     sequences: int
     host: int
     """GiB of each machine."""
@@ -43,7 +42,7 @@ class Row:
         return Wish(
             model=self.name,
             hardware="rtx4090x4",
-            lora=self.lora,
+            lora="none",
             precision="bf16-true",
             sequence_length=2048,
             microbatch_size=4,
@@ -59,19 +58,14 @@ class Row:
 
     @property
     def command(self) -> str:
-        lora = "" if self.lora == "none" else f" lora={self.lora}"
         return (
-            f"roundpipe-plan model={self.name} hardware=rtx4090x4 host_memory={self.host}GiB{lora} "
+            f"roundpipe-plan model={self.name} hardware=rtx4090x4 host_memory={self.host}GiB "
             f"precision=bf16-true microbatch_size=4 microbatches={self.sequences // 4} search_seconds=0 "
             "machines=2 network=25Gbit"
         )
 
 
-ROWS = (
-    Row("llama3_1_8b", "Llama-3.1-8B", "none", 64, 256),
-    Row("qwen3_32b", "Qwen3-32B", "none", 64, 768),
-    Row("qwen3_32b", "Qwen3-32B, LoRA", "all_linear", 64, 256),
-)
+ROWS = (Row("llama3_1_8b", "Llama-3.1-8B", 64, 256),)
 
 
 def shape_for(row: Row, machines: int, staleness: Staleness) -> ModelShape:

@@ -7,6 +7,7 @@ as a comment, which the web view does not show::
     <!-- api: lightning_roundpipe.callbacks -->     every name in that package's __all__, or one name
     <!-- configuration -->                          every group of conf/ and its choices
     <!-- commands -->                               every console command with its help
+    <!-- mistakes -->                               every message of tests/mistakes, with its remedy
 
 Links to files outside docs/ lead to the repository. A public name without documentation is a warning, and MkDocs makes
 every warning an error. Nothing here imports the package: the code is read by griffe, as mkdocstrings reads it.
@@ -35,7 +36,7 @@ STRATEGY = "lightning_roundpipe.strategy.RoundPipeStrategy"
 
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?![a-z]+:|#)(?P<target>[^)\s]+)\)")
 _FENCE = re.compile(r"(^ *```.*?^ *```\s*?$|`[^`\n]+`)", flags=re.MULTILINE | re.DOTALL)
-_MARK = re.compile(r"^<!-- (options|api|configuration|commands)(?:: (\S+))? -->$", flags=re.MULTILINE)
+_MARK = re.compile(r"^<!-- (options|api|configuration|commands|mistakes)(?:: (\S+))? -->$", flags=re.MULTILINE)
 _log = logging.getLogger("mkdocs.hooks.site")
 
 
@@ -45,7 +46,7 @@ _log = logging.getLogger("mkdocs.hooks.site")
 def on_pre_build(config: Any) -> None:
     """Warn of public names without documentation, which fails a strict build."""
     for name in undocumented():
-        _log.warning("%s is public and has no docstring, or no place in docs/reference", name)
+        _log.warning("%s is public and has no docstring, or no place in docs/reference.md", name)
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
@@ -101,9 +102,8 @@ def public_modules() -> dict[str, list[str]]:
 
 
 def documented() -> set[str]:
-    """The public names that pages of docs/reference have, as they ask for them."""
-    pages = [page.read_text() for page in sorted((DOCS / "reference").glob("*.md"))]
-    asked = [what for page in pages for kind, what in _MARK.findall(page) if kind == "api"]
+    """The public names that docs/reference.md has, as it asks for them."""
+    asked = [what for kind, what in _MARK.findall((DOCS / "reference.md").read_text()) if kind == "api"]
     return {name for what in asked for name in _names(what)}
 
 
@@ -212,4 +212,44 @@ def _commands(_: str) -> str:
     return "\n\n".join(parts)
 
 
-_GENERATED = {"options": _options, "api": _api, "configuration": _configuration, "commands": _commands}
+def mistakes() -> dict[str, list[list[str]]]:
+    """The rows of each section of ``tests/mistakes``: what is wrong, how the message begins, what to do."""
+    folder = ROOT / "tests" / "mistakes"
+    tree = ast.parse((folder / "__init__.py").read_text())
+    imported = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    homes = {name.name: str(node.module).rpartition(".")[2] for node in imported for name in node.names}
+    [listed] = [node.value for node in tree.body if isinstance(node, ast.AnnAssign)]
+    found: dict[str, list[list[str]]] = {}
+    for part in ast.walk(listed):
+        if isinstance(part, ast.Starred):
+            section, rows = _section(folder / f"{homes[part.value.id]}.py", part.value.id)
+            found.setdefault(section, []).extend(rows)
+    return found
+
+
+def _section(file: Path, name: str) -> tuple[str, list[list[str]]]:
+    section = ""
+    for node in ast.parse(file.read_text()).body:
+        assigned = node.targets[0] if isinstance(node, ast.Assign) else None
+        if isinstance(assigned, ast.Name) and assigned.id == "SECTION":
+            section = ast.literal_eval(node.value)
+        if isinstance(assigned, ast.Name) and assigned.id == name:
+            return section, [[ast.literal_eval(text) for text in row.args[1:4]] for row in node.value.elts]
+    raise LookupError(f"{file} has no {name}")
+
+
+def _mistakes(_: str) -> str:
+    head = "| what is wrong | the message begins | what to do |\n| --- | --- | --- |\n"
+    return "\n\n".join(
+        f"## {section}\n\n{head}" + "\n".join(f"| {what} | `{says}` | {remedy} |" for what, says, remedy in rows)
+        for section, rows in mistakes().items()
+    )
+
+
+_GENERATED = {
+    "options": _options,
+    "api": _api,
+    "configuration": _configuration,
+    "commands": _commands,
+    "mistakes": _mistakes,
+}

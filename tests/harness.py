@@ -459,17 +459,6 @@ def assert_tensors_same(plain: Any, other: Any, rtol: float = RTOL, atol: float 
     _fail_on(_compare_group(dict(_leaves(what, plain)), dict(_leaves(what, other)), _near(rtol, atol)))
 
 
-def assert_close_overall(plain: Result, other: Result, tolerance: float) -> None:
-    """For low precision: a step's loss, and its gradients as one vector, are off by ``tolerance`` of it at most."""
-    assert len(plain.losses) == len(other.losses) == len(plain.grads) == len(other.grads)
-    for step, (a, b) in enumerate(zip(plain.losses, other.losses, strict=True)):
-        gap = float((a - b).abs() / a.abs())
-        assert gap <= tolerance, f"step {step}: loss {float(b):.5g} is off by {gap:.3g} of {float(a):.5g}"
-    for step, (x, y) in enumerate(zip(plain.grads, other.grads, strict=True)):
-        gap = relative_distance(x, y)
-        assert gap <= tolerance, f"step {step}: the gradients are off by {gap:.3g} of their length"
-
-
 def relative_distance(a: Gradients, b: Gradients) -> float:
     """|a - b| / |a|, all tensors taken as one vector."""
     assert a.keys() == b.keys()

@@ -22,9 +22,8 @@ from torch import nn
 
 from lightning_roundpipe import RoundPipeStrategy, RoundPipeWarning
 from lightning_roundpipe.callbacks import PlanTable
-from lightning_roundpipe.config import Options
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.reports.announcements import clamped, host_bytes
+from lightning_roundpipe.reports.announcements import host_bytes
 
 MLP = zoo.make_module("mlp")
 BATCHES = zoo.make_batches("mlp", 4, samples=7)
@@ -101,22 +100,11 @@ def test_host_memory_counts_what_the_optimizer_will_keep(optimizer: Any, copies:
 # -- clamped settings --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "sizes", "words"),
-    [
-        (
-            {"num_microbatches": 8},
-            [1] * 6,
-            "num_microbatches=8 is more than a batch of 6 samples has: it is cut into 6",
-        ),
-        ({"microbatch_size": 8}, [6], "microbatch_size=8 is more than a batch of 6 samples has: it is one microbatch"),
-        ({"round_microbatches": 4}, [2, 2], "round_microbatches=4 is more than 2 microbatches of a batch: each round"),
-        ({"microbatch_size": 2, "round_microbatches": 2}, [2, 1], None),
-    ],
-)
-def test_settings_that_are_clamped(options: dict[str, Any], sizes: list[int], words: str | None) -> None:
-    texts = clamped(Options(**options), sizes)
-    assert [words in text for text in texts] == [True] if words is not None else not texts
+def test_more_microbatches_than_samples_are_warned_of_once() -> None:
+    with pytest.warns(RoundPipeWarning, match="^roundpipe: ") as caught:
+        run(ours(num_microbatches=9), MLP, BATCHES, devices=2)
+    said = [str(warning.message) for warning in caught if "is more than" in str(warning.message)]
+    assert len(said) == 1 and "num_microbatches=9 is more than a batch of 7 samples has: it is cut into 7" in said[0]
 
 
 def test_a_budget_that_is_more_than_the_device() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import zoo
@@ -87,23 +86,6 @@ def test_what_fits_the_hosts_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(host_memory, "free_bytes", lambda: 100)
     assert [host_memory.worth_copying(n, "auto") for n in (0, 75, 76)] == [True, True, False]
     assert [host_memory.worth_copying(10**18, pin) for pin in ("on", "off")] == [True, False]
-
-
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
-    """Without what its files take, which can be read again."""
-    mine = tmp_path / "mine"  # not there, as where the system has no control groups
-    whole = host_memory.free_bytes(tmp_path, mine)
-    assert whole > 2**20
-    (tmp_path / "memory.current").write_text("5000\n")
-    (tmp_path / "memory.stat").write_text("anon 4000\ninactive_file 700\nactive_file 300\n")
-    (tmp_path / "memory.max").write_text("9000\n")
-    assert host_memory.free_bytes(tmp_path, mine) == 4700
-    assert host_memory.total_bytes(tmp_path, mine) == 9000
-    mine.write_text("0::/a/container/that/is/not/there\n")
-    assert host_memory.free_bytes(tmp_path, mine) == 4700
-    (tmp_path / "memory.max").write_text("max\n")
-    assert host_memory.free_bytes(tmp_path, mine) == pytest.approx(whole, rel=0.5)
-    assert host_memory.total_bytes(tmp_path, mine) == psutil.virtual_memory().total
 
 
 def test_a_jobs_limit_counts(tmp_path: Path) -> None:

@@ -135,23 +135,6 @@ def test_one_combination_as_csv_is_the_answer_of_it_alone(command: Any, tmp_path
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        (
-            ("hardware=rtx4090x1", "staleness=0,1", "reduce_dtype=bfloat16", "model.num_hidden_layers=3"),
-            "hardware=rtx4090x1, reduce_dtype=bfloat16, model.num_hidden_layers=3, precision=bf16-mixed, lora=none.",
-            "Assumed of the host: 128 GiB (or set host_memory=), 51 GB/s",
-        ),
-    ],
-)
-def test_the_table_says_what_it_is_about(command: Any, case: tuple[tuple[str, ...], str]) -> None:
-    given, *said = case
-    options = ("model=tiny_llama", "sequence_length=64", "microbatches=2", "search_seconds=0", *given)
-    text = " ".join(command(*options)[1].split())
-    assert [one for one in said if one not in text] == []
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("model=tiny_llama,,x", "hardware=cpu"), "model=tiny_llama,,x has an empty place"),

@@ -33,7 +33,6 @@ PROGRAMS = r"(?:roundpipe-(?:train|plan|simulate|export)|python examples/)"
 NOT_RUN = {
     r"roundpipe-(train|plan|simulate|export)( -m)?": "the name of a program",
     r".*=\.\.\.( .*)?": "a form whose places are to be filled",
-    r"roundpipe-train: .*": "a message",
 }
 """Commands, as patterns of all of their text, and why they are not run."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,11 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hydra import compose, initialize_config_module
 from tiny_tokenizer import tiny_tokenizer
 
 from lightning_roundpipe.data import TextFiles
 from lightning_roundpipe.data.records import FORMATS
 from lightning_roundpipe.data.rows import NO_TARGET
-from lightning_roundpipe.model import loading
-from lightning_roundpipe.tasks.fine_tuning import build
 
 # What is learnt stands in brackets. In tokens Ċ is a line's end and Ġ a space.
 CHATTED = "<begin> <user> the Ċ Ċ ab <turn> Ċ <assistant> [b] [e] [<turn>] [Ċ]"
@@ -196,35 +192,3 @@ def test_a_broken_table_is_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:50])
     with pytest.raises(ValueError, match=r"a record 1: it cannot be read \(.*\): copy or save it again"):
         module(folder).prepare_data()
-
-
-@pytest.mark.parametrize(
-    ("record", "settings", "message"),
-    [
-        ({"question": "the", "answer": "be"}, [], r"no format has: .* set them, as in data\.fields\.prompt="),
-        ({"instruction": "the", "output": "be"}, ["data.tokenizer=bare"], "the tokenizer has no chat template"),
-        ({"question": "the", "answer": "be"}, ["data.fields.prompt=question", "data.fields.completion=answer"], None),
-    ],
-)
-def test_data_are_checked_before_weights_are_read(
-    record: dict[str, Any], settings: list[str], message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Reading(BaseException):
-        pass
-
-    def read(*_: Any, **__: Any) -> Any:
-        raise Reading
-
-    import_module("lightning_roundpipe.train")  # its resolvers, which conf/ refers to
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loading, "_whole_model", read)
-    loading.from_config("llama", vocab_size=300, hidden_size=32, num_hidden_layers=1).model.save_pretrained("model")
-    tiny_tokenizer().save_pretrained("model")
-    tiny_tokenizer(None).save_pretrained("bare")
-    path = write(tmp_path, "jsonl", [record])
-    options = ["model=folder", "model.folder=model", "data=completions", f"data.path={path}", "data.cache_folder=cache"]
-    options += [f"data.validation_path={path}", "data.sequence_length=32", "data.batch_size=1", "run_folder=here"]
-    with initialize_config_module("lightning_roundpipe.conf", version_base="1.3"):
-        cfg = compose("train", [*options, *settings])
-    with pytest.raises(ValueError if message else Reading, match=message):
-        build(cfg, tmp_path)

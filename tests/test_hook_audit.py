@@ -1,13 +1,8 @@
-"""Hooks that may read weights or gradients between steps are found before training, and updates are finished first.
-
-The runs here are plain Lightning on the CPU: a strategy that only counts what is pending stands for the one that
-updates on another thread.
-"""
+"""Hooks that may read weights or gradients between steps are found before training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,11 +10,9 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import DataLoader
 
 from lightning_roundpipe.callbacks.measurements import Measurements
 from lightning_roundpipe.callbacks.plan_table import PlanTable
@@ -27,7 +20,7 @@ from lightning_roundpipe.callbacks.progress import ProgressLines, ProgressRich
 from lightning_roundpipe.callbacks.run_folder import RunFolder
 from lightning_roundpipe.tasks.causal_lm import CausalLM
 from lightning_roundpipe.trainer import hook_audit
-from lightning_roundpipe.trainer.hook_audit import FlushOptimizer, looks_at_weights, needs_gradients, slowed_by
+from lightning_roundpipe.trainer.hook_audit import looks_at_weights, needs_gradients, slowed_by
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]
 
@@ -50,34 +43,13 @@ class Plain(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
-        self.lr = 0.1
-        self.batch_size = 2
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.layer(batch).square().mean()
-        self.log("loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self.layer(batch).mean())
-
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("test_loss", self.layer(batch).mean())
-
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self.layer(batch)
+        return self.layer(batch).square().mean()
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        optimizer = torch.optim.AdamW(self.parameters())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 1), "interval": "step"}}
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(torch.randn(8, 4), batch_size=self.batch_size)  # type: ignore[arg-type]
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(torch.randn(4, 4), batch_size=2)  # type: ignore[arg-type]
-
-    test_dataloader = predict_dataloader = val_dataloader
 
 
 def connected(module: pl.LightningModule, *given: Callback, **options: Any) -> pl.Trainer:
@@ -268,143 +240,3 @@ def test_an_altered_optimizer_steps_whole(change: str, reason: str) -> None:
     if handle is not None:
         handle.remove()
         assert needs_gradients(trainer, module, trainer.optimizers) is None
-
-
-# -- FlushOptimizer ----------------------------------------------------------------------------------------------------
-
-
-class Books(SingleDeviceStrategy):
-    """Plain training; an update counts as pending until it is settled. Wired as the strategy is to be."""
-
-    def __init__(self) -> None:
-        super().__init__(device=torch.device("cpu"))
-        self.pending = False
-        self.settled = 0
-        self.error: Exception | None = None
-        self.looks: dict[str, str] = {}
-        self.now: FlushOptimizer | None = None
-
-    def finish(self) -> None:
-        self.settled += self.pending
-        self.pending = False
-        if self.error is not None:
-            raise self.error
-
-    def _listen(self, hooks: dict[str, str]) -> None:
-        self.looks = hooks
-        self.now = FlushOptimizer(self.finish, hooks)
-        self.now.install(self.lightning_module.trainer)  # type: ignore[union-attr]
-
-    def setup(self, trainer: pl.Trainer) -> None:
-        super().setup(trainer)
-        self._listen({})
-
-    def on_train_start(self) -> None:
-        module = self.lightning_module
-        assert module is not None
-        self._listen(looks_at_weights(module.trainer, module))
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(*args, **kwargs)
-        self.pending = True
-        if "lr_scheduler_step" in self.looks:
-            self.finish()
-        return result
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.finish()
-        return super().lightning_module_state_dict()
-
-    def on_train_end(self) -> None:
-        assert self.now is not None
-        self.now.remove(self.lightning_module.trainer)  # type: ignore[union-attr]
-
-    def teardown(self) -> None:
-        if self.lightning_module is not None and self.now is not None:
-            self.now.remove(self.lightning_module.trainer)
-        super().teardown()
-
-
-Calls = list[tuple[str, str, bool]]
-
-
-def noting(base: type, who: str, calls: Calls, *hooks: str, away: Any = None) -> Any:
-    """One that notes for each of its ``hooks`` that is called, whether an update was pending."""
-
-    def note(hook: str) -> Callable[..., Any]:
-        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-            trainer: Any = self.trainer if isinstance(self, pl.LightningModule) else args[0]
-            calls.append((who, hook, trainer.strategy.pending))
-            return getattr(super(type(mine), self), hook)(*args, **kwargs)
-
-        return noted
-
-    mine = overriding(base, away=away, **{hook: note(hook) for hook in hooks})
-    return mine
-
-
-def run(module: pl.LightningModule, *given: Callback, **options: Any) -> tuple[pl.Trainer, Books]:
-    books = Books()
-    trainer = pl.Trainer(**{**QUIET, "max_epochs": 2, **options}, strategy=books, callbacks=list(given))
-    before = list(trainer.callbacks)  # type: ignore[attr-defined]
-    trainer.fit(module)
-    assert trainer.callbacks == before, "FlushOptimizer was left behind"  # type: ignore[attr-defined]
-    return trainer, books
-
-
-def test_nothing_is_pending_where_somebody_looks(tmp_path: Path) -> None:
-    calls: Calls = []
-    on_modules = [hook for hook in EVERY if hasattr(pl.LightningModule, hook)]
-    callback = noting(Callback, "callback", calls, *HOOKS)
-    module = noting(Plain, "module", calls, *on_modules)
-    trainer, _ = run(module, callback, val_check_interval=2)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    trainer.validate(module, verbose=False)
-    trainer.test(module, verbose=False)
-    trainer.predict(module)
-    assert not [call for call in calls if call[2]]
-    reached = {(who, hook) for who, hook, _ in calls}
-    assert ("module", "lr_scheduler_step") in reached
-    assert {hook for who, hook in reached if who == "callback"} == set(HOOKS) - {"on_exception", "on_load_checkpoint"}
-
-
-def test_it_is_first_and_checkpoints_last_wherever_others_come_from() -> None:
-    seen: list[list[str]] = []
-
-    class Adds(Plain):
-        def configure_callbacks(self) -> Any:
-            return [callbacks.Timer(), callbacks.ModelCheckpoint(save_top_k=0)]
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            seen.append([type(c).__name__ for c in self.trainer.callbacks])  # type: ignore[attr-defined]
-
-    module = Adds()
-    books = Books()
-    trainer = pl.Trainer(
-        **{**QUIET, "enable_checkpointing": True, "enable_model_summary": True}, strategy=books, max_steps=1
-    )
-    trainer.fit(module)
-    trainer.fit_loop.epoch_loop.max_steps = 2
-    trainer.fit(module)
-    assert [names[0] for names in seen] == ["FlushOptimizer", "FlushOptimizer"]
-    assert [names[-1] for names in seen] == ["ModelCheckpoint", "ModelCheckpoint"]
-    assert [names.count("FlushOptimizer") for names in seen] == [1, 1]
-    assert len(seen[0]) == len(seen[1])
-
-
-def test_in_on_exception_it_acts_first_and_never_raises(tmp_path: Path) -> None:
-    calls: Calls = []
-    books = Books()
-
-    class Fails(Plain):
-        def on_before_zero_grad(self, optimizer: Any) -> None:
-            if self.global_step == 2:
-                books.pending, books.error = True, RuntimeError("the update failed")
-                raise ArithmeticError("on purpose")
-
-    watching = noting(Callback, "callback", calls, "on_exception")
-    trainer = pl.Trainer(**QUIET, strategy=books, callbacks=[watching], max_epochs=1, limit_val_batches=0)
-    with pytest.raises(ArithmeticError, match="on purpose") as caught:
-        trainer.fit(Fails())
-    assert calls == [("callback", "on_exception", False)]
-    assert any("the update failed" in note for note in caught.value.__notes__)

@@ -9,12 +9,9 @@ from __future__ import annotations
 import ast
 import functools
 import tomllib
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "lightning_roundpipe"
@@ -105,20 +102,6 @@ def test_imports_go_downwards() -> None:
         assert not found, file
 
 
-@pytest.mark.parametrize(
-    ("unit", "code", "expected"),
-    [
-        ("planning", "def f():\n    import lightning_roundpipe.engine", "above"),
-        ("engine", "if TYPE_CHECKING:\n    from ..strategy import RoundPipeStrategy", "above"),
-        ("model", "from ..devices import Device", "beside"),
-        ("engine", "from ..planning import schedule\nfrom . import tape\nimport torch", None),
-    ],
-)
-def test_the_check_sees_breaches(unit: str, code: str, expected: str | None) -> None:
-    found = breaches(unit, ast.parse(code), ["lightning_roundpipe", unit])
-    assert expected in found[0] if expected else not found
-
-
 @functools.cache
 def imports_of_modules() -> dict[str, set[str]]:
     """The modules of ours that each module imports, by dotted names without that of the package."""
@@ -144,19 +127,6 @@ def longest(name: list[str], modules: Collection[str]) -> str | None:
     return next((".".join(name[:n]) for n in range(len(name), -1, -1) if ".".join(name[:n]) in modules), None)
 
 
-def of_packages(imports: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """What packages import of each other."""
-    found: dict[str, set[str]] = {}
-    for module, targets in imports.items():
-        package = package_of(module)
-        found.setdefault(package, set()).update({package_of(target) for target in targets} - {package})
-    return found
-
-
-def package_of(module: str) -> str:
-    return module.partition(".")[0]
-
-
 def circle(uses: Mapping[str, set[str]]) -> list[str]:
     """Names that use each other in a circle, the first one again at the end; none if there is no circle."""
     try:
@@ -168,11 +138,6 @@ def circle(uses: Mapping[str, set[str]]) -> list[str]:
 
 def test_no_imports_form_a_circle() -> None:
     assert not circle(imports_of_modules())
-
-
-def test_packages_import_in_an_order() -> None:
-    """What one of them is for can be understood without those above it."""
-    assert not circle(of_packages(imports_of_modules()))
 
 
 def test_both_flavours_have_the_same_parts() -> None:
@@ -202,10 +167,3 @@ def test_every_package_is_shipped() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     on_disk = {".".join(file.parent.relative_to(ROOT).parts) for file in FILES} | {"lightning_roundpipe.conf"}
     assert sorted(listed) == sorted(on_disk)
-
-
-def test_no_two_files_and_no_two_classes_have_one_name() -> None:
-    files, classes = Counter(file.name for file in FILES if file.name != "__init__.py"), Counter[str]()
-    for file in FILES:
-        classes.update(node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef))
-    assert [name for name, times in [*files.items(), *classes.items()] if times > 1] == []

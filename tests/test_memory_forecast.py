@@ -10,16 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import harness
-import lightning.pytorch as pl
 import pytest
-import torch
 import zoo
 from between_layers import CALLS, batch, model
 from harness import ours, run
 from stress import all_reports
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.memory import device_bytes, planned_bytes
 
@@ -118,26 +114,3 @@ def test_a_budget_leaves_so_much_room_for_what_is_brought_ahead() -> None:
         (share,) = peaks_over_plan(module, batch, 1, num_microbatches=4, plan=plan, memory_budget=budget)
         assert last_report()["planned_device_bytes"] == budget
         assert 1 - WITHIN <= share <= 1.0 if budget == need else share <= 1.0
-
-
-def test_arenas_that_became_too_small_are_held_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first batch runs a layer at a time on both workers, the others a large stage on one of them."""
-    freed: list[StorageWeakRef] = []
-    free = EmulatedDevice.free
-
-    def noted(device: EmulatedDevice, buffer: torch.Tensor) -> None:
-        freed.append(StorageWeakRef(buffer.untyped_storage()))
-        free(device, buffer)
-
-    class Looks(pl.Callback):
-        roundpipe_looks_away = True
-
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step > 1:
-                held.append([reference.expired() for reference in freed])
-
-    held: list[list[bool]] = []
-    monkeypatch.setattr(EmulatedDevice, "free", noted)
-    strategy = ours(num_microbatches=2, plan=harness.single(6, 2))
-    run(strategy, zoo.make_module("llama"), zoo.make_batches("llama", 2), devices=2, callbacks=[Looks()])
-    assert held == [[True] * 2], "an arena on each worker"

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from lightning_roundpipe import train
-from lightning_roundpipe.overrides import GROUPS, choices, command, options_first, quoted
+from lightning_roundpipe.overrides import GROUPS, choices, command, quoted
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 MODEL = ["model=folder", "model.folder=/m", "data=topics"]
@@ -95,17 +95,6 @@ def test_help_has_every_group_and_choice(monkeypatch: pytest.MonkeyPatch, capsys
     assert said(["--version"], monkeypatch, capsys) == (0, f"lightning-roundpipe {version('lightning-roundpipe')}\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "ordered"),
-    [
-        (["a=1", "-m", "b=1,2"], ["-m", "a=1", "b=1,2"]),
-        (["a=1", "--cfg", "job", "~b", "--resolve"], ["--cfg", "job", "--resolve", "a=1", "~b"]),
-    ],
-)
-def test_options_may_stand_anywhere(arguments: list[str], ordered: list[str]) -> None:
-    assert options_first(arguments) == ordered
-
-
 # -- what was meant ----------------------------------------------------------------------------------------------------
 
 
@@ -153,14 +142,3 @@ def test_any_path_survives_the_shell_and_hydra(path: str, monkeypatch: pytest.Mo
     assert words[2:-1] == ["experiment=tiny", "prompt='What is it?'", "~logger"]
     assert words[-1] == f"ckpt_path={quoted(path)}"
     assert composed(*words[2:]).ckpt_path == path
-
-
-def test_the_command_is_named_as_it_was_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = tmp_path / "roundpipe-train"
-    script.touch(0o755)
-    monkeypatch.setattr(sys, "argv", [str(script)])
-    assert command([], [], "x.ckpt").startswith(f"{script} ")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert command([], [], "x.ckpt") == "roundpipe-train ckpt_path=x.ckpt"
-    monkeypatch.setattr(sys, "argv", [train.__file__])
-    assert command([], [], "x.ckpt") == f"{sys.executable} -m lightning_roundpipe.train ckpt_path=x.ckpt"

@@ -11,7 +11,6 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
-import yaml
 import zoo
 from harness import ours, run
 from packaging.version import Version
@@ -67,14 +66,6 @@ def test_the_metadata_are_complete(metadata: str) -> None:
     extras = {"all", "docs", "plots", "quant", "tensorboard", "dev"}
     assert extras == set(message.get_all("Provides-Extra", []))
     assert all(url.startswith(named["Repository"]) for name, url in named.items() if name != "Paper")
-
-
-def test_the_citation_is_of_this_version() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == lightning_roundpipe.__version__
-    assert citation["repository-code"] == PROJECT["urls"]["Repository"]
-    assert citation["preferred-citation"]["url"] == PROJECT["urls"]["Paper"]
-    assert citation["license"] == PROJECT["license"]
 
 
 # -- what it asks for --------------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from lightning_roundpipe.reports.pictures import (
     CopySpan,
     IdleBlock,
     draw_charts,
-    setting_names,
 )
 from lightning_roundpipe.reports.traces import write_charts
 
@@ -118,12 +117,3 @@ def test_waits_and_copies_have_colours(tmp_path: Path, figures: list[Figure]) ->
         ("waits for weights", 2000, 2000),
         ("waits for the optimizer", 4000, 1000),
     ]
-
-
-def test_names_of_settings_tell_them_apart() -> None:
-    assert setting_names(["lora.r", "strategy.emulation.memory", "trainer.max_steps"]) == {
-        "lora.r": "lora r",
-        "strategy.emulation.memory": "memory",
-        "trainer.max_steps": "max steps",
-    }
-    assert setting_names(["data.seed", "seed", "model"]) == {"data.seed": "data seed", "seed": "seed", "model": "model"}

@@ -208,11 +208,3 @@ def test_the_entry_point_is_installed() -> None:
     mine = [entry for entry in entry_points(group="torch.backends") if entry.name == "lightning_roundpipe"]
     assert mine, "install the package: make install"
     assert mine[0].load() is registration.autoload
-
-
-def test_public_names() -> None:
-    assert set(lightning_roundpipe.__all__) <= set(dir(lightning_roundpipe))
-    assert isinstance(lightning_roundpipe.RoundPipeStrategy, type)
-    assert isinstance(lightning_roundpipe.RoundPipePrecision, type)
-    with pytest.raises(AttributeError, match="no attribute 'RoundPipe'"):
-        _ = lightning_roundpipe.RoundPipe

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from chromium import chromium, served
+from mistakes import MISTAKES
 
 from lightning_roundpipe import RoundPipeStrategy
 
@@ -66,7 +67,7 @@ def test_the_navigation_has_every_page_once() -> None:
 
 
 def test_public_names_have_documentation_and_a_place(hooks: ModuleType) -> None:
-    """A missing one needs a docstring, and a mark `<!-- api: NAME -->` on a page of docs/reference."""
+    """A missing one needs a docstring, and a mark `<!-- api: NAME -->` in docs/reference.md."""
     assert hooks.undocumented() == []
     assert {"lightning_roundpipe.RoundPipeStrategy", "lightning_roundpipe.callbacks.RunFolder"} <= hooks.documented()
 
@@ -79,10 +80,22 @@ def test_the_reference_has_every_option(hooks: ModuleType) -> None:
     options = hooks.options()
     assert {name: default.replace('"', "'") for name, (_, default, _) in options.items()} == own
     assert all(kind and meaning for kind, _, meaning in options.values())
-    page = (DOCS / "reference" / "options.md").read_text()
+    page = (DOCS / "reference.md").read_text()
     assert "<!-- options -->" in page
     named = re.findall(r"`(\w+)`", "".join(re.findall(r"^\|([^|]*)\|", page.split("## Where")[1], flags=re.MULTILINE)))
     assert named and set(named) <= set(own)
+
+
+def test_the_errors_are_those_of_the_table_of_mistakes(hooks: ModuleType) -> None:
+    """So every message on the page is one that the package raises: `tests/test_bad_input.py` makes each mistake."""
+    sections = {mistake.section: list[list[str]]() for mistake in MISTAKES}
+    for mistake in MISTAKES:
+        sections[mistake.section].append([mistake.what, mistake.says, mistake.remedy])
+    assert hooks.mistakes() == sections
+    page = (DOCS / "errors.md").read_text()
+    assert "<!-- mistakes -->" in page
+    explained = re.findall(r"^- `([^`]+)`", page, flags=re.MULTILINE)
+    assert explained and set(explained) <= {mistake.says for mistake in MISTAKES}
 
 
 @pytest.mark.parametrize(
@@ -113,6 +126,7 @@ def test_the_build_is_strict(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
     for folder in ("docs", "conf", "lightning_roundpipe"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tests" / "mistakes", tmp_path / "tests" / "mistakes")
     for file in ("mkdocs.yml", "pyproject.toml"):
         shutil.copy(ROOT / file, tmp_path)
     page = tmp_path / "docs" / "lora.md"
@@ -132,10 +146,10 @@ SCREENS = {"desktop, light": (1280, 900, "light"), "phone": (390, 844, "dark")}
 SCHEMES = {"light": "default", "dark": "slate"}
 SEARCHES = {
     "staleness": "/optimizer/",
-    "watchdog_timeout": "/reference/options/",
+    "watchdog_timeout": "/reference/",
     "QLoRA": "/quantization/",
     "roundpipe-export": "/export/",
-    "microbatch": "/getting-started/",
+    "microbatch": "/batches/",
 }
 """Words, and a page that is among those that the search finds for each."""
 

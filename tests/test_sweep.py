@@ -126,9 +126,3 @@ def test_nothing_of_a_table_is_left_out(
 def test_values_stand_in_their_order(setting: str, values: str, order: str, tmp_path: Path) -> None:
     made = sweep(tmp_path, *((f"{setting}={value}", finished(0.5, 0.25, 4)) for value in values.split()))
     assert [label.get_text() for label in figure_of(made).axes[-1].get_xticklabels()] == order.split()
-
-
-def test_a_sweep_of_failures_has_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    present(sweep(tmp_path, ("lora.r=0", {"error": "ValueError: no"})), tmp_path)
-    assert "run 0 failed: ValueError: no" in capsys.readouterr().out
-    assert not (tmp_path / "sweep.png").exists()

@@ -60,23 +60,6 @@ def rows_of(data: TextFiles, kind: str = "train") -> list[dict[str, Tensor]]:
 # ---------------------------------------------------------------------------------------------------- what is learnt
 
 
-def test_of_a_text_everything_is_learnt() -> None:
-    assert learnt(Text("the ab")) == ("the ab<end>",) * 2
-    assert learnt(Text("the ab"), begins=True) == ("<begin>the ab<end>", "the ab<end>")
-    assert learnt(Text("the", last=False), begins=True) == ("<begin>the", "the")  # it goes on with another piece
-    assert learnt(Text("the", first=False), begins=True) == ("the<end>",) * 2
-
-
-def test_of_a_prompt_nothing_is_learnt() -> None:
-    question = Completion("a the ", "answer\u00e9")
-    assert learnt(question) == ("a the answer\u00e9<end>", "answer\u00e9<end>")
-    assert learnt(question, begins=True) == ("<begin>a the answer\u00e9<end>", "answer\u00e9<end>")
-    assert learnt(question, "everything") == ("a the answer\u00e9<end>",) * 2
-    # A token across the seam belongs to the completion; the tokens are those of the text as it stands.
-    assert learnt(Completion("a", "bc")) == ("abc<end>", "abc<end>")
-    assert learnt(Completion("", "bc")) == ("bc<end>",) * 2
-
-
 def test_of_a_conversation_what_the_assistant_says_is_learnt() -> None:
     chat = Chat([{"role": "system", "content": "be"}, USER, ASSISTANT, USER, ASSISTANT | {"content": "b"}])
     start = "<begin><system>be<turn>\n<user>the ab?<turn>\n<assistant>abbey<turn>\n"
@@ -156,28 +139,6 @@ def test_bad_bytes_are_named(tmp_path: Path) -> None:
         ValueError, match=r"1 of 2 records .* a\.jsonl line 2: the line is not UTF-8 \(byte 11 of the line\)"
     ):
         module(tmp_path / "a.jsonl").prepare_data()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("a.jsonl", "", "it holds no record"),
-        (
-            "a.json",
-            '{\n "text": "a",\n "b": 1\n}\n',
-            "the file is neither a JSON list of records nor has it one on each",
-        ),
-        ("a.txt", " \n", "the file is empty"),
-        ("a.jsonl", '{"text": "ab"}\n'.encode("utf-16"), "the file is UTF-16: write it as UTF-8"),
-        ("a.jsonl", '[{"text": "a"},\n {"text": "b"}]\n', "the file is a JSON list: rename it to .json"),
-    ],
-)
-def test_files_of_another_kind_are_one_complaint(name: str, content: str | bytes, reason: str, tmp_path: Path) -> None:
-    """Beside good ones they are not passed over, and their lines are not complained of one by one."""
-    jsonl(tmp_path / "data" / "good.jsonl", texts())
-    (tmp_path / "data" / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    with pytest.raises(ValueError, match=rf"1 of 41 records cannot be used: {name} (line|record) 1: {reason}"):
-        module(tmp_path / "data").prepare_data()
 
 
 # ---------------------------------------------------------------------------------------------------- rows
@@ -266,23 +227,6 @@ def test_records_that_are_too_long(rows: str, tmp_path: Path, monkeypatch: pytes
 
 
 # ---------------------------------------------------------------------------------------------------- from disk
-
-
-def test_tokens_are_made_once_for_what_they_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    encode = Encoder.encode
-    monkeypatch.setattr(Encoder, "encode", lambda *args: made.append(1) or encode(*args))  # type: ignore[func-returns-value]
-    path = jsonl(tmp_path / "a.jsonl", questions(8))
-
-    def count(**settings: Any) -> int:
-        made.clear()
-        module(path, batch_size=1, **settings).setup("fit")
-        return len(made)
-
-    assert [count(), count(), count(sequence_length=20, seed=3, rows="padded")] == [8, 0, 0]
-    assert [count(loss_on="everything"), count(tokenizer=tiny_tokenizer(begins=True)), count()] == [8, 8, 0]
-    jsonl(path, questions(9))
-    assert [count(), count()] == [9, 0]
 
 
 def test_a_resumed_epoch_goes_on(tmp_path: Path) -> None:

@@ -178,9 +178,10 @@ def _shipped() -> dict[str, Hardware]:
 
 @cache
 def _gpus() -> dict[str, Hardware]:
-    """Return the machine of each GPU, by the GPU's name."""
+    """Return the machine of each GPU, by the GPU's name: of a file of its own, or of the data sheets."""
     names = {name: _COUNTED.fullmatch(name) for name in _shipped()}
-    return {
+    sheets = read_hardware(shipped_files("hardware/sheets")["gpus"]).kinds
+    return {_plain(kind.title): replace(kind, title=f"1 x {kind.title}") for kind in sheets} | {
         match["gpu"] if match else name: _shipped()[name]
         for name, match in names.items()
         if not _shipped()[name].emulated

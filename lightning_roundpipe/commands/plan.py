@@ -82,7 +82,7 @@ def parser() -> Parser:
     add(group, "precision", "default: bf16-mixed", read_precision, "NAME")
     add(group, "max_positions", "tokens, beyond the model's", whole(1, 2**24), "N", False)
     group = made.add_argument_group("machine")
-    add(group, "gpu", "a800, h100, h200, rtx3090, rtx4090", None, "NAME")
+    add(group, "gpu", "as rtx4090; a wrong one lists all", None, "NAME")
     add(group, "gpus", "how many of them (default: 1)", whole(), "N")
     add(group, "host_memory", "of the host, as 256GiB", parse_bytes, "SIZE")
     add(group, "hardware", "rtx4090x4, cpu, auto (this one), a file", None, "NAME")

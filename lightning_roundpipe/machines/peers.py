@@ -43,7 +43,7 @@ MAIN, GRADIENTS, WEIGHTS = "main", "gradients", "weights"
 """The purposes of process groups."""
 CONNECTIONS = 2
 """Process groups for gradients, and for weights. One alone is seldom busy in both directions. Four were faster than two
-in two of four exchanges that were measured, and slower in the others (docs/several-machines-plans.md)."""
+in two of four exchanges that were measured, and slower in the others (docs/decisions.md)."""
 LOOK = 0.5
 """Seconds between two looks at the other machines while waiting."""
 OPERATION = timedelta(hours=24)

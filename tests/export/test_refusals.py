@@ -90,24 +90,7 @@ def test_a_run_without_its_checkpoint(run: Path, tmp_path: Path) -> None:
     refused(message, run, to, ckpt=tmp_path / "cut.ckpt")
 
 
-def test_a_base_that_is_not_there_any_more(run: Path, base: Path, tmp_path: Path) -> None:
-    moved = tmp_path / "run"
-    shutil.copytree(run, moved)
-    (moved / "config.yaml").write_text((run / "config.yaml").read_text().replace(str(base), "/nowhere"))
-    refused(r"^run=.* cannot be read: model.folder='/nowhere' .* with base=\.$", moved, tmp_path / "to")
-    message = r"^base=no/such-model is neither a folder nor a model that the Hugging Face hub"
-    refused(message, moved, tmp_path / "to", base="no/such-model")
-    export(moved, tmp_path / "to", base=str(base))
-
-
 # ---------------------------------------------------------------------------------------------------------- the weights
-
-
-def test_a_base_of_another_architecture(run: Path, tmp_path: Path) -> None:
-    """Qwen3 has the shapes of Llama, and the adapters were merged into it."""
-    other = make_base(tmp_path / "qwen3", "qwen3", head_dim=16)
-    message = r"^base=.* of the type qwen3, and run=.*has trained one of llama"
-    refused(message, run, tmp_path / "to", base=str(other))
 
 
 def test_all_weights_of_another_model(run: Path, base: Path, tmp_path: Path) -> None:
@@ -213,20 +196,3 @@ def test_an_interrupted_export(
     ):
         export(adapters, to, overwrite=True, max_shard_size=100_000)
     assert written and sorted(tmp_path.iterdir()) == beside and contents(to) == before
-
-
-def test_a_folder_that_cannot_be_replaced(adapters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was there before comes back whole."""
-    to = tmp_path / "to"
-    export(adapters, to)
-    before, rename = contents(to), Path.rename
-
-    def fail(self: Path, target: Path) -> Path:
-        if self.name.endswith(".unfinished"):
-            raise PermissionError("no")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(OSError, match=r"^to=.*to cannot be written: PermissionError: no"):
-        export(adapters, to, overwrite=True, max_shard_size=100_000)
-    assert contents(to) == before and sorted(path.name for path in tmp_path.glob("to*")) == ["to"]

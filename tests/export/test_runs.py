@@ -166,15 +166,6 @@ def test_the_best_checkpoint(base: Path, tmp_path: Path) -> None:
     assert find_trained(tmp_path / "run", ckpt=last).file.name == last
 
 
-def test_without_checkpoints_the_adapters_folder_is_taken(adapted: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
-    run, wanted = adapted
-    moved = tmp_path / "run"
-    shutil.copytree(run, moved)
-    shutil.rmtree(moved / "checkpoints")
-    merged = exported(moved, tmp_path / "merged", dtype="float32")
-    torch.testing.assert_close(logits(merged), wanted, atol=1e-5, rtol=1e-5)
-
-
 def test_a_checkpoint_of_a_script(adapted: tuple[Path, torch.Tensor], base: Path, tmp_path: Path) -> None:
     """Without a run's configuration: the base model and the adapters' settings are given, names have another prefix."""
     from peft import LoraConfig

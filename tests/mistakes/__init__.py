@@ -1,4 +1,4 @@
-"""What users get wrong, in one table, with the ways to get it wrong: the rows of ``docs/errors*.md``."""
+"""What users get wrong, in one table, with the ways to get it wrong: the rows of the page of ``docs/errors.md``."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from mistakes.user import Mistake, User
 
 QUESTION = {"prompt": "what?", "completion": "that"}
 USER = {"role": "user", "content": "what?"}
-ANSWER = {"role": "assistant", "content": "that"}
 
 
 def _reading(*records: Any, name: str = "a.jsonl", **settings: Any) -> Callable[[User], Any]:

@@ -97,7 +97,7 @@ class User:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A row of ``docs/errors*.md``.
+    """A row of the page of ``docs/errors.md``.
 
     Attributes:
         section: the heading that its table is under.

@@ -88,10 +88,6 @@ def test_adapters_change_nothing() -> None:
 # -------------------------------------------------------------------------------------------------------- plain PyTorch
 
 
-def test_mlp_of_repeated_blocks() -> None:
-    assert names(zoo.MLP()) == ["stem", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
-
-
 class Residual(nn.Module):
     """Of a ResNet."""
 
@@ -134,11 +130,6 @@ def test_an_ordinary_cnn_does_not_become_dozens_of_layers() -> None:
     assert {"stem", "stages.0", "stages.1", "stages.3.5", "head"} <= set(found)
     assert {type(m) for m in find_layers(Holder(model)).values()} <= {nn.Sequential, Residual, nn.Linear}
     assert_nothing_twice(Holder(model))
-
-
-def test_a_shared_module_is_one_layer() -> None:
-    shared = nn.Linear(8, 8)
-    assert names(nn.Sequential(shared, nn.Linear(8, 4), shared)) == ["0", "1"]
 
 
 class Language(nn.Module):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.model import quantize, quantize_experts, quantize_loader, quantize_weight
+from lightning_roundpipe.model import quantize, quantize_experts, quantize_weight
 from lightning_roundpipe.model.loading import from_config, from_folder
 from lightning_roundpipe.model.quantize_experts import ExpertWeights
 from lightning_roundpipe.tasks import CausalLM
@@ -163,28 +163,6 @@ def test_what_is_not_packed() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_random_weights_are_packed_as_they_are_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    most = 0
-
-    def packed(self: Any, model: nn.Module, key: str, weight: Tensor) -> Tensor:
-        nonlocal most
-        weights = {n: p for n, p in model.named_parameters() if n.endswith(("proj", "proj.weight"))}
-        most = max(most, sum(p.numel() for p in weights.values() if not p.is_meta and p.is_floating_point()))
-        return real(self, model, key, weight)
-
-    real = quantize_loader._Quantizer.packed
-    monkeypatch.setattr(quantize_loader._Quantizer, "packed", packed)
-    model = from_config(quantization="nf4", **settings(name)).model
-    largest = max(p.numel() for n, p in plain(name).named_parameters() if "proj" in n)
-    second = 0 if name == "llama" else largest  # both weights of a layer's experts are made by one function
-    assert 0 < most <= largest + second
-    assert torch.isfinite(logits(model)).all()
-    q = model.model.layers[0].self_attn.q_proj.weight
-    std = bnb.functional.dequantize_4bit(q.data, q.quant_state).std()
-    assert 0.01 < std < 0.03
-
-
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 
@@ -300,14 +278,6 @@ def test_we_read_what_transformers_writes(folders: dict[str, Path], tmp_path: Pa
     assert torch.equal(logits(from_folder(tmp_path).model), logits(theirs))
 
 
-def test_experts_that_transformers_left_in_16_bits_are_read_so(folders: dict[str, Path], tmp_path: Path) -> None:
-    theirs = by_hand(folders["qwen3_moe"])
-    theirs.save_pretrained(tmp_path)
-    ours = from_folder(tmp_path).model
-    assert not any(isinstance(module, ExpertWeights) for module in ours.modules())
-    assert torch.equal(logits(ours), logits(theirs))
-
-
 def _adapted() -> nn.Module:
     return get_peft_model(copy.deepcopy(plain("llama")), LoraConfig(target_modules=["q_proj"]))
 
@@ -355,13 +325,6 @@ def test_files_with_parts_of_the_wrong_size_are_refused(
         quantize.from_pretrained(tmp_path)
 
 
-def test_transformers_refuses_packed_experts(folders: dict[str, Path], tmp_path: Path) -> None:
-    """It must not take random weights for them."""
-    quantize.from_pretrained(folders["qwen3_moe"], "nf4").save_pretrained(tmp_path)
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu")
-
-
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
@@ -393,16 +356,6 @@ def test_adapters_in_packed_experts_are_refused(folders: dict[str, Path], target
     model = from_folder(folders["qwen3_moe"], quantization="nf4").model
     with pytest.raises(ValueError, match=r"adapters in experts that are quantised \(.*experts\.\w+\).*lora=attention"):
         CausalLM(model, torch.optim.SGD, lora=lora)
-
-
-def test_evaluation_does_not_change_training(folders: dict[str, Path]) -> None:
-    """bitsandbytes would pack the weights anew in evaluation, for a kernel without gradients."""
-    wanted, found = (quantize.from_pretrained(folders["llama"], "nf4") for _ in range(2))
-    with torch.no_grad():
-        found.eval()(TOKENS)
-    for model in (wanted, found):
-        model.train()(TOKENS, labels=TOKENS).loss.backward()
-    assert torch.equal(wanted.model.embed_tokens.weight.grad, found.model.embed_tokens.weight.grad)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -63,10 +63,3 @@ def test_experts_in_one_tensor_cannot_be_cut() -> None:
     assert "'weight' (4 x 5 x 5, all experts in one tensor)" in stuck.why and "adapters" in stuck.remedy
     frozen = cut(90, block=Block(Mixture()).requires_grad_(False)).stuck
     assert frozen is not None and "narrower format" in frozen.remedy
-
-
-def test_what_holds_most_of_its_weights_itself_cannot_be_cut() -> None:
-    """User code reads them, for each microbatch, and nobody counts where."""
-    assert cut(100, block=Block(own=10)).stuck is None
-    stuck = cut(100, block=Block(own=11)).stuck
-    assert stuck is not None and "'scale' (11)" in stuck.why

@@ -110,23 +110,6 @@ def test_unbinding_gives_memory_back_at_once(layer: Odd, rounded: tuple[int, ...
         gc.enable()
 
 
-def test_parameters_become_views(layer: Odd) -> None:
-    """The copy computes with what lies in the arena, and with what it holds later, without being bound again."""
-    copy = Replica(layer, CPU)
-    arena = torch.full((24,), 2.0)
-    views = [arena[0:4].view(2, 2), arena[4:6], arena[6:10].view(2, 2), arena[10:12]]
-    copy.bind(views, [True, False, True, True])
-    assert [p.requires_grad for p in copy.parameters] == [True, False, True, True]
-    assert [p.data_ptr() for p in copy.module.parameters()] == [v.data_ptr() for v in views]
-    x = torch.ones(1, 2)
-    assert copy.module(x).tolist() == [[24.0, 24.0]]  # (1 + 3) (2 + 2 + 2)
-    arena.fill_(1.0)
-    assert copy.module(x).tolist() == [[12.0, 12.0]]
-    copy.module(x).sum().backward()
-    assert copy.parameters[0].grad is not None and copy.parameters[1].grad is None
-    assert layer.inner.weight.grad is None
-
-
 def test_a_tied_parameter_is_one_in_the_copy() -> None:
     """Two would each get half of the gradient."""
     layer = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])

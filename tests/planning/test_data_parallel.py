@@ -47,10 +47,6 @@ def test_a_step_is_passes_then_what_is_left_of_the_sums_then_the_update() -> Non
     assert seconds == pytest.approx(3 * 4.0 + (SUMS_S - 2.0) + UPDATE_S)
 
 
-def test_one_gpu_sums_nothing() -> None:
-    assert data_parallel_s(costs, (1,), PARAMETERS, MACHINE, 1, 6, 10_000) == pytest.approx(6 * 4.0 + UPDATE_S)
-
-
 def test_the_best_size_that_fits_counts() -> None:
     def slower_when_small(size: int) -> Costs:
         return costs(size) if size > 1 else costs(3)

@@ -61,18 +61,6 @@ def test_experts_cost_what_their_rows_meet_and_all_their_bytes() -> None:
         assert torch.ops.aten._grouped_mm(rows.t(), out, offs=ends).shape == experts.shape
 
 
-def test_memory_is_what_lives_at_once() -> None:
-    with Meter(SLOW_MEMORY) as meter, meter.scope() as work:
-        first = meta(100)
-        second = first + 1
-        assert work.memory.live == 800
-        view = second[:50]
-        del first, second
-        assert (work.memory.live, work.memory.peak) == (400, 800)
-        del view
-        assert work.memory.live == 0
-
-
 class Model(nn.Module):
     def __init__(self, frozen: bool) -> None:
         super().__init__()

@@ -8,14 +8,9 @@ from planning.making import call, even
 from lightning_roundpipe.planning import CallCost, Costs, Plan
 from lightning_roundpipe.planning.memory import (
     Parameters,
-    ahead_bytes,
-    arena_bytes,
     device_bytes,
-    fits,
     host_items,
     partition_within,
-    planned_bytes,
-    reserved_within,
 )
 
 
@@ -60,22 +55,6 @@ def test_rounds_are_as_large_as_fits() -> None:
         partition_within(costs, 3, 8, None, exact, min_round=4)
     with pytest.raises(ValueError, match="7 waiting microbatches"):
         partition_within(costs, 3, 8, 8, exact)
-
-
-def test_an_arena_has_what_is_left() -> None:
-    """From the smallest to the largest, when tensors that are brought ahead have their room."""
-    costs = Costs(tuple(call(f"layer{i}", input_bytes=4, waiting=4) for i in range(4)))
-    plan = Plan.per_call(4)
-    least, most = arena_bytes(plan, costs, 2)
-    ahead, beside = ahead_bytes(plan, costs, 2), device_bytes(plan, costs, 2) - least
-    assert (least, most) == (140, 280) and ahead > 0
-    for budget, arena in ((None, most), (0, least), (ahead, least), (ahead + 50, least + 50), (ahead + 999, most)):
-        limit = None if budget is None else least + beside + budget
-        reserved = reserved_within(plan, costs, 2, limit)
-        assert reserved.arena == arena
-        assert limit is None or planned_bytes(plan, costs, 2, limit) <= limit
-        assert reserved.room is None or budget is None or reserved.room >= min(ahead, budget)
-    assert fits(plan, costs, 2, most + beside, most=True) and not fits(plan, costs, 2, most + beside - 1, most=True)
 
 
 CALLS = st.builds(

@@ -37,13 +37,6 @@ def test_a_step_of_two_layers_by_hand() -> None:
     assert exchange.busy_s == 3.0 == network.wire_bytes(40 * MB) / network.bytes_per_s
 
 
-def test_what_the_next_forward_needs_first_goes_first() -> None:
-    """Three layers are complete at once; the first one's weights are sent before the last one's gradients."""
-    exchange = Exchange(Network(2, 10 * MB, 0.5), costs_of(20 * MB, 20 * MB, 20 * MB), rate=None)
-    published = exchange.step(dict.fromkeys(("layers.2", "layers.1", "layers.0"), 0.0))
-    assert published == {"layers.0": 1.5, "layers.1": 3.0, "layers.2": 4.5}
-
-
 def test_a_slower_network_takes_longer_and_staleness_hides_more() -> None:
     costs, plan = costs_of(*[20 * MB] * 8), Plan.per_call(8, 4)
     updates = UpdateModel(1e9)

@@ -1,4 +1,4 @@
-"""docs/long-sequences.md and docs/several-machines-plans.md say what the planner says."""
+"""docs/long-sequences.md and docs/several-machines.md say what the planner says."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_large_models_are_as_the_page_says() -> None:
     page = pages.PAGE.read_text()
     found = [
         look_at(shape(row.name), replace(row.wish, plan=text))
-        for row, text in zip(pages.ROWS, pages.plans(pages.between(page)), strict=True)
+        for row, text in zip(pages.ROWS, pages.plans(), strict=True)
     ]
     assert pages.between(page) == pages.figures(found)
     assert {row.name for row in pages.ROWS} == set(MODELS)
@@ -111,6 +111,6 @@ def test_large_models_are_as_the_page_says() -> None:
 def test_the_search_finds_the_pages_plans() -> None:
     """A machine that is busy may find others, but hardly slower ones."""
     pages = large_models()
-    for row, text in zip(pages.ROWS, pages.plans(pages.between(pages.PAGE.read_text())), strict=True):
+    for row, text in zip(pages.ROWS, pages.plans(), strict=True):
         there, found = (look_at(shape(row.name), replace(row.wish, plan=plan)) for plan in (text, None))
         assert found.tokens_per_s == pytest.approx(there.tokens_per_s, rel=0.06), row.name

@@ -267,20 +267,6 @@ def test_of_the_layers_that_are_there_the_first_is_updated_first() -> None:
     assert updating.step({"layers.0": 60.0, "head": 55.0})[0] == ("head", 55, 75)
 
 
-@pytest.mark.parametrize("reduced", [None, 5])
-def test_gradients_travel_in_fewer_bytes_and_not_back(reduced: int | None) -> None:
-    """Two rounds of 10 bytes of gradients: the second starts from the sum of the first, or the host adds them up."""
-    costs = Costs((CallCost("a", 1.0, 1.0, 2, 10, 0, 0, needs_backward=True, reduced_bytes=reduced),))
-    plan = Plan.parse("forward none; fused 0; backward none; round 1")
-    run = run_steps(plan, costs, 1, 2, Rules(links=Links(1.0, 1.0)))
-    seconds = {
-        kind: [e.end_s - e.start_s for e in run.events if e.kind == kind]
-        for kind in ("upload_weights", "download_gradients")
-    }
-    assert seconds["upload_weights"] == [2, 2, *([] if reduced else [10])]
-    assert seconds["download_gradients"] == [reduced or 10] * 2
-
-
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     plans(),

@@ -12,11 +12,9 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from planning.judge import Times, step_ends
-from planning.making import call, even, keeps
+from planning.making import call, keeps
 
-from lightning_roundpipe.planning import CallCost, Costs, Plan, anneal, pipeline, search
-from lightning_roundpipe.planning.anneal import PlanTimer
-from lightning_roundpipe.planning.batch import Pace
+from lightning_roundpipe.planning import CallCost, Costs, Plan, pipeline, search
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
 from lightning_roundpipe.planning.links import Links
@@ -131,61 +129,6 @@ def test_a_busy_machine_has_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> 
     assert best() == idle
 
 
-def test_a_search_ends_where_no_plan_nearby_is_allowed() -> None:
-    """Nothing is timed there, so what is looked at has to count as work, too."""
-    costs = Costs(tuple(call(f"{i}", weights=100, gradients=100, activations=50) for i in range(3)))
-    limits = Limits(2, 2, device_bytes(Plan.parse("forward 0 1; fused 2; backward 1 0; round 2"), costs, 2))
-    search_partition(costs, 2, 2, limits, search_seconds=1.0, judge=lambda plan: 1.0)
-
-
-def test_longer_search_is_no_worse() -> None:
-    costs, host = CASES["gpt-oss-20b"].costs(), HostTime(hop_s=0.002)
-    times = [
-        judged(search_partition(costs, 8, 16, host=host, search_seconds=seconds), costs, 8, 16, 0, 0.002)
-        for seconds in (0, 3.0, 10.0)
-    ]
-    assert times == sorted(times, reverse=True)
-    assert times[-1] < times[0]
-
-
-def test_limits() -> None:
-    costs = even(16)
-    usual = Limits.usual(costs, 4, 8)
-    assert (usual.min_round, usual.max_fused, usual.memory) == (4, 2, None)
-    assert Limits.usual(costs, 4, 2).min_round == 2
-    tight = Limits(8, 0, None)
-    plan = search_partition(costs, 4, 8, tight, search_seconds=2.0)
-    assert plan.round_microbatches == 8
-    assert len(plan.fused) == 1
-    assert search_partition(costs, 1, 4, Limits(1, 15), search_seconds=2.0).forward == ()  # nothing to recompute
-    with pytest.raises(ValueError, match="memory_budget"):
-        search_partition(costs, 4, 8, Limits(4, 2, 100))
-    with pytest.raises(ValueError, match="max_fused=-1"):
-        Limits(4, -1)
-    with pytest.raises(ValueError, match="search_seconds"):
-        search_partition(costs, 4, 8, search_seconds=-1)
-
-
-def test_a_wandering_plan_keeps_to_limits_and_spends_what_it_may() -> None:
-    costs, spent = even(16), []
-    pace = Pace.of(costs, HostTime(), ahead=False)
-
-    def spend(seconds: float) -> float:
-        spent.append(seconds)
-        return len(spent) / 3000
-
-    def is_kept(shape: PlanShape, sizes: list[int]) -> bool:
-        return sizes[shape.forward] <= 2 and shape.backward >= 3
-
-    start = PlanShape(1, 5, 8), [15, 1, 3, 3, 3, 3, 3]
-    clock = PlanTimer(pace, 4)
-    shape, sizes, seconds = anneal.anneal(clock, *start, 8, is_kept, Random(0), spend)
-    assert len(spent) == 3000
-    assert is_kept(shape, sizes)
-    assert seconds == clock(shape.forward, sizes, [8]) < 0.7 * clock(1, start[1], [8])
-    plan_of(shape, sizes).validate(costs.layers)
-
-
 def whole_model(gradient_bytes: int = 100) -> Costs:
     """Six calls, of which a worker with 4,000 bytes holds all, in the smallest arena at least."""
     calls = [
@@ -274,17 +217,3 @@ def test_memory_of_many_plans_on_unequal_workers_is_that_of_each() -> None:
         assert found == all(each)
         answers.add(bool(found))
     assert answers == {True, False}
-
-
-@pytest.mark.parametrize(("bytes_per_s", "is_worth_it"), [(1e3, False), (2.0, True)])
-def test_updates_are_hidden_behind_the_backward_of_other_stages(bytes_per_s: float, is_worth_it: bool) -> None:
-    """One worker has memory for the graphs of everything. Slow updates are worth a recomputation, fast ones are not."""
-    costs, everything = even(8), Plan.parse("forward none; fused 0-7; backward none; round 8")
-    rules = Rules(links=Links(1e3, 1e3), updates=UpdateModel(bytes_per_s))
-
-    def step_s(plan: Plan) -> float:
-        return pipeline.period_of_ends(pipeline.step_ends(plan, costs, 1, 8, rules, 4), 2)
-
-    plan = search_partition(costs, 1, 8, Limits(1, 8, None, 8), search_seconds=1.0, judge=step_s)
-    assert bool(plan.forward) == is_worth_it
-    assert step_s(plan) < step_s(everything) * 0.95 if is_worth_it else step_s(plan) == step_s(everything)
