@@ -110,7 +110,7 @@ def test_a_class_speaks_for_itself_and_what_it_inherits() -> None:
     assert looks(overriding(silent, away=True)) == {}
 
 
-def test_the_packaged_job_waits_for_nobody() -> None:
+def test_callbacks_of_the_packaged_job_are_passive() -> None:
     packaged = (Measurements(), PlanTable(), ProgressRich(), ProgressLines(), RunFolder("."))
     trainer = connected(module := Plain())
     trainer.callbacks = [*packaged]  # type: ignore[attr-defined]

@@ -87,7 +87,7 @@ def test_two_workers_hold_no_more_than_planned_and_what_is_certain() -> None:
     assert max(shares) <= 1.0
     report = last_report()
     plan, costs = Plan.parse(report["plan"]), Costs.from_dict(report["costs"])
-    alone = planned_bytes(replace(plan, round_microbatches=1), costs, 2, None)  # nobody waits
+    alone = planned_bytes(replace(plan, round_microbatches=1), costs, 2, None)  # none waits
     assert min(shares) * report["planned_device_bytes"] >= (1 - WITHIN) * alone
 
 

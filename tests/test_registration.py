@@ -1,4 +1,4 @@
-"""The strategy's name is known to Lightning whoever imports what first, and never at the price of a broken torch."""
+"""Lightning knows the name of the strategy in any order of imports, and torch works where the package is broken."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_trainer_knows_the_name_without_an_import_of_ours(tmp_path: Path) -> Non
         """
         from lightning import Trainer
         import sys
-        assert "lightning_roundpipe.strategy" not in sys.modules, "the strategy is imported before anybody asks for it"
+        assert "lightning_roundpipe.strategy" not in sys.modules, "the strategy is imported before it is asked for"
         trainer = Trainer(strategy="roundpipe", accelerator="cpu", devices=2, logger=False)
         from lightning_roundpipe import RoundPipeStrategy
         assert type(trainer.strategy) is RoundPipeStrategy, trainer.strategy

@@ -75,8 +75,8 @@ def test_public_names_have_documentation_and_a_place(hooks: ModuleType) -> None:
 def test_the_reference_has_every_option(hooks: ModuleType) -> None:
     """With type and default, as the code has them."""
     parameters = inspect.signature(RoundPipeStrategy).parameters.values()
-    # The keyword-only ones are Lightning's own, and it fills them in itself.
-    own = {p.name: repr(p.default) for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY}
+    # Keyword-only parameters are Lightning's own, which it fills in itself.
+    own = {p.name: repr(p.default) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
     options = hooks.options()
     assert {name: default.replace('"', "'") for name, (_, default, _) in options.items()} == own
     assert all(kind and meaning for kind, _, meaning in options.values())

@@ -499,7 +499,7 @@ MODELS = [
     Mistake(
         SECTION,
         "`model.quantization` of experts whose sizes do not fit",
-        "model.quantization: each expert in … is a matrix of …, which no number of blocks of 64 holds",
+        "model.quantization: each expert in … is a matrix of …, which must be multiples of 8",
         "Load this model with model.quantization=null",
         (
             lambda user: (

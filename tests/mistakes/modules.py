@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 import zoo
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import GPTQConfig
 
 from lightning_roundpipe import Microbatches
 from mistakes.user import Mistake, User
@@ -270,8 +272,10 @@ def _infinite_scales(head: Any) -> None:
     head.weight.quant_state.absmax = head.weight.quant_state.absmax.float().fill_(float("inf"))
 
 
-def _of_hqq(head: Any) -> None:
-    head.__class__ = type("HQQLinear", (nn.Linear,), {"__module__": "hqq.core.quantize"})
+def _by_gptq(user: User) -> None:
+    module = zoo.make_module("mlp")
+    module.model.hf_quantizer = SimpleNamespace(quantization_config=GPTQConfig(bits=4))  # as transformers marks it
+    user.fit(module)
 
 
 SECTION = "The module, its optimizer and its loss"
@@ -363,9 +367,9 @@ MODULES = [
     Mistake(
         SECTION,
         "weights that another library than bitsandbytes has quantised (GPTQ, AWQ, HQQ, torchao)",
-        "the weights of '…' are in a format (…) that the roundpipe strategy cannot send to devices",
-        "Take the model with weights in 16 bits",
-        (_quantised(_of_hqq),),
+        "the weights of '…' are quantised by …, which the roundpipe strategy cannot train",
+        "Load the 16-bit checkpoint of the model",
+        (_by_gptq,),
     ),
     Mistake(
         SECTION,

@@ -14,7 +14,6 @@ import pytest
 import torch
 from harness import assert_identical, assert_same, ours, run
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -295,34 +294,6 @@ def test_models_that_cannot_be_packed_are_refused(make: Any, words: str) -> None
     """A model in four bits was called one in eight, and adapters were packed."""
     with pytest.raises(ValueError, match=words):
         quantize.quantize(make(), "int8")
-
-
-def _cut(size: int) -> Any:
-    return lambda tensor: tensor[:size].clone()
-
-
-BROKEN = [
-    ("llama", ".absmax", _cut(3), "has 3 scales instead of"),
-    ("qwen3_moe", ".nested_absmax", _cut(0), "has 0 scales of scales"),
-    ("llama", ".quant_map", _cut(8), "has 8 values in its table"),
-    ("qwen3_moe", "q_proj.weight", _cut(100), "has 100 bytes instead of"),
-    ("llama", ".nested_absmax", lambda tensor: tensor * float("nan"), "has scales of scales that are not finite"),
-]
-
-
-@pytest.mark.parametrize(("name", "part", "change", "words"), BROKEN)
-def test_files_with_parts_of_the_wrong_size_are_refused(
-    folders: dict[str, Path], tmp_path: Path, name: str, part: str, change: Any, words: str
-) -> None:
-    """Kernels read beyond the end of too few scales, and training went on."""
-    quantize.from_pretrained(folders[name], "nf4").save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    of = "q_proj" if name == "llama" or part == "q_proj.weight" else "experts.gate_up_proj"
-    key = next(key for key in weights if of in key and key.endswith(part))
-    weights[key] = change(weights[key])
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=words):
-        quantize.from_pretrained(tmp_path)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
