@@ -282,10 +282,7 @@ class Executor:
             What user code gets, and the run, of which `deliver` gives it the rest.
         """
         layer, worker = call.layer, self.worker
-        could = worker.wait_for_weights(slot, layer, runner)
-        tensors = self._arrived(inputs, runner)
-        if could is not None:
-            slot.recorder.waited(worker.index, could, self.device.compute.record(timed=True))
+        tensors = self._take(slot, layer, inputs, runner)
         replica, buffers = self._copy(slot, layer)
         grad = call.thread_state.grad and not evaluates
         before = buffers.snapshot() if buffers and grad and not keep_graph else None
@@ -347,6 +344,16 @@ class Executor:
             elif value.requires_grad:  # the values are there: only the history is missing
                 with torch.autograd._unsafe_preserve_version_counter(own):  # type: ignore[attr-defined]
                     own.copy_(value)
+
+    def _take(self, slot: Slot, layer: HostLayer, inputs: Sequence[Arriving], runner: Runner) -> list[Tensor]:
+        """Have the compute stream wait for weights and inputs. Returns the inputs, and records how long it stood."""
+        worker = self.worker
+        events = [event for _, event in inputs if event is not None]
+        could = worker.wait_for_weights(slot, layer, events, runner)
+        tensors = self._arrived(inputs, runner)
+        if could is not None:
+            slot.recorder.waited(worker.index, could, self.device.compute.record(timed=True))
+        return tensors
 
     def _arrived(self, inputs: Sequence[Arriving], runner: Runner) -> list[Tensor]:
         for _, event in inputs:
@@ -569,12 +576,9 @@ class Executor:
         self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner, inside: Inside
     ) -> None:
         """Repeat the forward of a call, now for its graph. Arguments as for `backward`."""
-        worker, layer, device = self.worker, call.layer, self.device
+        layer, device = call.layer, self.device
         replica, buffers = self._copy(slot, layer)
-        could = worker.wait_for_weights(slot, layer, runner)
-        there = self._arrived(inputs, runner)
-        if could is not None:
-            slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
+        there = self._take(slot, layer, inputs, runner)
         if buffers:
             buffers.load(call.buffers)
         given = [t.clone() if i in call.mutated else t for i, t in enumerate(there)]

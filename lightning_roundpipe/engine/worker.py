@@ -226,16 +226,19 @@ class Worker:
                 where = EventSource(slot.index, slot.phase, call, host.layer.name)
                 slot.recorder.add("upload_gradients", self.index, start, end, -1, host.layout.nbytes, where)
 
-    def wait_for_weights(self, slot: Slot, layer: HostLayer, runner: Runner) -> Event | None:
+    def wait_for_weights(self, slot: Slot, layer: HostLayer, inputs: Iterable[Event], runner: Runner) -> Event | None:
         """Have the compute stream wait for the upload of ``layer`` [2].
 
         Returns:
-            Event in front of the wait, from which on the worker stands still; None if there is nothing to wait for.
+            Event in front of the wait, from which on the worker stands still; None if the weights and ``inputs`` are
+            there.
         """
         self.device.drop_finished()
+        enqueued = slot.uploads[layer.index].is_set
+        there = enqueued and slot.uploaded[layer.index].done() and all(event.done() for event in inputs)
+        could = None if there else self.device.compute.record(timed=True)
         self._baton.wait(runner, slot.uploads[layer.index].then)
         upload: Event = slot.uploaded[layer.index]
-        could = None if upload.done() else self.device.compute.record(timed=True)
         self.follow(upload, runner)
         return could
 

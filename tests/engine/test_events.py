@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import zoo
+from harness import ours, run
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Device, Event, make_devices
@@ -86,3 +88,9 @@ def test_the_bubble_is_what_workers_do_not_compute() -> None:
     rows = [row("upload_weights", 0, 100), row("forward", 10, 14), row("recompute", 12, 14), row("backward", 18, 20)]
     assert bubble_percent(rows, 2) == pytest.approx(100 * (1 - 8 / 20))
     assert bubble_percent([row("forward", 1, 1)], 1) == 0.0
+
+
+def test_the_report_counts_waits_for_copies() -> None:
+    strategy = ours(num_microbatches=2, emulation={"bandwidth": "100KB"})
+    run(strategy, zoo.make_module("mlp"), zoo.make_batches("mlp", 3), devices=2)
+    assert strategy.report()["stall_pct"] > 10
