@@ -285,17 +285,6 @@ def test_what_is_assumed_of_the_host_is_said(command: Any, tmp_path: Path) -> No
 # -- unequal devices -------------------------------------------------------------------------------------------------
 
 
-def test_two_kinds_of_gpu_in_one_host() -> None:
-    found, assumed = choose_machine("rtx4090x2+a800", None, None, None, None)
-    assert (found.title, found.workers) == ("2 x RTX 4090 + 1 x A800 80GB", 3)
-    assert [device.title for device in found.devices] == ["RTX 4090", "A800 80GB", "RTX 4090"]
-    assert (found.host_memory, found.host_memory_bandwidth) == (384 * 2**30, 3 * 51.2e9)
-    assert any("in this order, RTX 4090, A800 80GB, RTX 4090" in text for text in assumed)
-    assert len({device.host_memory for device in found.devices}) == 1, "they share one host"
-    same = choose_machine("rtx4090x2+rtx4090x2", None, None, None, None)[0]
-    assert (same.title, same.workers, same.kinds) == ("4 x RTX 4090", 4, ())
-
-
 def test_a_file_of_two_kinds(command: Any, tmp_path: Path) -> None:
     text = (ROOT / "conf" / "hardware" / "rtx4090x8.yaml").read_text()
     kinds = "kinds:\n- {title: A, workers: 5}\n- {title: B, workers: 3, memory: 12GiB, upload: 12e9}\n"

@@ -114,15 +114,3 @@ def test_nothing_of_a_table_is_left_out(
     for text in ("tiny_qwen3_235b_a22b", "tiny_qwen3_235b_a22c", "2.500 s", "1.25 GiB", "1.5000", "failed"):
         assert text in table, text
     assert "num microbatches 16" in " ".join(table.split()) and "Raise it." in reasons
-
-
-@pytest.mark.parametrize(
-    ("setting", "values", "order"),
-    [
-        ("strategy.emulation.memory", "2GiB 512MB 16MiB 1GB", "16MiB 512MB 1GB 2GiB"),
-        ("model", "qwen_4b llama_8b 2", "2 llama_8b qwen_4b"),
-    ],
-)
-def test_values_stand_in_their_order(setting: str, values: str, order: str, tmp_path: Path) -> None:
-    made = sweep(tmp_path, *((f"{setting}={value}", finished(0.5, 0.25, 4)) for value in values.split()))
-    assert [label.get_text() for label in figure_of(made).axes[-1].get_xticklabels()] == order.split()

@@ -55,32 +55,6 @@ def test_host_time() -> None:
         HostTime(hop_s=-1)
 
 
-def test_staleness() -> None:
-    """Turns of 1 + 2: the next step waits for the last gradient, at 6, or (1) for the last loss only, at 4."""
-    plan = Plan.parse("forward none; fused 0; backward none; round 2")
-    exact = run_steps(plan, even(1), 4, 4, Rules(staleness=0), 3)
-    assert rows(exact)[:6] == [
-        ("fused", 0, 0, 0, 3),
-        ("fused", 0, 1, 3, 6),
-        ("fused", 1, 2, 6, 9),  # adds to the same sums
-        ("fused", 1, 3, 9, 12),
-        ("fused", 2, 0, 12, 15),
-        ("fused", 2, 1, 15, 18),
-    ]
-    assert exact.losses_s == (10, 22, 34)
-    late = run_steps(plan, even(1), 4, 4, Rules(staleness=1), 3)
-    assert rows(late)[4:10] == [
-        ("fused", 2, 0, 10, 13),
-        ("fused", 2, 1, 13, 16),
-        ("fused", 3, 2, 16, 19),
-        ("fused", 3, 3, 19, 22),
-        ("fused", 0, 0, 20, 23),
-        ("fused", 0, 1, 23, 26),
-    ]
-    assert (late.losses_s, late.ends_s) == ((10, 20, 30), (12, 22, 32))
-    assert late.period_s(2) == 10
-
-
 COMPOSITIONS = st.lists(st.integers(1, 4), max_size=5)
 Case = tuple[Times, dict[str, object], int, int, list[float]]
 """Times of layers, a plan, workers, microbatches, and speeds of unequal workers."""
