@@ -68,25 +68,22 @@ def test_with_one_microbatch_any_control_flow_works() -> None:
     assert_same(run("auto", module, batches), result)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_layer_may_be_left_out(devices: int) -> None:
+def test_a_layer_may_be_left_out() -> None:
     """Layer drop: a microbatch makes a part of the trace, in its order; the others are not held up."""
     batches = ordered([-1, 0] * 3, [0] * 6, [0, 0, 2, 2, 0, 0], [2, 2, 2, 2, 0, 0], [2] * 6, [0] * 6)
     module, strategy = Wandering(mlp()), ours(num_microbatches=3, layers=["Linear", "ResidualBlock"])
-    assert_same(harness.by_hand(module, batches, 3), run(strategy, module, batches, devices=devices))
+    assert_same(harness.by_hand(module, batches, 3), run(strategy, module, batches, devices=2))
 
 
-@pytest.mark.parametrize("setting", ["devices=0", "accelerator=gpux"])
-def test_what_lightning_refuses_is_one_line_as_well(setting: str, user: User) -> None:
-    with pytest.raises(CommandError, match=f"^roundpipe-train: .*{setting.replace('=', '=.?')}"):
-        user.command(f"trainer.{setting}")
+def test_what_lightning_refuses_is_one_line_as_well(user: User) -> None:
+    with pytest.raises(CommandError, match=r"^roundpipe-train: .*devices=.?0"):
+        user.command("trainer.devices=0")
 
 
-@pytest.mark.parametrize("stages", ["forward 0-1; fused 3-5", "forward 0-3; fused 3-5", "forward 2 0-1; fused 3-5"])
-def test_a_plan_is_refused_when_the_strategy_is_made(stages: str) -> None:
+def test_a_plan_is_refused_when_the_strategy_is_made() -> None:
     """As far as it can be seen without the trace: not after a first batch that may have taken minutes."""
-    with pytest.raises(ValueError, match=r"^plan: .*(missed|repeats|reordered)"):
-        ours(plan=f"{stages}; backward 0-2; round 2")
+    with pytest.raises(ValueError, match=r"^plan: .*missed"):
+        ours(plan="forward 0-1; fused 3-5; backward 0-2; round 2")
 
 
 def test_an_option_that_there_is_not() -> None:

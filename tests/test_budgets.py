@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import zoo
@@ -13,7 +12,7 @@ from harness import ours, run, single
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 
-from lightning_roundpipe import RoundPipeStrategy, strategy
+from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices import host_memory, make_devices
 from lightning_roundpipe.devices.emulated import EmulatedDevice
@@ -44,13 +43,9 @@ def test_a_configuration_says_them() -> None:
     ("budget", "allowed"),
     [
         (1000, 1000),
-        (5e3, 5000),
         (1e6, 6000),
         ("2KiB", 2048),
-        ("1.5 KB", 1500),
-        ("0.000000001TB", 1000),
         (0.5, 3000),
-        (1.0, 6000),
         (None, 5400),
     ],
 )
@@ -87,40 +82,10 @@ def test_each_worker_keeps_to_a_share() -> None:
         reported(memory_budget=0.5, emulation={"memory": memory})
 
 
-@pytest.mark.parametrize("pin_memory", ["auto", "on", "off"])
-def test_devices_are_told_whether_to_pin(pin_memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = []
-
-    def make(kind: Any, torch_devices: Any, emulation: Any, pin: str) -> Any:
-        told.append(pin)
-        return make_devices(kind, torch_devices, emulation, pin)
-
-    monkeypatch.setattr(strategy, "make_devices", make)
-    run(ours(pin_memory=pin_memory), zoo.make_module("mlp"), zoo.make_batches("mlp", 1))
-    assert told == [pin_memory]
-
-
 def test_what_fits_the_hosts_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "free_bytes", lambda: 100)
     assert [host_memory.worth_copying(n, "auto") for n in (0, 75, 76)] == [True, True, False]
     assert [host_memory.worth_copying(10**18, pin) for pin in ("on", "off")] == [True, False]
-
-
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
-    """Without what its files take, which can be read again."""
-    mine = tmp_path / "mine"  # not there, as where the system has no control groups
-    whole = host_memory.free_bytes(tmp_path, mine)
-    assert whole > 2**20
-    (tmp_path / "memory.current").write_text("5000\n")
-    (tmp_path / "memory.stat").write_text("anon 4000\ninactive_file 700\nactive_file 300\n")
-    (tmp_path / "memory.max").write_text("9000\n")
-    assert host_memory.free_bytes(tmp_path, mine) == 4700
-    assert host_memory.total_bytes(tmp_path, mine) == 9000
-    mine.write_text("0::/a/container/that/is/not/there\n")
-    assert host_memory.free_bytes(tmp_path, mine) == 4700
-    (tmp_path / "memory.max").write_text("max\n")
-    assert host_memory.free_bytes(tmp_path, mine) == pytest.approx(whole, rel=0.5)
-    assert host_memory.total_bytes(tmp_path, mine) == psutil.virtual_memory().total
 
 
 def test_a_jobs_limit_counts(tmp_path: Path) -> None:
@@ -136,13 +101,3 @@ def test_a_jobs_limit_counts(tmp_path: Path) -> None:
     (step / "memory.max").write_text("4000\n")
     assert host_memory.free_bytes(tmp_path, mine) == 0, "less than is in use"
     assert host_memory.total_bytes(tmp_path, mine) == 4000
-
-
-def test_limits_of_the_first_version_of_control_groups_count(tmp_path: Path) -> None:
-    mine, job = tmp_path / "mine", tmp_path / "memory" / "job"
-    job.mkdir(parents=True)
-    mine.write_text("9:name=systemd:/elsewhere\n4:hugetlb,memory:/job\n3:cpuset:/\n0::/\n")
-    (job / "memory.usage_in_bytes").write_text("5000\n")
-    (job / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 700\n")
-    (job / "memory.limit_in_bytes").write_text("9000\n")
-    assert host_memory.free_bytes(tmp_path, mine) == 4700

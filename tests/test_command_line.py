@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import logging
 import os
 import shlex
 import subprocess
@@ -20,7 +17,7 @@ import lightning_roundpipe
 from lightning_roundpipe.commands import export, plan
 from lightning_roundpipe.commands.answer import Answer, table
 from lightning_roundpipe.commands.command_line import Parser, add_option, one_of, run, seconds, whole
-from lightning_roundpipe.commands.console import CLOSED_PIPE, console_command
+from lightning_roundpipe.commands.console import CLOSED_PIPE
 from lightning_roundpipe.config import parse_bytes
 
 
@@ -44,33 +41,17 @@ def test_values_are_read_whichever_way_they_are_written() -> None:
     }
 
 
-def test_several_values_make_combinations_of_which_the_last_option_changes_fastest() -> None:
-    found = parser().read(["workers=1, 2,2", "file=a,b", "memory=1GiB,null", "lora.r=8"])
-    assert [one.given for one in found] == [
-        {"workers": workers, "memory": memory} for workers in ("1", "2") for memory in ("1GiB", "null")
-    ]
-    assert [one.values["memory"] for one in found] == [2**30, None] * 2
-    assert found[3].texts == {"workers": "2", "file": "a,b", "memory": "null", "lora.r": "8"}
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "the following arguments are required: --file"),
-        (["file=a", "file"], "There is no option 'file'. Did you mean file=?"),
-        (["--file"], "argument --file: expected one argument"),
         (["file=a", "worker=2"], "There is no option 'worker'. Did you mean workers=?"),
         (["file=a", "--worker", "2"], "There is no option 'worker'. Did you mean workers=?"),
-        (["file=a", "zzz=2"], "There is no option 'zzz'. All are in roundpipe-probe --help."),
         (["file=a", "r=8"], "Did you mean lora.r=?"),
-        (["file=a", "rate.size=1"], "There is no option 'rate.size'"),
         (["file=a", "lora.r="], "lora.r= has no value: write lora.r=VALUE."),
         (["file=a", "workers=0"], "workers=0 must be a whole number of 1 to 8"),
-        (["file=a", "workers=2.5"], "workers=2.5 must be a whole number"),
         (["file=a", "workers=1,,2"], "workers=1,,2 has an empty place"),
         (["file=a", "rate=fast"], "rate=fast must be a number of seconds"),
-        (["file=a", "rate=nan"], "rate=nan must be"),
-        (["file=a", "rate=-1"], "rate=-1 must be a number of seconds, at least 0"),
         (["file=a", "format=jason"], "format=jason must be one of table, json. Did you mean json?"),
         (["file=a", "memory=1GiB,lots"], "memory='lots' is not a size"),
     ],
@@ -102,24 +83,13 @@ ANSWER = Answer(
 )
 
 
-@pytest.mark.parametrize("width", [40, 80, 120])
-def test_text_has_all_parts_and_breaks_neither_numbers_nor_what_is_pasted(
-    monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
+def test_text_has_all_parts_and_breaks_neither_numbers_nor_what_is_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
     lines = ANSWER.printed().splitlines()
     assert lines[0] == "Fits: 3 tokens/s." and lines[-1] == LONG
-    assert [line for line in lines if len(line) > width] == [f"  {LONG}", LONG]
+    assert [line for line in lines if len(line) > 40] == [f"  {LONG}", LONG]
     assert any("1,234,567.00" in line for line in lines)
     assert lines.index("What would fit:") < lines.index("Assumed something.")
-
-
-def test_json_and_csv_have_the_same_data() -> None:
-    from dataclasses import replace
-
-    assert json.loads(replace(ANSWER, form="json").printed()) == ROWS
-    found = list(csv.DictReader(io.StringIO(replace(ANSWER, form="csv").printed())))
-    assert found == [{name: "" if value is None else str(value) for name, value in row.items()} for row in ROWS]
 
 
 def test_only_the_answer_is_on_standard_output(
@@ -156,30 +126,26 @@ def test_a_bug_keeps_its_traceback_and_a_mistake_does_not(
 
 # -- programs ----------------------------------------------------------------------------------------------------------
 
-ENDINGS = {
-    "text": "return run('p', lambda given: Answer(verdict='line\\n' * 200000))",
-    "a little": "return run('p', lambda given: Answer(verdict='line'))",
-    "little, and the exit is elsewhere": "print('line'); sys.exit(0)",
-    "errors": "print('line\\n' * 200000, file=sys.stderr)",
-}
 
-
-@pytest.mark.parametrize("kind", ENDINGS)
-def test_a_reader_that_stops_early_is_no_error(kind: str) -> None:
+def test_a_reader_that_stops_early_is_no_error() -> None:
     """Without a word: neither a traceback, nor what Python says when it flushes at exit."""
     code = (
         "import sys\n"
         "from lightning_roundpipe.commands.answer import Answer\n"
         "from lightning_roundpipe.commands.console import console_command\n"
         "from lightning_roundpipe.commands.command_line import run\n"
-        f"@console_command\ndef main():\n    {ENDINGS[kind]}\n"
+        "@console_command\ndef main():\n    return run('p', lambda given: Answer(verdict='line\\n' * 200000))\n"
         "sys.stdin.read()\nsys.exit(main())"
     )
     read, write = os.pipe()
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    out, errors = (subprocess.PIPE, write) if kind == "errors" else (write, subprocess.PIPE)
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=out, stderr=errors, stdin=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", code],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
     os.close(write)
     os.close(read)
@@ -208,16 +174,3 @@ def test_help_is_short_and_its_examples_are_right(
     assert len(examples) >= 3
     for example in examples:
         assert command.parser().read(example)
-
-
-def test_only_the_line_about_a_kernel_is_silenced(caplog: pytest.LogCaptureFixture) -> None:
-    """PEFT imports bitsandbytes, which logs it on some processors."""
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-
-    def main() -> int:
-        logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s. Please ...", "offline")
-        logger.warning("something else")
-        return 3
-
-    assert console_command(main)() == 3
-    assert caplog.messages == ["something else"]

@@ -61,13 +61,10 @@ def _umask() -> int:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["to=out"], "the following arguments are required: --run."),
         (["run={run}"], "the following arguments are required: --to."),
         (["run={run}", "to=out", "dtype=fp16"], "dtype=fp16 must be one of auto, float32"),
-        (["run={run}", "to=out", "max_shard_size=big"], "max_shard_size='big' is not a size: write it like '20GiB'"),
         (["run={run}", "to=out", "shards=2"], "There is no option 'shards'."),
         (["run={run}", "to={run}"], "to={run} holds what is exported: name another folder."),
-        (["run=nowhere", "to=out"], "run=nowhere is not a folder. Name one that roundpipe-train has printed"),
         (["run={run}", "to=out", "ckpt=last.ckpt"], "ckpt=last.ckpt is not there: name a file of {run}/checkpoints."),
     ],
 )
@@ -88,12 +85,11 @@ def test_mistakes(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("width", [60, 100])
-def test_the_table_fits(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
+def test_the_table_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
     files = (("config.json", 700), *((f"model-{n:05}-of-00003.safetensors", 5 * 10**9) for n in (1, 2, 3)))
     made = Exported(Path("/out"), files, "all weights, in bfloat16", ("checkpoint step-8.ckpt",), "load(it)", 61.0)
     lines = answer_of(made).printed().splitlines()
-    assert max(map(len, lines)) <= width
+    assert max(map(len, lines)) <= 60
     assert lines[0] == "all weights, in bfloat16; 14.0 GiB in 61.0 s" and lines[-1] == "load(it)"
     assert any(line.split() == ["model-*.safetensors", "(3", "files)", "14.0", "GiB"] for line in lines)

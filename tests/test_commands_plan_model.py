@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from patience import PATIENCE_S
 from transformers import LlamaConfig
 
 from lightning_roundpipe.commands import plan
@@ -56,27 +53,12 @@ def test_json_says_all_that_the_table_does(command: Any) -> None:
     assert host["AdamW's two moments, fp32"] == 8 * weights
 
 
-@pytest.mark.slow
-def test_gradients_that_travel_narrow_take_half_the_link_and_more_of_the_host(command: Any) -> None:
-    wide, narrow = (
-        json.loads(command(*TINY_4090, "format=json", "microbatches=8", "workers=2", *given)[1])
-        for given in ((), ("reduce_dtype=bfloat16",))
-    )
-    assert (wide["reduce_dtype"], narrow["reduce_dtype"]) == (None, "bfloat16")
-    before, now = ({item["name"]: item for item in found["host_memory"]["items"]} for found in (wide, narrow))
-    assert now["gradients as they arrive"]["bytes"] * 2 == before["gradients, fp32"]["bytes"]
-    assert now["gradients as they arrive"]["page_locked"] and not now["gradients, fp32"]["page_locked"]
-    assert wide["device_memory"]["items"][:2] == narrow["device_memory"]["items"][:2], "sums stay fp32 on a device"
-    assert "gradients travel in bfloat16" in command(*TINY_4090, "microbatches=8", "reduce_dtype=bfloat16")[1]
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_table_is_whole(command: Any, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
+def test_the_table_is_whole(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, err = command(*TINY)
     assert (code, err) == (0, "")
     *lines, last = out.splitlines()
-    assert max(map(len, lines)) <= width
+    assert max(map(len, lines)) <= 80
     Plan.parse(shlex.split(last)[0].removeprefix("plan="))  # pasted back as it is
     assert "…" not in out
     assert re.fullmatch(r"Fits: [\d,]+ tokens/s, [\d.]+ m?s a step \(estimated\)\.", lines[0])
@@ -84,66 +66,39 @@ def test_the_table_is_whole(command: Any, monkeypatch: pytest.MonkeyPatch, width
         assert text in " ".join(out.split())
 
 
-@pytest.mark.parametrize(
-    ("workers", "way"), [(1, 'plain training (strategy="auto")'), (2, 'data parallelism (strategy="ddp")')]
-)
-def test_the_faster_way_is_named_for_a_model_that_a_gpu_holds(command: Any, workers: int, way: str) -> None:
-    options = [*TINY_4090, f"workers={workers}", "microbatches=4", "microbatch_size=2"]
+def test_the_faster_way_is_named_for_a_model_that_a_gpu_holds(command: Any) -> None:
+    options = [*TINY_4090, "workers=2", "microbatches=4", "microbatch_size=2"]
     found = json.loads(command(*options, "format=json")[1])
     rate = found["data_parallel_tokens_per_s"]
     assert rate > 1.02 * found["tokens_per_s"]
     assert (
-        f"A GPU also holds all weights, gradients and optimizer state at once: {way} would be faster, up to {rate:,.0f}"
-        " tokens/s."
+        'A GPU also holds all weights, gradients and optimizer state at once: data parallelism (strategy="ddp") would'
+        f" be faster, up to {rate:,.0f} tokens/s."
     ) in " ".join(command(*options)[1].split())
 
 
-@pytest.mark.parametrize("given", ["machines=2 network=25Gbit", "partitioner=paper", "memory=1500000"])
-def test_no_other_way_is_named(command: Any, given: str) -> None:
-    """Machines of their own, another system, and a limit below the 18 bytes that each weight takes."""
-    options = [*TINY_4090, "workers=2", "microbatches=4", "microbatch_size=2", *given.split()]
-    found = json.loads(command(*options, "format=json")[1])
-    assert found["fits"] and found["data_parallel_tokens_per_s"] is None
-    assert "would be faster" not in command(*options)[1]
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_pictures_and_traces(command: Any, tmp_path: Path, staleness: int) -> None:
+def test_pictures_and_traces(command: Any, tmp_path: Path) -> None:
     picture, trace = tmp_path / "plan.png", tmp_path / "plan.trace.json"
-    options = [*TINY_4090, "microbatches=4", "microbatch_size=2", "workers=2", f"staleness={staleness}", "format=json"]
+    options = [*TINY_4090, "microbatches=4", "microbatch_size=2", "workers=2", "staleness=1", "format=json"]
     code, out, err = command(*options, f"picture={picture}", f"trace={trace}")
     assert (code, err) == (0, "")
     assert picture.read_bytes()[:4] == b"\x89PNG"
     found, processes = json.loads(out), _events(trace)
     ours = processes[max(processes)]  # a machine that is busy may find no better plan than the paper's in the time
-    steps = 3 if staleness else 2
     assert (
         found["makespan_ms"]
         < max(event["ts"] + event["dur"] for event in ours) / 1e3
-        < steps * found["makespan_ms"] * 1.001
+        < 3 * found["makespan_ms"] * 1.001
     )
     assert any(event["name"] == "waits for weights" for event in ours)
-    stages = {event["args"]["stage"] for event in ours if "args" in event}
-    assert len(stages) == steps * (len(found["forward"]) + 1 + 2 * len(found["backward"]))  # recomputations, too
-    assert {stage.partition(" of step ")[2] for stage in stages} == {str(step) for step in range(steps)}
-
-
-def test_the_papers_library_computes_the_loss_faster_and_updates_later() -> None:
-    """``partitioner=paper`` predicts another system: its times, with the memory of this one."""
-    machine = read_machine("rtx4090x8")
-    wishes = [Wish("tiny_llama", precision="16-true", like_paper=paper) for paper in (False, True)]
-    ours, theirs = (ModelShape(wish, machine) for wish in wishes)
-    (*layers, head), (*their_layers, their_head) = ours.costs(8, 512), theirs.costs(8, 512)
-    assert layers == their_layers
-    assert 0 < their_head.forward_s + their_head.backward_s < head.forward_s + head.backward_s
-    assert head == replace(their_head, forward_s=head.forward_s, backward_s=head.backward_s)
-    blocking = [shape.rules(staleness).updates.blocking for shape in (ours, theirs) for staleness in (0, 1)]
-    assert blocking == [False, False, True, False]
+    stages = {event["name"].rpartition(" m")[0] for event in ours if " m" in event["name"] and event["args"]}
+    assert len(stages) == 3 * (len(found["forward"]) + 1 + 2 * len(found["backward"]))  # recomputations, too
+    assert {stage.partition(" of step ")[2] for stage in stages} == {"0", "1", "2"}
 
 
 def test_the_command_predicts_the_papers_library_within_rounds_of_the_wanted_size(command: Any) -> None:
     found = json.loads(command(*TINY_4090, "partitioner=paper", "max_round=8", "format=json")[1])
-    assert found["round_microbatches"] == 8
+    assert (found["partitioner"], found["round_microbatches"]) == ("paper", 8)
     code, _, err = command(*TINY_4090, "min_round=4", "max_round=3")
     assert code == 2 and "max_round=3 must be at least min_round=4" in err
 
@@ -154,23 +109,6 @@ def _events(trace: Path) -> dict[int, list[Any]]:
         if event["ph"] == "X":
             processes.setdefault(event["pid"], []).append(event)
     return processes
-
-
-@pytest.mark.slow
-def test_what_does_not_fit_has_no_picture(command: Any, tmp_path: Path) -> None:
-    code, out, err = command(*TINY_4090, "memory=300KB", "microbatch_size=2", f"picture={tmp_path / 'plan.png'}")
-    assert code == 1 and out.startswith("Does not fit: ")
-    assert err == "roundpipe-plan: picture= and trace= have no steps to draw, as it does not fit.\n"
-    assert not (tmp_path / "plan.png").exists()
-
-
-def test_adapters_need_less(command: Any) -> None:
-    full, lora = (
-        json.loads(command(*TINY, "format=json", f"lora={name}", "microbatches=4")[1]) for name in ("none", "attention")
-    )
-    assert lora["trained_parameters"] < full["trained_parameters"] == full["parameters"] < lora["parameters"]
-    assert lora["host_memory"]["needed_bytes"] < full["host_memory"]["needed_bytes"]
-    assert lora["tokens_per_s"] > full["tokens_per_s"]
 
 
 @pytest.mark.slow
@@ -214,29 +152,16 @@ def test_a_plan_of_ones_own_is_judged(command: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("memory", "first"),
-    [
-        (4, "microbatch_size=1 microbatches=64"),
-        pytest.param(2, "sequence_length=204 microbatch_size=1", marks=pytest.mark.slow),
-    ],
-)
-def test_what_does_not_fit_is_an_answer_with_what_would(command: Any, memory: int, first: str) -> None:
+def test_what_does_not_fit_is_an_answer_with_what_would(command: Any) -> None:
     """Each was tried: with its settings, the same command has the same figure. The least change is first."""
-    options = [
-        "model=tiny_llama",
-        "hardware=rtx4090x8",
-        "sequence_length=256",
-        "microbatch_size=4",
-        "precision=32-true",
-    ]
-    options += ["search_seconds=0", f"memory={memory}MB"]
+    options = [*TINY_4090[:2], "sequence_length=256", "microbatch_size=4", "precision=32-true"]
+    options += ["search_seconds=0", "memory=4MB"]
     code, out, err = command(*options, "format=json")
     found = json.loads(out)
     assert (code, err, found["fits"], found["tokens_per_s"]) == (1, "", False, None)
-    assert found["device_memory"]["needed_bytes"] > found["device_memory"]["limit_bytes"] == memory * 10**6
+    assert found["device_memory"]["needed_bytes"] > found["device_memory"]["limit_bytes"] == 4 * 10**6
     settings = [remedy["settings"] for remedy in found["would_fit"]]
-    assert settings[0] == first
+    assert settings[0] == "microbatch_size=1 microbatches=64"
     for remedy in found["would_fit"]:
         changed = [option for option in options if option.partition("=")[0] not in remedy["changes"]]
         code, again, _ = command(*changed, *shlex.split(remedy["settings"]), "format=json")
@@ -245,15 +170,6 @@ def test_what_does_not_fit_is_an_answer_with_what_would(command: Any, memory: in
     assert re.fullmatch(r"Does not fit: [\d.]+ of [1-9][\d.]+ MiB a worker\.", lines[0])
     start = next(number for number, line in enumerate(lines) if line.startswith("What would fit"))
     assert [line.split("tokens/s")[1].strip() for line in lines[start + 1 :][: len(settings)]] == settings
-
-
-def test_what_helps_only_together_is_tried_together(command: Any) -> None:
-    """The optimizer's state is too much for the host, and adapters alone leave too much on a worker."""
-    options = ("model=tiny_llama", "gpu=rtx4090", "host_memory=3MB", "memory=700KB", "sequence_length=256")
-    options = (*options, "microbatch_size=8", "microbatches=1", "search_seconds=0")
-    found = json.loads(command(*options, "format=json")[1])
-    [remedy] = found["would_fit"]
-    assert set(remedy["changes"]) == {"lora", "sequence_length", "microbatch_size"}
 
 
 @pytest.mark.slow
@@ -287,58 +203,6 @@ def test_a_host_that_is_too_small_is_told_how_much_is_enough(command: Any) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
-        (("hardware=rtx4090",), "hardware=rtx4090x"),
-        pytest.param(("gpu=rtx4090",), "gpus=", marks=pytest.mark.slow),
-        pytest.param(("hardware=rtx4090x1",), "hardware=rtx4090x", marks=pytest.mark.slow),
-    ],
-)
-def test_more_gpus_bring_a_larger_host_with_them(command: Any, given: tuple[str, ...], shown: str) -> None:
-    """Unless somebody said how large the host is."""
-    options = ("model=llama3_1_8b", *given, "microbatches=8", "microbatch_size=1", "search_seconds=0")
-    options = (*options, "sequence_length=128", "format=json", "staleness=1")
-    code, out, _ = command(*options)
-    remedies = {one["settings"]: one for one in json.loads(out)["would_fit"]}
-    assert code == 1 and f"{shown}2" in remedies
-    code, out, _ = command(*(option for option in options if option not in given), "hardware=rtx4090x2")
-    assert code == 0 and json.loads(out)["tokens_per_s"] == remedies[f"{shown}2"]["tokens_per_s"]
-    code, out, _ = command(*options, "host_memory=128GiB")
-    assert code == 1 and not [one for one in json.loads(out)["would_fit"] if shown in one["settings"]]
-
-
-@pytest.mark.slow
-def test_a_plan_that_does_not_fit_is_left_out_first(command: Any) -> None:
-    """And settings that only together help are tried together."""
-    options = (*TINY_4090[:3], "microbatches=8", "microbatch_size=1", "workers=2")
-    text = "plan=forward none; fused 0-8; backward none; round 8"
-    needs = [
-        json.loads(command(*options, "format=json", "memory=1MiB", one)[1])["device_memory"]["needed_bytes"]
-        for one in (text, "max_fused=0")
-    ]
-    memory = f"memory={sum(needs) // 2}"
-    found = json.loads(command(*options, text, memory, "format=json")[1])
-    assert found["would_fit"][0]["changes"] == {"plan": None}
-    assert "without plan=" in command(*options, text, memory)[1]
-
-
-@pytest.mark.parametrize("given", [(), ("lora=attention",)])
-def test_a_host_with_less_memory_has_smaller_rounds(command: Any, given: tuple[str, ...]) -> None:
-    """Boundary tensors of fewer microbatches at once, before anything else is given up."""
-    options = (*TINY_4090, *given, "microbatches=64", "microbatch_size=8", "workers=4", "min_round=4", "format=json")
-    whole = json.loads(command(*options)[1])
-    items = {item["name"].split(" of ")[0]: item["bytes"] for item in whole["host_memory"]["items"]}
-    assert whole["round_microbatches"] > 8
-    room = whole["host_memory"]["needed_bytes"] - items["boundary tensors"] // 2
-    code, out, _ = command(*options, f"host_memory={room}")
-    less = json.loads(out)
-    assert (code, less["fits"]) == (0, True)
-    assert 4 <= less["round_microbatches"] < whole["round_microbatches"]
-    assert less["host_memory"]["needed_bytes"] <= room == less["host_memory"]["limit_bytes"]
-
-
-@pytest.mark.slow
 def test_rounds_run_side_by_side_where_worker_and_host_have_the_memory(command: Any, tmp_path: Path) -> None:
     options = (*TINY_4090, "microbatches=8", "workers=4", "microbatch_size=1")
     code, out, _ = command(*options, "format=json", f"trace={tmp_path / 'steps.json'}")
@@ -369,19 +233,7 @@ def rates(shape: ModelShape, wish: Wish) -> tuple[float, float]:
     return (ours.tokens_per_s, papers.tokens_per_s) if ours.fits else (0.0, 0.0)
 
 
-def test_long_sequences_on_one_worker_are_no_slower_than_under_the_papers_plan() -> None:
-    """Weights travel for longer than layers compute, which the search leaves out."""
-    wish = Wish(
-        model="llama3_1_8b", hardware="rtx3090x4", workers=1, lora="all_linear", precision="bf16-mixed",
-        sequence_length=32768, microbatch_size=2, microbatches=None, staleness=0, memory=None, search_seconds=1,
-    )  # fmt: skip
-    ours, papers = rates(shape_of(wish, read_machine("rtx3090x4")), wish)
-    assert ours >= papers == pytest.approx(2 * 2 * 32768 / 204.2, rel=1e-3)
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("memory", [None, 1_000_000])
-@pytest.mark.parametrize("workers", [1, 8])
+@pytest.mark.parametrize(("workers", "memory", "staleness"), [(1, None, 0), (8, 1_000_000, 1)])
 def test_never_slower_than_under_the_papers_plan(workers: int, memory: int | None, staleness: Literal[0, 1]) -> None:
     """By the printed figure, for a given size of microbatches and for the automatic one, whatever the limit."""
     wish = Wish(
@@ -403,11 +255,7 @@ def test_never_slower_than_under_the_papers_plan(workers: int, memory: int | Non
     ("given", "title", "host", "bandwidth"),
     [
         (("hardware=rtx4090x8",), "8 x RTX 4090", 1024, 409.6e9),
-        (("hardware=rtx4090x4",), "4 x RTX 4090", 512, 204.8e9),
         (("gpu=rtx4090", "gpus=4"), "4 x RTX 4090", 512, 204.8e9),
-        (("gpu=RTX 4090",), "1 x RTX 4090", 128, 51.2e9),
-        (("hardware=rtx-3090",), "1 x RTX 3090", 128, 51.2e9),
-        (("hardware=h200x8",), "8 x H200", 1024, 614.4e9),
         (("hardware=rtx4090x8", "workers=4"), "4 of 8 x RTX 4090", 1024, 409.6e9),
         (("gpu=rtx4090", "gpus=2", "host_memory=64GiB"), "2 x RTX 4090", 64, 102.4e9),
     ],
@@ -435,26 +283,6 @@ def test_what_is_assumed_of_the_host_is_said(command: Any, tmp_path: Path) -> No
 
 
 # -- unequal devices -------------------------------------------------------------------------------------------------
-
-
-def test_two_kinds_of_gpu_in_one_host() -> None:
-    found, assumed = choose_machine("rtx4090x2+a800", None, None, None, None)
-    assert (found.title, found.workers) == ("2 x RTX 4090 + 1 x A800 80GB", 3)
-    assert [device.title for device in found.devices] == ["RTX 4090", "A800 80GB", "RTX 4090"]
-    assert (found.host_memory, found.host_memory_bandwidth) == (384 * 2**30, 3 * 51.2e9)
-    assert any("in this order, RTX 4090, A800 80GB, RTX 4090" in text for text in assumed)
-    assert len({device.host_memory for device in found.devices}) == 1, "they share one host"
-    same = choose_machine("rtx4090x2+rtx4090x2", None, None, None, None)[0]
-    assert (same.title, same.workers, same.kinds) == ("4 x RTX 4090", 4, ())
-
-
-def test_the_memory_of_each_kind_is_shown(command: Any) -> None:
-    options = ("model=tiny_llama", "sequence_length=64", "microbatches=4", "microbatch_size=1", "search_seconds=0.1")
-    code, out, err = command(*options, "hardware=rtx4090+h200")
-    assert (code, err) == (0, "")
-    assert "2 workers, 4 microbatches" in out
-    assert "Each RTX 4090" in out and "Each H200" in out and "Each worker" not in out
-    assert "together, of 21.60" in out and "together, of 125.82" in out
 
 
 def test_a_file_of_two_kinds(command: Any, tmp_path: Path) -> None:
@@ -513,26 +341,6 @@ def test_devices_behind_an_uplink_share_it(command: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_settings_of_adapters_and_of_the_model(command: Any) -> None:
-    def trained(*arguments: str) -> int:
-        return int(
-            json.loads(command(*TINY[:3], "search_seconds=0", "format=json", *arguments)[1])["trained_parameters"]
-        )
-
-    plain = trained("lora=attention")
-    assert trained("lora=attention", "lora.r=16") == 2 * plain
-    assert trained("--lora", "attention", "--lora.target_modules=[q_proj]") < plain
-    assert trained("lora=attention", "model.num_hidden_layers=3", "model.dtype=bfloat16") == plain // 2
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"), [("bf16", "bf16-mixed"), ("16", "16-mixed"), ("32", "32-true"), ("bf16-true", "bf16-true")]
-)
-def test_precision_in_lightnings_spellings(given: str, meant: str) -> None:
-    assert plan.parser().read([f"precision={given}"])[0].values["precision"] == meant
-
-
-@pytest.mark.slow
 def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> None:
     """What is found fits, and one bucket more does not; the budget is named."""
     config = LlamaConfig(
@@ -562,65 +370,37 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
             ("model=qwen3_32b", "gpu=rtx4070"),
             "There is no gpu=rtx4070. Did you mean rtx4090? Known are rtx5090",
         ),
-        (("model=qwen3_32b", "gpu=cpu"), "There is no gpu=cpu. Known are"),
         (("model=qwen3_32b", "gpu=rtx4090x4"), "gpu=rtx4090x4 says how many, too: write gpu=rtx4090 gpus=4, or hard"),
         (("model=qwen3_32b", "gpu=rtx4090", "host_memory=64"), "host_memory='64' says bytes, as it has no unit: write"),
         (
             ("model=Qwen/Qwen3-32B", "gpu=rtx4090"),
             "the Hugging Face hub is not asked. Did you mean qwen3_32b? Or name a config",
         ),
-        (("model=meta-llama/Llama-3.1-8B", "gpu=rtx4090"), "hub is not asked. Did you mean llama3_1_8b?"),
-        (("model=qwen3_32b", "gpu=rtx4090", "quantization=nf4"), "Did you mean model.quantization=?"),
         (("model=qwen3_32b", "gpu=rtx4090", "r=8"), "Did you mean lora.r=?"),
         (("model=qwen3_32b", "gpu=rtx4090", "hardware=cpu"), "hardware= and gpu= both say which machine"),
-        (("model=qwen3_32b", "gpus=2", "hardware=rtx4090x8"), "hardware= and gpus= both say which machine"),
-        (("model=qwen3_32b", "hardware=rtx4090x0"), "hardware=rtx4090x0 must be 1 to 1024 GPUs"),
-        (("model=qwen3_32b", "hardware=cpux4"), "There is no hardware=cpux4. Did you mean cpu?"),
         ((*TINY[:2], "lora.r=4"), "lora.r= is about adapters, and lora=none has none"),
-        (
-            (*TINY[:2], "lora=attention", "lora.rr=4"),
-            "lora.rr= is no setting of lora=. Did you",
-        ),
-        (
-            (*TINY[:2], "lora=all_linear", "lora.rank=4"),
-            "There are task_type, target_modules, r, lora_alpha",
-        ),
         (
             (*TINY[:2], "lora=all_linear", "lora.target_modules=[qproj]"),
             "Target modules {'qproj'} not found in the base model. Its linear layers are q_proj, k_proj, v_proj",
         ),
-        ((*TINY[:2], "lora=attention", "lora.r=[4"), "lora.r=[4 cannot be read"),
-        ((*TINY[:2], "lora=attention", "lora.r=-1"), "lora=attention does not fit"),
         ((*TINY[:2], "model.hiden_size=4"), "Did you mean hidden_size?"),
         (("model=qwen3_31b", "hardware=cpu"), "Did you mean qwen3_32b? Allowed are gpt_oss_20b, llama3_1_70b"),
         (("model=smollm2", "hardware=cpu"), "has no shape of its own"),
-        (
-            ("model=tiny_llama", "hardware=rtx409x8"),
-            "Did you mean rtx4090x8? Allowed are a800x8, cpu, h100, h200",
-        ),
         (("model=tiny_llama", "hardware=nowhere.yaml"), "nowhere.yaml cannot be read"),
-        (("model=nowhere/config.json", "hardware=cpu"), "nowhere/config.json cannot be read"),
         ((*TINY[:2], "lora=all"), "Allowed are all_linear, attention, moe_experts, none"),
         (
             (*TINY[:2], "precision=fp8"),
             "must be one of 32-true, bf16-mixed, bf16-true, 16-mixed",
         ),
-        ((*TINY[:2], "sequence_length=257"), "longer than the 256 tokens"),
         ((*TINY[:2], "staleness=2"), "must be a whole number of 0 to 1"),
-        (
-            (*TINY[:2], "microbatches=5000"),
-            "5000 must be a whole number of 1 to 4,096",
-        ),
         ((*TINY[:2], "picture=plan.txt"), "must be the name of a file that ends in .png"),
-        ((*TINY[:2], "plan=forward 0; fused 1; backward 0; round 4"), "plan"),
         ((*TINY[:2], "plan=everything"), "expected text like 'forward 0-3"),
         (
             (*TINY[:2], "plan=forward none; fused 0-8; backward none; round 4", "min_round=2"),
             "min_round= is about find",
         ),
-        ((*TINY[:2], "token_tiles=1.5"), "token_tiles='1.5' must be a whole number of tokens"),
+        ((*TINY[:2], "token_tiles=1.5"), "token_tiles='1.5' must be a whole number of tokens of at least 1"),
         ((*TINY[:2], "reduce_dtype=bf16"), "reduce_dtype='bf16' is no format"),
-        ((*TINY[:2], "reduce_dtype=float16"), "Set reduce_dtype='bfloat16'"),
     ],
 )
 def test_mistakes_are_one_line(command: Any, arguments: tuple[str, ...], message: str) -> None:
@@ -634,10 +414,7 @@ def test_mistakes_are_one_line(command: Any, arguments: tuple[str, ...], message
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", "is not a Hugging Face configuration: it has no model_type"),
         ('{"model_type": "lama"}', "transformers has no model_type 'lama'. Did you mean llama?"),
-        ('{"model_type": "llama", "hidden_size": "wide"}', "transformers does not take these settings"),
-        ('{"model_type": "llama", "hidden_size": 30}', "does not"),
         ('{"model_type": "clip"}', "makes no causal language model"),
     ],
 )
@@ -651,15 +428,10 @@ def test_broken_configurations(command: Any, tmp_path: Path, text: str, message:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("workers: 8", "workers: 0"), "workers=0 must be a whole number of 1 to 1024"),
         (("fp32: 82.6e12", "fp23: 82.6e12"), "must have a number for each of fp32, bf16, fp16"),
         (("upload: 25e9", "uplaod: 25e9"), "unknown key 'uplaod'. Did you mean 'upload'?"),
         (("upload: 25e9", ""), "lacks 'upload'"),
-        (("memory: 24GiB", "memory: much"), "is not a size"),
         (("matmul_efficiency: 0.8", "matmul_efficiency: 80"), "is a share, 1 at most"),
-        (("download: 25e9", "download: fast"), "must be a number of more than 0"),
-        (("workers: 8", "workers: ["), "is not YAML"),
-        (("workers: 8", "workers: 8\nuplink_devices: 0"), "uplink_devices=0 must be a whole number of 1 to 1024"),
         (("workers: 8", "workers: 8\nuplink: 0"), "uplink=0 must be a number of more than 0"),
     ],
 )
@@ -696,16 +468,6 @@ def test_positions_beyond_the_configurations_are_offered_and_never_assumed(comma
     assert "max_positions=256 is no more than the 256 tokens" in err
 
 
-def test_a_stretched_rotary_embedding_has_its_positions(command: Any) -> None:
-    given = (*TINY[:2], "search_seconds=0", "microbatch_size=1", "format=json")
-    stretched = json.loads(command(*given, "model.rope.rope_type=yarn", "model.rope.factor=4.0")[1])
-    assert stretched["longest_sequence"] == 1024
-    assert stretched == json.loads(command(*given, "model.rope={rope_type: yarn, factor: 4.0}")[1])
-    code, _, err = command(*given, "model.rope=yarn")
-    assert code == 2
-    assert "model.rope='yarn' must be a mapping" in err
-
-
 @pytest.mark.slow
 def test_tiles_of_tokens_are_planned_where_they_are_needed(command: Any) -> None:
     """As the strategy's ``token_tiles``. They are proposed for what does not fit otherwise."""
@@ -728,21 +490,6 @@ def test_tiles_of_tokens_are_planned_where_they_are_needed(command: Any) -> None
     code, out, _ = command(*given[:-1], "token_tiles=512")
     assert code == 0
     assert "run in tiles of 512 tokens (strategy.token_tiles=512)" in " ".join(out.split())
-
-
-@pytest.mark.parametrize("text", ["0", "auto", "1.5", "mlp:0", ":8"])
-def test_sizes_of_tiles_that_make_no_sense(command: Any, text: str) -> None:
-    code, _, err = command("model=tiny_llama", "hardware=rtx4090x2", f"token_tiles={text}")
-    assert code == 2
-    assert f"token_tiles='{text}' must be a whole number of tokens of at least 1" in err
-
-
-def test_a_larger_machine_of_unequal_devices_has_times_for_each() -> None:
-    small, large = (choose_machine(f"rtx4090x{n}+rtx3090x{n}", None, None, None, None)[0] for n in (1, 2))
-    shape = ModelShape(Wish("tiny_llama", precision="bf16-true"), small)
-    shape.costs(1, 16).check_workers(2)
-    shape.on(large).costs(1, 16).check_workers(4)
-    shape.costs(1, 16).check_workers(2)
 
 
 # -- documents ---------------------------------------------------------------------------------------------------------
@@ -768,14 +515,3 @@ def test_the_documents_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for snippet in snippets:
         exec(compile(snippet, "docs/planning.md", "exec"), {})
     assert "transfer" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_only_adapters_import_peft() -> None:
-    """It imports bitsandbytes and more, which takes longer than many an answer."""
-    code = (
-        "import sys; from lightning_roundpipe.commands.plan import main\n"
-        "sys.argv = ['roundpipe-plan', 'model=tiny_qwen3_1_7b', 'gpu=rtx4090', 'search_seconds=0']\n"
-        "assert main() == 0 and not {'peft', 'bitsandbytes', 'lightning.pytorch'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=PATIENCE_S)

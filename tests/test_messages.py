@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import ast
-import re
 import warnings
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
-
-import pytest
 
 from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.messages import PREFIX, gib, plural, seconds, warn
@@ -17,68 +13,22 @@ from lightning_roundpipe.messages import PREFIX, gib, plural, seconds, warn
 PACKAGE = Path(__file__).resolve().parent.parent / "lightning_roundpipe"
 FILES = [f for f in sorted(PACKAGE.rglob("*.py")) if f.relative_to(PACKAGE).parts[0] not in ("commands", "tasks")]
 """All but the tables of the commands, whose headings count in columns."""
-files = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 
 SAID = {"warn", "rank_zero_warn", "rank_zero_info", "rank_zero_deprecation", "inform", "_inform"}
 """Functions and methods whose first argument a user reads as it is."""
 PREFIXED = {"hints"}
 """Objects whose methods of these names put the prefix in front themselves; see `engine.hints`."""
 
-NOUNS = (
-    "batches|calls|cases|devices|epochs|files|layers|lines|microbatches|optimizers|parameters|records|rounds|rows|samples|"
-    "sequences|slots|stages|steps|targets|tensors|texts|threads|tokens|weights|workers"
-)
-COUNTED = re.compile(rf"^ (?:(?:different|emulated|equal|other|trained|training|waiting) )?(?:{NOUNS})\b(?!/)")
-WORDS = re.compile(
-    r"\b(somebody|nobody|whoever|everybody|anybody)\b|\bbut an? (int|str|list|dict|float)\b"
-    r"|\bis no (text|list|number)\b"
-)
+
+def calls() -> Iterator[tuple[Path, ast.Call]]:
+    for file in FILES:
+        yield from ((file, node) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
 
 
-def literals(file: Path) -> Iterator[tuple[int, str, ast.expr]]:
-    """Line, text and node of each string that is no docstring; what is filled in stands as ``{}``."""
-    tree = ast.parse(file.read_text())
-    inside: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            inside.add(id(node.value))
-        if isinstance(node, ast.JoinedStr):
-            inside.update(id(part) for part in node.values)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
-            yield node.lineno, "".join(_text(part) for part in node.values), node
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
-            yield node.lineno, node.value, node
-
-
-def _text(part: ast.expr) -> str:
-    return str(part.value) if isinstance(part, ast.Constant) else "{}"
-
-
-@files
-def test_words(file: Path) -> None:
-    found = [f"{file.name}:{line}: {text!r}" for line, text, _ in literals(file) if WORDS.search(text)]
-    assert not found, "\n".join(found)
-
-
-@files
-def test_what_is_counted_is_counted_in_the_right_number(file: Path) -> None:
-    """``f"{n} workers"`` says "1 workers"; `plural` does not."""
+def test_what_is_said_begins_with_our_name() -> None:
     found = []
-    for line, _, node in literals(file):
-        parts = node.values if isinstance(node, ast.JoinedStr) else []
-        for number, then in pairwise(parts):
-            counts = isinstance(number, ast.FormattedValue) and isinstance(then, ast.Constant)
-            if counts and COUNTED.search(str(then.value)):
-                found.append(f"{file.name}:{line}: {ast.unparse(number.value)}{then.value!r}")
-    assert not found, "\n".join(found)
-
-
-@files
-def test_what_is_said_begins_with_our_name(file: Path) -> None:
-    found = []
-    for node in ast.walk(ast.parse(file.read_text())):
-        if not (isinstance(node, ast.Call) and node.args and _name(node.func) in SAID):
+    for file, node in calls():
+        if not (node.args and _name(node.func) in SAID):
             continue
         holder = node.func.value if isinstance(node.func, ast.Attribute) else None
         if holder is not None and (_name(holder) in PREFIXED or (_name(holder) == "self" and "hints" in file.name)):
@@ -103,13 +53,14 @@ def _is_prefixed(text: ast.expr, file: Path) -> bool:
     return _name(text) == "PREFIX" or (file.name == "messages.py" and _name(text) == "text")  # which asserts it
 
 
-@files
-def test_warnings_are_of_our_category(file: Path) -> None:
+def test_warnings_are_of_our_category() -> None:
     """Only `messages.warn` warns, so that one filter silences all that the package warns of."""
-    if file.name != "messages.py":
-        calls = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Call)]
-        direct = [c.lineno for c in calls if ast.unparse(c.func) in ("warnings.warn", "rank_zero_warn")]
-        assert not direct, f"{file.name}: lines {direct}"
+    direct = [
+        f"{file.name}:{call.lineno}"
+        for file, call in calls()
+        if file.name != "messages.py" and ast.unparse(call.func) in ("warnings.warn", "rank_zero_warn")
+    ]
+    assert not direct
 
 
 def test_a_warning_names_the_users_line() -> None:

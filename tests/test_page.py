@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -117,14 +116,3 @@ def test_a_strategy_writes_it_after_a_run(tmp_path: Path) -> None:
     shown = References((tmp_path / "report.html").read_text()).shown
     assert strategy.report()["plan"] in shown and "Over time" in shown
     assert "num_microbatches" in shown and "All have their defaults." not in shown  # settings that are not defaults
-
-
-def test_settings_that_are_all_defaults(tmp_path: Path) -> None:
-    """A table without rows looked broken."""
-    assert "All have their defaults." in References(page(tmp_path, settings={})).shown
-
-
-def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"matplotlib is not installed: pip install .*\[plots\]"):
-        page(tmp_path)

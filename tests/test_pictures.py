@@ -15,15 +15,12 @@ from matplotlib.image import imread
 
 from lightning_roundpipe.reports.pictures import (
     COPIES,
-    MOST_PIXELS,
     WAITS,
     Block,
     Chart,
     CopySpan,
     IdleBlock,
-    TimeUnit,
     draw_charts,
-    setting_names,
 )
 from lightning_roundpipe.reports.traces import write_charts
 
@@ -55,14 +52,6 @@ def texts(figure: Figure) -> list[str]:
     return [item.get_text() for item in figure.findobj(lambda artist: hasattr(artist, "get_text"))]
 
 
-@pytest.mark.parametrize(
-    ("longest_s", "shown"),
-    [(0.0, "0.000 ms"), (0.25, "250.0 ms"), (1.0, "1.000 s"), (28.25, "28.25 s"), (12345.6, "12,346 s")],
-)
-def test_one_unit_by_magnitude(longest_s: float, shown: str) -> None:
-    assert TimeUnit.of(longest_s).show(longest_s) == shown
-
-
 def test_charts_lie_below_each_other(tmp_path: Path, figures: list[Figure]) -> None:
     """Those of one group have one scale. The longest chart chooses the unit of all."""
     charts = [chart("short", span_ms=900), chart("long", span_ms=3000), chart("else", group="h", span_ms=500)]
@@ -77,48 +66,6 @@ def test_charts_lie_below_each_other(tmp_path: Path, figures: list[Figure]) -> N
     assert "head backward" not in written, "the legend names what does not occur"
     assert {"  0.900 s, facts", "  3.000 s, facts"} <= set(written)
     assert any("time (s)" in text for text in written)
-
-
-def test_numbers_stand_where_they_fit(tmp_path: Path, figures: list[Figure]) -> None:
-    """Blocks of 2.1 ms have no room for a number where 9,000 ms share the axis."""
-    for span_ms, expected in ((9, 3), (9_000, 0)):
-        draw_charts([chart(span_ms=span_ms)], tmp_path / "picture.png")
-        [axes] = figures.pop().axes
-        assert sum(text.get_text() in ("0", "12") for text in axes.texts) == expected
-
-
-@pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg"])
-def test_formats(tmp_path: Path, suffix: str) -> None:
-    file = tmp_path / f"picture{suffix}"
-    draw_charts([chart()], file)
-    start = file.read_bytes()[:100]
-    assert {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}[suffix] in start
-
-
-def busy(workers: int) -> Chart:
-    """Every worker has something to do."""
-    blocks = [block(worker, 0, 0, ("forward", 1 + worker)) for worker in range(workers)]
-    return Chart(f"{workers} workers", float(workers), "", "g", workers, float(workers), blocks)
-
-
-@pytest.mark.parametrize(("workers", "charts"), [(1, 1), (8, 25), (200, 2)])
-def test_no_picture_is_too_large(tmp_path: Path, workers: int, charts: int) -> None:
-    """Rows become thinner."""
-    draw_charts([busy(workers)] * charts, tmp_path / "picture.png")
-    assert max(imread(tmp_path / "picture.png").shape) <= MOST_PIXELS
-
-
-def test_workers_without_a_stage_have_no_row(tmp_path: Path, figures: list[Figure]) -> None:
-    draw_charts([chart(workers=8)], tmp_path / "picture.png")
-    written = set(texts(figures[0]))
-    assert {"worker 0", "worker 1"} <= written and "worker 2" not in written
-    assert "  9.000 ms, facts; 6 of 8 workers without a stage" in written
-
-
-def test_nothing_that_takes_time(tmp_path: Path) -> None:
-    empty = Chart("$odd title$ _{", 0.0, "facts", "g", 2, 0.0, [block(0, 0, 0)])
-    write_charts([empty], tmp_path / "picture.png", tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
 
 
 def test_trace(tmp_path: Path) -> None:
@@ -170,12 +117,3 @@ def test_waits_and_copies_have_colours(tmp_path: Path, figures: list[Figure]) ->
         ("waits for weights", 2000, 2000),
         ("waits for the optimizer", 4000, 1000),
     ]
-
-
-def test_names_of_settings_tell_them_apart() -> None:
-    assert setting_names(["lora.r", "strategy.emulation.memory", "trainer.max_steps"]) == {
-        "lora.r": "lora r",
-        "strategy.emulation.memory": "memory",
-        "trainer.max_steps": "max steps",
-    }
-    assert setting_names(["data.seed", "seed", "model"]) == {"data.seed": "data seed", "seed": "seed", "model": "model"}

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_timeline import is_picture, synthetic
+from test_timeline import synthetic
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.reports.planned import replay, replay_of
-from lightning_roundpipe.reports.timeline import draw_timeline
 
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 COMPUTE = ("forward", "recompute", "backward")
@@ -56,13 +54,6 @@ def test_a_replay_is_what_the_simulator_makes_of_the_shortest_times() -> None:
     assert (found["workers"], found["microbatches"]) == (4, 4)
 
 
-def test_first_batch_counts_where_it_was_faster() -> None:
-    found = replay(report(costs=calls(30, seconds=0.5).to_dict()))
-    assert found is not None
-    run = run_steps(Plan.parse(found["plan"]), calls(30, seconds=0.5), 4, 4)
-    assert found["step_time_s"] == pytest.approx(run.makespan_s)
-
-
 def test_devices_and_slots_are_those_of_the_step() -> None:
     """The two pictures of a step stand beside each other, and its first slot may be on any worker."""
     given = report()
@@ -80,30 +71,6 @@ def test_devices_and_slots_are_those_of_the_step() -> None:
     assert fused == ["forward", "backward"] * 4
 
 
-def test_copies_take_the_time_that_the_emulation_gives_them() -> None:
-    free, slow = replay(report()), replay(report(), Emulation(bandwidth=1e5, latency=0.003))
-    assert free is not None and slow is not None
-    assert slow["step_time_s"] > free["step_time_s"]
-    assert slow["bubble_pct"] > free["bubble_pct"]
-    assert {event["kind"] for event in slow["events"]} - set(COMPUTE) == {
-        *("upload_weights", "upload_activations", "download_activations", "download_gradients")
-    }
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"profiled": True},
-        {"costs": None},
-        {"workers": 1},
-        {"slots": [{"slot": 0, "worker": 0, "round": 0, "phase": "forward", "layers": []}]},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_no_replay_of(changes: dict[str, Any]) -> None:
-    assert replay(report(**changes)) is None
-
-
 def test_only_emulated_devices_are_replayed() -> None:
     """On GPUs the step as it ran is the truth."""
     options = SimpleNamespace(emulation=Emulation())
@@ -114,11 +81,3 @@ def test_only_emulated_devices_are_replayed() -> None:
     assert replay_of(nothing) is None
     other: Any = SimpleNamespace(root_device=torch.device("cpu"))  # plain Lightning's strategies report nothing
     assert replay_of(other) is None
-
-
-def test_a_replay_is_drawn(tmp_path: Path) -> None:
-    for name, emulation in (("free", Emulation()), ("slow", Emulation(bandwidth=1e5))):
-        found = replay(report(), emulation)
-        assert found is not None
-        draw_timeline(found, tmp_path / f"{name}.png", "Replay")
-        assert is_picture(tmp_path / f"{name}.png")

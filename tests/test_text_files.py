@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ from tiny_tokenizer import CHAT, FORGETFUL, MARKED, tiny_tokenizer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_roundpipe.data import TextFiles, sources, text_files
+from lightning_roundpipe.data import TextFiles, text_files
 from lightning_roundpipe.data.encoding import CannotEncode, Encoder
-from lightning_roundpipe.data.records import Chat, Completion, Fields, Record, Text
+from lightning_roundpipe.data.records import Chat, Completion, Text
 from lightning_roundpipe.data.rows import NO_TARGET, packed
-from lightning_roundpipe.data.sources import read_records
 
 decode = tiny_tokenizer().decode
 USER = {"role": "user", "content": "the ab?"}
@@ -62,23 +60,6 @@ def rows_of(data: TextFiles, kind: str = "train") -> list[dict[str, Tensor]]:
 # ---------------------------------------------------------------------------------------------------- what is learnt
 
 
-def test_of_a_text_everything_is_learnt() -> None:
-    assert learnt(Text("the ab")) == ("the ab<end>",) * 2
-    assert learnt(Text("the ab"), begins=True) == ("<begin>the ab<end>", "the ab<end>")
-    assert learnt(Text("the", last=False), begins=True) == ("<begin>the", "the")  # it goes on with another piece
-    assert learnt(Text("the", first=False), begins=True) == ("the<end>",) * 2
-
-
-def test_of_a_prompt_nothing_is_learnt() -> None:
-    question = Completion("a the ", "answer\u00e9")
-    assert learnt(question) == ("a the answer\u00e9<end>", "answer\u00e9<end>")
-    assert learnt(question, begins=True) == ("<begin>a the answer\u00e9<end>", "answer\u00e9<end>")
-    assert learnt(question, "everything") == ("a the answer\u00e9<end>",) * 2
-    # A token across the seam belongs to the completion; the tokens are those of the text as it stands.
-    assert learnt(Completion("a", "bc")) == ("abc<end>", "abc<end>")
-    assert learnt(Completion("", "bc")) == ("bc<end>",) * 2
-
-
 def test_of_a_conversation_what_the_assistant_says_is_learnt() -> None:
     chat = Chat([{"role": "system", "content": "be"}, USER, ASSISTANT, USER, ASSISTANT | {"content": "b"}])
     start = "<begin><system>be<turn>\n<user>the ab?<turn>\n<assistant>abbey<turn>\n"
@@ -114,29 +95,19 @@ def test_what_cannot_be_learnt(content: Any, template: str | None, reason: str) 
 
 BAD = [
     ("{", r"the line is not JSON \(Expecting property name enclosed in double quotes, column \d\)"),
-    ("[1]", "the record is a list, not a JSON object"),
     ("{}", "the record has no field, which no format has"),
     ({"text": "a", "messages": []}, "the fields of several formats: set data.format to one of text, messages"),
     ({"text": 5}, '"text" is a number, not a string'),
-    ({"text": " "}, '"text" is empty'),
     ({"prompt": "a"}, '"completion" is missing beside the field "prompt"'),
     ({"prompt": "a", "completions": "b"}, r'did you mean "completions"\?\): set data.fields.completion=completions'),
-    ({"prompt": "a", "completion": ""}, '"completion" is empty'),
     ({"promt": "a", "answer": "b"}, r'has the fields "promt", "answer", which no format has \(did you mean "prompt"\?'),
     ({"question": "a", "answer": "b"}, "data.fields.prompt=question data.fields.completion=answer"),
-    ({"instruction": "a", "input": "b"}, '"output" is missing'),
-    ({"instruction": "a", "input": 3, "output": "b"}, '"input" is a number, not a string'),
     ({"text": "\ud800"}, "half of a character"),
     ({"messages": "hi"}, '"messages" is a string, not a list of messages'),
-    ({"messages": [USER, "hi"]}, "message 2: it is a string, not a JSON object"),
     ({"messages": [USER, {"role": "assistant", "content": None}]}, 'message 2: "content" is missing'),
-    ({"messages": [USER, {"role": "assistant", "content": [1]}]}, 'message 2: "content" is a list, not a string'),
-    ({"messages": [{"content": "a"}]}, 'message 1: "role" is missing'),
     ({"conversations": [{"from": "humann", "value": "a"}]}, r"""is "humann" \(did you mean 'human'\?\), and must be"""),
-    ({"conversations": []}, '"conversations" is empty'),
     ("[" * 100_000, "nested too deeply|not JSON"),
     ('{"prompt": "a", "prompt": "b", "completion": "c"}', '"prompt" is there twice'),
-    ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', '"content" is there twice'),
 ]
 
 
@@ -170,97 +141,7 @@ def test_bad_bytes_are_named(tmp_path: Path) -> None:
         module(tmp_path / "a.jsonl").prepare_data()
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("a.jsonl", "", "it holds no record"),
-        ("a.jsonl", "\n  \n", "it holds no record"),
-        ("a.json", "", "it holds no record"),
-        ("a.json", "[]", "it holds no record"),
-        (
-            "a.json",
-            '{\n "text": "a",\n "b": 1\n}\n',
-            "the file is neither a JSON list of records nor has it one on each",
-        ),
-        ("a.txt", " \n", "the file is empty"),
-        ("a.jsonl", '{"text": "ab"}\n'.encode("utf-16"), "the file is UTF-16: write it as UTF-8"),
-        ("a.txt", "ab\n".encode("utf-16-be"), None),  # without a mark it is UTF-8 with zeros in it
-        ("a.txt", b"\xfe\xff" + "ab\n".encode("utf-16-be"), "the file is UTF-16: write it as UTF-8"),
-        ("a.jsonl", '[\n {"text": "a"},\n {"text": "b"}\n]\n', "the file is a JSON list: rename it to .json"),
-        ("a.jsonl", '[{"text": "a"},\n {"text": "b"}]\n', "the file is a JSON list: rename it to .json"),
-    ],
-)
-def test_files_of_another_kind_are_one_complaint(
-    name: str, content: str | bytes, reason: str | None, tmp_path: Path
-) -> None:
-    """Beside good ones they are not passed over, and their lines are not complained of one by one."""
-    jsonl(tmp_path / "data" / "good.jsonl", texts())
-    (tmp_path / "data" / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    if reason is None:
-        module(tmp_path / "data").prepare_data()
-        return
-    with pytest.raises(ValueError, match=rf"1 of 41 records cannot be used: {name} (line|record) 1: {reason}"):
-        module(tmp_path / "data").prepare_data()
-
-
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-@pytest.mark.parametrize("begin", ["", "\ufeff"])
-def test_marks_and_line_ends_of_other_systems_change_nothing(begin: str, end: str, tmp_path: Path) -> None:
-    lines = [json.dumps(record, ensure_ascii=False) for record in [*texts(), {"text": "grüße"}]]
-    for folder, content in (("here", "\n".join(lines)), ("there", begin + end.join([*lines, ""]))):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "a.jsonl").write_bytes(content.encode())
-    found = []
-    for folder in ("here", "there"):
-        data = module(tmp_path / folder)
-        data.setup("fit")
-        found.append([row["input_ids"].tolist() for row in data.train_dataloader()])
-    assert found[0] == found[1]
-
-
-def test_a_record_that_the_template_refuses_is_named(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", [{"messages": [USER, ASSISTANT]}, {"messages": [USER]}])
-    with pytest.raises(
-        ValueError, match=r'^data\.path: 1 of 2 records .* a\.jsonl line 2: no message is from "assistant"'
-    ):
-        module(path).prepare_data()
-
-
 # ---------------------------------------------------------------------------------------------------- rows
-
-
-def test_a_text_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However it is cut, nothing is lost, and only its two ends are ends."""
-    for text in ("", "a\nbc\n", "the ab\n" * 50 + "end", "\u00e9" * 333, "x" * 700 + "\n" + "y" * 64):
-        for piece in (7, 64, 100_000):
-            monkeypatch.setattr(sources, "PIECE", piece)
-            (tmp_path / "a.txt").write_text(text)
-            found = list(read_records(tmp_path / "a.txt", Fields()))
-            if not text:
-                assert [record.reason for record in found] == ["the file is empty"]  # type: ignore[union-attr]
-                continue
-            pieces = [record.content for record in found if isinstance(record, Record)]
-            assert "".join(piece.text for piece in pieces) == text  # type: ignore[union-attr]
-            assert [(p.first, p.last) for p in pieces] == [  # type: ignore[union-attr]
-                (i == 0, i == len(pieces) - 1) for i in range(len(pieces))
-            ]
-            assert len(pieces) == 1 or piece < 100_000
-
-
-def test_joined_rows_hold_every_token_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "PIECE", 64)
-    (tmp_path / "data").mkdir()
-    for name in "ab":
-        (tmp_path / "data" / f"{name}.txt").write_text(f"{name} the ab\n" * 60)
-    jsonl(tmp_path / "data" / "c.jsonl", [*texts(5), *texts(5)])
-    data = module(tmp_path / "data", rows="joined", validation_path=tmp_path / "data")
-    rows = rows_of(data, "validation")
-    whole = "".join(f"{name} the ab\n" * 60 + "<end>" for name in "ab") + "".join(
-        f"{r['text']}<end>" for r in texts(5) * 2
-    )
-    made = tiny_tokenizer().decode(torch.cat([row["input_ids"] for row in rows]))
-    assert len(made) > len(whole) - 64 and whole.startswith(made)
-    assert all(torch.equal(row["input_ids"], row["labels"]) for row in rows)
 
 
 def test_packed_records_do_not_see_each_other(tmp_path: Path) -> None:
@@ -346,50 +227,6 @@ def test_records_that_are_too_long(rows: str, tmp_path: Path, monkeypatch: pytes
 
 
 # ---------------------------------------------------------------------------------------------------- from disk
-
-
-def test_tokens_are_made_once_for_what_they_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    encode = Encoder.encode
-    monkeypatch.setattr(Encoder, "encode", lambda *args: made.append(1) or encode(*args))  # type: ignore[func-returns-value]
-    path = jsonl(tmp_path / "a.jsonl", questions(8))
-
-    def count(**settings: Any) -> int:
-        made.clear()
-        module(path, batch_size=1, **settings).setup("fit")
-        return len(made)
-
-    assert [count(), count(), count(sequence_length=20, seed=3, rows="padded")] == [8, 0, 0]
-    assert [count(loss_on="everything"), count(tokenizer=tiny_tokenizer(begins=True)), count()] == [8, 8, 0]
-    jsonl(path, questions(9))
-    assert [count(), count()] == [9, 0]
-
-
-def test_other_processes_load_the_same_rows(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", questions(60))
-    here = [row["input_ids"] for row in rows_of(module(path))]
-    there = [row["input_ids"] for row in rows_of(module(path, num_workers=2))]
-    assert torch.equal(torch.stack(here), torch.stack(there))
-
-
-def test_tokens_are_mapped_and_not_sent(tmp_path: Path) -> None:
-    """Other processes map the cache's files themselves."""
-    path = jsonl(tmp_path / "a.jsonl", [{"text": "the ab " * 20_000}])
-    loader = module(path, rows="joined", validation_path=path).train_dataloader()
-    first: Any = loader.dataset[0]
-    sent = pickle.dumps(loader.dataset)
-    assert len(sent) < 10_000
-    assert torch.equal(pickle.loads(sent)[0]["input_ids"], first["input_ids"])
-
-
-def test_a_long_text_is_not_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row reads a piece of it only."""
-    monkeypatch.setattr(sources, "PIECE", 4000)
-    (tmp_path / "a.txt").write_text("the ab\n" * 20_000)
-    loader = module(tmp_path / "a.txt", rows="joined", validation_path=tmp_path / "a.txt").train_dataloader()
-    rows: Any = loader.dataset
-    assert rows._store.lengths.max() < 5000
-    assert len(rows) == rows._store.lengths.sum() // 32
 
 
 def test_a_resumed_epoch_goes_on(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -71,23 +70,14 @@ LINEAR = {"target_modules": "all-linear", "r": 4, "lora_alpha": 8}
 EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "plain": ("llama", SMALL, LINEAR),
-    "rslora": ("llama", SMALL, LINEAR | {"use_rslora": True}),
     "dora": ("llama", SMALL, LINEAR | {"use_dora": True}),
     "patterns": ("llama", SMALL, LINEAR | {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 32}}),
-    "biases of adapted layers": ("qwen2", SMALL, LINEAR | {"bias": "lora_only", "target_modules": ["q_proj"]}),
-    "all biases": ("qwen2", SMALL, LINEAR | {"bias": "all", "target_modules": ["q_proj"]}),
     "all biases, GPT-2": (
         "gpt2",
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "bos_token_id": None, "eos_token_id": None},
         LINEAR | {"bias": "all", "target_modules": ["c_attn"]},
     ),
-    "biases of adapters": ("qwen2", SMALL, LINEAR | {"lora_bias": True, "target_modules": ["q_proj"]}),
     "modules to save": ("llama", SMALL, LINEAR | {"modules_to_save": ["lm_head", "norm"]}),
-    "tied, output layer trained": (
-        "llama",
-        TIED,
-        LINEAR | {"modules_to_save": ["lm_head"]},
-    ),
     "tied, output layer adapted": (
         "llama",
         TIED,
@@ -103,14 +93,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         TIED,
         LINEAR | {"trainable_token_indices": {"embed_tokens": [3, 7]}},
     ),
-    "tied, nothing of it trained": ("llama", TIED, LINEAR),
-    "some layers": ("llama", SMALL, LINEAR | {"target_modules": ["q_proj"], "layers_to_transform": [1]}),
     "experts in one parameter": ("qwen3_moe", MOE, EXPERTS),
-    "experts of Mixtral": (
-        "mixtral",
-        SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2},
-        EXPERTS | {"target_parameters": ["mlp.experts.down_proj"]},
-    ),
     "fused in the files": ("phi3", SMALL | {"pad_token_id": 0}, LINEAR),
 }
 
@@ -121,36 +104,22 @@ def test_equals_peft(case: str, tmp_path: Path) -> None:
     kind, settings, lora = CASES[case]
     base = make_base(tmp_path / "base", kind, **settings)
     wanted = make_adapters(base, tmp_path / "adapters", LoraConfig(task_type="CAUSAL_LM", **lora))
-    saved = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
-    if lora.get("bias") == "lora_only" and not any("bias" in name for name in saved):
-        pytest.skip("this PEFT does not save them")  # 0.18
     assert not torch.allclose(logits(load(base)), wanted, atol=1e-2)
     made = export(tmp_path / "adapters", base=str(base), to=tmp_path / "merged", max_shard_size=40_000)
     assert len([name for name, _ in made.files if name.endswith(".safetensors")]) > 1
     torch.testing.assert_close(logits(load(tmp_path / "merged")), wanted, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_merged_in_fp32_and_rounded_once(dtype: str, tmp_path: Path) -> None:
+def test_merged_in_fp32_and_rounded_once(tmp_path: Path) -> None:
     """To the bit what PEFT makes in fp32, cast afterwards; weights without adapters are those of the files."""
-    base = make_base(tmp_path / "base", dtype=dtype)
+    base = make_base(tmp_path / "base", dtype="bfloat16")
     make_adapters(base, tmp_path / "adapters", LoraConfig(task_type="CAUSAL_LM", **LINEAR))
     export(tmp_path / "adapters", base=str(base), to=tmp_path / "merged")
     plain = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base, dtype="float32"), tmp_path / "adapters"
     )
-    wanted = plain.merge_and_unload().to(getattr(torch, dtype)).state_dict()
+    wanted = plain.merge_and_unload().bfloat16().state_dict()
     found = load(tmp_path / "merged").state_dict()
     assert found.keys() == wanted.keys()
     for name in wanted:
         assert torch.equal(found[name], wanted[name]), name
-
-
-def test_another_dtype(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base")
-    wanted = make_adapters(base, tmp_path / "adapters", LoraConfig(task_type="CAUSAL_LM", **LINEAR))
-    export(tmp_path / "adapters", base=str(base), to=tmp_path / "merged", dtype="bfloat16")
-    merged = load(tmp_path / "merged")
-    assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
-    assert merged.config.dtype == torch.bfloat16
-    torch.testing.assert_close(logits(merged.float()), wanted, atol=0.2, rtol=0.1)

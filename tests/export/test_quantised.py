@@ -23,7 +23,7 @@ functional: Any = pytest.importorskip("bitsandbytes.functional")
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
-KINDS = {"nf4": {"quant_type": "nf4"}, "fp4": {"quant_type": "fp4"}, "nf4, twice": {"quant_type": "nf4"}, "int8": {}}
+KINDS = {"nf4": {"quant_type": "nf4"}, "nf4, twice": {"quant_type": "nf4"}, "int8": {}}
 
 
 def make_quantised(folder: Path, kind: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Path, PreTrainedModel]:
@@ -84,36 +84,6 @@ def test_unpacked_and_merged(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(merged), wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
-def test_sixteen_bits_by_default(stored: torch.dtype, tmp_path: Path) -> None:
-    base, unpacked = make_quantised(tmp_path / "base", "nf4", stored)
-    adapters_on(unpacked, tmp_path / "adapters", ["q_proj"])
-    export(tmp_path / "adapters", base=str(base), to=tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
-    wanted = torch.bfloat16 if stored == torch.float32 else stored
-    for name in ("self_attn.q_proj", "mlp.up_proj"):  # one with adapters, one without
-        assert merged.get_parameter(f"model.layers.0.{name}.weight").dtype == wanted
-    without = merged.get_parameter("model.layers.0.mlp.up_proj.weight")
-    assert torch.equal(without, unpacked.get_parameter("model.layers.0.mlp.up_proj.weight").to(wanted))
-
-
-@pytest.mark.parametrize("quantization", ["nf4", "int8"])
-def test_files_of_our_own_quantiser(quantization: str, tmp_path: Path) -> None:
-    """What `model.quantization` makes of a model can be saved, and that is a base as well."""
-    from lightning_roundpipe.model import quantize
-
-    torch.manual_seed(0)
-    from_config("llama", **SIZES, **HEADS).model.save_pretrained(tmp_path / "original")
-    packed = quantize.from_pretrained(tmp_path / "original", quantization, dtype="float32")
-    packed.save_pretrained(tmp_path / "base")
-    wanted = adapters_on(packed, tmp_path / "adapters")
-    made = export(tmp_path / "adapters", base=str(tmp_path / "base"), to=tmp_path / "merged", dtype="float32")
-    assert "the base model: 14 weights unpacked from 4 or 8 bits" in made.notes
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    tolerance = 1e-5 if quantization == "nf4" else 3e-2  # int8 rounds activations as well
-    torch.testing.assert_close(logits(merged), wanted, atol=tolerance, rtol=tolerance)
-
-
 def test_experts_in_four_bits(tmp_path: Path) -> None:
     """All experts of a layer are one packed weight in such files, and a tensor each in what is written."""
     from lightning_roundpipe.model import quantize
@@ -130,20 +100,7 @@ def test_experts_in_four_bits(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(merged), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_the_original_weights_instead(tmp_path: Path) -> None:
-    base, _ = make_quantised(tmp_path / "base", "nf4")
-    torch.manual_seed(0)
-    original = from_config("llama", **SIZES, **HEADS).model
-    original.save_pretrained(tmp_path / "original")
-    wanted = adapters_on(original, tmp_path / "adapters")
-    assert base.is_dir()
-    export(tmp_path / "adapters", base=str(tmp_path / "original"), to=tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(logits(merged), wanted, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("quantization", ["nf4", "int8"])
-@pytest.mark.parametrize("base", ["16 bits", "packed"])
+@pytest.mark.parametrize(("quantization", "base"), [("int8", "16 bits"), ("nf4", "packed")])
 def test_a_checkpoint_of_a_script_with_packed_weights(quantization: str, base: str, tmp_path: Path) -> None:
     """It was refused as one of another base model: packed weights have other sizes."""
     plain, _ = make_quantised(tmp_path / "made", "nf4")
@@ -162,7 +119,7 @@ def test_a_checkpoint_of_a_script_with_packed_weights(quantization: str, base: s
     wanted, found = (load_file(tmp_path / name / "model.safetensors") for name in ("wanted", "merged"))
     assert wanted.keys() == found.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-    if base == "packed" and quantization == "nf4":
+    if base == "packed":
         assert torch.allclose(
             logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), logits(task["net"]), atol=1e-2
         )
@@ -179,16 +136,6 @@ def test_without_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ImportError, match=r"quantised by bitsandbytes.*pip install 'lightning-roundpipe\[quant\]'"):
         export(tmp_path / "adapters", base=str(base), to=tmp_path / "merged")
     assert not (tmp_path / "merged").exists() and not (tmp_path / "merged.unfinished").exists()
-
-
-def test_another_method(tmp_path: Path) -> None:
-    base, unpacked = make_quantised(tmp_path / "base", "nf4")
-    adapters_on(unpacked, tmp_path / "adapters")
-    config = json.loads((base / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (base / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"quantised by gptq, which is not unpacked here.*with base="):
-        export(tmp_path / "adapters", base=str(base), to=tmp_path / "merged")
 
 
 def _shorter(part: str, size: int) -> Callable[[dict[str, torch.Tensor]], None]:
@@ -210,26 +157,16 @@ def _garbled(stored: dict[str, torch.Tensor]) -> None:
     stored[f"{WEIGHT}.quant_state.bitsandbytes__nf4"].fill_(7)
 
 
-def _other_shape(stored: dict[str, torch.Tensor]) -> None:
-    stored[WEIGHT] = stored[WEIGHT].float()
-
-
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 STATE = "weight.quant_state.bitsandbytes__nf4"
 ALL = tuple(f"weight.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map"))
 BROKEN: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], None], str]] = {
     "few scales": ("nf4, twice", _shorter(".absmax", 3), "has 3 scales instead of 64"),
     "few scales of scales": ("nf4, twice", _shorter(".nested_absmax", 0), "has 0 scales of scales instead of 1"),
-    "half a table": ("nf4, twice", _shorter(".quant_map", 8), "has 8 values in its table instead of 16"),
-    "a cut table of scales": ("nf4, twice", _shorter(".nested_quant_map", 9), "has 9 values for scales instead of 256"),
     "few bytes": ("nf4, twice", _shorter("", 100), "has 100 bytes instead of 2048"),
-    "many bytes": ("nf4", _other_shape, "has 8192 bytes instead of 2048"),
-    "no scales": ("nf4, twice", _without("weight.absmax"), "lacks some of what unpacks it, or has it garbled"),
     "no scales of scales": ("nf4, twice", _without("weight.nested_absmax"), "lacks its scales of scales"),
-    "no state": ("nf4, twice", _without(STATE), "lacks its scales"),
     "nothing": ("nf4, twice", _without(STATE, *ALL), "lacks its scales"),
     "a garbled state": ("nf4, twice", _garbled, "lacks some of what unpacks it, or has it garbled"),
-    "eight bits, no scales": ("int8", _without("SCB"), "lacks its scales"),
     "eight bits, few scales": (
         "int8", lambda t: t.update({WEIGHT.replace("weight", "SCB"): torch.ones(3)}), "has 3 scales instead of 64",
     ),

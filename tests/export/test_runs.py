@@ -68,17 +68,15 @@ def test_adapters_alone(adapted: tuple[Path, torch.Tensor], base: Path, tmp_path
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(again)), wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("bases_own", [False, True])
-def test_the_tokenizer_of_the_data_comes_along(bases_own: bool, base: Path, tmp_path: Path) -> None:
-    """Instead of the base model's, if that has one."""
+def test_the_tokenizer_of_the_data_comes_along(base: Path, tmp_path: Path) -> None:
+    """Instead of the base model's."""
     texts, folder, model = tmp_path / "texts", tmp_path / "tokenizer", tmp_path / "model"
     texts.mkdir()
     for number in range(6):
         (texts / f"{number}.txt").write_text(f"the bee {number} " * 60)
     tiny_tokenizer().save_pretrained(folder)
     from_config("llama", **{**SIZES, "vocab_size": 300}, **HEADS).model.save_pretrained(model)
-    if bases_own:
-        tiny_tokenizer(None).save_pretrained(model)
+    tiny_tokenizer(None).save_pretrained(model)
     data = ["data=texts", f"data.path={texts}", f"data.cache_folder={tmp_path}"]
     options = ["model=folder", f"model.folder={model}", *data, "data.sequence_length=32"]
     train(tmp_path / "run", *options, f"data.tokenizer={folder}")
@@ -90,24 +88,6 @@ def test_the_tokenizer_of_the_data_comes_along(bases_own: bool, base: Path, tmp_
     with pytest.raises(ValueError, match=r"was trained with data.tokenizer=.*, which is not there: put it back"):
         export(tmp_path / "run", tmp_path / "again")
     assert not (tmp_path / "again").exists()
-
-
-def test_adapters_are_written_without_the_tokenizer(tmp_path: Path) -> None:
-    tokenizer = tmp_path / "tokenizer"
-    tiny_tokenizer().save_pretrained(tokenizer)
-    (text := tmp_path / "text.txt").write_text("the bee " * 300)
-    data = [
-        "data=texts",
-        f"data.path={text}",
-        f"data.validation_path={text}",
-        f"data.tokenizer={tokenizer}",
-        "data.sequence_length=32",
-    ]
-    train(tmp_path / "run", LORA, *data, f"data.cache_folder={tmp_path / 'cache'}", "model.vocab_size=300")
-    shutil.rmtree(tokenizer)
-    for overwrite in (False, True):
-        made = export(tmp_path / "run", tmp_path / "to", merge=False, overwrite=overwrite)
-        assert "adapter_config.json" in dict(made.files)
 
 
 def test_all_weights(base: Path, tmp_path: Path) -> None:
@@ -122,17 +102,9 @@ def test_all_weights(base: Path, tmp_path: Path) -> None:
     assert len(set(index["weight_map"].values())) > 1
 
 
-def test_all_weights_tied(tmp_path: Path) -> None:
-    module = train(tmp_path / "run", "model.tie_word_embeddings=true")
-    merged = exported(tmp_path / "run", tmp_path / "full")
-    torch.testing.assert_close(logits(merged), logits(module.model))
-    assert merged.config.tie_word_embeddings  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("tied", ["true", "false"])
-def test_adapters_on_random_weights(tied: str, tmp_path: Path) -> None:
+def test_adapters_on_random_weights(tmp_path: Path) -> None:
     """The seed draws the base model's weights again, whatever has been drawn in between."""
-    module = train(tmp_path / "run", LORA, f"model.tie_word_embeddings={tied}", "seed=5")
+    module = train(tmp_path / "run", LORA, "model.tie_word_embeddings=true", "seed=5")
     torch.rand(7)
     merged = exported(tmp_path / "run", tmp_path / "merged")
     torch.testing.assert_close(logits(merged), logits(module.model), atol=1e-5, rtol=1e-5)
@@ -166,7 +138,7 @@ def test_weights_that_were_quantised_while_they_were_trained(base: Path, tmp_pat
     torch.testing.assert_close(logits(found), wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [("nf4", 1e-5), ("int8", 3e-2)])  # int8 rounds activations as well
+@pytest.mark.parametrize(("kind", "tolerance"), [("nf4", 1e-5)])
 def test_random_weights_that_were_quantised(kind: str, tolerance: float, tmp_path: Path) -> None:
     """They are drawn again as they were packed: without packing, the same seed draws others."""
     pytest.importorskip("bitsandbytes")
@@ -192,15 +164,6 @@ def test_the_best_checkpoint(base: Path, tmp_path: Path) -> None:
     assert "the best by val_loss" in found.notes[-1]
     last = max(losses)
     assert find_trained(tmp_path / "run", ckpt=last).file.name == last
-
-
-def test_without_checkpoints_the_adapters_folder_is_taken(adapted: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
-    run, wanted = adapted
-    moved = tmp_path / "run"
-    shutil.copytree(run, moved)
-    shutil.rmtree(moved / "checkpoints")
-    merged = exported(moved, tmp_path / "merged", dtype="float32")
-    torch.testing.assert_close(logits(merged), wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_a_checkpoint_of_a_script(adapted: tuple[Path, torch.Tensor], base: Path, tmp_path: Path) -> None:

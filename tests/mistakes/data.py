@@ -18,7 +18,6 @@ from mistakes.user import Mistake, User
 
 QUESTION = {"prompt": "what?", "completion": "that"}
 USER = {"role": "user", "content": "what?"}
-ANSWER = {"role": "assistant", "content": "that"}
 
 
 def _reading(*records: Any, name: str = "a.jsonl", **settings: Any) -> Callable[[User], Any]:
@@ -83,8 +82,6 @@ DATA = [
             _reading(QUESTION, "{"),
             _reading(QUESTION, {"messages": [{"role": "user", "content": "what?"}]}),
             _reading(name="a.txt"),
-            _reading(),
-            _reading("", " "),
         ),
     ),
     Mistake(
@@ -94,8 +91,6 @@ DATA = [
         "data.fields.…=…",
         (
             _reading(QUESTION, {"question": "what?", "answer": "that"}),
-            _reading(QUESTION, {"promt": "what?", "completion": "that"}),
-            _reading(QUESTION, {"instruction": "what?", "outputs": "that"}),
             _reading(QUESTION, format="text"),
         ),
     ),
@@ -132,11 +127,7 @@ DATA = [
         "conversations or instructions for a tokenizer without a chat template",
         "data.path: … line …: it is a conversation, and the tokenizer has no chat template",
         "Set data.chat_template to plain or to a file with a template",
-        (
-            _reading({"instruction": "a", "output": "b"}, tokenizer=tokenizers.tiny_tokenizer(None)),
-            _reading(QUESTION, {"messages": [USER, ANSWER]}, tokenizer=tokenizers.tiny_tokenizer(None)),
-            _reading({"conversations": [{"from": "human", "value": "a"}]}, tokenizer=tokenizers.tiny_tokenizer(None)),
-        ),
+        (_reading({"instruction": "a", "output": "b"}, tokenizer=tokenizers.tiny_tokenizer(None)),),
     ),
     Mistake(
         SECTION,

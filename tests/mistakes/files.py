@@ -89,7 +89,7 @@ CHECKPOINTS = [
         "a checkpoint that is empty, cut short, or another kind of file",
         "ckpt_path='…' (… bytes) cannot be read as a checkpoint",
         "If saving or copying it was interrupted it is cut short: copy it again, or go on from an earlier one",
-        (*(_cut(share) for share in (0.0, 0.01, 0.5, 0.999)), _written(b"dear diary"), _written(b"PK\3\4" + bytes(99))),
+        (*(_cut(share) for share in (0.0, 0.5)), _written(b"dear diary")),
     ),
     Mistake(
         SECTION,
@@ -119,11 +119,9 @@ CHECKPOINTS = [
         "Make the same optimizer and groups in configure_optimizers(), or take only the weights",
         (
             _other_optimizer(torch.optim.AdamW),
-            _other_optimizer(lambda parameters: zoo.sgd([{"params": [p]} for p in parameters])),
             _other_optimizer(lambda parameters: zoo.sgd(list(parameters)[:2])),
             # with all settings that this one has, but not its state, or more; and of other parameters
             _other_optimizer(torch.optim.AdamW, torch.optim.Adamax),
-            _other_optimizer(torch.optim.NAdam, torch.optim.AdamW),
             _other_optimizer(
                 lambda parameters: torch.optim.Adam(list(parameters)[:2]),
                 lambda parameters: torch.optim.Adam(list(parameters)[2:4]),
@@ -342,10 +340,8 @@ MODELS = [
         "model.folder='…': … cannot be read",
         "repair: copy or download the folder again",
         (
-            *(_folder(_shorten("model.safetensors", length)) for length in (0, 5, 100, 9000)),
-            _folder(_shorten("config.json", 0)),
+            *(_folder(_shorten("model.safetensors", length)) for length in (0, 9000)),
             _folder(_shorten("config.json", 40)),
-            _folder(lambda folder: (folder / "config.json").write_text("[]")),
             _folder(lambda folder: (folder / "model.safetensors").unlink()),
             _folder(lambda folder: (folder / "tokenizer.json").write_text("{")),
         ),
@@ -358,7 +354,6 @@ MODELS = [
         (
             _folder(_lose_a_weight),
             _folder(_configure(num_hidden_layers=3)),
-            _folder(_configure(vocab_size=64)),
         ),
     ),
     Mistake(
@@ -370,7 +365,6 @@ MODELS = [
             lambda user: from_config("llama", weights=user.folder / "nowhere", **LLAMA),
             lambda user: from_config("llama", weights="some/model", **LLAMA),
             lambda user: from_name("some/model"),
-            lambda user: from_name("some/model", weights="random"),
         ),
     ),
     Mistake(
@@ -393,14 +387,11 @@ MODELS = [
         "model.weights='…': … cannot be read",
         "repair: copy or download the folder again",
         (
-            _weights(_shorten_shard(0, 0)),
             _weights(_shorten_shard(1, 1500)),
             _weights(lambda folder: _shards(folder)[1].unlink()),
             _weights(_swap_shards),
             _weights(_shorten("model.safetensors.index.json", 20)),
-            _weights(lambda folder: (folder / "model.safetensors.index.json").write_text("{}")),
             _weights(lambda folder: (folder / "model.safetensors.index.json").unlink()),
-            _weights(_shorten("config.json", 40)),
         ),
     ),
     Mistake(
@@ -420,7 +411,6 @@ MODELS = [
         "repair: copy or download the folder again",
         (
             _weights(_without_configuration(), num_hidden_layers=1),
-            _weights(_without_configuration(), num_hidden_layers=3),
             _weights(_without_configuration(), hidden_size=32),
         ),
     ),
@@ -473,8 +463,7 @@ MODELS = [
         "Take the same model with weights in 16 bits, and set model.quantization=nf4",
         tuple(
             _folder(_configure(quantization_config={"quant_method": method}), **settings)
-            for method in ("gptq", "awq", "hqq", "torchao", "mxfp4", "fp8", "compressed-tensors")
-            for settings in ({}, {"quantization": "nf4"})
+            for method, settings in (("gptq", {}), ("mxfp4", {"quantization": "nf4"}))
         ),
     ),
     Mistake(
@@ -492,15 +481,12 @@ MODELS = [
         (
             _quantised(_shorten("model.safetensors", 9000)),
             _quantised(_of_weights(_drop(*_PARTS))),
-            _quantised(_of_weights(_drop(".absmax"))),
-            _quantised(_of_weights(_drop(".nested_quant_map"))),
             _quantised(_of_weights(_drop(".nested_absmax"))),
             _quantised(_configure(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})),
             _folder(_configure(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})),
-            _folder(_configure(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})),
             _quantised(_of_weights(_drop("q_proj.weight"))),
             _quantised(_of_weights(_garble)),
-            *(_quantised(_of_weights(_cut(part))) for part in ("q_proj.weight", *_PARTS[:4])),
+            *(_quantised(_of_weights(_cut(part))) for part in ("q_proj.weight", ".absmax")),
         ),
     ),
     Mistake(
@@ -513,7 +499,7 @@ MODELS = [
     Mistake(
         SECTION,
         "`model.quantization` of experts whose sizes do not fit",
-        "model.quantization: each expert in … is a matrix of …, which no number of blocks of 64 holds",
+        "model.quantization: each expert in … is a matrix of …, which must be multiples of 8",
         "Load this model with model.quantization=null",
         (
             lambda user: (

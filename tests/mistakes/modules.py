@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 import zoo
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import GPTQConfig
 
 from lightning_roundpipe import Microbatches
 from mistakes.user import Mistake, User
@@ -277,6 +279,12 @@ def _of_torchao(user: User) -> None:
     user.fit(module)
 
 
+def _by_gptq(user: User) -> None:
+    module = zoo.make_module("mlp")
+    module.model.hf_quantizer = SimpleNamespace(quantization_config=GPTQConfig(bits=4))  # as transformers marks it
+    user.fit(module)
+
+
 SECTION = "The module, its optimizer and its loss"
 MODULES = [
     Mistake(
@@ -369,6 +377,13 @@ MODULES = [
         "the weights of '…' are in a format (…) that the roundpipe strategy cannot send to devices",
         "Take the model with weights in 16 bits",
         (_of_torchao,),
+    ),
+    Mistake(
+        SECTION,
+        "weights that another library than bitsandbytes has quantised (GPTQ, AWQ)",
+        "the weights of '…' are quantised by …, which the roundpipe strategy cannot train",
+        "Load the 16-bit checkpoint of the model",
+        (_by_gptq,),
     ),
     Mistake(
         SECTION,

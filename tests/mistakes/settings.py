@@ -39,21 +39,21 @@ MICROBATCHES = [
         "`num_microbatches` is no number, 0 or negative",
         "num_microbatches=… must be",
         "a whole number of at least 1",
-        tuple(options(num_microbatches=n) for n in (0, -2, "2", 2.0, True)),
+        tuple(options(num_microbatches=n) for n in (0, "2")),
     ),
     Mistake(
         SECTION,
         "`microbatch_size` is no number, 0 or negative",
         "microbatch_size=… must be",
         "a whole number of at least 1",
-        tuple(options(microbatch_size=n) for n in (0, -1, "all")),
+        tuple(options(microbatch_size=n) for n in (0, "all")),
     ),
     Mistake(
         SECTION,
         "`round_microbatches` is no number, 0 or negative",
         "round_microbatches=… must be",
         "a whole number of at least 1",
-        tuple(options(round_microbatches=n) for n in (0, -1, "4")),
+        tuple(options(round_microbatches=n) for n in (0, "4")),
     ),
     Mistake(
         SECTION,
@@ -74,7 +74,7 @@ MICROBATCHES = [
         "`loss_weight` gives weights that are negative, not finite, or all 0",
         "loss_weight returned … for the microbatches",
         "weights must be finite, at least 0, and not all 0",
-        tuple(options(loss_weight=lambda part, w=w: w) for w in (-1, 0, float("nan"), float("inf"))),
+        tuple(options(loss_weight=lambda part, w=w: w) for w in (-1, 0, float("nan"))),
     ),
 ]
 
@@ -99,7 +99,7 @@ PLANS = [
         "`layers` is no list of names or classes, or an empty one",
         "layers=… must be",
         "a list of module classes, class names or qualified module names",
-        tuple(options(layers=given) for given in ([], "ResidualBlock", [3], 3)),
+        tuple(options(layers=given) for given in ([], "ResidualBlock", [3])),
     ),
     Mistake(
         SECTION,
@@ -124,9 +124,7 @@ PLANS = [
             options(plan=f"{stages}; round 2")
             for stages in (
                 "forward 0-1; fused 3-5; backward 0-2",
-                "forward 0-2; fused 3-5; backward 1-2",
                 "forward 0-1; fused 2-4; backward 0-1",  # and ends before the trace does
-                "forward none; fused 1-5; backward 0",
             )
         ),
     ),
@@ -166,8 +164,6 @@ PLANS = [
             options(plan=text)
             for text in (
                 "first this, then that",
-                "",
-                "forward 0-3; fused 4-5; backward 0-3",
                 "forward 0-3; fused 4-5; backward 0-3; round 2; round 3",
             )
         ),
@@ -181,8 +177,6 @@ PLANS = [
             options(plan=f"{stages}; round 2")
             for stages in (
                 "forward 0-x; fused 4-5; backward 0-3",
-                "forward 0-3; fused 4-5 end; backward 0-3",
-                "forward 0..3; fused 4-5; backward 0-3",
                 "forward 0-99999999999; fused 4-5; backward 0-3",
             )
         ),
@@ -213,10 +207,7 @@ PLANS = [
         "`plan` has no number of microbatches, or something after it",
         "plan: round '…' must be",
         "one number of microbatches, like 'round 4'",
-        tuple(
-            options(plan=f"forward 0-3; fused 4-5; backward 0-3; round {end}")
-            for end in ("two", "2 or so", "-2", "2.5")
-        ),
+        tuple(options(plan=f"forward 0-3; fused 4-5; backward 0-3; round {end}") for end in ("two", "2 or so")),
     ),
     Mistake(
         SECTION,
@@ -237,7 +228,7 @@ PLANS = [
         "`plan` is a word, and no policy",
         "plan=… is neither 'measured' nor 'static' nor stages as text",
         "Did you mean '…'?",
-        tuple(options(plan=word) for word in ("statik", "Static", "measure", "MEASURED")),
+        tuple(options(plan=word) for word in ("statik", "MEASURED")),
     ),
     Mistake(
         SECTION,
@@ -251,7 +242,7 @@ PLANS = [
         "`stage_seconds` is no number, 0 or negative",
         "stage_seconds=… must be",
         "a number of more than 0 seconds",
-        tuple(options(stage_seconds=s) for s in (0, -1, "long", True, float("nan"))),
+        tuple(options(stage_seconds=s) for s in (0, "long", float("nan"))),
     ),
     Mistake(
         SECTION,
@@ -279,7 +270,7 @@ PLANS = [
         "`compile_layers` is neither yes nor no nor a mapping",
         "compile_layers=… must be True, False or a mapping of arguments for torch.compile",
         "such as {'backend': 'inductor', 'dynamic': True}",
-        tuple(options(compile_layers=c) for c in ("inductor", 1, ["inductor"])),
+        tuple(options(compile_layers=c) for c in ("inductor", 1)),
     ),
     Mistake(
         SECTION,
@@ -323,28 +314,28 @@ MEMORY = [
         "`memory_budget` is no size",
         "memory_budget=… is not a size",
         "write it like '20GiB', '512MB' or 1000000",
-        tuple(options(memory_budget=b) for b in ("plenty", "2 giga", "-5GiB", "", True, [1])),
+        tuple(options(memory_budget=b) for b in ("plenty", "-5GiB", True)),
     ),
     Mistake(
         SECTION,
         "`memory_budget` is 0 or negative",
         "memory_budget=… must be",
         "at least 1 byte",
-        tuple(options(memory_budget=b) for b in (0, -5, 0.0, "0GiB")),
+        tuple(options(memory_budget=b) for b in (0, "0GiB")),
     ),
     Mistake(
         SECTION,
         "`memory_budget` is a small number without a unit",
         "memory_budget=… says bytes, as it has no unit",
         "write memory_budget=20GiB",
-        tuple(options(memory_budget=b) for b in (20, "20", " 20")),
+        tuple(options(memory_budget=b) for b in (20, "20")),
     ),
     Mistake(
         SECTION,
         "`memory_budget` is neither a fraction nor whole bytes",
         "memory_budget=… is neither a fraction of the device's memory (up to 1.0) nor whole bytes",
         "write 0.9, 2000000000 or '20GiB'",
-        tuple(options(memory_budget=b) for b in (1.5, -0.5, float("nan"), float("inf"))),
+        tuple(options(memory_budget=b) for b in (1.5, float("nan"))),
     ),
     Mistake(
         SECTION,
@@ -411,7 +402,7 @@ OTHERS = [
         "`staleness` is neither 0 nor 1",
         "staleness=… must be",
         "0 (exact training) or 1",
-        tuple(options(staleness=given) for given in (2, -1, "0", 0.5)),
+        tuple(options(staleness=given) for given in (2, "0")),
     ),
     Mistake(
         SECTION,
@@ -432,21 +423,21 @@ OTHERS = [
         "`evaluation_batches` is no number, 0 or negative",
         "evaluation_batches=… must be",
         "a whole number of at least 1",
-        tuple(options(evaluation_batches=n) for n in (0, -1, "all", None)),
+        tuple(options(evaluation_batches=n) for n in (0, None)),
     ),
     Mistake(
         SECTION,
         "`prefetch` is neither 0 nor 1",
         "prefetch=… must be",
         "0 or 1",
-        tuple(options(prefetch=given) for given in (2, -1, "1", True)),
+        tuple(options(prefetch=given) for given in (2, True)),
     ),
     Mistake(
         SECTION,
         "`reduce_dtype` is no format for gradients",
         "reduce_dtype=… is no format that gradients can travel in",
         "set 'bfloat16' for half the bytes",
-        tuple(options(reduce_dtype=given) for given in ("bf16", "float64", 16, True, torch.int8)),
+        tuple(options(reduce_dtype=given) for given in ("bf16", torch.int8)),
     ),
     Mistake(
         SECTION,
@@ -481,7 +472,7 @@ OTHERS = [
         "`watchdog_timeout` is no number, 0 or negative",
         "watchdog_timeout=… must be",
         "a number of more than 0 seconds",
-        tuple(options(watchdog_timeout=given) for given in (0, -1, "600", None, float("nan"))),
+        tuple(options(watchdog_timeout=given) for given in (0, None)),
     ),
     Mistake(
         SECTION,
@@ -502,7 +493,7 @@ OTHERS = [
         "`machine_timeout` is no number, or less than 5",
         "machine_timeout=… must be",
         "a number of at least 5 seconds",
-        tuple(options(machine_timeout=given) for given in ("60", 1, True)),
+        tuple(options(machine_timeout=given) for given in ("60", 1)),
     ),
     Mistake(
         SECTION,
@@ -530,7 +521,7 @@ OTHERS = [
         "`emulation.latency` is no number or negative",
         "emulation.latency=… must be",
         "0 or more seconds",
-        tuple(options(emulation={"latency": given}) for given in (-1, "1ms", float("inf"))),
+        tuple(options(emulation={"latency": given}) for given in (-1, "1ms")),
     ),
     Mistake(
         SECTION,

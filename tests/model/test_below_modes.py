@@ -23,10 +23,10 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return call_below(func, args, kwargs or {})
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_reaches_what_an_operator_calls(depth: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("depth", [0, 3])
+def test_autocast_reaches_what_an_operator_calls(depth: int) -> None:
     """Below a mode PyTorch turns autocast off, and a product computed in fp32."""
+    dtype = torch.bfloat16
     x, weight = torch.randn(2, 3), torch.randn(4, 3)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autocast("cpu", dtype))

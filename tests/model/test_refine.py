@@ -57,35 +57,9 @@ def test_part_by_part() -> None:
     assert refined.summary() == ["m.* into paths.0, paths.1", "m.*.paths.* into 0, 2"]
 
 
-def test_the_largest_weights_and_gradients_may_be_of_different_layers() -> None:
-    """All arenas are as large as the largest of them, so that layers can be too large together."""
-    frozen = nn.Linear(5, 20).requires_grad_(False)
-    assert not cut(120 + 77, a=frozen, b=Block()).cuts
-    assert list(cut(120 + 76, a=frozen, b=Block()).cuts) == ["b"]
-
-
 def test_experts_in_one_tensor_cannot_be_cut() -> None:
     stuck = cut(150, block=Block(Mixture())).stuck
     assert stuck is not None and stuck.name == "block.paths.1.experts"
     assert "'weight' (4 x 5 x 5, all experts in one tensor)" in stuck.why and "adapters" in stuck.remedy
     frozen = cut(90, block=Block(Mixture()).requires_grad_(False)).stuck
     assert frozen is not None and "narrower format" in frozen.remedy
-
-
-def test_what_holds_most_of_its_weights_itself_cannot_be_cut() -> None:
-    """User code reads them, for each microbatch, and nobody counts where."""
-    assert cut(100, block=Block(own=10)).stuck is None
-    stuck = cut(100, block=Block(own=11)).stuck
-    assert stuck is not None and "'scale' (11)" in stuck.why
-
-
-def test_what_layers_share_is_not_cut_out_of_one_of_them() -> None:
-    shared = nn.Linear(5, 10)
-    stuck = cut(100, a=Block(shared), b=Block(shared)).stuck
-    assert stuck is not None and "shares a module" in stuck.why
-
-
-def test_what_was_asked_for_as_a_whole_stays_whole() -> None:
-    block = Block()
-    stuck = cut(100, whole=(block,), block=block).stuck
-    assert stuck is not None and stuck.remedy == "name smaller modules in layers="

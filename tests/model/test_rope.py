@@ -25,9 +25,7 @@ TINY: dict[str, Any] = {
 YARN = {"rope_type": "yarn", "factor": 4.0}
 KINDS = {
     "yarn": YARN,
-    "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
 
 
@@ -48,7 +46,7 @@ def test_sequences_beyond_the_configurations_positions_train_as_plain_training_d
     own = {"rope_theta": 10_000.0, **KINDS[kind]}
     grows = kind != "dynamic"
     positions = int(own["factor"] * POSITIONS) if grows else POSITIONS
-    if kind in ("yarn", "llama3"):
+    if kind == "yarn":
         own["original_max_position_embeddings"] = POSITIONS
     config = AutoConfig.for_model("llama", **settings, max_position_embeddings=positions, rope_parameters=own)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -76,26 +74,13 @@ def test_a_folder_keeps_the_setting(tmp_path: Path) -> None:
     assert named.model.config.max_position_embeddings == 100
 
 
-def test_what_stays_and_what_is_counted_from() -> None:
-    """A model that is stretched already is stretched from its original positions, with its own base."""
-    config = AutoConfig.for_model("llama", max_position_embeddings=64, rope_parameters={"rope_theta": 5e5})
-    stretch(config, YARN)
-    stretch(config, {"rope_type": "yarn", "factor": 8.0})
-    assert config.max_position_embeddings == 512
-    assert config.rope_parameters["original_max_position_embeddings"] == 64
-    assert config.rope_parameters["rope_theta"] == 5e5
-
-
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
         ({"rope_type": "yarm", "factor": 4.0}, "needs a rope_type, one of default, linear, dynamic, yarn"),
-        ({"factor": 4.0}, "needs a rope_type"),
         ({"rope_type": "yarn", "factors": 4.0}, "unknown parameter 'factors'. Did you mean 'factor'?"),
         ({"rope_type": "yarn", "factor": 0}, "factor=0 must be a number of more than 0"),
-        ({"rope_type": "linear", "factor": "4"}, "factor='4' must be a number of more than 0"),
         ({"rope_type": "yarn"}, "transformers does not take these parameters"),
-        ({**YARN, "max_position_embeddings": 64.5}, "max_position_embeddings=64.5 must be a whole number"),
     ],
 )
 def test_mistakes(rope: dict[str, Any], message: str) -> None:
@@ -109,9 +94,3 @@ def test_models_without_one_rotary_embedding_are_refused() -> None:
         stretch(GPT2Config(), YARN)
     with pytest.raises(ValueError, match="a rotary embedding for each kind of layer"):
         stretch(AutoConfig.for_model("gemma3_text"), YARN)
-
-
-def test_a_gguf_file_holds_its_own(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match=r"changes a configuration, and model.gguf_file='model.gguf' holds its own"):
-        from_folder(tmp_path, gguf_file="model.gguf", rope=YARN)

@@ -27,17 +27,12 @@ def step_ends(
     microbatches: int,
     steps: int,
     *,
-    same_sums: bool = True,
-    in_turn: bool = True,
     speeds: Sequence[float] = (),
 ) -> list[float]:
-    """The end of each step.
+    """The end of each step, on workers of these ``speeds``, where they are not equal.
 
-    Args:
-        same_sums: a later round's slot waits for the same stage of the round before.
-        in_turn: a step waits for all losses of the last one, and each microbatch for the end of the same one there; if
-            not, for free workers and gradients only.
-        speeds: of the workers, where they are not equal.
+    A later round's slot waits for the same stage of the round before. A step waits for all losses of the last one, and
+    each microbatch for the end of the same one there.
     """
     t, members = times, plan["round_microbatches"]
     free = [0.0] * workers
@@ -50,11 +45,11 @@ def step_ends(
             slot += -slot % workers
         done: dict[int, float] = {}
         closed: dict[int, float] = {}
-        starts = losses[-1] if losses and in_turn else 0.0
+        starts = losses[-1] if losses else 0.0
         losses.append(starts)
         for begin in range(0, microbatches, members):
             batch = range(begin, min(begin + members, microbatches))
-            left = {m: (max(starts, through.get(m, 0.0)) if in_turn else 0.0, slot % workers) for m in batch}
+            left = {m: (max(starts, through.get(m, 0.0)), slot % workers) for m in batch}
             saved: dict[tuple[int, int], tuple[float, int]] = {}  # the input of a layer of a microbatch
             first_slot, low = slot, 0
             kinds = [("forward", n) for n in plan["forward"]] + [("fused", plan["fused"])]
@@ -65,9 +60,7 @@ def step_ends(
                 layers = range(low - n, low) if kind == "backward" else range(low, low + n)
                 if kind == "fused":
                     layers = range(low, t.layers + 1)
-                start = free[worker]
-                if same_sums:
-                    start = max(start, closed.get(slot - first_slot, 0.0))
+                start = max(free[worker], closed.get(slot - first_slot, 0.0))
                 if step >= 2:
                     start = max(start, *(gradients[step - 2][layer] for layer in layers))
                 for m in batch:

@@ -39,11 +39,8 @@ def test_a_file_of_cases(tmp_path: Path) -> None:
     ("data", "message"),
     [
         ({**BASELINE, "schedule": "1F1B"}, "schedule='1F1B' must be one of 1f1b, interleaved"),
-        ({**BASELINE, "stages": [1, 1]}, "stages must hold layers=3 together in each pass"),
         ({**ROUNDPIPE, "stages": {"forward": [3], "backward": [1, 2]}}, "stages must hold layers=3"),
         ({**BASELINE, "hop": 1}, "unexpected keyword argument 'hop'"),
-        ({key: value for key, value in BASELINE.items() if key != "stages"}, "stages"),
-        ({key: value for key, value in BASELINE.items() if key != "layers"}, "layers"),
     ],
 )
 def test_a_wrong_case_is_named(tmp_path: Path, data: dict[str, Any], message: str) -> None:
@@ -52,14 +49,13 @@ def test_a_wrong_case_is_named(tmp_path: Path, data: dict[str, Any], message: st
 
 
 def test_the_schedules_of_a_model_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace, picture = tmp_path / "trace.json", tmp_path / "schedules.png"
-    simulate.main(["llama3.1-8b", "--json", f"--trace={trace}", f"--picture={picture}"])
+    trace = tmp_path / "trace.json"
+    simulate.main(["llama3.1-8b", "--json", f"--trace={trace}"])
     rows = json.loads(capsys.readouterr().out)
     assert [row["schedule"] for row in rows] == ["1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "roundpipe"]
     assert rows[-1]["makespan_ms"] == pytest.approx(6100.545)
     events = [event for event in json.loads(trace.read_text()) if event["ph"] == "X" and event["pid"] == 4]
     assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(6100545)
-    assert picture.stat().st_size > 10_000
     with pytest.raises(SystemExit):
         simulate.main(["llama4"])
     assert "llama4 is none of the paper's models, " in capsys.readouterr().err

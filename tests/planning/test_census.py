@@ -17,7 +17,7 @@ from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
 from lightning_roundpipe.planning.census import CallMemory
 from lightning_roundpipe.planning.costs import CallCost
-from lightning_roundpipe.planning.estimate import estimate_costs, estimate_memory
+from lightning_roundpipe.planning.estimate import estimate_costs
 
 GPU = read_machine("rtx4090x8")
 ROWS, WIDTH, INNER = 64, 16, 48
@@ -86,32 +86,6 @@ def test_a_call_takes_what_lives_at_once_where_it_really_runs() -> None:
     assert first.activation_bytes == x.nbytes + alive.peak
 
 
-class Wide(nn.Module):
-    """Takes most memory in the middle of its forward, and saves nothing of that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            means = x.repeat(1, 8).view(-1, 8, WIDTH).mean(1)
-        return x + self.inner(means + x)
-
-
-def test_gradients_wait_while_a_call_is_recomputed() -> None:
-    """The last call keeps its graph, so its gradients come when its forward has ended."""
-    with torch.device("meta"):
-        shape = Chain(Wide)
-    batch = {"x": torch.empty(ROWS, WIDTH, device="meta")}
-    first, last = estimate_costs(shape, layers_of(shape), batch, GPU).calls
-    each = ROWS * WIDTH * 4
-    assert first.activation_bytes == each * (1 + 8 + 1 + 1)  # input, 8 times the input, their means, gradient
-    assert last.activation_bytes == first.activation_bytes - each
-    for memory, cost in zip(estimate_memory(shape, layers_of(shape), batch, GPU), (first, last), strict=True):
-        check(memory, cost)
-
-
 def check(memory: CallMemory, cost: CallCost) -> None:
     assert memory.layer == cost.layer
     assert sum(row.nbytes for row in memory.at_worst) == cost.activation_bytes
@@ -122,12 +96,10 @@ def check(memory: CallMemory, cost: CallCost) -> None:
         assert not row.at_worst or row.start_s <= memory.worst_s <= row.end_s
 
 
-@pytest.mark.parametrize("hardware", ["rtx4090x8", "cpu"])
 @pytest.mark.parametrize(
-    ("model", "lora"),
-    [("tiny_llama", "none"), ("tiny_qwen3_1_7b", "all_linear"), ("tiny_gpt_oss_20b", "none"),
-     ("tiny_qwen3_235b_a22b", "attention")],
-)  # fmt: skip
+    ("model", "lora", "hardware"),
+    [("tiny_llama", "none", "cpu"), ("tiny_qwen3_235b_a22b", "attention", "rtx4090x8")],
+)
 def test_the_tensors_of_every_call_together_are_what_the_planner_counts(model: str, lora: str, hardware: str) -> None:
     shape = ModelShape(Wish(model, lora=lora, precision="bf16-true"), read_machine(hardware))
     costs, memories = shape.costs(2, 64), shape.memories(2, 64)
@@ -139,27 +111,3 @@ def test_the_tensors_of_every_call_together_are_what_the_planner_counts(model: s
         made_by = {row.name.module.rpartition(".")[2] for row in block.rows if row.part == "forward"}
         assert {"self_attn", "input_layernorm", "q_proj"} <= made_by
         assert {row.part for row in block.rows} == {"input", "forward", "backward"}
-
-
-def test_packed_weights_have_their_copies_in_it() -> None:
-    settings = (("quantization", "nf4"),)
-    wish = Wish("tiny_llama", lora="all_linear", precision="bf16-true", model_settings=settings)
-    shape = ModelShape(wish, GPU)
-    memories = shape.memories(1, 32)
-    for memory, cost in zip(memories, shape.costs(1, 32), strict=True):
-        check(memory, cost)
-    assert any(row.name.operation == "copy of a packed weight" for memory in memories for row in memory.rows)
-
-
-def test_the_backward_of_a_module_is_the_modules() -> None:
-    with torch.device("meta"):
-        model = Chain()
-    batch = {"x": torch.empty(ROWS, WIDTH, device="meta")}
-    _, second = estimate_memory(model, layers_of(model), batch, GPU)
-    made = {(row.part, row.name.module, row.name.shape) for row in second.rows}
-    assert {("forward", "gate", (ROWS, INNER)), ("backward", "down", (ROWS, INNER))} <= made
-    assert {("backward", "gate", (INNER, WIDTH)), ("backward", "", (ROWS, INNER))} <= made  # its weights; silu
-    assert ("forward", "", (ROWS, INNER)) in made  # silu and the product
-    assert ("input", "", (ROWS, WIDTH)) in made
-    losses = [row for row in second.rows if row.part == "loss"]
-    assert {row.name.module for row in losses} == {""} and losses

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from lightning_roundpipe.planning.costs import CallCost, Costs
@@ -49,29 +47,6 @@ def test_a_step_is_passes_then_what_is_left_of_the_sums_then_the_update() -> Non
     assert seconds == pytest.approx(3 * 4.0 + (SUMS_S - 2.0) + UPDATE_S)
 
 
-def test_a_call_without_backward_has_no_backward() -> None:
-    def frozen(size: int) -> Costs:
-        first, second = costs(size)
-        return Costs((replace(first, backward_s=9.0, needs_backward=False), second))
-
-    plain, other = (data_parallel_s(one, (1,), PARAMETERS, MACHINE, 1, 1, 10_000) for one in (costs, frozen))
-    assert plain == other
-
-
-def test_one_gpu_sums_nothing() -> None:
-    assert data_parallel_s(costs, (1,), PARAMETERS, MACHINE, 1, 6, 10_000) == pytest.approx(6 * 4.0 + UPDATE_S)
-
-
-def test_sums_that_end_before_the_last_backward_take_no_time() -> None:
-    fast = replace(MACHINE, upload=1e6, download=1e6)
-    assert data_parallel_s(costs, (2,), PARAMETERS, fast, 2, 8, 10_000) == pytest.approx(2 * 8.0 + UPDATE_S)
-
-
-def test_a_pass_that_is_not_full_takes_as_long_as_one_that_is() -> None:
-    whole, part = (data_parallel_s(costs, (1,), PARAMETERS, MACHINE, 2, sequences, 10_000) for sequences in (6, 5))
-    assert whole == part
-
-
 def test_the_best_size_that_fits_counts() -> None:
     def slower_when_small(size: int) -> Costs:
         return costs(size) if size > 1 else costs(3)
@@ -82,13 +57,6 @@ def test_the_best_size_that_fits_counts() -> None:
     assert both == pytest.approx(3 * 8.0 + UPDATE_S)
     assert small is None, "three sequences' activations at size 1"
     assert data_parallel_s(costs, (2, 1), PARAMETERS, MACHINE, 1, 6, state + 39) == pytest.approx(6 * 4.0 + UPDATE_S)
-
-
-def test_costs_are_not_asked_for_if_the_state_does_not_fit() -> None:
-    def never(size: int) -> Costs:
-        raise AssertionError(size)
-
-    assert data_parallel_s(never, (1,), PARAMETERS, MACHINE, 2, 6, STATE_BYTES * TRAINED - 1) is None
 
 
 def test_frozen_weights_take_their_compute_format_and_packed_ones_their_bytes() -> None:

@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
-from random import Random
 
-import pytest
-import torch
-from torch import nn
-from transformers.models.gpt_oss import modeling_gpt_oss
-from transformers.models.qwen3_moe import modeling_qwen3_moe
-
-from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.planning import Plan
 from lightning_roundpipe.planning.costs import CallCost, Costs
-from lightning_roundpipe.planning.estimate import EXPERT_OPERATIONS, estimate_costs
-from lightning_roundpipe.planning.host_time import HostTime
-from lightning_roundpipe.planning.meter import Meter
-from lightning_roundpipe.planning.pipeline import Rules, run_steps
+from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.planning.shared_seconds import SharedSeconds
 
 
@@ -30,19 +18,6 @@ def test_what_is_taken_is_not_taken_again() -> None:
     assert interpreter.take(3, 0) == 3
     assert interpreter.take(6, 1) == 7
     assert interpreter.take(4, 1) == 8
-
-
-def test_the_intervals_hold_what_was_taken_and_never_more_than_one_at_a_time() -> None:
-    random, interpreter, taken = Random(0), SharedSeconds(), 0.0
-    for _ in range(500):
-        ready, seconds = random.uniform(0, 50), random.uniform(0, 0.3)
-        end = interpreter.take(ready, seconds)
-        taken += seconds
-        assert end >= ready + seconds - 1e-9
-        intervals = list(zip(interpreter._starts, interpreter._ends, strict=True))
-        assert all(start < stop for start, stop in intervals)
-        assert all(before[1] < after[0] for before, after in pairwise(intervals))
-        assert sum(stop - start for start, stop in intervals) == pytest.approx(taken)
 
 
 def costs(issue_s: float, *, is_synchronous: bool, calls: int = 2) -> Costs:
@@ -71,79 +46,3 @@ def test_workers_share_the_interpreter() -> None:
         assert run_steps(TWO, shared, workers, 4).makespan_s >= issued
     free = run_steps(TWO, costs(0.0, is_synchronous=True), 3, 4).makespan_s
     assert free < issued, "which is what limits it"
-
-
-def test_calls_and_turns_take_the_interpreter_where_it_is_shared() -> None:
-    plain = costs(0.0, is_synchronous=False)
-    hidden = Rules(host=HostTime(call_s=0.5, turn_s=0.25, shared=True))
-    assert run_steps(ONE, plain, 1, 4, hidden).makespan_s == 4 * 6
-    slow = Rules(host=HostTime(call_s=2.0, turn_s=1.0, shared=True))
-    assert run_steps(ONE, plain, 1, 4, slow).makespan_s == 4 * 9, "a turn, two calls and their backwards"
-
-
-class Experts(nn.Module):
-    """Three-dimensional weights, as Hugging Face's fused experts have."""
-
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, 8, 8, device="meta"))
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return torch.relu(states @ self.weight[0])
-
-
-class Layer(nn.Module):
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.experts = Experts(experts)
-        self.last = nn.Linear(8, 8, device="meta")
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self.last(self.experts(states))  # type: ignore[no-any-return]
-
-
-class Model(nn.Module):
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.layer = Layer(experts)
-
-    def forward(self, input_ids: torch.Tensor, use_cache: bool = True) -> object:
-        class Output:
-            loss = self.layer(input_ids).sum()
-
-        return Output
-
-
-@pytest.mark.parametrize("experts", [1, 5])
-def test_experts_in_turn_are_issued_one_after_another(experts: int) -> None:
-    model = Model(experts)
-    machine = replace(read_machine("rtx4090x8"), issue_s=1.0)
-    batch = {"input_ids": torch.empty(4, 8, device="meta")}
-    layers = {"layer": model.layer}
-    (together,) = estimate_costs(model, layers, batch, machine)
-    (apart,) = estimate_costs(model, layers, batch, machine, experts_in_turn=True)
-    assert not together.is_synchronous and apart.is_synchronous == (experts > 1)
-    assert together.issue_s > 0
-    with Meter(machine) as meter, meter.scope() as alone:
-        model.layer.experts(batch["input_ids"])
-    assert alone.operations >= 3, "a view, a product and its activation"
-    assert apart.issue_s - together.issue_s == (experts - 1) * alone.operations
-    assert (apart.forward_s, apart.backward_s) == (together.forward_s, together.backward_s)
-
-
-def test_operations_of_an_expert_are_those_that_were_counted_for_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model(5)
-    machine = replace(read_machine("rtx4090x8"), issue_s=1.0)
-    batch = {"input_ids": torch.empty(4, 8, device="meta")}
-    layers = {"layer": model.layer}
-    (together,) = estimate_costs(model, layers, batch, machine)
-    with Meter(machine) as meter, meter.scope() as alone:
-        model.layer.experts(batch["input_ids"])
-    monkeypatch.setitem(EXPERT_OPERATIONS, type(model.layer.experts).__name__, 70)
-    (apart,) = estimate_costs(model, layers, batch, machine, experts_in_turn=True)
-    assert apart.issue_s - together.issue_s == 5 * 70 - alone.operations
-
-
-@pytest.mark.parametrize("name", sorted(EXPERT_OPERATIONS))
-def test_classes_whose_operations_were_counted_exist(name: str) -> None:
-    assert any(hasattr(module, name) for module in (modeling_gpt_oss, modeling_qwen3_moe))

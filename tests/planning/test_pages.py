@@ -30,20 +30,6 @@ def test_rows_of_several_machines_are_what_is_planned() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_row_of_several_machines_is_what_the_command_plans() -> None:
-    """The page takes the costs of one machine's model for all."""
-    pages = several()
-    row = pages.ROWS[0]
-    own = pages.shape_for(row, 2, 1)
-    wish = row.wish(2, "25Gbit", 1)
-    there = pages.look(row, pages.shape_for(row, 1, 0), 2, "25Gbit", 1)
-    command = pages.look_at(own, wish, longest=False)
-    assert (command.plan, command.tokens_per_s) == (there.plan, there.tokens_per_s)
-    assert command.host_items == there.host_items
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_rows_of_long_sequences_are_what_is_planned() -> None:
     pages = long()
     page = pages.between(pages.PAGE.read_text())
@@ -71,15 +57,3 @@ def test_the_pages_have_every_row() -> None:
     for row in pages.ROWS:
         assert [line.split(" | ")[1] for line in page.splitlines() if line.startswith(f"| {row.title} |")] == ["1", "8"]
     assert pages.ROWS[1].command in page
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_speeds_over_the_length_are_what_is_planned() -> None:
-    """The shortest, and one that needs tiles."""
-    pages = script("docs/make_length_speed.py")
-    page = pages.between(pages.PAGE.read_text())
-    shortest, longest = (pages.speed(tokens) for tokens in (pages.LENGTHS[0], pages.LENGTHS[-1]))
-    assert not shortest.tiles and longest.tiles
-    for one in (shortest, longest):
-        assert f"| {' | '.join(pages.cells(one))} |\n" in page

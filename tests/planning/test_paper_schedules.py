@@ -78,36 +78,13 @@ def test_gpipe_with_hops_and_the_heads_own_order() -> None:
     assert bubble.drain_pct == pytest.approx(100 * 3.5 / 70)
 
 
-def test_the_switch_begins_when_a_worker_has_warmed_up() -> None:
-    """Worker 1 of 2 is warm after one forward: what it waits for the others is switch, not idle time in between."""
-    run = run_case(case_of("gpipe", 2, 3, [3, 1], head_forward_ms=0, head_backward_ms=0))
-    assert [begin for _, begin, _ in rows(run, 1)] == [3, 6, 9, 10, 13, 16]
-    assert rows(run, 0)[3] == ("B0 m0", 13, 22)
-    bubble = find_bubble(run)
-    assert bubble.makespan_ms == 40
-    assert bubble.switch_pct == pytest.approx(100 * (4 + 4) / 80)
-    assert bubble.intra_pct == 0
-
-
-def test_operations_of_no_length_are_not_there() -> None:
-    """Worker 1 has no forward of any length: it fills until its first backward, and there is nothing to switch from."""
-    run = run_case(case_of("gpipe", 2, 3, [1, 0], head_forward_ms=0, head_backward_ms=9))
-    assert rows(run, 0)[3] == ("B0 m0", 12, 15)
-    bubble = find_bubble(run)
-    assert bubble.switch_pct == pytest.approx(100 * 9 / (2 * bubble.makespan_ms))
-    assert bubble.fill_pct == pytest.approx(100 * 3 / (2 * bubble.makespan_ms))
-
-
 @pytest.mark.parametrize(
     ("schedule", "stages", "microbatches", "orders"),
     [
         ("1f1b", 2, 4, ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]),
-        ("1f1b", 2, 1, ["F0 B0", "F0 B0"]),
         ("gpipe", 2, 3, ["F0 F1 F2 B0 B1 B2", "F0 F1 F2 B0 B1 B2"]),
         ("looped-bfs", 4, 2, ["F0 F1 F0' F1' B1' B0' B1 B0", "F0 F1 F0' F1' B1' B0' B1 B0"]),
-        ("looped-bfs", 3, 2, ["F0 F1 F0' F1' B1' B0' B1 B0", "F0 F1 B1 B0"]),
         ("interleaved-1f1b", 4, 2, ["F0 F1 F0' F1' B0' B1' B0 B1", "F0 F1 F0' B0' F1' B1' B0 B1"]),
-        ("interleaved-1f1b", 2, 3, ["F0 F1 F2 B0 B1 B2", "F0 B0 F1 B1 F2 B2"]),
     ],
 )
 def test_orders(schedule: str, stages: int, microbatches: int, orders: list[str]) -> None:
@@ -127,34 +104,6 @@ def test_roundpipe() -> None:
     assert rows(run, 1)[2:4] == [("B2 m0", 20, 23), ("B2 m1", 23, 26)]
     assert rows(run, 0)[4:] == [("F0 m2", 23, 25), ("B1 m2", 36, 39)]
     assert rows(run, 1)[4:] == [("B0 m2", 26, 36), ("B2 m2", 39, 42)]
-
-
-def test_roundpipe_moves_on_by_its_slots() -> None:
-    run = run_case(case_of("roundpipe", 3, 9, [1, 1], backward=[0, 2]))
-    first = {op.microbatch: op.worker for op in run.operations if op.direction == "F" and op.stage == 0}
-    assert [first[m] for m in range(9)] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-
-
-def test_one_worker_has_no_hops_but_the_one_that_roundpipe_always_counts() -> None:
-    assert find_bubble(run_case(case_of("interleaved-1f1b", 1, 3, [1, 1, 1], hop_ms=50))).makespan_ms == 3 * (12 + 7)
-    change = {"hop_ms": 50, "head_forward_ms": 0}
-    run = run_case(case_of("roundpipe", 1, 1, [1], backward=[0, 1], **change))
-    assert rows(run, 0) == [("F0 m0", 0, 1), ("B0 m0", 51, 55), ("B1 m0", 55, 58)]
-
-
-def test_times_are_taken_as_written() -> None:
-    """0.1 three times is 0.3 to the last bit, so that stages of equal length are equal and percentages add up."""
-    run = run_case(case_of("gpipe", 1, 3, [1], forward_ms=0.1, backward_ms=0, head_forward_ms=0, head_backward_ms=0))
-    assert Fraction(run.makespan, run.ticks_per_ms) == Fraction(6, 10)
-    assert find_bubble(run).bubble_pct == 0
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "roundpipe"])
-def test_nothing_takes_time(schedule: str) -> None:
-    zero = {"forward_ms": 0, "backward_ms": 0, "head_forward_ms": 0, "head_backward_ms": 0}
-    stages = {"backward": [0, 2]} if schedule == "roundpipe" else {}
-    bubble = find_bubble(run_case(case_of(schedule, 2, 2, [1, 1], **stages, **zero, hop_ms=3)))
-    assert [getattr(bubble, name) for name in FIGURES] == [0.0] * 6
 
 
 # -- rules that hold for every case ----------------------------------------------------------------------------------
@@ -186,7 +135,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case("m", schedule, workers, microbatches, layers, *times, forward, backward)  # type: ignore[arg-type]
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(case=cases())
 @example(case=case_of("interleaved-1f1b", 4, 2, [1] * 12))  # fewer microbatches than workers
 @example(case=case_of("interleaved-1f1b", 4, 7, [0] * 11 + [1]))
@@ -236,24 +185,6 @@ def test_what_holds_for_every_schedule(case: Case) -> None:
     assert bubble.bubble_pct == pytest.approx(idle, abs=1e-9)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(case=cases())
-def test_nothing_could_have_started_earlier(case: Case) -> None:
-    """Each operation begins when its worker becomes free or when something that it needs arrives."""
-    run = run_case(case)
-    hop = Fraction(str(case.hop_ms)) * run.ticks_per_ms
-    arrivals: dict[int, set[Fraction | int]] = defaultdict(set)
-    for op in run.operations:
-        arrivals[op.microbatch] |= {op.end, op.end + hop}
-    free = dict.fromkeys(range(case.workers), 0)
-    for op in run.operations:
-        ahead = 0
-        if case.schedule == "roundpipe" and op.direction == "B":
-            ahead = sum(length for kind, length in run.parts["B", op.stage] if "backward" not in kind)
-        assert op.start == free[op.worker] or op.start + ahead in arrivals[op.microbatch]
-        free[op.worker] = op.end
-
-
 # -- what a schedule cannot run --------------------------------------------------------------------------------------
 
 
@@ -261,8 +192,6 @@ def test_nothing_could_have_started_earlier(case: Case) -> None:
     ("case", "message"),
     [
         (case_of("1f1b", 2, 2, [1, 1, 1]), "1f1b runs one stage on each worker: at most workers=2, not 3"),
-        (case_of("gpipe", 1, 2, [1, 1]), "gpipe runs one stage on each worker"),
-        (case_of("interleaved-1f1b", 2, 2, [1, 1, 1]), "a multiple of workers=2, not 3"),
         (
             case_of("interleaved-1f1b", 2, 5, [1] * 4),
             "cannot cut microbatches=5 into equal rounds: there are 2 .* a multiple of 2",

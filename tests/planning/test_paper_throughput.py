@@ -59,17 +59,6 @@ def test_predictions_are_near_what_was_measured_on_one_four_and_eight_gpus() -> 
     assert median(errors) < 0.06 and max(errors) < 0.20
 
 
-def test_a_row_without_settings_takes_those_of_the_nearest() -> None:
-    bench = script("benchmarks/bench_validation.py")
-    known = bench.read_rows()
-    row = {"model": "qwen3-1.7b", "hardware": "rtx4090", "gpus": 2, "mode": "async", "sequence": 65536}
-    assert bench._with_settings(row, known) == {**row, "batch": 10, "microbatches": 10, "passes": 1, "layers": True}
-    row = {"model": "llama3.1-8b", "hardware": "a800", "gpus": 4, "mode": "async", "sequence": 4096}
-    assert bench._with_settings(row, known) == {**row, "batch": 128, "microbatches": 10, "passes": 1}
-    with pytest.raises(ValueError, match="its row needs batch, microbatches, passes"):
-        bench._with_settings({**row, "model": "other"}, known)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_page_has_the_table_of_the_benchmark() -> None:

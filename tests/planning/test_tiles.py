@@ -42,9 +42,8 @@ class Model(nn.Module):
         return SimpleNamespace(loss=self.mixer(self.embed(input_ids)).square().mean())
 
 
-@pytest.mark.parametrize("name", ["tiny_llama", "tiny_gpt_oss_20b", "tiny_qwen3_235b_a22b"])
-def test_of_language_models_it_is_mlps_norms_and_experts(name: str) -> None:
-    shape = ModelShape(Wish(name, precision="bf16-true"), read_machine("rtx4090x8"))
+def test_of_language_models_it_is_mlps_norms_and_experts() -> None:
+    shape = ModelShape(Wish("tiny_gpt_oss_20b", precision="bf16-true"), read_machine("rtx4090x8"))
     kinds = {type(module).__name__ for module, _ in shape.in_tiles()._tiled}
     assert len(kinds) == 2 and all(kind.endswith(("MLP", "Experts", "Norm")) for kind in kinds)
     with pytest.raises(ValueError, match="token_tiles="):

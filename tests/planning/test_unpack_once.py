@@ -32,29 +32,12 @@ def costs(copies: int = 40 * MIB, calls: int = 4) -> Costs:
 
 @pytest.mark.parametrize(
     ("position", "saved"),
-    [(0, 2 * 3 * 1.0), (1, 3 * 1.0), (2, 4 * 2.0 - 1.0), (3, 4 * 2.0 - 1.0), (4, 2 * (4 * 2.0 - 1.0))],
+    [(0, 2 * 3 * 1.0), (2, 4 * 2.0 - 1.0), (4, 2 * (4 * 2.0 - 1.0))],
 )
 def test_a_stage_saves_all_but_the_first_unpacking(position: int, saved: float) -> None:
     """A forward stage has one use a microbatch, the others have two."""
     plan = replace(PLAN, unpack_once=(position,))
     assert run_steps(PLAN, costs(), 1, 4).busy_s - run_steps(plan, costs(), 1, 4).busy_s == pytest.approx(saved)
-
-
-@pytest.mark.parametrize(("position", "saved"), [(0, 0.0), (2, 3 * 1.0), (4, 2 * 3 * 1.0)])
-def test_where_only_backward_unpacks_forward_stages_hold_nothing(position: int, saved: float) -> None:
-    """GPUs multiply in eight bits, and unpack weights for the gradient of the inputs."""
-    known = Costs(tuple(replace(call, unpack_s=0.0) for call in costs()))
-    plan = replace(PLAN, unpack_once=(position,))
-    assert run_steps(PLAN, known, 1, 4).busy_s - run_steps(plan, known, 1, 4).busy_s == pytest.approx(saved)
-    copies = device_bytes(plan, known, 1) - device_bytes(PLAN, known, 1)
-    assert copies == {0: 0, 2: 40 * MIB, 4: 80 * MIB}[position]
-    assert unpacked_within(PLAN, known, 1, 4, 2**40).unpack_once == (2, 3, 4)
-
-
-def test_the_copies_of_the_largest_stage_are_counted() -> None:
-    before = device_bytes(PLAN, costs(), 1)
-    assert device_bytes(replace(PLAN, unpack_once=(1, 3)), costs(), 1) - before == 40 * MIB
-    assert device_bytes(replace(PLAN, unpack_once=(0, 1)), costs(), 1) - before == 80 * MIB
 
 
 def test_stages_whose_copies_do_not_fit_unpack_for_each_use() -> None:
@@ -84,7 +67,3 @@ def test_stages_are_cut_for_their_copies_where_that_is_faster() -> None:
         assert found.unpack_once and fits(found, known, 2, memory)
         assert seconds(found) < 0.95 * seconds(per_use)
     assert unpacking_plans([per_use], costs(0, 12), 2, 8, limits) == [per_use]
-
-
-def test_costs_are_written_and_read() -> None:
-    assert Costs.from_dict(costs().to_dict()) == costs()

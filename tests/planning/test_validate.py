@@ -15,16 +15,8 @@ CALLS = ["embed", *(f"layers.{number}" for number in range(6)), "head"]
             r"the fused stage \(4-9\) is out of range: the trace has 8 calls, 0 to 7, and ends with call 7 \('head'\)",
         ),
         (
-            "forward 0-3 8; fused 4-7; backward 0-3; round 4",
-            r"forward stage 2 \(8\) is out of range.*End the plan there",
-        ),
-        (
             "forward 0-3 3-4; fused 5-7; backward 0-4; round 4",
             r"forward stage 2 \(3-4\) repeats call 3 \('layers.2'\) in the forward pass: forward stage 1 \(0-3\) has",
-        ),
-        (
-            "forward 0-4; fused 4-7; backward 0-3; round 4",
-            r"the fused stage \(4-7\) repeats call 4 \('layers.3'\) in the forward pass",
         ),
         (
             "forward 0-3; fused 4-7; backward 2-4 0-1; round 4",
@@ -35,30 +27,9 @@ CALLS = ["embed", *(f"layers.{number}" for number in range(6)), "head"]
             r"call 0 \('embed'\) is missed by the forward pass: forward stage 1 \(1-3\) has the next calls",
         ),
         (
-            "forward 0-3; fused 5-7; backward 0-4; round 4",
-            r"call 4 \('layers.3'\) is missed by the forward pass: the fused stage \(5-7\) has the next calls",
-        ),
-        (
-            "forward 0-3; fused 4-6; backward 0-3; round 4",
-            r"call 7 \('head'\) is missed by the forward pass: the fused stage \(4-6\) must end with.*'head'",
-        ),
-        (
-            "forward 0-3; fused 4-7; backward 3 0-1; round 4",
-            r"call 2 \('layers.1'\) is missed by the backward pass: backward stage 1 \(3\) has the next.*Add it",
-        ),
-        (
-            "forward 0-3; fused 4-7; backward none; round 4",
-            r"call 0 \('embed'\) is missed by the backward pass: the fused stage \(4-7\) has the next",
-        ),
-        (
             "forward 2-3 0-1; fused 4-7; backward 0-3; round 4",
             r"forward stage 2 \(0-1\), with call 0 \('embed'\), is reordered: it runs after forward stage 1 \(2-3\)"
             r".*in the forward pass. Exchange them: forward stages ascend",
-        ),
-        (
-            "forward 0-3 6-7; fused 4-5; backward 0-3; round 4",
-            r"the fused stage \(4-5\), with call 4 \('layers.3'\), is reordered: it runs after forward stage 2 \(6-7\)"
-            ".*the fused stage ends the trace",
         ),
         (
             "forward 0-3; fused 4-7; backward 0-1 2-3; round 4",
@@ -70,15 +41,3 @@ CALLS = ["embed", *(f"layers.{number}" for number in range(6)), "head"]
 def test_error_names_stage_call_layer_and_remedy(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Plan.parse(text).validate(CALLS)
-
-
-def test_trace_without_calls() -> None:
-    with pytest.raises(ValueError, match="no calls"):
-        Plan.single(1).validate([])
-
-
-@pytest.mark.parametrize(
-    "plan", [Plan.single(8), Plan.per_call(8), Plan.parse("forward 0-6 fused 7 backward 0-6 round 1")]
-)
-def test_valid_plans_pass(plan: Plan) -> None:
-    plan.validate(CALLS)
