@@ -1,6 +1,6 @@
 """The figures in docs/long-sequences.md: the longest sequences that `roundpipe-plan` plans, and with tiles of tokens.
 
-    .venv/bin/python docs/make_long_sequences.py          (about four minutes on two cores)
+    .venv/bin/python docs/make_long_sequences.py          (about three minutes on two cores)
 
 Nothing between the marks on that page is written by hand; a test computes some of the rows again.
 """
@@ -30,7 +30,7 @@ PAGE = Path(__file__).with_name("long-sequences.md")
 BEGIN, END = "<!-- figures: docs/make_long_sequences.py -->\n", "<!-- end of figures -->\n"
 BEGIN_LENGTHS, END_LENGTHS = "<!-- lengths: docs/make_long_sequences.py -->\n", "<!-- end of lengths -->\n"
 POSITIONS = 2**19
-LENGTHS = (2**15, 2**16, 2**17)
+LENGTHS = (2**16, 2**17)
 GPUS = (1, 8)
 
 
