@@ -1,6 +1,6 @@
 """What a worker's memory costs: tokens a second that are planned within 24 GiB, over those that are without a limit.
 
-    .venv/bin/python benchmarks/bench_memory_limit.py [--markdown]
+    .venv/bin/python benchmarks/bench_memory_limit.py
 
 Part of that is the arena's, where copies wait for places. The rest is that of activations: a shorter fused stage, which
 leaves more to recompute, and no recomputation ahead. Both plans have stages: with memory for the whole model, rounds
@@ -12,7 +12,6 @@ those of the default search, which counts its work, so the figures are the same 
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,23 +90,10 @@ def rows() -> list[dict[str, Any]]:
     return [row for row in read_rows() if (row["gpus"], row["hardware"], row["sequence"]) == (DEVICES, MACHINE, LENGTH)]
 
 
-def markdown(found: list[Row]) -> str:
-    """Return the table as the page has it."""
-    head = f"| {' | '.join(HEADINGS)} |\n| --- | --- |{' ---: |' * (len(HEADINGS) - 2)}"
-    return "\n".join([head, *(f"| {' | '.join(row.cells())} |" for row in found)])
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--markdown", action="store_true", help="print the table as the page has it")
-    arguments = parser.parse_args()
-    found = [compare(row) for row in rows()]
-    if arguments.markdown:
-        print(markdown(found))
-        return
     table = Table(*HEADINGS)
-    for row in found:
-        table.add_row(*row.cells())
+    for row in rows():
+        table.add_row(*compare(row).cells())
     Console().print(table)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -131,14 +132,28 @@ HEADINGS = ("model", "GPUs", "mode", "tokens", "measured", "predicted", "error")
 
 
 def markdown(rows: list[Row]) -> str:
-    lines = [f"| {' | '.join(HEADINGS)} |", "| --- | --- | --- | ---: | ---: | ---: | ---: |"]
-    return "\n".join([*lines, *(f"| {' | '.join(cells(row))} |" for row in rows)])
+    """Predicted / measured: a table of sequences of the usual length by machine and model, and one of the others."""
+    usual = [row for row in rows if row.sequence == LENGTH]
+    others = [row for row in rows if row.sequence != LENGTH]
+    by_model = _crossed(usual, "GPUs, mode", lambda row: row.name)
+    return f"{by_model}\n\n{_crossed(others, f'tokens of {others[0].name}', lambda row: f'{row.sequence:,}')}"
+
+
+def _crossed(rows: list[Row], corner: str, column_of: Callable[[Row], str]) -> str:
+    columns = list(dict.fromkeys(map(column_of, rows)))
+    lines: dict[str, dict[str, str]] = {}
+    for row in rows:
+        line = lines.setdefault(f"{row.devices} x {row.machine}, {row.mode}", {})
+        line[column_of(row)] = f"{row.predicted:,.0f} / {row.measured:,.0f}"
+    table = [[corner, *columns], ["---", *("---:" for _ in columns)]]
+    table += [[name, *(line.get(column, "") for column in columns)] for name, line in lines.items()]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=Path, default=ROWS, help="another file like measured.json")
-    parser.add_argument("--markdown", action="store_true", help="print the table of docs/planning-accuracy.md")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of docs/estimates.md")
     options = parser.parse_args()
     console = Console()
     with console.status("predicting"):

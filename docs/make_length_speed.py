@@ -1,4 +1,4 @@
-"""Tokens a second over the length of sequences, planned, beside what the paper measured: docs/long-sequences-speed.md.
+"""Tokens a second over the length of sequences, planned, beside what the paper measured: docs/long-sequences.md.
 
     .venv/bin/python docs/make_length_speed.py          (a minute or two)
 
@@ -18,7 +18,7 @@ from lightning_roundpipe.commands.plan_shape import USUAL_TILE, Wish
 from lightning_roundpipe.reports.pictures import save
 
 HERE = Path(__file__).parent
-PAGE, PICTURE = HERE / "long-sequences-speed.md", HERE / "images" / "length-speed.png"
+PAGE, PICTURE = HERE / "long-sequences.md", HERE / "images" / "length-speed.png"
 MEASURED = HERE.parent / "benchmarks" / "measured.json"
 BEGIN, END = "<!-- figures: docs/make_length_speed.py -->\n", "<!-- end of speeds -->\n"
 LENGTHS = tuple(2**n for n in range(9, 18))
@@ -72,17 +72,11 @@ def speed(tokens: int) -> Speed:
 def cells(one: Speed) -> list[str]:
     found = one.found
     paper = "" if one.measured is None else f"{one.measured:,.0f}"
-    return [
-        f"{one.tokens:,}",
-        f"{found.microbatches} x {found.microbatch_size}",
-        f"{found.tokens_per_s:,.0f}",
-        paper,
-        "" if one.measured is None else f"{found.tokens_per_s / one.measured:.2f}",
-        f"{found.wish.token_tiles:,}" if one.tiles else "none",
-    ]
+    tiles = f"{found.wish.token_tiles:,}" if one.tiles else "none"
+    return [f"{one.tokens:,}", f"{found.tokens_per_s:,.0f}", paper, tiles]
 
 
-HEAD = ("tokens", "microbatches", "planned", "the paper's", "ratio", "tiles")
+HEAD = ("tokens", "planned", "the paper's", "tiles")
 
 
 def table(rows: list[Speed]) -> str:

@@ -1,6 +1,6 @@
 """The figures in docs/long-sequences.md: the longest sequences that `roundpipe-plan` plans, and with tiles of tokens.
 
-    .venv/bin/python docs/make_long_sequences.py          (about four minutes on two cores)
+    .venv/bin/python docs/make_long_sequences.py          (about three minutes on two cores)
 
 Nothing between the marks on that page is written by hand; a test computes some of the rows again.
 """
@@ -24,13 +24,13 @@ from lightning_roundpipe.commands.plan_model import (
     total,
 )
 from lightning_roundpipe.commands.plan_shape import TILE, ModelShape, Wish
-from lightning_roundpipe.planning.memory import Item, device_bytes, device_items, host_items
+from lightning_roundpipe.planning.memory import device_bytes, device_items, host_items
 
 PAGE = Path(__file__).with_name("long-sequences.md")
 BEGIN, END = "<!-- figures: docs/make_long_sequences.py -->\n", "<!-- end of figures -->\n"
 BEGIN_LENGTHS, END_LENGTHS = "<!-- lengths: docs/make_long_sequences.py -->\n", "<!-- end of lengths -->\n"
 POSITIONS = 2**19
-LENGTHS = (2**15, 2**16, 2**17)
+LENGTHS = (2**16, 2**17)
 GPUS = (1, 8)
 
 
@@ -113,12 +113,10 @@ class Need:
 
     Attributes:
         device: bytes of the GPU.
-        largest: its largest part.
         host: bytes of the host.
     """
 
     device: int
-    largest: Item
     host: int
 
 
@@ -135,8 +133,7 @@ def _need(shape: ModelShape, wish: Wish, tokens: int) -> Need:
     costs = shape.costs(1, tokens)
     plan = plan_of_longest(costs, shape, 1, wish.microbatches, memory_of(wish, shape.hardware), None)
     items = device_items(plan, costs, 1, device_bytes(plan, costs, 1))
-    largest = max(items, key=lambda item: item.nbytes)
-    return Need(total(items), largest, total(host_items(plan, costs, shape.parameters)))
+    return Need(total(items), total(host_items(plan, costs, shape.parameters)))
 
 
 def setting(row: Row, tokens: int) -> list[str]:
@@ -153,7 +150,6 @@ def setting(row: Row, tokens: int) -> list[str]:
         gib(whole.device),
         gib(tiled.device),
         gib(chosen.host),
-        chosen.largest.name.partition(", of stage")[0].partition(", stage")[0],
     ]
 
 
@@ -177,9 +173,9 @@ def cells(row: Row, found: Found) -> list[str]:
 HEAD = ("model", "GPUs", "longest", "the paper's", "in tiles, planned", "computes longer")
 RULER = ("---", *("---:" for _ in HEAD[1:]))
 HEAD_OF_LENGTHS = (
-    "model", "tokens", "`token_tiles`", "GiB whole", "GiB in tiles", "GiB of the host", "the largest part",
+    "model", "tokens", "`token_tiles`", "GiB whole", "GiB in tiles", "GiB of the host",
 )  # fmt: skip
-RULER_OF_LENGTHS = ("---", "---:", "---", "---:", "---:", "---:", "---")
+RULER_OF_LENGTHS = ("---", "---:", "---", "---:", "---:", "---:")
 
 
 def table(rows: Sequence[Sequence[str]], head: Sequence[str] = HEAD, ruler: Sequence[str] = RULER) -> str:

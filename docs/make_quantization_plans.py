@@ -1,6 +1,6 @@
-"""The figures in docs/quantization-plans.md: what `roundpipe-plan` says of packed base weights, beside 16 bits.
+"""The figures in docs/quantization.md: what `roundpipe-plan` says of packed base weights, beside 16 bits.
 
-    .venv/bin/python docs/make_quantization_plans.py          (about twenty minutes on two cores)
+    .venv/bin/python docs/make_quantization_plans.py          (about eight minutes on two cores)
 
 Nothing between the marks on that page is written by hand. Plans are those of `search_seconds=0`, which are the same on
 every machine, so a test computes some of the rows again.
@@ -9,7 +9,7 @@ every machine, so a test computes some of the rows again.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +18,15 @@ from lightning_roundpipe.commands.machines import choose_machine
 from lightning_roundpipe.commands.plan_model import Outlook, find_longest, look_at, memory_of, shape_of, total
 from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
 
-PAGE = Path(__file__).with_name("quantization-plans.md")
+PAGE = Path(__file__).with_name("quantization.md")
 BEGIN, END = "<!-- figures: docs/make_quantization_plans.py -->\n", "<!-- end of figures -->\n"
 GIB = 2**30
 SEQUENCES = 64
 """Of a step, each of 2048 tokens."""
 SIZES = (4, 2, 1)
 """Sequences of a microbatch."""
-GPUS = (1, 2, 4, 8)
-HOSTS = (64, 128, 192, 256)
+GPUS = (1, 4)
+HOSTS = (64, 128, 192)
 """GiB. What is planned for a smaller host fits a larger one, too."""
 BASES = {"16 bits": (), "nf4": (("quantization", "nf4"),)}
 
@@ -124,45 +124,26 @@ def machines(row: Row, found: dict[str, ModelShape]) -> Iterator[tuple[int, int,
             yield gpus, host, planned
 
 
-def cells(gpus: int, host: int, found: dict[str, Found]) -> list[str]:
-    """A row of a table."""
-    row = [str(gpus), str(host)]
+def cells(row: Row, gpus: int, host: int, found: dict[str, Found]) -> list[str]:
+    """A line of the table."""
+    line = [row.title, str(gpus), str(host)]
     for one in found.values():
-        if one.best is None:
-            row += [f"needs {one.needs / GIB:,.0f} GiB", "", f"{one.longest:,}" if one.longest else "–"]
-        else:
-            batch = f"{one.best.microbatches} x {one.best.microbatch_size}"
-            row += [f"{one.best.tokens_per_s:,.0f}", batch, f"{one.longest:,}"]
-    return row
+        longest = f"{one.longest:,}" if one.longest else "–"
+        speed = f"needs {one.needs / GIB:,.0f} GiB" if one.best is None else f"{one.best.tokens_per_s:,.0f}"
+        line += [speed, longest]
+    return line
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    ruler = ["---:" for _ in head]
-    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ruler, *rows))
-
-
-def weights(row: Row, found: dict[str, ModelShape]) -> str:
-    """What the frozen weights take, in a sentence."""
-    counts = found["nf4"].parameters
-    others = counts.compute_bytes * (counts.frozen - counts.packed)
-    sizes = [(counts.packed_bytes + others) / GIB, counts.compute_bytes * counts.frozen / GIB]
-    return (
-        f"The {counts.frozen / 1e9:.1f} billion frozen weights of {row.title} take {sizes[1]:,.1f} GiB in 16 bits, and "
-        f"{sizes[0]:,.1f} GiB\nwith {counts.packed / 1e9:.1f} billion of them in nf4. Adapters: `lora={row.lora}`."
-    )
-
-
-def section(row: Row) -> str:
-    """A model's heading, sentence, table and command."""
-    found = shapes(row)
-    head = ["GPUs", "host GiB"]
+def table() -> str:
+    head = ["model", "GPUs", "host GiB"]
     for base in BASES:
-        head += [f"{base}: tokens/s", "batch", "longest"]
-    rows = []
-    for gpus, host, planned in machines(row, found):
-        rows.append(cells(gpus, host, planned))
-        print(row.title, rows[-1], file=sys.stderr)
-    return f"\n### {row.title}\n\n{weights(row, found)}\n\n{table(head, rows)}\n```\n{row.command}\n```\n"
+        head += [f"{base}: tokens/s", "longest"]
+    lines = [head, ["---", *("---:" for _ in head[1:])]]
+    for row in ROWS:
+        for gpus, host, planned in machines(row, shapes(row)):
+            lines.append(cells(row, gpus, host, planned))
+            print(lines[-1], file=sys.stderr)
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def between(page: str) -> str:
@@ -170,9 +151,8 @@ def between(page: str) -> str:
 
 
 def main() -> None:
-    figures = "".join(section(row) for row in ROWS)
     before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}{figures}\n{END}{rest.split(END)[1]}")
+    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n```\n{ROWS[0].command}\n```\n\n{END}{rest.split(END)[1]}")
 
 
 if __name__ == "__main__":

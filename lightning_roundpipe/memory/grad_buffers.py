@@ -216,7 +216,9 @@ class GradientPool:
             host_only = layout.narrowed or not layout.nbytes
             new = partial(torch.empty, dtype=torch.uint8) if host_only else self._device.host_buffer
             return _Block(new(layout.nbytes), generation, kept=self.keeps)
-        if found.filled is not None:  # nothing took that sum, and its download may still be on its way
+        if (
+            found.filled is not None and not found.filled.done()
+        ):  # nothing took that sum, and its download may still be on its way
             found.filled.wait()
         return found
 

@@ -1,4 +1,4 @@
-"""Predictions beside what the paper measured; docs/planning-accuracy.md has the same table."""
+"""Predictions beside what the paper measured; docs/estimates.md has the same tables."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_predictions_are_near_what_was_measured_on_one_four_and_eight_gpus() -> 
 def test_the_page_has_the_table_of_the_benchmark() -> None:
     bench = script("benchmarks/bench_validation.py")
     rows = [bench.predict(row) for row in bench.read_rows()]
-    page = (ROOT / "docs" / "planning-accuracy.md").read_text()
+    page = (ROOT / "docs" / "estimates.md").read_text()
     assert bench.markdown(rows) in page and f"{bench.summary(rows)}." in page
     errors = [abs(row.error) for row in rows]
-    assert median(errors) < 0.08 and max(errors) < 0.20
+    assert median(errors) <= 0.04 and max(errors) <= 0.20
 
 
 # -- benchmarks/bench_memory_limit.py ----------------------------------------------------------------------------------
@@ -78,8 +78,6 @@ def test_the_page_has_the_table_of_the_benchmark() -> None:
 def test_a_limit_of_memory_costs_little() -> None:
     bench = script("benchmarks/bench_memory_limit.py")
     rows = [bench.compare(row) for row in bench.rows()]
-    page = (ROOT / "docs" / "planning-accuracy.md").read_text()
-    assert bench.markdown(rows) in page
     assert len(rows) == 10 and min(row.within / row.free for row in rows) > 0.97
 
 

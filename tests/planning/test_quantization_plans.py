@@ -1,9 +1,8 @@
-"""docs/quantization-plans.md says what the planner says."""
+"""docs/quantization.md says what the planner says."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,32 +14,22 @@ def plans() -> Any:
     return script("docs/make_quantization_plans.py")
 
 
-def rows_of(page: str, title: str) -> dict[tuple[int, int], str]:
-    """Lines of a model's table, by GPUs and GiB of the host."""
-    section = page.split(f"### {title}\n")[1].split("```")[0]
-    lines = re.findall(r"^\| (\d+) \| (\d+) \|.*$\n?", section, flags=re.MULTILINE)
-    whole = re.findall(r"^\| \d+ \| \d+ \|.*$", section, flags=re.MULTILINE)
-    return {(int(gpus), int(host)): line for (gpus, host), line in zip(lines, whole, strict=True)}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("number", "gpus"), [(0, 2), (1, 4)])
-def test_the_pages_rows_are_what_is_planned(number: int, gpus: int) -> None:
-    """Of the dense models, all hosts of a number of GPUs: what fits a smaller host is a plan of the larger ones."""
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_pages_rows_are_what_is_planned(number: int) -> None:
+    """Of the dense models, all hosts of one GPU: what fits a smaller host is a plan of the larger ones."""
     pages = plans()
     row, page = pages.ROWS[number], pages.between(pages.PAGE.read_text())
-    shapes = pages.shapes(row)
-    assert pages.weights(row, shapes) in page
-    pages.GPUS = (gpus,)
-    lines = rows_of(page, row.title)
-    for _, host, found in pages.machines(row, shapes):
-        assert lines[gpus, host] == f"| {' | '.join(pages.cells(gpus, host, found))} |"
+    pages.GPUS = (1,)
+    for gpus, host, found in pages.machines(row, pages.shapes(row)):
+        assert f"| {' | '.join(pages.cells(row, gpus, host, found))} |\n" in page
 
 
 def test_the_page_has_every_machine() -> None:
     pages = plans()
-    page = pages.between(Path(pages.PAGE).read_text())
+    page = pages.between(pages.PAGE.read_text())
     for row in pages.ROWS:
-        assert set(rows_of(page, row.title)) == {(gpus, host) for gpus in pages.GPUS for host in pages.HOSTS}
-        assert row.command in page
+        heads = re.findall(rf"^\| {row.title} \| (\d+) \| (\d+) \|", page, flags=re.MULTILINE)
+        assert heads == [(str(gpus), str(host)) for gpus in pages.GPUS for host in pages.HOSTS]
+    assert pages.ROWS[0].command in page

@@ -30,12 +30,12 @@ def test_the_table_has_every_row() -> None:
 
 def test_figures_in_the_text_are_those_of_their_pages() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
-    docs = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("large-models", "planning-accuracy", "gpu")}
+    docs = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("large-models", "estimates", "gpu")}
     [(planned, measured)] = re.findall(r"\[([\d,]+) tokens/s\]\(docs/large-models.*?library measured ([\d,]+)\.", text)
     assert f"| {planned} | {measured} |" in docs["large-models"]
     assert text.count(planned) == 2, "the comparison has the same figure"
     [(median, worst)] = re.findall(r"\[([\d.]+) %, its worst ([\d.]+) %\]", text)
-    assert f"median error {median} %, worst {worst} %" in docs["planning-accuracy"]
+    assert f"median error {median} %, worst {worst} %" in docs["estimates"]
     [(planned, low, high)] = re.findall(r"planned ([\d,]+), and ([\d,]+) to ([\d,]+) were measured", text)
     assert f"at {planned} tokens/s" in docs["gpu"] and f"({low} to {high} tokens/s" in docs["gpu"]
 
