@@ -17,9 +17,6 @@ from zoo_runs import expected
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
 from lightning_roundpipe.tasks import CausalLM
 
-ROWS = 5
-"""Tokens of a chunk: fewer than any microbatch has, and not a divisor."""
-
 
 class Lean(zoo.CausalLM):
     """A zoo model that is trained without its logits."""
@@ -29,7 +26,7 @@ class Lean(zoo.CausalLM):
         make_lean(model)
 
     def training_step(self, batch: zoo.Batch, batch_idx: int) -> torch.Tensor:
-        with lean_logits(self.model, ROWS):
+        with lean_logits(self.model):
             loss: torch.Tensor = self.model(**batch).loss
         self.log("train/loss", loss)
         return loss

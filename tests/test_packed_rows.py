@@ -1,9 +1,8 @@
-"""Documents of a packed row have the losses that they have alone, whatever the model makes of ``position_ids``."""
+"""Documents of a packed row have the losses that they have alone."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import harness
@@ -22,43 +21,40 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     GptOssConfig,
+    Lfm2Config,
     MambaConfig,
-    MptConfig,
     OPTConfig,
     PreTrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
-from lightning_roundpipe.messages import RoundPipeWarning
 from lightning_roundpipe.model.fused_attention import NAME, register
-from lightning_roundpipe.model.packed_rows import masks_needed
+from lightning_roundpipe.model.packed_rows import check_packed_rows
 from lightning_roundpipe.tasks.causal_lm import LONG_ROW, CausalLM
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "initializer_range": 0.3}
 USUAL = SIZES | {"intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4, "num_hidden_layers": 4}
-MODELS: dict[str, tuple[PreTrainedConfig, bool]] = {
-    "gpt2": (GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3), False),
-    "qwen3": (Qwen3Config(**USUAL, num_hidden_layers=3), False),
-    "qwen3_moe": (Qwen3MoeConfig(**USUAL, **EXPERTS, num_hidden_layers=2), False),
-    "gemma2": (Gemma2Config(**USUAL, sliding_window=4, num_hidden_layers=4), False),
-    "gpt_oss": (GptOssConfig(**USUAL, **OSS), True),
-    "opt": (OPTConfig(vocab_size=64, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2,
-                      word_embed_proj_dim=16, max_position_embeddings=64, init_std=0.3, dropout=0.0), True),
-    "mpt": (MptConfig(vocab_size=64, d_model=16, n_layers=2, n_heads=2, initializer_range=0.3), True),
-    "falcon": (FalconConfig(**SIZES, num_hidden_layers=2, num_attention_heads=2), True),
+MODELS: dict[str, PreTrainedConfig] = {
+    "gpt2": GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3),
+    "qwen3": Qwen3Config(**USUAL, num_hidden_layers=3),
+    "qwen3_moe": Qwen3MoeConfig(**USUAL, **EXPERTS, num_hidden_layers=2),
+    "gemma2": Gemma2Config(**USUAL, sliding_window=4, num_hidden_layers=4),
+    "gpt_oss": GptOssConfig(**USUAL, **OSS),
+    "opt": OPTConfig(vocab_size=64, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2,
+                      word_embed_proj_dim=16, max_position_embeddings=64, init_std=0.3, dropout=0.0),
+    "falcon": FalconConfig(**SIZES, num_hidden_layers=2, num_attention_heads=2),
 }  # fmt: skip
 
 
-def module(name: str, *, dropout: bool = False) -> CausalLM:
+def module(name: str) -> CausalLM:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name][0]))
-    if not dropout:
-        for part in model.modules():
-            if isinstance(part, nn.Dropout):
-                part.p = 0.0
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name]))
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
     return CausalLM(model, lambda parameters: SGD(parameters, lr=0.1))
 
 
@@ -87,7 +83,6 @@ def batch(rows: list[list[Tensor]]) -> dict[str, Tensor]:
 def test_a_rows_loss_is_that_of_its_documents(name: str) -> None:
     task = module(name).eval()
     task.keep_documents_apart()
-    assert task.document_masks is MODELS[name][1]
     found = documents()
     with torch.no_grad():
         packed = float(task.loss_of(batch([found[:3], found[3:]]))) * sum(len(d) - 1 for d in found)
@@ -102,7 +97,7 @@ def test_every_attention_keeps_documents_apart(name: str, implementation: str) -
     register()
     torch.manual_seed(0)
     windows = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 4}
-    config = Qwen3Config(**USUAL, num_hidden_layers=2, **windows) if name == "windows" else MODELS[name][0]
+    config = Qwen3Config(**USUAL, num_hidden_layers=2, **windows) if name == "windows" else MODELS[name]
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=implementation)
     task = CausalLM(model, lambda parameters: SGD(parameters, lr=0.1), fused_attention=False)
     task.keep_documents_apart()
@@ -118,19 +113,11 @@ def test_every_attention_keeps_documents_apart(name: str, implementation: str) -
         torch.testing.assert_close(packed, torch.stack(parts).sum(0), rtol=1e-4, atol=1e-5)
 
 
-def test_flex_attention_is_tried_with_eager_attention() -> None:
-    """For which the same functions make the masks: a CPU does not run it as it should."""
-    model = AutoModelForCausalLM.from_config(Qwen3Config(**USUAL, num_hidden_layers=2))
-    model.config._attn_implementation = "flex_attention"
-    assert not masks_needed(model)
-    assert model.config._attn_implementation == "flex_attention"
-
-
 def test_flash_attention_is_refused_where_rows_are_packed() -> None:
     model = AutoModelForCausalLM.from_config(Qwen3Config(**USUAL, num_hidden_layers=1))
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match=r"flash_attention_2 keeps .* Set attn_implementation=roundpipe"):
-        masks_needed(model)
+    with pytest.raises(ValueError, match=r"flash_attention_2 takes no masks .*Set attn_implementation=roundpipe"):
+        check_packed_rows(model)
 
 
 def test_long_rows_need_no_masks() -> None:
@@ -138,7 +125,7 @@ def test_long_rows_need_no_masks() -> None:
     task, sizes = module("qwen3"), []
     length = LONG_ROW
     task.keep_documents_apart(length)
-    assert task.model.config._attn_implementation == NAME and not task.document_masks
+    assert task.model.config._attn_implementation == NAME
     ids = torch.randint(64, (1, length), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(length)[None] % 512
 
@@ -156,48 +143,20 @@ def test_long_rows_need_no_masks() -> None:
     assert short.model.config._attn_implementation == "sdpa"
 
 
-def test_what_is_tried_leaves_no_trace() -> None:
-    """Layers, modes, weights and generators are what they were."""
-    task = module("gpt_oss", dropout=True)
-    task.model.model.layers[1].eval()
-    modes = [(key, part.training) for key, part in task.named_modules()]
-    weights = {key: value.clone() for key, value in task.state_dict().items()}
-    state = torch.get_rng_state()
-    task.keep_documents_apart()
-    assert [(key, part.training) for key, part in task.named_modules()] == modes
-    assert task.state_dict().keys() == weights.keys()
-    assert all(torch.equal(value, weights[key]) for key, value in task.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(p.grad is None for p in task.parameters())
+KINDS = ["conv", "full_attention"]
+REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
+    "bloom": (BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2), "it takes no position_ids. Set data"),
+    "mamba": (MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2), "layers of kind linear_attention. Set"),
+    "lfm2": (Lfm2Config(**USUAL, num_hidden_layers=2, layer_types=KINDS), "it has layers of kind conv"),
+    "routers' loss": (Qwen3MoeConfig(**USUAL, **EXPERTS, output_router_logits=True), "Set output_router_logits=False"),
+}
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2, initializer_range=0.3),
-        MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2),
-    ],
-    ids=lambda config: str(config.model_type),
-)
-def test_models_that_cannot_are_refused(config: PreTrainedConfig) -> None:
-    with pytest.raises(ValueError, match=r"^documents of a packed row see each other in \w+: .* Set data.rows=padded"):
-        masks_needed(AutoModelForCausalLM.from_config(config))
-
-
-def test_the_last_kind_of_layer_is_tried_too() -> None:
-    """A layer far behind may be the only one that lets documents see each other."""
-    kinds = ["full_attention", "full_attention", "sliding_attention"]
-    config = Qwen3Config(**USUAL, num_hidden_layers=3, layer_types=kinds, use_sliding_window=True, sliding_window=4)
-    model = AutoModelForCausalLM.from_config(config)
-    assert not masks_needed(model)
-    attend = model.model.layers[2].self_attn
-
-    def without_mask(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return args, kwargs | {"attention_mask": None}
-
-    attend.register_forward_pre_hook(without_mask, with_kwargs=True)
-    with pytest.raises(ValueError, match="see each other"):
-        masks_needed(model)
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_cannot_are_refused(name: str) -> None:
+    config, why = REFUSED[name]
+    with pytest.raises(ValueError, match=why):
+        check_packed_rows(AutoModelForCausalLM.from_config(config))
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "opt"])
@@ -234,18 +193,14 @@ class OwnStep(pl.LightningModule):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_cache_that_is_off_keeps_documents_apart_and_that_is_said(microbatches: int) -> None:
+def test_a_cache_that_is_off_keeps_documents_apart(microbatches: int) -> None:
     """transformers looks for documents only where a model has no cache, and a configuration asks for one."""
     tokens = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(1))
     packed = {"tokens": tokens, "positions": torch.arange(6).repeat(2).expand(4, 12)}
     usual = packed | {"positions": torch.arange(12).expand(4, 12)}
-    apart = OwnStep(use_cache=False)
-    strategy = {"num_microbatches": microbatches}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="roundpipe: position_ids begin anew")
-        harness.assert_same(run("auto", apart, packed), run(ours(**strategy), apart, packed, devices=2))
-        harness.assert_same(run("auto", OwnStep(), usual), run(ours(**strategy), OwnStep(), usual, devices=2))
-    with pytest.warns(RoundPipeWarning, match="position_ids begin anew within rows.*use_cache=False"):
-        trained = run(ours(**strategy), OwnStep(), packed, devices=2)
-    harness.assert_same(run("auto", apart, packed), trained)
-    assert float(run("auto", OwnStep(), packed).losses[0]) != pytest.approx(float(trained.losses[0]), rel=1e-4)
+    apart = run("auto", OwnStep(use_cache=False), packed)
+    for settings in ({}, {"use_cache": False}):
+        harness.assert_same(apart, run(ours(num_microbatches=microbatches), OwnStep(**settings), packed, devices=2))
+    harness.assert_same(
+        run("auto", OwnStep(), usual), run(ours(num_microbatches=microbatches), OwnStep(), usual, devices=2)
+    )

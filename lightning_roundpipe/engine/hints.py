@@ -9,13 +9,10 @@ from torch import nn
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.refine import Refined
-from lightning_roundpipe.user_code.interception import PACKED_ROWS
 
-_PACKED = (
-    "position_ids begin anew within rows. Each document attends to itself alone here, as use_cache is off. In plain "
-    "training with use_cache=True, as in the model's configuration, transformers lets the documents of a row see each "
-    "other: call the model with use_cache=False to keep them apart there too."
-)
+_CONSEQUENCE = {
+    "use_cache": " Without a cache, transformers keeps documents apart in rows whose position_ids begin anew."
+}
 
 
 class Hints:
@@ -36,10 +33,8 @@ class Hints:
     def after_step(self, switched_off: Sequence[str]) -> None:
         """Issue the hints that a finished step gives rise to. ``switched_off``: settings that were off during it."""
         for name in switched_off:
-            if name == PACKED_ROWS:
-                self.warn(name, _PACKED)
-            else:
-                self.say(name, f"training runs with {name}=False, as the strategy recomputes layers itself.")
+            text = f"training runs with {name}=False, as the strategy recomputes layers itself."
+            self.say(name, text + _CONSEQUENCE.get(name, ""))
 
     def of_one_microbatch(self, devices: int) -> None:
         """Hint: a step of one microbatch keeps one device busy at a time."""

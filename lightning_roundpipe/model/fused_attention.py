@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from lightning_roundpipe.model.packed_rows import LENGTH, base_model, logits_of_few_layers, rounding, some_tokens
+from lightning_roundpipe.model.packed_rows import base_model
 
 NAME = "roundpipe"
 """Of the implementation, as Hugging Face's ``attn_implementation``."""
@@ -39,56 +39,35 @@ _KNOWN = frozenset({"position_ids", "output_attentions", "use_cache", "cache_pos
 
 
 def attend_without_masks(model: nn.Module, *, packed: bool = False) -> bool:
-    """Let ``model`` attend without masks where it has sliding windows or sinks, or is given packed rows.
-
-    The model runs on a few tokens in both ways, with the first layer of each kind only.
+    """Let ``model`` attend without masks where PyTorch's attention would be given some: windows, sinks, packed rows.
 
     Args:
-        model: a causal language model of Hugging Face, or adapters around one, on the host.
+        model: a causal language model of Hugging Face, or adapters around one.
         packed: whether rows have documents that do not see each other. Each is then computed on its own, as soon as the
             host knows where it ends, which is worth it in rows of many thousand tokens.
 
     Returns:
-        Whether it does. Otherwise it stays as it is: PyTorch's attention needs no masks either, or the model does what
-        this does not know, or it cannot be exchanged.
+        Whether it does. A model without windows and sinks stays as it is, and so does one whose configuration caps or
+        drops scores or has other kinds of layers, or whose attention cannot be exchanged.
     """
     inner = base_model(model)
-    if getattr(getattr(inner, "config", None), "_attn_implementation", None) == NAME:
+    implementation = getattr(getattr(inner, "config", None), "_attn_implementation", None)
+    if implementation == NAME:
         register()  # in a process that has not made the model
         return True
-    if not needs_masks(inner, packed=packed) or not inner._can_set_attn_implementation():
+    if implementation not in ("sdpa", "eager") or not inner._supports_attention_backend:
         return False
-    before, expected = inner.config._attn_implementation, _logits(model)
+    text = inner.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    changed = getattr(text, "attn_logit_softcapping", None) or getattr(text, "attention_dropout", 0.0)
+    if changed or not kinds <= {"full_attention", "sliding_attention"}:
+        return False
+    windows = "sliding_attention" in kinds if kinds else getattr(text, "sliding_window", None) is not None
+    if not (packed or windows or any(name.endswith(".sinks") for name, _ in inner.named_parameters())):
+        return False
     register()
     inner.set_attn_implementation(NAME)
-    try:
-        found = _logits(model)
-    except (ValueError, TypeError):  # it takes something else than scores of all pairs
-        found = torch.full_like(expected, torch.nan)
-    if bool(((found - expected).abs() <= rounding(model, expected)).all()):
-        return True
-    inner.set_attn_implementation(before)
-    return False
-
-
-def needs_masks(model: Any, *, packed: bool = False) -> bool:
-    """Return whether PyTorch's attention would be given masks: for windows, sinks or ``packed`` rows."""
-    config = getattr(model, "config", None)
-    if config is None or getattr(config, "_attn_implementation", None) not in ("sdpa", "eager"):
-        return False
-    text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None)
-    windows = "sliding_attention" in kinds if kinds else getattr(text, "sliding_window", None) is not None
-    return packed or windows or any(name.endswith(".sinks") for name, _ in model.named_parameters())
-
-
-def _logits(model: nn.Module) -> Tensor:
-    """Of two rows, of which one is padded."""
-    tokens = some_tokens(model, (2, LENGTH))
-    there = torch.ones_like(tokens)
-    there[1, -2:] = 0
-    (logits,) = logits_of_few_layers(model, {"input_ids": tokens, "attention_mask": there})
-    return logits[there.bool()].float()
+    return True
 
 
 def register() -> None:
@@ -110,7 +89,9 @@ def documents(
     use_vmap: bool = False,
     **others: Any,
 ) -> Tensor | None:
-    """Return in place of a mask the number of each token's document, of shape (rows, tokens); None if there is one.
+    """Return in place of a mask the number of each token's document; None if there is one.
+
+    Numbers are int32 of shape (rows, 1, 1, tokens): models pass on what has four dimensions as it is.
 
     A mask function is asked whether a token sees the one before it, which costs a comparison a token. With a cache,
     where queries are few, a real mask is returned.
@@ -144,7 +125,7 @@ def documents(
             f"attn_implementation={NAME!r} is causal, and this model looks ahead. Choose another one, with "
             "model.set_attn_implementation('eager')."
         )
-    return begins.cumsum(1, dtype=torch.int32) if several else None
+    return begins.cumsum(1, dtype=torch.int32)[:, None, None] if several else None
 
 
 def attention(
@@ -195,12 +176,12 @@ def attention(
     if s_aux is not None:
         query, key, value = _with_sinks(query, key, value, s_aux, scale)
     how = _How(scale, sliding_window, s_aux is not None)
-    if attention_mask is not None and attention_mask.dim() == 4:
-        found = _masked(query, key, value, attention_mask[..., : key.shape[2]], how)
-    elif attention_mask is None:
+    if attention_mask is None:
         found = _one_document(query, key, value, how)
+    elif attention_mask.dtype is torch.int32:
+        found = _by_documents(query, key, value, attention_mask[:, 0, 0], how)
     else:
-        found = _by_documents(query, key, value, attention_mask, how)
+        found = _masked(query, key, value, attention_mask[..., : key.shape[2]], how)
     return found[..., :size].transpose(1, 2).contiguous(), None
 
 

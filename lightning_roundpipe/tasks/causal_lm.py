@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_roundpipe.model.adapters import add_adapters
 from lightning_roundpipe.model.fused_attention import attend_without_masks
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
-from lightning_roundpipe.model.packed_rows import document_masks, masks_needed
+from lightning_roundpipe.model.packed_rows import check_packed_rows, document_masks
 from lightning_roundpipe.model.quantize import refuse_adapted_experts, refuse_full_training, stored_beside
 
 Batch = dict[str, Tensor]
@@ -89,17 +89,18 @@ class CausalLM(LightningModule):
         self.strict_loading = lora is None  # see on_save_checkpoint
 
     def keep_documents_apart(self, length: int = 0) -> None:
-        """Give the model masks for packed rows if it does not make them from ``position_ids`` itself.
+        """Give the model masks that keep documents of packed rows apart.
 
         Args:
             length: tokens of a row. From `LONG_ROW` on, the model attends to each document on its own, without masks.
 
         Raises:
-            ValueError: documents of a packed row would see each other all the same.
+            ValueError: documents of a packed row would see each other; see `check_packed_rows`.
         """
         if self.fused_attention and length >= LONG_ROW:
             attend_without_masks(self.model, packed=True)
-        self.document_masks = masks_needed(self.model)
+        check_packed_rows(self.model)
+        self.document_masks = True
 
     def loss_of(self, batch: Batch) -> Tensor:
         """Return the model's own loss."""

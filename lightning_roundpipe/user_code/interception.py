@@ -18,12 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices.process_context import replaced
 from lightning_roundpipe.devices.thread_owner import context_of_thread, working
 from lightning_roundpipe.memory.host_layer import HostLayer
-
-PACKED_ROWS = "packed rows"
-"""What is switched off with a cache on which the attention of a model depends."""
 
 
 class CallContext(Protocol):
@@ -193,32 +189,9 @@ def without_caches(root: nn.Module) -> Iterator[list[str]]:
     for module in checkpointed:
         module.gradient_checkpointing = False
     try:
-        with _packed_rows_noted(switched_off):
-            yield switched_off
+        yield switched_off
     finally:
         for config in caches.values():
             config.use_cache = True
         for module in checkpointed:
             module.gradient_checkpointing = True
-
-
-@contextlib.contextmanager
-def _packed_rows_noted(switched_off: list[str]) -> Iterator[None]:
-    """Add `PACKED_ROWS` to ``switched_off`` if a model keeps documents apart because its cache is off.
-
-    transformers asks the position ids where documents begin if there is neither a mask nor a cache.
-    """
-    masks: Any = sys.modules.get("transformers.masking_utils")
-    find: Any = getattr(masks, "find_packed_sequence_indices", None)
-    if find is None:
-        yield
-        return
-
-    def found(*args: Any, **kwargs: Any) -> Any:
-        documents = find(*args, **kwargs)
-        if documents is not None and "use_cache" in switched_off and PACKED_ROWS not in switched_off:
-            switched_off.append(PACKED_ROWS)
-        return documents
-
-    with replaced(masks, find_packed_sequence_indices=found):
-        yield
