@@ -17,7 +17,6 @@ digits in bf16), does not follow autocast, and knows neither caps nor factors; s
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -194,17 +193,24 @@ class _Finish:
     """
 
     def __init__(self, model: Any, head: nn.Module) -> None:
-        self._shell = copy.copy(model)
+        self._shell = _shallow(model)
         self._names = {name: module is head for name, module in model.named_children()}
         self._shell._modules = {}
 
     def __call__(self, logits: Tensor) -> Tensor:
         logits = logits[None]
-        shell = copy.copy(self._shell)
+        shell = _shallow(self._shell)
         outputs = _DecoderOutput(last_hidden_state=logits[..., :0])
         shell._modules = {name: _Given(logits if is_head else outputs) for name, is_head in self._names.items()}
         finished: Tensor = type(shell).forward(shell, inputs_embeds=logits[..., :0], use_cache=False).logits
         return finished[0]
+
+
+def _shallow(model: Any) -> Any:
+    """Return a copy with the same attributes. ``copy.copy`` calls ``__new__``, which FSDP2 overrides with arguments."""
+    made = object.__new__(type(model))
+    made.__dict__.update(model.__dict__)
+    return made
 
 
 ENOUGH = 1024
