@@ -5,16 +5,44 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
 from harness import ATOL, RTOL, assert_same, assert_tensors_same, ours, run
 from test_evaluation import Averaging, validate
-from test_manual import FrozenBetween
+from torch import Tensor, nn
 from zoo_runs import expected, train
 
 from second_device.late import Late, late
 from second_device.play import Event, Stream, play, stream
+
+
+class FrozenBetween(pl.LightningModule):
+    """All layers are frozen when a batch begins, and trained within it; the last one is the smallest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layers = nn.ModuleList([nn.Linear(8, 32), nn.Linear(32, 32), nn.Linear(32, 1)])
+        self.requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.requires_grad_(True)
+        found = batch
+        for layer in self.layers:
+            found = layer(found).tanh()
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = found.square().mean()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.requires_grad_(False)
+        return loss.detach()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
 
 HOME = torch.device("played", 0)
 
