@@ -216,9 +216,8 @@ class GradientPool:
             host_only = layout.narrowed or not layout.nbytes
             new = partial(torch.empty, dtype=torch.uint8) if host_only else self._device.host_buffer
             return _Block(new(layout.nbytes), generation, kept=self.keeps)
-        if (
-            found.filled is not None and not found.filled.done()
-        ):  # nothing took that sum, and its download may still be on its way
+        # If nothing took that sum, its download may still be on its way.
+        if found.filled is not None and not found.filled.done():
             found.filled.wait()
         return found
 

@@ -697,8 +697,10 @@ class AsyncOptimizer:
         self._accumulated[bucket].forget(step.outside)
         if step.batch is not None:
             if step.batch.readiness is not None:
-                step.batch.readiness.used(bucket)
+                step.batch.readiness.used()
             if not step.keeps:
                 step.batch.release(bucket)
+            if self._pool is not None:
+                self._pool.look_again()  # the bucket may have had no memory, and be the last one that was complete
         if not self.staleness:
             bucket.publish(step.number)

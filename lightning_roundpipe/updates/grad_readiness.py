@@ -149,7 +149,7 @@ class GradReadiness:
         """Whether a bucket is ready that the optimizer has not used yet."""
         return self._unused > 0
 
-    def used(self, bucket: ParamBucket) -> None:
+    def used(self) -> None:
         """Note that the optimizer has used the gradients of a bucket."""
         with self._lock:
             self._unused -= 1
