@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,10 +16,17 @@ import torch
 from harness import ours, run
 from torch import Tensor, nn
 
+from lightning_roundpipe.config import Emulation
+from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.devices.emulated import EmulatedDevice
-from lightning_roundpipe.memory.grad_buffers import HostGradSums
+from lightning_roundpipe.memory.dtypes import Formats
+from lightning_roundpipe.memory.grad_buffers import GradientLayout, GradientPool, HostGradSums
+from lightning_roundpipe.memory.host_layer import HostLayer, host_layers, make_buckets
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.threads.cancel_scope import CancelScope
+from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.grad_readiness import GradReadiness
+from lightning_roundpipe.updates.loss_handle import StepGradients
 
 SIZE = 8
 LAYERS = 12
@@ -129,3 +139,57 @@ def test_where_all_gradients_are_needed_each_layer_has_memory(why: str, monkeypa
     else:
         fit(asked, Module(), LooksAtGradients())
     assert asked.living[-1] == LAYERS
+
+
+@pytest.fixture
+def layer() -> Iterator[HostLayer]:
+    [device] = make_devices("cpu", [torch.device("cpu")], Emulation())
+    module = nn.Linear(SIZE, SIZE, bias=False)
+    [made] = host_layers({"layer": module}, device, Formats(), apart=False, mapped=())
+    make_buckets([made], module.parameters())
+    made.device = device  # type: ignore[attr-defined]
+    yield made
+    device.close()
+
+
+class _Step:
+    has_ready = True
+
+
+def waiting(pool: GradientPool) -> threading.Thread:
+    """A download that waits until the pool is not full."""
+    thread = threading.Thread(target=pool.wait, args=(CancelScope(),), daemon=True)
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    return thread
+
+
+def test_a_full_pool_waits_only_for_complete_gradients(layer: Any) -> None:
+    layout, pool = GradientLayout(layer), GradientPool(layer.device, limit=1)
+    held = pool.take(layout)
+    assert not pool.is_full, "no step uses gradients layer by layer"
+    pool.draining = step = _Step()
+    thread = waiting(pool)
+    pool.give(held, layout, None, lent=False)
+    thread.join(10)
+    assert not thread.is_alive()
+    pool.take(layout)
+    step.has_ready = False
+    pool.wait(CancelScope())  # the optimizer lacks gradients, which may be those that wait
+
+
+def test_a_bucket_without_gradients_wakes_downloads(layer: Any) -> None:
+    """It may be the last complete one, and the optimizer lacks what waits."""
+    pool, readiness = GradientPool(layer.device, limit=1), GradReadiness([layer.bucket])
+    pool.take(GradientLayout(layer))
+    pool.draining = readiness
+    readiness.passed(())
+    thread = waiting(pool)
+    updates = AsyncOptimizer([layer.bucket], pool=pool)
+    batch = StepGradients([], [], 1.0, readiness)
+    step: Any = SimpleNamespace(batch=batch, keeps=False, outside=frozenset(), number=1)
+    updates._finish(step, layer.bucket)
+    thread.join(10)
+    updates.close()
+    assert not thread.is_alive()
