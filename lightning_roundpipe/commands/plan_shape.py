@@ -20,9 +20,8 @@ from lightning_roundpipe.model.layers import find_layers
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
 from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fit
 from lightning_roundpipe.model.token_tiles import modules_in_tiles, tile_shapes
-from lightning_roundpipe.planning.census import CallMemory
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.estimate import GRADIENT_BYTES, estimate_costs, estimate_memory, layer_bytes
+from lightning_roundpipe.planning.estimate import GRADIENT_BYTES, estimate_costs, layer_bytes
 from lightning_roundpipe.planning.memory import BESIDE, MASTER_BYTES, Parameters
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
@@ -192,14 +191,6 @@ class ModelShape:
 
     def _without_logits(self) -> AbstractContextManager[object]:
         return lean_logits(self._module) if self._lean else nullcontext()
-
-    def memories(self, microbatch_size: int, sequence_length: int) -> list[CallMemory]:
-        """Return the tensors of each call of `costs`, with their lifetimes."""
-        tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
-        with self._without_logits(), tiled(self._tiled, tile_shapes):
-            return estimate_memory(
-                self._module, self._layers, {"input_ids": tokens, "labels": tokens}, self.hardware, packed=self._packed
-            )
 
     def _costs(self, microbatch_size: int, sequence_length: int) -> Costs:
         machine = self.hardware

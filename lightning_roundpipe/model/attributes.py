@@ -77,11 +77,6 @@ def same(a: Any, b: Any) -> bool:
     return a == b if isinstance(a, set) else all(map(operator.is_, a, b)) or all(map(same, a, b))
 
 
-def differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the names under which one has other values than the other, or none, as `same` tells."""
-    return [k for k in before.keys() | now.keys() if k not in before or k not in now or not same(before[k], now[k])]
-
-
 def same_objects(attributes: list[dict[str, Any]], values: list[Any]) -> bool:
     """Return whether the values of ``attributes``, in order, are the objects ``values``, in the fastest known way."""
     if sum(map(len, attributes)) != len(values):

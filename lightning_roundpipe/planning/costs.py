@@ -133,12 +133,6 @@ class CallCost:
         if not self.unpacked_bytes:
             return self
         later = 1 - 1 / microbatches
-        if self.only_backward_unpacks:
-            return replace(
-                self,
-                backward_s=max(0.0, self.backward_s - later * self.backward_unpack_s),
-                backward_issue_s=self.backward_issue_s * (1 - later),
-            )
         issued = self.backward_issue_s if self.backward_unpack_s else 0.0  # the forward issues as many of these
         return replace(
             self,
@@ -147,11 +141,6 @@ class CallCost:
             issue_s=max(0.0, self.issue_s - later * issued),
             backward_issue_s=self.backward_issue_s - issued,
         )
-
-    @property
-    def only_backward_unpacks(self) -> bool:
-        """Whether forward multiplies packed weights as they are."""
-        return not self.unpack_s and bool(self.backward_unpack_s)
 
     def is_loaded(self, phase: Phase) -> bool:
         """Return whether a stage of this phase needs the call's weights on the worker."""
@@ -177,8 +166,6 @@ class StageBytes:
         activations: of one microbatch in the stage, at its worst, with what its user code holds.
         crowded: the same with the inputs of its next call, which come while one runs.
         worst: which of the calls that were added runs then.
-        of_worst: bytes of ``activations`` that are this call's own; the others are what graphs of other calls keep, and
-            what user code holds.
     """
 
     def __init__(self, phase: Phase, ahead: bool = False) -> None:
@@ -200,7 +187,6 @@ class StageBytes:
         self.activations = 0
         self.crowded = 0
         self.worst = 0
-        self.of_worst = 0
 
     @property
     def total(self) -> int:
@@ -215,19 +201,18 @@ class StageBytes:
             self._resident[call.layer] = max(before, call.weight_bytes)
             self.weights += max(call.weight_bytes - before, 0)
             copied = self._copied.get(call.layer, 0)
-            copies = 0 if self._phase == "forward" and call.only_backward_unpacks else call.unpacked_bytes
-            self._copied[call.layer] = max(copied, copies)
-            self.copies += max(copies - copied, 0)
+            self._copied[call.layer] = max(copied, call.unpacked_bytes)
+            self.copies += max(call.unpacked_bytes - copied, 0)
             if self._phase != "forward" and call.needs_backward:
                 self.gradients += call.gradient_bytes
                 self.resumed += call.gradient_bytes if call.reduced_bytes is None else 0
-            beside = own = self._own(call)
+            beside = self._own(call)
             if keeps:
                 self._kept += max(0, call.graph_bytes - self._there(call))
                 beside -= call.graph_bytes
             beside += self._kept + self._held(call)
             if beside > self.activations:
-                self.activations, self.worst, self.of_worst = beside, len(self._calls), own
+                self.activations, self.worst = beside, len(self._calls)
             self.crowded = max(self.crowded, beside + self._following(call))
             self._before = call.input_bytes
         self._calls.append(keeps)

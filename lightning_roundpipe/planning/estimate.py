@@ -13,15 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import MappingKey, keystr, tree_flatten, tree_map, tree_map_with_path
+from torch.utils._pytree import tree_flatten, tree_map
 
-from lightning_roundpipe.planning.census import CallMemory, Census, Held, Name, call_memory
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.crossing import Crossed, Crossing
 from lightning_roundpipe.planning.meter import Meter, Work
@@ -69,36 +67,18 @@ def estimate_costs(
     return _walk(model, layers, batch, hardware, packed or {}, experts_in_turn=experts_in_turn).costs()
 
 
-def estimate_memory(
-    model: nn.Module,
-    layers: Mapping[str, nn.Module],
-    batch: Mapping[str, Tensor],
-    hardware: Hardware,
-    *,
-    packed: Mapping[nn.Parameter, Packed] | None = None,
-) -> list[CallMemory]:
-    """Return the tensors behind the ``activation_bytes`` of `estimate_costs`, call by call.
-
-    Arguments and errors are those of `estimate_costs`.
-    """
-    census = Census(model)
-    with census.watching():
-        return _walk(model, layers, batch, hardware, packed or {}, census).memories()
-
-
 def _walk(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
     batch: Mapping[str, Tensor],
     hardware: Hardware,
     packed: Mapping[nn.Parameter, Packed],
-    census: Census | None = None,
     *,
-    experts_in_turn: bool = False,
+    experts_in_turn: bool,
 ) -> _Walk:
     """Run the model once, without data."""
-    with _autocast_knows_meta(), Meter(hardware, census) as meter:
-        walk = _Walk(meter, hardware, packed, census, experts_in_turn=experts_in_turn)
+    with _autocast_knows_meta(), Meter(hardware) as meter:
+        walk = _Walk(meter, hardware, packed, experts_in_turn=experts_in_turn)
         meter.pack(packed)
         meter.ignore([*model.parameters(), *model.buffers(), *batch.values()])
         try:
@@ -117,7 +97,7 @@ def _walk(
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(
                 f"{type(model).__name__} cannot be estimated, as it does not run without data: {line} Measure it "
-                "instead: a few steps of training leave costs.json, for roundpipe-plan costs=costs.json."
+                "instead: a few steps of training leave costs.json, which planning.Costs.from_dict reads."
             ) from error
         finally:
             walk.restore()
@@ -151,17 +131,6 @@ def _autocast_knows_meta() -> Iterator[None]:
 
 
 @dataclass
-class _Recomputing:
-    """A forward beside the gradients that wait for its backward."""
-
-    peak: int
-    worst: int
-    """Moment of ``peak``."""
-    waiting: list[Held] = field(default_factory=list)
-    """The gradients."""
-
-
-@dataclass
 class _Measured:
     forward: Work
     backward: Work
@@ -175,14 +144,8 @@ class _Measured:
     issue_s: float
     backward_issue_s: float
     is_synchronous: bool
-    taken: tuple[tuple[Name, int], ...]
-    """Name and bytes of each input storage."""
-    turn: int
-    """Moment at which the forward ends (`Memory.moment`)."""
-    worst: int
-    """Moment of ``peak``."""
-    recomputing: _Recomputing | None
-    """Set if the recomputation takes more than ``peak``. The last call has none: its graph is kept."""
+    recomputing: int
+    """Peak of a forward beside the gradients that wait for its backward. The last call has none: its graph is kept."""
 
 
 @dataclass
@@ -201,12 +164,10 @@ class _Walk:
         meter: Meter,
         hardware: Hardware,
         packed: Mapping[nn.Parameter, Packed],
-        census: Census | None,
         *,
         experts_in_turn: bool,
     ) -> None:
         self.meter = meter
-        self.census = census
         self.packed = packed
         self.emulated = hardware.emulated
         self.issue_s = hardware.issue_s
@@ -237,25 +198,9 @@ class _Walk:
         last = len(self.calls) - 1
         return Costs(tuple(self._cost(call, self.loss_backward_s * (i == last)) for i, call in enumerate(self.calls)))
 
-    def memories(self) -> list[CallMemory]:
-        """Return the memory of each call."""
-        memories = []
-        for call in self.calls:
-            found, again = call.measured, self._recomputing(call)
-            worst, waiting = (found.worst, []) if again is None else (again.worst, again.waiting)
-            memories.append(
-                call_memory(
-                    call.name, found.taken, found.forward.memory, found.turn, found.forward.seconds, worst,
-                    call.after.memory, waiting,
-                )
-            )  # fmt: skip
-        return memories
-
-    def _recomputing(self, call: _Called) -> _Recomputing | None:
-        return None if call is self.calls[-1] else call.measured.recomputing
-
     def _cost(self, call: _Called, loss_backward_s: float) -> CallCost:
-        found, after, again = call.measured, call.after, self._recomputing(call)
+        found, after = call.measured, call.after
+        again = 0 if call is self.calls[-1] else found.recomputing
         weights, gradients = layer_bytes(call.layer, self.packed)
         copied = (p.nbytes for p in call.layer.parameters() if p in self.packed and self.packed[p].kept)
         return CallCost(
@@ -266,7 +211,7 @@ class _Walk:
             gradient_bytes=gradients,
             boundary_bytes=call.boundary,
             # The loss begins when the head's forward has ended, and ends before the head's backward begins.
-            activation_bytes=found.inputs + max(found.peak, found.kept + after.memory.peak, again.peak if again else 0),
+            activation_bytes=found.inputs + max(found.peak, found.kept + after.memory.peak, again),
             needs_backward=found.needs_backward,
             kept_bytes=found.inputs + found.kept,
             forward_bytes=found.inputs + found.kept if self.emulated else None,
@@ -284,8 +229,7 @@ class _Walk:
         leaves, form = tree_flatten((args, kwargs))
         key = (_likeness(layer, self.packed), str(form), *(_shape(leaf) for leaf in leaves))
         if key not in self._known:
-            with nullcontext() if self.census is None else self.census.calling(layer):
-                self._known[key] = self._measure(layer, run, args, kwargs)
+            self._known[key] = self._measure(layer, run, args, kwargs)
         found, outputs = self._known[key]
         with self.meter.scope():  # outputs, which the call has counted already
             given = tree_map(_fresh, outputs)
@@ -300,15 +244,13 @@ class _Walk:
         return given
 
     def _measure(self, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_Measured, Any]:
-        inputs: dict[int, tuple[Name, int]] = {}
-        names = {**dict(enumerate(signature(run).parameters)), **{key: key for key in kwargs}}
+        inputs: dict[int, int] = {}
+        """Bytes of each storage."""
 
-        def cut(path: Any, leaf: Any) -> Any:
+        def cut(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            nbytes, first = leaf.numel() * leaf.element_size(), _key(path[1])
-            name = f"{names.get(first, first)}{keystr(path[2:])}"
-            inputs[leaf.untyped_storage()._cdata] = Name("", name, tuple(leaf.shape), leaf.dtype), nbytes
+            inputs[leaf.untyped_storage()._cdata] = leaf.numel() * leaf.element_size()
             return leaf.detach().requires_grad_(leaf.requires_grad)
 
         hooks = [  # as the engine does, which moves each gradient into its arena
@@ -317,44 +259,33 @@ class _Walk:
             if p.requires_grad
         ]
         work = Work()
-        backward = Work(memory=work.memory, is_backward=True)  # which frees what the forward has kept
+        backward = Work(memory=work.memory)  # which frees what the forward has kept
         repeated = _Repeated(layer, work) if self.experts_in_turn else None
         with self.meter.scope(work), repeated or nullcontext():
-            args, kwargs = tree_map_with_path(cut, (args, kwargs))
+            args, kwargs = tree_map(cut, (args, kwargs))
             out = run(*args, **kwargs)
         issued = work.operations + work.unpackings + (repeated.operations if repeated else 0)
         leaves = _tensors(tree_flatten(out)[0])
         roots = [leaf for leaf in leaves if leaf.requires_grad]
-        kept, outputs, turn = work.memory.live, tree_map(_described, out), work.memory.moment
+        kept, outputs = work.memory.live, tree_map(_described, out)
         needs_backward, returning = bool(roots), sum(root.nbytes for root in roots)
-        given = turn
-        recomputing = _Recomputing(work.memory.peak + returning, work.memory.worst)
+        recomputing = 0 if self.emulated else work.memory.peak + returning
         if roots:
             with self.meter.scope(backward):
                 gradients = [torch.empty_like(root) for root in roots]
-                given = work.memory.moment
-                recomputing.waiting = [held for held in work.memory.log if held.made > turn]
                 edges = [get_gradient_edge(root) for root in roots]
                 del out, leaves, roots  # as the engine does, when the gradients are there
                 torch.autograd.backward(edges, gradients)
                 del gradients, edges
         for hook in hooks:
             hook.remove()
-        peak, worst = work.memory.peak, work.memory.worst
-        if self.emulated:
-            peak, worst = kept + returning, given
-        taken = tuple(inputs.values())
+        peak = kept + returning if self.emulated else work.memory.peak
         found = _Measured(
-            work, backward, needs_backward, sum(nbytes for _, nbytes in taken), kept, returning, peak,
+            work, backward, needs_backward, sum(inputs.values()), kept, returning, peak,
             issued * self.issue_s, backward.unpackings * self.issue_s, bool(repeated and repeated.operations),
-            taken, turn, worst, None if self.emulated or recomputing.peak <= peak else recomputing,
+            recomputing,
         )  # fmt: skip
         return found, outputs
-
-
-def _key(entry: Any) -> Any:
-    """Return the name of a keyword argument, or the index of a positional one."""
-    return entry.key if isinstance(entry, MappingKey) else entry.idx
 
 
 class _Repeated:

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lightning_roundpipe.planning.census import Census, Memory, Name
 from lightning_roundpipe.planning.packing import Packed
 from lightning_roundpipe.planning.profile import Format, Hardware
 
@@ -70,6 +69,26 @@ _EIGHT_BITS = {
 
 
 @dataclass
+class Memory:
+    """Memory of one or several scopes.
+
+    Attributes:
+        live: bytes of the storages that are alive.
+        peak: maximum of ``live``.
+    """
+
+    live: int = 0
+    peak: int = 0
+
+    def allocate(self, nbytes: int) -> None:
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+    def free(self, nbytes: int) -> None:
+        self.live -= nbytes
+
+
+@dataclass
 class Work:
     """Totals of a scope.
 
@@ -80,7 +99,6 @@ class Work:
         operations: how many there were, views included.
         unpackings: operations that dequantise packed weights, which ``operations`` leaves out.
         unpack_s: seconds of those whose copies a stage may keep.
-        is_backward: whether it is of a backward.
         memory: the storages that were made in it, and in other scopes that share it.
     """
 
@@ -90,7 +108,6 @@ class Work:
     operations: int = 0
     unpackings: int = 0
     unpack_s: float = 0.0
-    is_backward: bool = False
     memory: Memory = field(default_factory=Memory)
 
 
@@ -156,7 +173,6 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         efficiency = self._hardware.attention_efficiency if attention else None
         seconds = self.times * self._hardware.product_s(flops * filling, nbytes, form, efficiency)
         work.seconds += seconds
-        work.memory.clock_s += seconds
         work.flops += self.times * flops
         work.nbytes += self.times * nbytes
 
@@ -166,12 +182,10 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
 
     Args:
         hardware: rates of the device.
-        census: names the storages; None: they have no names.
     """
 
-    def __init__(self, hardware: Hardware, census: Census | None = None) -> None:
+    def __init__(self, hardware: Hardware) -> None:
         super().__init__(hardware)
-        self._census = census
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._packed: dict[int, tuple[Tensor, Packed]] = {}
         """Packed weights by the addresses of their storages."""
@@ -180,19 +194,19 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         grouped = "grouped_mm" in func._schema.name
         memory = self._scopes[-1].memory
-        copies = [(nbytes, memory.allocate(nbytes, name)) for nbytes, name in self._unpack(func, args, kwargs)]
+        copies = self._unpack(func, args, kwargs)
+        memory.allocate(copies)
         out = _grouped(*args, **kwargs) if grouped else func(*args, **kwargs)
-        self._hold(func._schema.name, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
+        self._hold(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
         self._count(func, args, kwargs, out)
-        for nbytes, held in copies:
-            memory.free(nbytes, held)
+        memory.free(copies)
         return out
 
-    def _unpack(self, func: Any, args: Any, kwargs: Any) -> list[tuple[int, Name | None]]:
-        """Count the dequantised copies that an operation reads, and return bytes and name of each."""
+    def _unpack(self, func: Any, args: Any, kwargs: Any) -> int:
+        """Count the dequantised copies that an operation reads, and return their bytes."""
         if not self._packed or func.is_view or func._schema.name.startswith(_FREE):
-            return []
-        copies: list[tuple[int, Name | None]] = []
+            return 0
+        copies = 0
         for leaf in tree_leaves((args, kwargs)):
             found = self._packed.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
             if found is None:
@@ -203,11 +217,9 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
             self.add(0.0, packed.nbytes + weight.nbytes + packed.scratch_bytes, "fp32")
             launching = self.times * (packed.kernels - 1) * self._hardware.kernel_s
             work.seconds += launching
-            work.memory.clock_s += launching
             work.unpack_s += work.seconds - before_s if packed.kept else 0.0
             work.unpackings += self.times * (packed.kernels + packed.views)
-            name = None if self._census is None else self._census.name("copy of a packed weight", weight)
-            copies.append((weight.nbytes + packed.buffer_bytes, name))
+            copies += weight.nbytes + packed.buffer_bytes
         return copies
 
     @contextmanager
@@ -232,14 +244,14 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             self._known.add(tensor.untyped_storage())
 
-    def _hold(self, operation: str, tensors: Iterable[Tensor]) -> None:
+    def _hold(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage not in self._known:
                 self._known.add(storage)
                 memory, nbytes = self._scopes[-1].memory, storage.nbytes()
-                name = None if self._census is None else self._census.name(operation, tensor)
-                weakref.finalize(storage, memory.free, nbytes, memory.allocate(nbytes, name))
+                memory.allocate(nbytes)
+                weakref.finalize(storage, memory.free, nbytes)
 
 
 def attention(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from planning.test_census import GPU, ROWS, WIDTH, Alive, Block
+from planning.test_call_memory import GPU, ROWS, WIDTH, Alive, Block
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
