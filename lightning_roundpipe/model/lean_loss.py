@@ -11,7 +11,7 @@ loss and gradients, and drops them. What a model does to its logits (a soft cap,
 runs on a chunk, with the decoder and the output layer replaced by their results.
 
 torch has such a loss too (``linear_cross_entropy``, since 2.13). It returns the loss in the dtype of its inputs (three
-digits in bf16), does not follow autocast, and knows neither caps nor factors; see docs/decisions.
+digits in bf16), does not follow autocast, and knows neither caps nor factors; see docs/decisions.md.
 """
 
 from __future__ import annotations
