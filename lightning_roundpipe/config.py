@@ -174,6 +174,20 @@ def refuse_unscaled(reduce_dtype: str | None, precision: str) -> None:
         )
 
 
+OPTIMIZER_STATES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}
+"""The forms of moments in host memory, and the bytes of a number in each."""
+
+
+def optimizer_state_of(value: Any, name: str = "optimizer_state") -> str:
+    """Return one of `OPTIMIZER_STATES`. ``name``: the setting."""
+    if value not in OPTIMIZER_STATES:
+        raise ValueError(
+            f"{name}={value!r} is no form of an optimizer's moments: set 'fp32', which is exact, 'bf16' for half the "
+            "bytes, or 'int8' for a quarter."
+        )
+    return str(value)
+
+
 PLAN_POLICIES = ("measured", "static")
 """How a plan is made: from the times of the first batch, or from the shapes of its calls."""
 
@@ -198,6 +212,7 @@ class Options:
     stage_seconds: float | None = None
     compile_layers: bool | Mapping[str, Any] | None = False
     reduce_dtype: Any = None
+    optimizer_state: str = "fp32"
     machine_timeout: float = 60.0
     shard_optimizer: bool = True
     network_dtype: Any = None
@@ -250,6 +265,7 @@ class Options:
         self._check_seconds()
         object.__setattr__(self, "compile_layers", _compile_settings(self.compile_layers))
         object.__setattr__(self, "reduce_dtype", reduce_dtype_of(self.reduce_dtype))
+        object.__setattr__(self, "optimizer_state", optimizer_state_of(self.optimizer_state))
         pin = ("on" if self.pin_memory else "off") if isinstance(self.pin_memory, bool) else self.pin_memory
         if pin not in ("auto", "on", "off"):
             raise ValueError(f"pin_memory={self.pin_memory!r} must be 'auto', 'on' or 'off'.")

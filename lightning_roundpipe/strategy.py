@@ -135,6 +135,9 @@ class RoundPipeStrategy(SeveralMachines):
         reduce_dtype: dtype in which gradients are copied from a device to the host, which sums them in fp32:
             ``"bfloat16"`` halves the bytes and rounds; ``"float16"`` needs a loss scale. Default: the dtype of their
             sums, which is that of the trained weights (fp32).
+        optimizer_state: form of Adam's and AdamW's moments in host memory: ``"fp32"``, as in plain training;
+            ``"bf16"``, half the bytes; ``"int8"``, a quarter, in blocks as in bitsandbytes' optimizers. Checkpoints
+            have the same form. A run resumes from any form.
         machine_timeout: with ``num_nodes`` of several, seconds within which a machine ends with an error when another
             one has died or hangs, and within which all must have come to the start.
         shard_optimizer: whether each of several machines updates, and has the optimizer's state of, some layers only.
@@ -174,6 +177,7 @@ class RoundPipeStrategy(SeveralMachines):
         stage_seconds: float | None = None,
         compile_layers: bool | Mapping[str, Any] = False,
         reduce_dtype: torch.dtype | str | None = None,
+        optimizer_state: Literal["fp32", "bf16", "int8"] = "fp32",
         machine_timeout: float = 60,
         shard_optimizer: bool = True,
         network_dtype: torch.dtype | str | None = None,
@@ -207,6 +211,7 @@ class RoundPipeStrategy(SeveralMachines):
             stage_seconds=stage_seconds,
             compile_layers=compile_layers,
             reduce_dtype=reduce_dtype,
+            optimizer_state=optimizer_state,
             machine_timeout=machine_timeout,
             shard_optimizer=shard_optimizer,
             network_dtype=network_dtype,
@@ -338,6 +343,7 @@ class RoundPipeStrategy(SeveralMachines):
             "precision": str(self.precision_plugin.precision),
             "staleness": options.staleness,
             "reduce_dtype": options.reduce_dtype,
+            "optimizer_state": options.optimizer_state,
             "shard_optimizer": options.shard_optimizer,
             "network_dtype": options.network_dtype,
             "loss_weight": weight if weight is None or isinstance(weight, str) else "a function",
@@ -652,12 +658,13 @@ class RoundPipeStrategy(SeveralMachines):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load as the base class does. For files that cannot be read, the error names ``ckpt_path`` and a remedy.
 
-        Of several machines, each has room for its own part of the optimizer's state. That of others stays in the file.
+        For training, tensors stay in the file until they are copied or written to: a resumed run's first window has
+        gradients of all parameters, and no room for moments yet.
         """
         plugin = self.checkpoint_io
         reader = plugin.checkpoint_io if isinstance(plugin, _WrappingCheckpointIO) else plugin
         if isinstance(reader, WholeCheckpointIO):
-            reader.maps = self._peers is not None
+            reader.maps = self._stepping is not None
         try:
             checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         except Exception as error:
@@ -699,13 +706,13 @@ class RoundPipeStrategy(SeveralMachines):
         states = checkpoint["optimizer_states"]
         refuse_missing_states(len(states), len(self.optimizers))
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            if replaced := load_optimizer(optimizer, state):
+            if replaced := load_optimizer(optimizer, state, self.options.optimizer_state):
                 rank_zero_info(
                     f"{PREFIX}{type(optimizer).__name__} goes on with the checkpoint's settings, not with those of "
                     f"configure_optimizers(): {replaced}."
                 )
         if self._stepping is not None:
-            self._stepping.loaded(mapped=self._peers is not None)
+            self._stepping.loaded()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -243,7 +243,8 @@ class Engine:
                 and not learned.in_order
                 and all(r.loss is not None for r in runs)
             ):
-                self._planner.plan_from([run.made for run in runs], step.spec.recorder)
+                share = self.updates is not None and not self.options.staleness and context.exchange is None
+                self._planner.plan_from([run.made for run in runs], step.spec.recorder, share=share)
                 context.randomness.learning = False
             if step.late:
                 self._refuse_late(step)
@@ -466,10 +467,12 @@ class Engine:
             around = self.worker_pool.devices[0].host_thread_settings
             self.updates = AsyncOptimizer(
                 self.model.buckets, optimizer, self.options.staleness, self.formats.scales, around, exchange,
-                self.context.gradients.pool,
+                self.context.gradients.pool, self.options.optimizer_state,
             )  # fmt: skip
         if before is not None:
             before.retire()
+            for bucket in self.model.buckets:
+                bucket.unshare()
             gradients = before.accumulated()
             for master in self.model.masters:
                 if (gradient := gradients.get(id(master))) is not None:
@@ -496,6 +499,8 @@ class Engine:
         self._drain()
         if self.updates is not None:
             self.updates.settle(within_batch=self.within_window())
+            self.updates.release_masters()
+        self.model.join()
 
     def _sync_weights(self, *, newest: bool) -> None:
         """Bring what user code did to weights since the last window into the buffers that uploads read.
@@ -574,6 +579,7 @@ class Engine:
         """Apply the updates that were submitted, stop all threads, and free all device memory."""
         with contextlib.ExitStack() as rest:  # runs in reverse order, and each callback even if another one raises
             rest.callback(self.worker_pool.close)
+            rest.callback(self.model.join)
             rest.callback(self._metrics.end)
             rest.callback(self._accumulators.end)
             if self.updates is not None:

@@ -188,6 +188,7 @@ class Batch(Microbatch):
             self.be_alone()
             for device in self.context.pool.devices:
                 device.weights_up.synchronize()
+            self.context.model.join()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -284,9 +285,10 @@ class Batch(Microbatch):
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunction():
             in_place = self._runs_in_place(layer, args, kwargs)
-            if in_place or self._is_other(layer) or self._is_given_again(layer, args, kwargs):
+            if self._is_other(layer) or self._is_given_again(layer, args, kwargs):
                 self.be_alone()
             if in_place:
+                self.touched()
                 self.context.model.buffers.settle()
             elif self._writes:
                 layer.bucket.refresh()
@@ -297,6 +299,7 @@ class Batch(Microbatch):
         self._used.add(self.device)
         if self._writes:
             self.device.weights_up.synchronize()
+            layer.bucket.join()
         return result
 
     def _forward(self, call: LayerCall, traced: TracedCall) -> tuple[Any, Run]:
@@ -335,7 +338,7 @@ class Batch(Microbatch):
 
     def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
         """Return a copy of a parameter of another module for a layer on ``device``."""
-        return master.to(device, self.context.model.formats.of(master))
+        return self.context.model.values(master).to(device)
 
     def _worker_on_demand(self, call: int) -> int:
         return 0
@@ -355,7 +358,7 @@ class _EvaluationUserCode(UserCodeMode):
     ) -> None:
         model, pool = context.model, context.pool
         super().__init__(
-            model.bucket_of, lambda p: p.to(model.formats.of(p)), model.formats, train=False,
+            model.bucket_of, model.values, model.formats, train=False,
             accelerator=pool.accelerator, devices=pool.devices, aside=aside, buffers=model.buffers,
         )  # fmt: skip
         self._all, self._touched = model.bucket_of, touched

@@ -413,7 +413,12 @@ class Microbatch:
             layer.assert_unmodified()
             return
         self._refuse_taped(layer)
-        if self.context.options.staleness or self.context.model.formats.low is not None:
+        model = self.context.model
+        if (
+            self.context.options.staleness
+            or model.formats.low is not None
+            or any(id(p) in model.formats.hidden for p in mine)
+        ):
             torch.autograd.graph.increment_version(mine)
             layer.assert_unmodified()
         if (updates := self._step.spec.updates) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from lightning_roundpipe.config import RoundPipeError
@@ -75,12 +75,13 @@ class Planner:
         self._context, self._options, self._windows_left = context, context.options, windows_left
         self._workers, self._devices, self._hints = context.pool.workers, context.pool.devices, hints
 
-    def plan_from(self, traces: Sequence[Trace], recorder: Recorder) -> None:
+    def plan_from(self, traces: Sequence[Trace], recorder: Recorder, *, share: bool = False) -> None:
         """Make a plan from the calls of a window's microbatches.
 
         Args:
             traces: the calls of each.
             recorder: the window's events.
+            share: whether masters and what uploads read share memory, where user code between layers reads neither.
 
         Raises:
             RoundPipeError: ``training_step`` called no layer.
@@ -102,7 +103,8 @@ class Planner:
                 f"training_step called none of the layers that were found ({names}): name the modules it calls with "
                 "layers=[...]."
             )
-        if send_rounded(layers, self._workers):
+        read = learned.read_by_user_code if self._context.model.formats.low is None else frozenset()
+        if send_rounded(layers, self._workers, {layer for layer in layers if share and layer.bucket not in read}):
             self.reserve_for_layers()
         self._devices[0].settle_libraries(self._devices, len(traces))
         dtype, rates = self._context.gradients.reduction.dtype, rates_of(self._devices[0])
@@ -243,15 +245,21 @@ class Planner:
         self.reserve_for_layers()
 
 
-def send_rounded(layers: Iterable[HostLayer], workers: Iterable[Worker]) -> bool:
+def send_rounded(layers: Iterable[HostLayer], workers: Iterable[Worker], sharing: Collection[HostLayer]) -> bool:
     """From here on, upload weights in low precision that autocast casts at every use.
+
+    Args:
+        layers: all layers.
+        workers: all workers.
+        sharing: layers whose masters and what uploads read share memory.
 
     Returns:
         Whether the size of a layer has changed. Then the workers have dropped their copies of layers.
     """
     rounding = {layer: formats for layer in layers if (formats := layer.uses.only_cast())}
-    for layer, formats in rounding.items():
-        layer.round(formats)
+    for layer in layers:
+        if layer in rounding or layer in sharing:
+            layer.round(rounding.get(layer, {}), share=layer in sharing)
     for worker in workers if rounding else ():
         worker.forget()
     return bool(rounding)

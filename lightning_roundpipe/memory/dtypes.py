@@ -27,6 +27,9 @@ class Formats:
         sets_default: whether torch's default dtype differs within a step. It is process-wide, so steps do not overlap.
         outside: torch's default dtype while no step runs. Within a step the process-wide default is ``low``, if given.
         scales: the factors that losses are multiplied by.
+
+    Attributes:
+        hidden: ids of the masters whose values are split (`split_masters`), so that only their buffers know them.
     """
 
     low: torch.dtype | None = None
@@ -34,6 +37,7 @@ class Formats:
     sets_default: bool = False
     outside: torch.dtype = field(default_factory=torch.get_default_dtype)
     scales: Scales = field(default_factory=Scales)
+    hidden: set[int] = field(default_factory=set, init=False)
 
     def of(self, master: Tensor) -> torch.dtype:
         """Return the dtype of the computation with ``master``."""
@@ -44,6 +48,10 @@ class Formats:
     def differ(self, master: Tensor) -> bool:
         """Return whether ``master`` has a working copy in another dtype."""
         return self.of(master) is not master.dtype
+
+    def differ_now(self, master: Tensor) -> bool:
+        """Return whether user code reads ``master`` through a copy: it `differ`s, or its values are split."""
+        return id(master) in self.hidden or self.differ(master)
 
     def too_narrow(self, masters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return those of ``masters`` that are trained but stored in a dtype too narrow for updates."""

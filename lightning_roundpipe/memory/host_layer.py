@@ -130,17 +130,19 @@ class HostLayer:
         self.nbytes = base
         self._tied_places = [places[id(p)] for p in self.tied]
 
-    def round(self, formats: Mapping[int, torch.dtype]) -> None:
+    def round(self, formats: Mapping[int, torch.dtype], *, share: bool = False) -> None:
         """Upload rounded copies of some masters from now on.
 
         Args:
             formats: dtype to round to, by position. Masters shared with another layer, or in a file, are left as they
                 are.
+            share: whether masters and their copies share memory, where they can.
         """
         shared = self.bucket.shared if formats else set()
         mine = {id(self.masters[i]): dtype for i, dtype in formats.items() if id(self.masters[i]) not in shared}
         for flat in self.flats:
-            flat.round({} if flat.in_place else {i: mine[id(p)] for i, p in enumerate(flat.masters) if id(p) in mine})
+            here = {} if flat.in_place else {i: mine[id(p)] for i, p in enumerate(flat.masters) if id(p) in mine}
+            flat.round(here, share=share)
         self.place()
         self.rounded = frozenset(
             i

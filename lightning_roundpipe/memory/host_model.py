@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.memory.dtypes import Formats
@@ -44,6 +44,17 @@ class HostModel:
     def name_of(self, master: nn.Parameter) -> str:
         """Return the qualified name of a parameter, for messages."""
         return next((name for name, p in self.module.named_parameters() if p is master), "")
+
+    def values(self, master: nn.Parameter) -> Tensor:
+        """Return the values of ``master`` in the dtype of the computation."""
+        if id(master) in self.formats.hidden:
+            return self.bucket_of[id(master)].read(master)
+        return master.to(self.formats.of(master))
+
+    def join(self) -> None:
+        """Give all masters their values, until uploads are to read them again (`ParamBucket.refresh`)."""
+        for bucket in self.buckets:
+            bucket.join()
 
     def trainable(self) -> list[bool]:
         """Return per parameter of each layer whether it is trained now."""

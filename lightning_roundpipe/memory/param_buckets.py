@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.flat_params import FlatBuffer
 from lightning_roundpipe.memory.version_waits import Versioned
+from lightning_roundpipe.optim.split_masters import SplitTensor
 
 
 class ParamBucket(Versioned):
@@ -51,7 +52,7 @@ class ParamBucket(Versioned):
 
     def read(self, master: nn.Parameter) -> Tensor:
         """Return what user code reads for ``master``: the values that a layer finds on its worker."""
-        if not (self.apart or self._formats.differ(master)):
+        if not (self.apart or self._formats.differ_now(master)):
             return master
         for flat in self._flats:
             if (index := flat.index_of(master)) is not None:
@@ -68,6 +69,29 @@ class ParamBucket(Versioned):
         for master in self.masters if self._copies else ():
             if id(master) in self._copies and (master.requires_grad or not trained_only):
                 self._copies[id(master)].copy_(master.detach())
+
+    def join(self) -> None:
+        """Give all masters their values until the next `refresh`. No upload may read them meanwhile."""
+        for flat in self._flats:
+            flat.join()
+
+    def split(self) -> None:
+        """Undo `join`."""
+        for flat in self._flats:
+            if flat.shares:
+                flat.refresh()
+
+    def unshare(self) -> None:
+        """Give masters and what uploads read memory of their own."""
+        for flat in self._flats:
+            flat.unshare()
+
+    def memory(self, master: nn.Parameter) -> Tensor | SplitTensor:
+        """Return where the optimizer finds the numbers of ``master``."""
+        for flat in self._flats if id(master) in self._formats.hidden else ():
+            if (index := flat.index_of(master)) is not None:
+                return flat.memory(index)
+        return master.data
 
     def refresh_part(self, master: nn.Parameter, start: int, end: int) -> None:
         """Refresh the working copies of elements ``start`` to ``end`` of one contiguous master."""

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from lightning_roundpipe.optim.fused import DTYPES, lies_plain
+from lightning_roundpipe.optim.packed_moments import MOMENTS, Moment, moment_of
+from lightning_roundpipe.optim.split_masters import SplitTensor, piece, scratch
 
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
@@ -28,32 +30,50 @@ class KernelRow(NamedTuple):
 
     Attributes:
         kind: the number of its group, and its dtype. One kernel call takes rows of one kind.
-        tensors: the parameter, its step counter, and its averages in the kernel's order.
+        parameter: the parameter, or the two halves of its numbers.
+        shape: its shape.
+        steps: its step counter.
+        averages: its averages, in the kernel's order, some perhaps packed.
     """
 
     kind: tuple[int, torch.dtype]
-    tensors: tuple[Tensor, ...]
+    parameter: Tensor | SplitTensor
+    shape: torch.Size
+    steps: Tensor
+    averages: tuple[Tensor | Moment, ...]
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether its numbers have to be unpacked into fp32 for the kernel."""
+        return isinstance(self.parameter, SplitTensor) or not all(isinstance(a, Tensor) for a in self.averages)
 
 
-def row_of(number: int, group: Mapping[str, Any], parameter: Tensor, state: Mapping[str, Any]) -> KernelRow | None:
+def row_of(
+    number: int, group: Mapping[str, Any], parameter: Tensor | SplitTensor, shape: torch.Size, state: Mapping[str, Any]
+) -> KernelRow | None:
     """Return the row of a parameter of group ``number``; None if it has no state yet or the kernel cannot take it.
 
     Args:
         number: the number of the parameter's group.
         group: that group.
-        parameter: must not require grad.
+        parameter: the parameter, which must not require grad; or the two halves of its numbers.
+        shape: the parameter's shape.
         state: the parameter's optimizer state.
     """
-    tensors = [parameter, state.get("exp_avg"), state.get("exp_avg_sq")]
-    if group["amsgrad"]:
-        tensors.append(state.get("max_exp_avg_sq"))
+    averages = [moment_of(state, key) for key in MOMENTS[: 3 if group["amsgrad"] else 2]]
     count = state.get("step")
-    dtype, shape = parameter.dtype, parameter.shape
+    dtype = torch.float32 if isinstance(parameter, SplitTensor) else parameter.dtype
     if dtype not in DTYPES or not _fit(count, torch.float32, torch.Size()):
         return None
-    if not all(_fit(tensor, dtype, shape) for tensor in tensors):
+    packed = [a for a in averages if a is not None and not isinstance(a, Tensor)]
+    plain = [a for a in averages if a is None or isinstance(a, Tensor)]
+    if not isinstance(parameter, SplitTensor):
+        plain.append(parameter)
+    if not all(_fit(tensor, dtype, shape) for tensor in plain):
         return None
-    return KernelRow((number, dtype), (parameter, count, *tensors[1:]))  # type: ignore[arg-type]
+    if packed and (dtype is not torch.float32 or any(average.shape != shape for average in packed)):
+        return None
+    return KernelRow((number, dtype), parameter, shape, count, tuple(averages))  # type: ignore[arg-type]
 
 
 def step(
@@ -67,16 +87,21 @@ def step(
     Returns:
         Whether the parameters were stepped.
     """
-    kinds: dict[tuple[int, torch.dtype], list[tuple[Tensor, ...]]] = {}
+    kinds: dict[tuple[int, torch.dtype], list[tuple[Any, ...]]] = {}
+    in_pieces: list[tuple[KernelRow, Tensor]] = []
     for row, gradient in zip(rows, gradients, strict=True):
-        if row is None:
+        if row is None or not _fit(gradient, row.kind[1], row.shape):
             return False
-        kind, tensors = row
-        if not _fit(gradient, kind[1], tensors[0].shape):
-            return False
-        kinds.setdefault(kind, []).append((gradient, *tensors))
+        if row.in_pieces:
+            in_pieces.append((row, gradient))
+        else:
+            kinds.setdefault(row.kind, []).append((gradient, row.parameter, row.steps, *row.averages))
     for (number, _), entries in kinds.items():
-        _call(cls, groups[number], *map(list, zip(*entries, strict=True)))
+        gradients_, parameters, counts, *averages = map(list, zip(*entries, strict=True))
+        torch._foreach_add_(counts, _ONE, alpha=1.0)  # a Python number would become a tensor per counter
+        _call(cls, groups[number], gradients_, parameters, counts, *averages)
+    for row, gradient in in_pieces:
+        step_part(cls, groups, row, gradient, 0, gradient.numel())
     return True
 
 
@@ -93,11 +118,27 @@ def step_part(
         start: the first element.
         end: one past the last element.
     """
-    parameter, count, *averages = row.tensors
-    last = end == parameter.numel()
-    parts = [tensor.view(-1)[start:end] for tensor in (parameter, *averages)]
-    counts = [count if last else count.clone()]
-    _call(cls, groups[row.kind[0]], [gradient], parts[:1], counts, *([part] for part in parts[1:]))
+    group, parameter, count = groups[row.kind[0]], row.parameter, row.steps + _ONE
+    flat, number = gradient.view(-1), int(count)
+    length = piece() if row.in_pieces else max(end - start, 1)
+    for first in range(start, end, length):
+        last = min(first + length, end)
+        if isinstance(parameter, SplitTensor):
+            numbers = parameter.join(first, last, scratch(0, last - first))
+        else:
+            numbers = parameter.view(-1)[first:last]
+        averages = [
+            a.view(-1)[first:last] if isinstance(a, Tensor) else a.load(first, last, scratch(1 + i, last - first))
+            for i, a in enumerate(row.averages)
+        ]
+        _call(cls, group, [flat[first - start : last - start]], [numbers], [count], *([a] for a in averages))
+        if isinstance(parameter, SplitTensor):
+            parameter.split(first, last, numbers)
+        for average, stepped in zip(row.averages, averages, strict=True):
+            if not isinstance(average, Tensor):
+                average.store(first, last, stepped, number)
+    if end == row.shape.numel():
+        row.steps.copy_(count)
 
 
 def _fit(tensor: Any, dtype: torch.dtype, shape: torch.Size) -> bool:
@@ -114,7 +155,6 @@ def _call(
     squares: list[Tensor],
     maxima: list[Tensor] | None = None,
 ) -> None:
-    torch._foreach_add_(counts, _ONE, alpha=1.0)  # a Python number would become a tensor per counter
     decoupled = group.get("decoupled_weight_decay", cls is AdamW)  # before torch 2.7, only the class tells
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
     beta1, beta2 = group["betas"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from lightning_roundpipe.optim import direct
 from lightning_roundpipe.optim.fused import fits
 from lightning_roundpipe.optim.hyperparameters import Hyperparameters
 from lightning_roundpipe.optim.independence import DECLARATION, KNOWN, unwrapped
+from lightning_roundpipe.optim.packed_moments import FP32, pack, unpacked
+from lightning_roundpipe.optim.split_masters import SplitTensor
 
 State = defaultdict[Tensor, Any]
 
@@ -43,10 +45,15 @@ class PartialOptimizer:
     Args:
         optimizer: the user's optimizer, for which ``stepped_by_parameter`` returns None.
         masters: all parameters to be stepped. Some may be in no group of the optimizer.
+        memory: returns where a master's numbers are. Default: its ``.data``.
+        form: how moments are kept, one of `packed_moments.FORMS`.
     """
 
-    def __init__(self, optimizer: Optimizer, masters: Sequence[nn.Parameter]) -> None:
-        self._optimizer = unwrapped(optimizer)
+    def __init__(
+        self, optimizer: Optimizer, masters: Sequence[nn.Parameter],
+        memory: Callable[[nn.Parameter], Tensor | SplitTensor] = lambda master: master.data, form: str = FP32,
+    ) -> None:  # fmt: skip
+        self._optimizer, self._memory, self._form = unwrapped(optimizer), memory, form
         self._masters = {id(master): master for master in masters}
         self._aliases: dict[int, nn.Parameter] = {}
         self._laid_out: tuple[Hyperparameters, dict[int, direct.KernelRow]] | None = None
@@ -80,19 +87,33 @@ class PartialOptimizer:
         masters = [self._masters[key] for key in gradients if key in self._masters and key in known]
         if not masters:
             return
-        aliases = [self._alias(master) for master in masters]
+        numbers = [self._memory(master) for master in masters]
+        aliases = [
+            self._alias_of(master, own.joined_like(master))
+            if isinstance(own, SplitTensor)
+            else self._alias(master, own)
+            for master, own in zip(masters, numbers, strict=True)
+        ]
         everyones = self._optimizer.state
         before = [everyones.get(master) for master in masters]
+        if self._form != FP32:
+            before = [None if own is None else unpacked(own) for own in before]
         state: State = defaultdict(dict)
         state.update((alias, own) for alias, own in zip(aliases, before, strict=True) if own is not None)  # [2]
         try:
             for master, alias in zip(masters, aliases, strict=True):
                 alias.grad = gradients[id(master)]
             self._run(self._groups(hyperparameters, masters, aliases, before), state)
+            for memory, alias in zip(numbers, aliases, strict=True):
+                if isinstance(memory, SplitTensor):
+                    memory.split_all(alias.data.view(-1))
         finally:
             for master, alias, own in zip(masters, aliases, before, strict=True):
                 alias.grad = None
-                if (after := state.get(alias)) is own:
+                after = state.get(alias)
+                if self._form != FP32 and after is not None:
+                    pack(after, self._form)
+                elif after is own:
                     continue
                 if after is None:
                     del everyones[master]
@@ -125,18 +146,29 @@ class PartialOptimizer:
             if number is None or master is None or not values.direct[number]:
                 continue
             state = everyones.get(master)
-            if state and (row := direct.row_of(number, values.groups[number], self._alias(master), state)):
+            if not state:
+                continue
+            numbers = self._memory(master)
+            if not isinstance(numbers, SplitTensor):
+                numbers = self._alias(master, numbers)
+            if row := direct.row_of(number, values.groups[number], numbers, master.shape, state):
                 rows[key] = row
         return rows
 
-    def _alias(self, master: nn.Parameter) -> nn.Parameter:
+    def _alias(self, master: nn.Parameter, values: Tensor) -> nn.Parameter:
         """Return the master's alias [3]; create it again if user code has moved the master's memory."""
-        key, known = id(master), type(self._optimizer) in KNOWN  # known optimizers use nothing but a parameter's values
-        alias = self._aliases.get(key)
-        if alias is None or not alias.is_set_to(master):
-            requires_grad = master.requires_grad and not known
-            alias = self._aliases[key] = nn.Parameter(master.data, requires_grad=requires_grad)
-        if not known and (marks := vars(master)):  # attributes that the user's own optimizer may use
+        alias = self._aliases.get(id(master))
+        if alias is None or not alias.is_set_to(values):
+            alias = self._aliases[id(master)] = self._alias_of(master, values)
+        return self._marked(alias, master)
+
+    def _alias_of(self, master: nn.Parameter, values: Tensor) -> nn.Parameter:
+        known = type(self._optimizer) in KNOWN  # known optimizers use nothing but a parameter's values
+        return self._marked(nn.Parameter(values, requires_grad=master.requires_grad and not known), master)
+
+    def _marked(self, alias: nn.Parameter, master: nn.Parameter) -> nn.Parameter:
+        """Give the alias the attributes of the master, which the user's own optimizer may use."""
+        if type(self._optimizer) not in KNOWN and (marks := vars(master)):
             vars(alias).update(marks)
         return alias
 

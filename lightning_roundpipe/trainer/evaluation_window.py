@@ -64,10 +64,11 @@ class EvaluationWindow:
         self._module, self._engine, self._pipeline = module, engine, engine.evaluations
         devices = len(engine.worker_pool.devices)
         self._size = options.evaluation_batches * devices if getattr(options, "overlap", True) else 1
-        # Torch's default dtype is the process's. Where a precision sets it, hooks wait for all batches in flight.
-        self._rolls = not engine.formats.sets_default
         self._flights: deque[_Flight] = deque()
         self._fetcher: LookAhead | None = None
+        self._rolls = True
+        """Whether hooks run while batches are in flight: not where a precision sets torch's default dtype, which is the
+        process's, nor while masters are split, so that hooks would not find their values."""
         self._kind: tuple[Any, ...] = ()
         """The name of the step, and the number of the loader if the step gets it; empty if batches run alone."""
         self._given = 0
@@ -116,6 +117,8 @@ class EvaluationWindow:
         if self._fetcher is None:
             return None
         self._engine.begin_evaluations(self._kind, self._size)
+        formats = self._engine.formats
+        self._rolls = not (formats.sets_default or formats.hidden)
         self._around.enter_context(replaced(LightningModule, log=self._recording()))
         flight = self._start(args)
         self._fill(self._size - 1)

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.messages import first_line, plural
 from lightning_roundpipe.model.meta import without_values
+from lightning_roundpipe.optim.packed_moments import LARGEST, load
 from lightning_roundpipe.planning.schedule import Plan
 
 _NAMED = 3
@@ -267,8 +268,13 @@ def _shortened(error: str) -> str:
     return " ".join([*said, f"And {sizes - _NAMED:,} more of other sizes."] if sizes > _NAMED else said)
 
 
-def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
-    """Call ``optimizer.load_state_dict(state)``. Another optimizer's state raises now rather than at its first step.
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], form: str) -> str:
+    """Load ``state``. Another optimizer's state raises now rather than at its first step.
+
+    Args:
+        optimizer: gets the state.
+        state: a ``state_dict()``.
+        form: how the optimizer keeps its moments, one of `packed_moments.FORMS`.
 
     Returns:
         The settings that the state replaces by others than those of configure_optimizers(), in words; empty if none.
@@ -277,7 +283,7 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
     needed = [group.keys() & optimizer.defaults.keys() for group in optimizer.param_groups]
     configured = [_settings(optimizer, group) for group in optimizer.param_groups]
     try:
-        optimizer.load_state_dict(dict(state))
+        load(optimizer, state, form)
         lacking = [
             key
             for keys, group in zip(needed, optimizer.param_groups, strict=True)
@@ -325,7 +331,8 @@ def _strange_state(optimizer: Optimizer) -> str:
     for group in optimizer.param_groups:
         examples: dict[int, dict[str, tuple[int, ...] | None] | None] = {}
         for parameter in group["params"]:
-            held = {key: value for key, value in optimizer.state.get(parameter, {}).items() if value is not None}
+            own = optimizer.state.get(parameter, {}).items()
+            held = {key: value for key, value in own if value is not None and not str(key).endswith(LARGEST)}
             if not held:
                 continue
             if parameter.ndim not in examples:

@@ -22,7 +22,9 @@ from torch.optim import Optimizer
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.optim.clipping import Clip
+from lightning_roundpipe.optim.hyperparameters import Hyperparameters
 from lightning_roundpipe.optim.independence import goes_by_default_format, stepped_by_parameter
+from lightning_roundpipe.optim.packed_moments import FP32
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.trainer.hook_audit import (
     FlushOptimizer,
@@ -58,8 +60,6 @@ class Stepping:
         self._engine = engine
         self._inform = inform
         self._parameters = list(module.parameters())
-        self._state_is_mapped = False
-        """Whether the optimizer's state may lie in the file of a checkpoint."""
         self._listening: list[object] | None = None
         """The state of `listening` for which the way of stepping was chosen."""
         self._window = range(0)
@@ -148,12 +148,18 @@ class Stepping:
                 return  # the gradients accumulated in .grad stay there until the step that uses them
             self._settle_for(looks)
         self._listening = now
+        form, staleness = self._engine.options.optimizer_state, self._engine.options.staleness
+        if form != FP32 and (why := reason or self._unpackable()) is not None:
+            raise MisconfigurationException(
+                f"optimizer_state={form!r} unpacks moments of Adam and AdamW as layers are updated one by one, which "
+                f"is not possible: {why}. Set optimizer_state='fp32', or change that."
+            )
         if reason is None:
             if not self.apart:
                 self._engine.enable_async_optimizer(lambda: next(iter(self._trainer.optimizers), None))
             if self._engine.updates is not None:
                 self._engine.updates.keeps_gradients = reads_gradients(looks)
-        elif staleness := self._engine.options.staleness:
+        elif staleness:
             raise MisconfigurationException(
                 f"staleness={staleness} applies updates while the next step runs, which is not possible: {reason}. "
                 "Set staleness=0, or change that."
@@ -163,26 +169,18 @@ class Stepping:
             self._inform(f"roundpipe: training waits for each optimizer step: {reason}.")
         self._keep_own_state()
 
-    def loaded(self, *, mapped: bool) -> None:
-        """Take note that the optimizer's state was loaded.
-
-        Args:
-            mapped: whether it may lie in the file of a checkpoint.
-        """
-        self._state_is_mapped = mapped
+    def loaded(self) -> None:
+        """Take note that the optimizer's state was loaded."""
         if self._listening is not None:  # otherwise the first batch decides who needs it
             self._keep_own_state()
 
     def _keep_own_state(self) -> None:
-        """Drop the state of parameters that other machines update. Copy the rest, if it lies in a checkpoint's file."""
-        mapped, self._state_is_mapped = self._state_is_mapped, False
+        """Drop the state of parameters that other machines update."""
         for optimizer in self._optimizers:
-            for parameter, state in list(optimizer.state.items()):
+            for parameter in list(optimizer.state):
                 owner = self._engine.owner_of(parameter) if isinstance(parameter, nn.Parameter) else None
                 if owner is not None and owner != self._engine.machine:
                     del optimizer.state[parameter]
-                elif mapped and isinstance(state, dict):
-                    state.update({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})
 
     def _now(self) -> list[object]:
         return listening(self._trainer, self._module, self._optimizers, self._parameters)
@@ -200,6 +198,13 @@ class Stepping:
                 "roundpipe_passive_hooks = True declares that it does not)"
             )
         return reason
+
+    def _unpackable(self) -> str | None:
+        """Return why moments cannot be packed; None if they can."""
+        for optimizer in self._optimizers:
+            if not all(Hyperparameters.of(optimizer).direct):
+                return f"{type(optimizer).__name__} with these settings has no fused kernel that takes parts"
+        return None
 
     def _settle_for(self, looks: Mapping[str, str]) -> None:
         self._settle.remove(self._trainer)

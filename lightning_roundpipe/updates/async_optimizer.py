@@ -32,7 +32,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_roundpipe.config import RoundPipeError
@@ -45,8 +45,10 @@ from lightning_roundpipe.memory.loss_scale import Scales
 from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.optim.clipping import Clip, clamp, coefficient, norms, scale
 from lightning_roundpipe.optim.hyperparameters import Hyperparameters
+from lightning_roundpipe.optim.packed_moments import FP32
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.optim.scaling import unscale
+from lightning_roundpipe.optim.split_masters import SplitTensor
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.threads.task_thread import TaskThread
 from lightning_roundpipe.updates.grad_readiness import Dropped
@@ -173,6 +175,7 @@ class AsyncOptimizer:
         around: returns a context that the thread enters for as long as it lives.
         exchange: sums gradients over several machines; None if there is only one.
         pool: the memory of gradients, in which downloads wait for updates; None: they never do.
+        form: how moments are kept, one of `packed_moments.FORMS`.
 
     Attributes:
         keeps_gradients: whether the gradients that a step has used stay until the next batch, for `show`. Otherwise the
@@ -193,7 +196,9 @@ class AsyncOptimizer:
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         exchange: GradientExchange | None = None,
         pool: GradientPool | None = None,
+        form: str = FP32,
     ) -> None:
+        self._form = form
         self._exchange, self._pool = exchange, pool
         self.keeps_gradients = True
         self.buckets = list(buckets)
@@ -209,6 +214,7 @@ class AsyncOptimizer:
         self._batch: StepGradients | None = None
         self._accumulated: dict[ParamBucket, _Accumulated] = {bucket: _Accumulated() for bucket in buckets}
         self._masters = {id(master): master for bucket in self.buckets for master in bucket.masters}
+        self._bucket_of = {id(master): bucket for bucket in self.buckets for master in bucket.masters}
         self._sizes = {bucket: sum(master.numel() for master in bucket.masters) for bucket in buckets}
         self._nbytes = {bucket: sum(master.nbytes for master in bucket.masters) for bucket in buckets}
         self._partial_optimizer: tuple[Optimizer, PartialOptimizer] | None = None
@@ -430,9 +436,12 @@ class AsyncOptimizer:
         if self._partial_optimizer is None or self._partial_optimizer[0] is not optimizer:
             self._partial_optimizer = (
                 optimizer,
-                PartialOptimizer(optimizer, list(self._masters.values())),
+                PartialOptimizer(optimizer, list(self._masters.values()), self._memory, self._form),
             )
         return self._partial_optimizer[1]
+
+    def _memory(self, master: nn.Parameter) -> Tensor | SplitTensor:
+        return self._bucket_of[id(master)].memory(master)
 
     def _outside(self) -> AbstractSet[int]:
         """Return the ids of the masters that the optimizer does not hold now, which a parameter group may change.
@@ -571,6 +580,8 @@ class AsyncOptimizer:
                 step.batch.weigh()
             else:
                 self._exchange.share(None)
+        for bucket in self.buckets:
+            bucket.split()  # a hook may have looked at weights since the step's last upload
         with step.partial_optimizer.prepared(step.hyperparameters):  # while the gradients are still on their way
             self._step(step)
         self._applying = False

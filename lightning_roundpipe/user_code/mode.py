@@ -109,7 +109,7 @@ class UserCodeMode(TorchFunctionMode):
         self._train = train
         self._accelerator = accelerator
         self._formats = formats or Formats()
-        self._replaces = train or self._formats.low is not None
+        self._replaces = train or self._formats.low is not None or bool(self._formats.hidden)
         self._aside = aside
         self._buffers = HostBuffers() if buffers is None else buffers
         self._bringer = HostToDeviceCopier(accelerator, devices)
@@ -218,7 +218,7 @@ class UserCodeMode(TorchFunctionMode):
     def _writes(self, name: str, args: tuple[Any, ...]) -> bool:
         """Whether a master that is seen in another dtype is written to in place, which its copy cannot replace."""
         target = args[0] if args else None
-        if not isinstance(target, nn.Parameter) or not self._is_master(target) or not self._formats.differ(target):
+        if not isinstance(target, nn.Parameter) or not self._is_master(target) or not self._formats.differ_now(target):
             return False
         if not (IN_PLACE.fullmatch(name)):
             return False
@@ -254,7 +254,7 @@ class UserCodeMode(TorchFunctionMode):
         if id(value) not in self._masters:
             self.met_others |= value.requires_grad
             return False
-        return (self._train and value.requires_grad) or self._formats.differ(value)
+        return (self._train and value.requires_grad) or self._formats.differ_now(value)
 
     def _proxied(self, value: Any) -> Any:
         if type(value) in (list, tuple) and any(isinstance(v, nn.Parameter) for v in value):

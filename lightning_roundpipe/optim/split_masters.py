@@ -1,0 +1,90 @@
+"""fp32 numbers kept as the bf16 numbers that they round to, and what these lack.
+
+A bf16 number has the upper half of an fp32 number's bits. So an fp32 number is the bf16 number that it rounds to, to
+nearest even, and a signed difference of 16 bits::
+
+    bits(fp32) = (bits(bf16) << 16) + low        -32768 <= low <= 32767
+
+Four bytes hold both the master and the working copy that is uploaded. One number in 131,072 has no such difference: it
+lies halfway between two bf16 numbers and rounds towards zero, which is 32768 below it. It is kept as its neighbour, one
+unit in the last place of fp32 nearer to zero.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PIECE = 2**16
+"""Numbers that a thread of torch converts at a time, so that they stay in its core's cache meanwhile."""
+_LARGEST = 2**15 - 1
+
+_scratch = threading.local()
+
+
+def piece() -> int:
+    """Return how many numbers to convert at a time on the calling thread."""
+    return PIECE * torch.get_num_threads()
+
+
+def scratch(index: int, length: int) -> Tensor:
+    """Return fp32 memory of ``length`` numbers for the calling thread, the same at each call with ``index``."""
+    known: dict[int, Tensor] = vars(_scratch).setdefault("tensors", {})
+    if index not in known or known[index].numel() < length:
+        known[index] = torch.empty(length, dtype=torch.float32)
+    return known[index][:length]
+
+
+class SplitTensor(NamedTuple):
+    """The memory of an fp32 tensor, in memory order.
+
+    Attributes:
+        high: the bf16 numbers, 1-D.
+        low: what they lack, int16, 1-D.
+    """
+
+    high: Tensor
+    low: Tensor
+
+    def join(self, start: int, end: int, out: Tensor) -> Tensor:
+        """Write numbers ``start`` to ``end`` to ``out``, fp32, and return it."""
+        out.copy_(self.high[start:end])
+        out.view(torch.int32).add_(self.low[start:end])
+        return out
+
+    def split(self, start: int, end: int, numbers: Tensor) -> None:
+        """Keep the fp32 ``numbers`` as numbers ``start`` to ``end``."""
+        rounded = scratch(-1, end - start)
+        high = self.high[start:end]
+        high.copy_(numbers)
+        rounded.copy_(high)
+        low = rounded.view(torch.int32)
+        torch.sub(numbers.view(torch.int32), low, out=low)
+        self.low[start:end].copy_(low.clamp_(max=_LARGEST))
+
+    def join_all(self, out: Tensor) -> Tensor:
+        """Write all numbers to ``out``, fp32 and 1-D, and return it."""
+        step, length = piece(), self.high.numel()
+        for start in range(0, length, step):
+            end = min(start + step, length)
+            self.join(start, end, out[start:end])
+        return out
+
+    def joined_like(self, tensor: Tensor) -> Tensor:
+        """Return all numbers as a contiguous fp32 tensor of the shape of ``tensor``."""
+        return self.join_all(torch.empty(self.high.numel(), dtype=torch.float32)).view(tensor.shape)
+
+    def split_all(self, numbers: Tensor) -> None:
+        """Keep the fp32 ``numbers``, 1-D."""
+        step, length = piece(), self.high.numel()
+        for start in range(0, length, step):
+            end = min(start + step, length)
+            self.split(start, end, numbers[start:end])
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Return the numbers of a dense tensor, 1-D, in the order in which they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))

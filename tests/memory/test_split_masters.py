@@ -1,0 +1,138 @@
+"""fp32 masters that share the memory of their bf16 working copies."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_roundpipe.memory.flat_params import FlatBuffer
+from lightning_roundpipe.optim.split_masters import SplitTensor
+
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, 3.4028235e38, -3.4028235e38, 1e-45, -1e-45]
+
+
+def split(numbers: Tensor) -> SplitTensor:
+    halves = SplitTensor(torch.empty(numbers.numel(), dtype=torch.bfloat16), torch.empty(numbers.numel()).short())
+    halves.split_all(numbers)
+    return halves
+
+
+def bits(numbers: Tensor) -> Tensor:
+    return numbers.view(torch.int32).long()
+
+
+def test_all_but_ties_keep_their_bits() -> None:
+    numbers = torch.randint(-(2**31), 2**31, (2**20,)).int().view(torch.float32)
+    numbers = torch.cat([numbers[numbers.isfinite()], torch.tensor(SPECIAL)])
+    halves = split(numbers)
+    assert torch.equal(halves.high, numbers.bfloat16())
+    tie = (bits(numbers) & 0x1FFFF) == 0x8000
+    off = bits(numbers) - bits(halves.joined_like(numbers))
+    assert torch.equal(off, tie.long())  # one unit in the last place nearer to zero
+
+
+def test_nan_stays_nan() -> None:
+    numbers = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -(2**23) + 1], dtype=torch.int32).view(torch.float32)
+    assert numbers.isnan().all()
+    halves = split(numbers)
+    assert halves.high.isnan().all()
+    assert halves.joined_like(numbers).isnan().all()
+
+
+class Net(LightningModule):
+    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, lr: float = 1e-2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.GELU()) for _ in range(4))
+        self.head = nn.Linear(24, 3)
+        self.losses: list[float] = []
+        self.evaluated: list[float] = []
+        self._of = optimizer, lr
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]).float(), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        reads = self.layers[1][0].weight.float().sum() + self.head.weight.detach().float().norm()
+        self.evaluated.append((self(batch[0]).float().sum() + reads).item())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        cls, lr = self._of
+        return cls(self.parameters(), lr=lr)
+
+
+def fit(precision: str, *callbacks: Callback, module: Net | None = None, epochs: int = 2, **options: object) -> Net:
+    module = module or Net()
+    torch.manual_seed(1)
+    data = DataLoader(TensorDataset(torch.randn(48, 24), torch.randint(0, 3, (48,))), batch_size=6)
+    Trainer(
+        strategy="roundpipe", accelerator="cpu", devices=2, precision=precision, max_epochs=epochs, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
+        accumulate_grad_batches=2, **options,
+    ).fit(module, data, data)  # type: ignore[arg-type]  # fmt: skip
+    return module
+
+
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlatBuffer, "_may_share", False)
+
+
+def values(module: Net) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+class Looks(Callback):
+    """Reads weights in evaluations and after them, and writes to one."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.seen.append(values(module).double().sum().item())
+        with torch.no_grad():
+            module.layers[0][0].weight.mul_(0.99)
+
+    def on_validation_batch_end(self, trainer: Trainer, module: LightningModule, *_: object) -> None:
+        self.seen.append(values(module).double().sum().item())
+
+
+class Counts(Callback):
+    """Counts the buffers that masters and uploads share, without looking at weights."""
+
+    roundpipe_passive_hooks = True
+
+    def __init__(self) -> None:
+        self.sharing = 0
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        flats = [flat for layer in trainer.strategy._engine.model.layers for flat in layer.flats]
+        self.sharing = sum(flat.shares for flat in flats)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("looks", [False, True])
+def test_numbers_are_those_of_separate_copies(
+    precision: str, optimizer: type[torch.optim.Optimizer], looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, seen = Counts(), [Looks(), Looks()]
+    shared = fit(precision, counts, *([seen[0]] if looks else []), module=Net(optimizer))
+    assert counts.sharing == {"bf16-mixed": 5, "bf16-true": 9}[precision]  # layer norms are not cast
+    apart(monkeypatch)
+    separate = fit(precision, *([seen[1]] if looks else []), module=Net(optimizer))
+    assert shared.losses == separate.losses
+    assert shared.evaluated == separate.evaluated
+    assert torch.allclose(values(shared), values(separate), rtol=2**-22, atol=0.0)  # ties
+    assert seen[0].seen == pytest.approx(seen[1].seen, rel=1e-9)

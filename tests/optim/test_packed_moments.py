@@ -1,0 +1,159 @@
+"""Moments of Adam in bf16 and int8."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.optim.packed_moments import BLOCK, Bf16Moment, Int8Moment, dynamic_map, form_of, pack, unpacked
+
+
+class Net(LightningModule):
+    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(40), nn.GELU()) for _ in range(3)))
+        self.head = nn.Linear(40, 3)
+        self.losses: list[float] = []
+        self.optimizer = optimizer
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self.head(self.layers(batch[0])).float(), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer(self.parameters(), lr=3e-3)
+
+
+def fit(
+    form: str, tmp: Path | None = None, *, epochs: int = 3, resume: Path | None = None, precision: str = "32-true",
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any,
+) -> tuple[Net, Trainer]:  # fmt: skip
+    torch.manual_seed(1)
+    x = torch.randn(96, 40)
+    data = DataLoader(TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()), batch_size=12)
+    module = Net(optimizer)
+    trainer = Trainer(
+        strategy=RoundPipeStrategy(optimizer_state=form, **options), accelerator="cpu", devices=2, max_epochs=epochs,
+        precision=precision, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # type: ignore[arg-type]  # fmt: skip
+    trainer.fit(module, data, ckpt_path=resume)
+    if tmp is not None:
+        trainer.save_checkpoint(tmp / "last.ckpt")
+    return module, trainer
+
+
+def values(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def states(trainer: Trainer) -> list[dict[str, Any]]:
+    return [trainer.optimizers[0].state[p] for group in trainer.optimizers[0].param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_training_goes_on_as_with_fp32(form: str, precision: str) -> None:
+    exact, _ = fit("fp32", precision=precision)
+    module, trainer = fit(form, precision=precision)
+    held = sum(t.nbytes for state in states(trainer) for key, t in state.items() if key != "step")
+    blocks = sum(-(-p.numel() // BLOCK) * 4 * 2 for p in module.parameters()) if form == "int8" else 0
+    whole = {"bf16": 2, "int8": 1}[form]
+    assert held == 2 * whole * values(module).numel() + blocks
+    assert module.losses[0] == exact.losses[0]
+    assert module.losses[-1] < 0.8 * module.losses[0]
+    assert module.losses[-1] == pytest.approx(exact.losses[-1], rel=0.1)
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+def test_a_resumed_run_is_equal_to_the_bit(form: str, tmp_path: Path) -> None:
+    whole, _ = fit(form, epochs=2)
+    fit(form, tmp_path, epochs=1)
+    resumed, trainer = fit(form, epochs=2, resume=tmp_path / "last.ckpt")
+    assert torch.equal(values(whole), values(resumed))
+    assert {form_of(state) for state in states(trainer)} == {form}
+
+
+@pytest.mark.parametrize("saved", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
+def test_any_form_resumes_any_other(saved: str, form: str, tmp_path: Path) -> None:
+    fit(saved, tmp_path, epochs=1)
+    module, trainer = fit(form, epochs=2, resume=tmp_path / "last.ckpt")
+    assert {form_of(state) for state in states(trainer)} == {form}
+    assert {int(state["step"]) for state in states(trainer)} == {16}
+    assert module.losses[-1] < 1.2
+
+
+def test_plain_lightning_takes_a_checkpoint_in_bf16(tmp_path: Path) -> None:
+    fit("bf16", tmp_path, epochs=1)
+    module = Net()
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    x = torch.randn(96, 40)
+    trainer.fit(module, DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), 12), ckpt_path=tmp_path / "last.ckpt")
+    assert {state["exp_avg"].dtype for state in states(trainer)} == {torch.float32}
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adamax])
+def test_an_optimizer_without_such_moments_is_refused(optimizer: type[torch.optim.Optimizer]) -> None:
+    with pytest.raises(Exception, match=r"optimizer_state='bf16' .* Set optimizer_state='fp32'"):
+        fit("bf16", optimizer=optimizer)
+
+
+def test_an_unknown_form_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"optimizer_state='fp8' is no form"):
+        RoundPipeStrategy(optimizer_state="fp8")  # type: ignore[arg-type]
+
+
+# -- one moment --------------------------------------------------------------------------------------------------------
+
+
+def test_bf16_rounds_without_bias_and_falls() -> None:
+    packed = torch.full((2**16,), 1.0, dtype=torch.bfloat16)
+    moment = Bf16Moment(packed, 1)
+    for step in range(1, 501):
+        numbers = moment.load(0, 2**16, torch.empty(2**16))
+        moment.store(0, 2**16, numbers.mul_(0.999), step)
+    assert packed.float().mean() == pytest.approx(0.999**500, rel=2e-3)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("length", [1, 255, 256, 1000])
+def test_int8_keeps_the_nearest_code(signed: bool, length: int) -> None:
+    torch.manual_seed(0)
+    numbers = torch.randn(length) if signed else torch.randn(length) ** 2
+    moment = Int8Moment(torch.empty(length, dtype=torch.uint8), torch.empty(-(-length // BLOCK)), signed)
+    moment.store(0, length, numbers.clone(), 1)
+    blocks = torch.nn.functional.pad(numbers, (0, -length % BLOCK)).view(-1, BLOCK)
+    largest = blocks.abs().amax(1)
+    assert torch.equal(moment.largest, largest)
+    nearest = (blocks / largest[:, None])[..., None].sub(dynamic_map(signed)).abs().amin(-1) * largest[:, None]
+    off = (moment.load(0, length, torch.empty(length)) - numbers).abs()
+    assert (off <= nearest.flatten()[:length] + numbers.abs() * 2**-7 + 1e-12).all()
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+def test_packing_again_changes_nothing(form: str) -> None:
+    torch.manual_seed(0)
+    state = {"step": torch.tensor(3.0), "exp_avg": torch.randn(7, 90), "exp_avg_sq": torch.rand(7, 90)}
+    pack(state, form)
+    again = unpacked(state)
+    pack(again, form)
+    assert all(torch.equal(again[key], state[key]) for key in state)
+
+
+def test_the_dynamic_map_is_that_of_bitsandbytes() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    for signed in (True, False):
+        assert torch.allclose(dynamic_map(signed), functional.create_dynamic_map(signed), atol=1e-7)
