@@ -116,7 +116,7 @@ class Int8Moment(NamedTuple):
 def _scale(rows: Tensor, largest: Tensor) -> None:
     """Divide each row by its largest magnitude, and write that to ``largest``."""
     if rows.numel():
-        torch.linalg.vector_norm(rows, torch.inf, dim=1, out=largest)
+        torch.amax(torch.abs(rows, out=scratch(-2, rows.numel()).view(rows.shape)), dim=1, out=largest)
         rows.div_(largest.clamp(min=torch.finfo(torch.float32).tiny)[:, None])
 
 

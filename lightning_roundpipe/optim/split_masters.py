@@ -51,8 +51,8 @@ class SplitTensor(NamedTuple):
 
     def join(self, start: int, end: int, out: Tensor) -> Tensor:
         """Write numbers ``start`` to ``end`` to ``out``, fp32, and return it."""
-        out.copy_(self.high[start:end])
-        out.view(torch.int32).add_(self.low[start:end])
+        low = scratch(-1, end - start).view(torch.int32).copy_(self.low[start:end])
+        out.copy_(self.high[start:end]).view(torch.int32).add_(low)  # of one dtype, or torch adds number by number
         return out
 
     def split(self, start: int, end: int, numbers: Tensor) -> None:
