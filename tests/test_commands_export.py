@@ -47,6 +47,8 @@ def test_a_run(
     assert "%" not in err and "Writing" not in err  # a bar is for terminals
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(logits(found), wanted, atol=1e-5, rtol=1e-5)
+    mode = (tmp_path / "out").stat().st_mode & 0o666
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {mode}
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,8 @@ def export(
             unfinished.mkdir(parents=True)
             try:
                 job.write(unfinished, max_shard_size, progress)
+                for path in unfinished.iterdir():  # safetensors lets no one else read what it writes
+                    path.chmod(unfinished.stat().st_mode & 0o666)
                 if final.is_dir():
                     final.rmdir()
                 unfinished.rename(final)
