@@ -169,9 +169,9 @@ def _plan_one(asked: Combination) -> Answer:
     if not found.fits and (picture or trace):
         print("roundpipe-plan: picture= and trace= have no steps to draw, as it does not fit.", file=sys.stderr)
     elif picture or trace:
-        from lightning_roundpipe.commands.plan_pictures import draw_steps
+        from lightning_roundpipe.commands.plan_pictures import draw_plan
 
-        draw_steps(found, picture, trace)
+        draw_plan(found, picture, trace)
     with waiting("it does not fit: looking for what would"):
         remedies = None if found.fits or asked.values.get("format") == "csv" else find_remedies(found)
     return answer(found, remedies)
