@@ -93,6 +93,11 @@ class Hardware:
     kinds: tuple[Hardware, ...] = ()
 
     @property
+    def kind(self) -> str:
+        """The device's name, of the title of several."""
+        return self.title.removeprefix(f"{self.workers} x ")
+
+    @property
     def devices(self) -> tuple[Hardware, ...]:
         """What each worker is. Workers of a kind are spread evenly among the others: fast, slow, fast, slow."""
         kinds = self.kinds or (self,)

@@ -194,12 +194,12 @@ def _draw(
     )
 
 
-def save(figure: Figure, path: Path, dpi: int = DPI) -> None:
+def save(figure: Figure, path: Path) -> None:
     """Write the figure in the format of ``path``'s suffix (png, pdf, svg; PNG without one).
 
     No side is longer than `MOST_PIXELS`. Uses no matplotlib backend of the user's program.
     """
-    fitting = min(dpi, MOST_PIXELS / max(figure.get_size_inches()))
+    fitting = min(DPI, MOST_PIXELS / max(figure.get_size_inches()))
     figure.savefig(path, format=None if path.suffix else "png", dpi=fitting)
 
 
