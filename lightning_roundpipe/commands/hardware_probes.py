@@ -194,29 +194,26 @@ class DeviceProbe:
             names = {torch.cuda.get_device_name(gpu).removeprefix("NVIDIA ") for gpu in gpus}
             title = f"{len(gpus)} x {names.pop()}" if len(names) == 1 else f"{len(gpus)} unequal GPUs"
             memory = min(torch.cuda.mem_get_info(gpu)[1] for gpu in gpus)
-        numbers = {
-            "memory_bandwidth": bandwidth,
-            "upload": upload,
-            "download": download,
-            "host_memory_bandwidth": max(host_bandwidth, optimizer),  # other programs may slow down one of them
-            "kernel_s": kernel_s,
-            "hop_s": hop_s,
-            "attention_efficiency": share,
-            "issue_s": issue_s,
-            "optimizer_bandwidth": optimizer,
-        }
         return Hardware(
             title=title,
             workers=len(self.devices),
             flops={form: _rounded(rate) for form, rate in flops.items()},
             memory=memory,
+            memory_bandwidth=_rounded(bandwidth),
+            upload=_rounded(upload),
+            download=_rounded(download),
             host_memory=total_bytes(),
+            host_memory_bandwidth=_rounded(max(host_bandwidth, optimizer)),  # other programs may slow down one of them
             matmul_efficiency=1.0,
             memory_efficiency=1.0,
+            kernel_s=_rounded(kernel_s),
+            hop_s=_rounded(hop_s),
+            attention_efficiency=_rounded(share),
+            issue_s=_rounded(issue_s),
             call_s=ENGINE_S,
             turn_s=ENGINE_S,
+            optimizer_bandwidth=_rounded(optimizer),
             emulated=self.emulated,
-            **{name: _rounded(number) for name, number in numbers.items()},
         )
 
     # -- computing
@@ -279,9 +276,9 @@ class DeviceProbe:
 
         def make(device: torch.device) -> Work:
             shape = (1, heads, length, width)
-            qkv = [torch.randn(shape, device=device).bfloat16().requires_grad_() for _ in range(3)]
+            q, k, v = (torch.randn(shape, device=device).bfloat16().requires_grad_() for _ in range(3))
             grad = torch.randn(shape, device=device).bfloat16()
-            return lambda: torch.autograd.grad(F.scaled_dot_product_attention(*qkv, is_causal=True), qkv, grad)
+            return lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
 
         return attention_flops(1, heads, length, width) / self.together(make)
 

@@ -11,9 +11,9 @@ from rich.table import Table
 from lightning_roundpipe.commands.answer import Answer, table
 from lightning_roundpipe.commands.plan_model import Communication, Outlook, total
 from lightning_roundpipe.commands.plan_shape import Wish
-from lightning_roundpipe.commands.remedies import Remedies, size_text
+from lightning_roundpipe.commands.remedies import Remedies
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.planning.memory import Item, Parameters, StageRow
+from lightning_roundpipe.planning.memory import Item, Parameters, StageRow, size_text
 from lightning_roundpipe.planning.schedule import Plan
 
 _FASTER = 1.02
@@ -70,7 +70,7 @@ def _notes(found: Outlook) -> list[str]:
     if wish.max_positions is not None:
         head.append(
             f"Planned for {wish.max_positions:,} positions (max_positions=); the configuration has "
-            f"{found.configured_positions:,}. To train beyond them, stretch the model's rotary embedding (model.rope=)."
+            f"{found.shape.configured:,}. To train beyond them, stretch the model's rotary embedding (model.rope=)."
         )
     if wish.token_tiles is not None:
         head.append(_tiles(wish))

@@ -88,6 +88,15 @@ class Parameters:
     machines: int = 1
 
 
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def size_text(nbytes: int) -> str:
+    """Return a size as settings take it, in whole units that are no less than ``nbytes``: ``24GiB``."""
+    name, unit = next((pair for pair in _UNITS if nbytes >= pair[1]), _UNITS[-1])
+    return f"{-(-nbytes // unit)}{name}"
+
+
 MASTER_BYTES = 4
 """Bytes of an element of master weights and gradients, which are fp32."""
 
