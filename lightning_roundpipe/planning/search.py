@@ -45,7 +45,7 @@ from lightning_roundpipe.planning.timing import Timing
 SEARCH_SECONDS = 10.0
 """The default length of a search. It is a measure of work: no clock ends a search."""
 
-_WORK_PER_SECOND = 0.25
+_WORK_PER_SECOND = 0.375
 """Work in estimated seconds of an ordinary core, for each second. A search where memory decides takes several times so
 much, and the judge some."""
 _SEEDING = 0.4
@@ -338,7 +338,8 @@ class _PlanSearch:
     def _improved(self, starts: list[_Found]) -> list[_Found]:
         """Search shortly from many starts, longer from the best of them, then from plans nearby until work is over."""
         ends = _distinct(starts)
-        for patience, most in ((3, 40), (12, 8), (30, 4)):
+        longer = ((30, 4),) if self._timing.staleness else ()
+        for patience, most in ((3, 40), (12, 8), *longer):
             ends = _distinct(
                 [self._tabu(start, patience) for start in ends[:most] if not self._timing.is_over()] + ends
             )
