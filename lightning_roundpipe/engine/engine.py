@@ -16,7 +16,6 @@ from lightning_roundpipe.batches.logs import LogRecorder
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.engine.alloc_retries import Retries
 from lightning_roundpipe.engine.compiling import forwards_of
 from lightning_roundpipe.engine.context import Context, Learned
 from lightning_roundpipe.engine.evaluation import Evaluations
@@ -153,7 +152,6 @@ class Engine:
         self._interceptors = [Interceptor(layer) for layer in model.layers]
         self._accumulators = Accumulators()
         self._metrics = HostMetrics(module if pool.accelerator is not None else nn.Module())
-        self._retries = Retries(devices, self.hints)
         self._planner = Planner(self.context, self.hints, lambda: self.windows_left())
         self._trained = model.trainable()
         self._step_in_flight: Step | None = None
@@ -431,8 +429,7 @@ class Engine:
             self.updates.leave(step.spec.scope)
         if not failed:
             self._count_uploads(step.spec.recorder)
-            self._retries.after_step(step.plan, step.retries)
-            self._report = report_of(step, self._retries.last, self.weights_uploaded)
+            self._report = report_of(step, self.weights_uploaded)
         step.release()
 
     def _set_up(self) -> list[str]:

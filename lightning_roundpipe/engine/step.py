@@ -22,7 +22,6 @@ from lightning_roundpipe.batches.logs import LogRecorder, recorded_logs
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.waiter import Waiter
-from lightning_roundpipe.engine.alloc_retries import so_far
 from lightning_roundpipe.engine.context import Context, StepSpec
 from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.microbatch import Microbatch
@@ -98,7 +97,7 @@ class Step:
         self.gradients: StepGradients | None = None
         self.late: list[nn.Parameter] = []
         self.started, self.seconds = time.perf_counter(), 0.0
-        self.retries = so_far(context.pool.devices)
+        self.retries_before = [device.allocation_retries() for device in context.pool.devices]
         self._sums: dict[tuple[int, int], HostGradSums] = {}
         self._adding: dict[int, Slot] = {}
         """The last slot that adds to each sum, by the sum's id."""
