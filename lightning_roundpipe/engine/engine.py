@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_roundpipe.batches.logs import LogRecorder
 from lightning_roundpipe.batches.weights import LossWeights
-from lightning_roundpipe.config import Options, RoundPipeError
+from lightning_roundpipe.config import Options
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.engine.compiling import forwards_of
 from lightning_roundpipe.engine.context import Context, Learned
@@ -197,7 +197,8 @@ class Engine:
         overlaps = self._may_overlap
         if not overlaps or (self._step_in_flight is not None and self._step_in_flight.spec.scope.failed):
             self._drain()
-        step = Step(context, seed, weights, self.updates, self._step_in_flight, overlaps=overlaps)
+        plan, before = self.learned.plan, self._step_in_flight
+        step = Step(context, seed, weights, self.updates, before, overlaps=overlaps, plan=plan)
         context.gradients.pool.keeps = step.plan is not None or not self.options.overlap or self.learned.in_order
         caller = CallerRandomState(self.worker_pool.devices)
         switched_off = self._set_up()
@@ -243,10 +244,8 @@ class Engine:
             ):
                 self._planner.plan_from([run.made for run in runs], step.spec.recorder)
                 context.randomness.learning = False
-            if step.late:
-                self._refuse_late(step)
             self._given = step.gradients
-            if self.updates is not None and step.gradients is not None and not step.late:
+            if self.updates is not None and step.gradients is not None:
                 self.updates.offer(step.gradients)
         except Exception as error:
             failed = next((run.index for run in runs if run.error is error), 0)
@@ -256,32 +255,7 @@ class Engine:
         finally:
             if not (step.spec.overlaps and step.gradients is not None):
                 self._drain()
-        if step.late:
-            self.enable_async_optimizer(None)  # until the engine is set up again, before the next batch
         return result
-
-    def _refuse_late(self, step: Step) -> None:
-        """Raise if the step's late parameters cannot be trained from here on.
-
-        Raises:
-            RoundPipeError: an option needs to know all parameters before the step, or microbatches have computed with
-                a parameter that others have replaced.
-        """
-        registered = f"training_step registered parameter {self.model.name_of(step.late[0])!r}"
-        if self.options.staleness or self.context.exchange is not None:
-            why = "with staleness=1" if self.options.staleness else "on several machines"
-            raise RoundPipeError(
-                f"{registered} and computes with it, which is not possible {why}: the optimizer knows its parameters "
-                "before a step. Register it between steps, for example in on_train_batch_start."
-            )
-        assert step.gradients is not None
-        now = set(map(id, self.model.module.parameters()))
-        gone = [p for p in step.gradients.masters if id(p) not in now]
-        if step.spec.several and gone:
-            raise RoundPipeError(
-                f"{registered} and replaced {self.model.name_of(gone[0])!r}, with which other microbatches have "
-                "computed. Replace it between steps, for example in on_train_batch_start, or set overlap=False."
-            )
 
     @interrupts_deferred()
     @remedied()
@@ -305,11 +279,12 @@ class Engine:
                 context.randomness.learning = True
                 context.attributes.begin()
                 try:
-                    output = step.run_alone(function)
+                    step.run([function], in_order=True)
                 finally:
                     host = CallerRandomState([])
                     devices.restore()
                     host.restore()
+                output = step.runs[0].output
                 self.model.buffers.settle()
                 self.model.buffers.take_history()
             self._end(step)

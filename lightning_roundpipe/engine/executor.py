@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrize
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.engine.activations import Arriving
 from lightning_roundpipe.engine.arguments import Arguments, Substitution, collect
@@ -265,7 +265,7 @@ class Executor:
 
     def forward(
         self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner, inside: Inside, *,
-        keep_graph: bool, evaluates: bool = False,
+        keep_graph: bool,
     ) -> tuple[Any, Run]:  # fmt: skip
         """Run a call.
 
@@ -276,7 +276,6 @@ class Executor:
             runner: the calling thread.
             inside: the context of the layer's code.
             keep_graph: whether the graph is kept for the backward.
-            evaluates: whether no backward will follow.
 
         Returns:
             What user code gets, and the run, of which `deliver` gives it the rest.
@@ -284,7 +283,7 @@ class Executor:
         layer, worker = call.layer, self.worker
         tensors = self._take(slot, layer, inputs, runner)
         replica, buffers = self._copy(slot, layer)
-        grad = call.thread_state.grad and not evaluates
+        grad = call.thread_state.grad
         before = buffers.snapshot() if buffers and grad and not keep_graph else None
         if buffers:
             buffers.load()
@@ -647,6 +646,3 @@ def _root(output: Tensor) -> Any:
     """
     plain = type(output) in (Tensor, nn.Parameter) and output.layout is torch.strided and not output.is_nested
     return get_gradient_edge(output) if plain else output
-
-
-__all__ = ["Callable", "Event", "Executor", "LayerCall", "nn"]

@@ -19,9 +19,6 @@ User code draws from the caller's own generators, as in plain training. Layers h
 
 from __future__ import annotations
 
-import contextvars
-import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,22 +30,56 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.engine.context import Context
+from lightning_roundpipe.engine.context import Context, StepSpec
 from lightning_roundpipe.engine.executor import LayerCall
 from lightning_roundpipe.engine.loss_seeds import filled_like, seed_of
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.randomness import CallerRandomState
+from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.step import Step
-from lightning_roundpipe.engine.surrounding_modes import Surroundings
+from lightning_roundpipe.engine.step_slots import StepSlots
+from lightning_roundpipe.engine.sync import Signal
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.grad_readiness import GradReadiness
 from lightning_roundpipe.updates.loss_handle import StepGradients
 from lightning_roundpipe.user_code.interception import calling
 from lightning_roundpipe.user_code.mode import DATA, UserCodeMode
-from lightning_roundpipe.user_code.module_state import observed_writes
 from lightning_roundpipe.user_code.stand_ins import Proxies
-from lightning_roundpipe.user_code.thread_state import apply_context
+
+
+class ManualSlots(StepSlots):
+    """The slots of a batch, one for each call.
+
+    Attributes:
+        trained: which of a layer's parameters are trained, by layer and use: ``toggle_optimizer`` changes that.
+    """
+
+    def __init__(self, context: Context, spec: StepSpec, readiness: GradReadiness) -> None:
+        super().__init__(context, spec, None, readiness)
+        self.trained: dict[tuple[int, int], tuple[bool, ...]] = {}
+
+    def sums_of(self, layer: HostLayer, use: int, microbatch: int | None = None) -> HostGradSums | None:
+        """Return the host sums of a call's gradients in the running backward; None if nothing of it is trained."""
+        key = layer.index, use
+        if key not in self.sums:
+            # Counted within this backward, not within the step: a loop of call and backward then reuses one buffer.
+            nth = sum(other == layer.index for other, _ in self.sums)
+            self.sums[key] = self._context.gradients.of(layer, nth, self.trained[key]).begin()
+        return self.sums[key] if self.sums[key].layout.nbytes else None
+
+    def hand_out(self) -> None:
+        """Add the sums of a backward to ``.grad`` through autograd, which calls the parameters' hooks [3]."""
+        sums, self.sums = [self.sums[key] for key in sorted(self.sums)], {}
+        self._adding.clear()
+        gradients = StepGradients(sums, [], 1.0)
+        gradients.arrive()
+        (loss,) = gradients.losses([(torch.zeros(()), True)])
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            gradients.release()
 
 
 class ManualStep(Step):
@@ -60,52 +91,17 @@ class ManualStep(Step):
         updates: see `Step`.
     """
 
+    records_logs = False
+
     def __init__(self, context: Context, seed: tuple[int, ...], updates: AsyncOptimizer | None) -> None:
-        super().__init__(context, seed, LossWeights(None, [1], [0]), updates, None, overlaps=False)
-        self.plan = self.trace = None
-        self.ahead = self.measures = False
-        self.trained: dict[tuple[int, int], tuple[bool, ...]] = {}
-        """Which of a layer's parameters are trained, by layer and use: ``toggle_optimizer`` changes that."""
+        super().__init__(context, seed, LossWeights(None, [1], [0]), updates, None, overlaps=False, plan=None)
 
-    def run_alone(self, function: Callable[[], Any]) -> Any:
-        """Return ``function()``, the user's training_step."""
-        pool, given_up = self.context.pool, False
-        run, around = ManualMicrobatch(self.context, self), contextvars.copy_context()
-        self.runs = [run]
-        with observed_writes():
-            try:
-                self._tasks = [pool.thread(0).submit(functools.partial(around.run, run.run_step, function))]
-                self._wait_for_end()
-            except BaseException as error:
-                self._fail(error)
-                given_up = True
-            apply_context(around)
-            self._rest(given_up=given_up)
-        self.seconds = time.perf_counter() - self.started
-        self.spec.scope.raise_error()
-        return run.output
+    def _make_slots(self) -> ManualSlots:
+        return ManualSlots(self.context, self.spec, self.readiness)
 
-    def sums_of(self, layer: HostLayer, use: int, microbatch: int | None) -> HostGradSums | None:
-        """Return the host sums of a call's gradients in the running backward; None if nothing of it is trained."""
-        key = layer.index, use
-        if key not in self._sums:
-            # Counted within this backward, not within the step: a loop of call and backward then reuses one buffer.
-            nth = sum(other == layer.index for other, _ in self._sums)
-            self._sums[key] = self.context.gradients.of(layer, nth, self.trained[key]).begin()
-        known = self._sums[key]
-        return known if known.layout.nbytes else None
-
-    def hand_out(self) -> None:
-        """Add the sums of a backward to ``.grad`` through autograd, which calls the parameters' hooks [3]."""
-        sums, self._sums = [self._sums[key] for key in sorted(self._sums)], {}
-        self._adding.clear()
-        gradients = StepGradients(sums, [], 1.0)
-        gradients.arrive()
-        (loss,) = gradients.losses([(torch.zeros(()), True)])
-        try:
-            loss.backward()  # type: ignore[no-untyped-call]
-        finally:
-            gradients.release()
+    def _make_microbatch(self, index: int, after: Signal | None, slots: Sequence[Slot]) -> ManualMicrobatch:
+        assert isinstance(self.slots, ManualSlots)
+        return ManualMicrobatch(self.context, self.slots)
 
 
 class ManualMicrobatch(Microbatch):
@@ -113,14 +109,14 @@ class ManualMicrobatch(Microbatch):
 
     Args:
         context: the parts of the engine that outlive the step.
-        step: the step.
+        slots: the slots of its step.
     """
 
     mode: _ManualUserCode
 
-    def __init__(self, context: Context, step: ManualStep) -> None:
-        self._manual = step
-        super().__init__(context, step, 0, [], None)
+    def __init__(self, context: Context, slots: ManualSlots) -> None:
+        self._manual = slots
+        super().__init__(context, slots, 0)
         self._weights: dict[LayerCall, list[tuple[int, int]]] = {}
         """Versions and addresses of the masters of each taped call's layer, at the call."""
         self._before: dict[LayerCall, list[tuple[nn.Parameter, Tensor]]] = {}
@@ -133,27 +129,18 @@ class ManualMicrobatch(Microbatch):
     def _user_code_mode(self) -> UserCodeMode:
         return _ManualUserCode(self.context, self.differentiate, self._touched)
 
-    def run_step(self, function: Callable[[], Any]) -> None:
-        """Run ``training_step``. Errors fail the step, which raises them in the main thread."""
-        self._baton.acquire(self.runner)
-        try:
-            mode = self.mode
-            with calling(self), self._step.spec.thread_state.entered(), mode.watching_optimizers(), mode:
-                self._enter_user_code()
-                self._surroundings = Surroundings()
-                with self._noted():
-                    self.output = function()
-        except BaseException as error:
-            self._step.spec.scope.fail(error)
-        finally:
-            for call in self._tape:  # a gradient that reaches one of these in a later step is an error
-                call.gradients.close()
-            for kept in (self._tape, self._weights, self._before):  # calls know this
-                kept.clear()
-            self._surroundings = None  # which knows the mode, and that this
-            self._close_section()
-            self._random.restore()
-            self._baton.release()
+    def _run(self, function: Callable[[], Any]) -> None:
+        """Run ``training_step``."""
+        mode = self.mode
+        with calling(self), self.spec.thread_state.entered(), mode.watching_optimizers(), mode:
+            self.output = self._run_user_code(function)
+
+    def _end(self) -> None:
+        for kept in (self._weights, self._before):  # calls know this
+            kept.clear()
+        self._close_section()
+        self._random.restore()
+        super()._end()
 
     # -- user code ----------------------------------------------------------------------------------------------------
 
@@ -236,7 +223,7 @@ class ManualMicrobatch(Microbatch):
             one_thread = torch.autograd.set_multithreading_enabled(False)  # user code in it may call layers
             with self._noted(), one_thread, torch._C._EnableTorchFunction():
                 self.mode.run_backward(losses, seeds)
-            self._leave_user_code()
+            self._close_section()
             self._walk(retain=bool(retain_graph))
             self._manual.hand_out()
             self._activations.forget_dead()
@@ -249,13 +236,15 @@ class ManualMicrobatch(Microbatch):
         When this returns, all gradients are on their way to the host.
         """
         left: list[LayerCall] = []
-        before = len(self._manual.slots)
+        slots: list[Slot] = []
         while self._tape:
             call = self._tape.pop()
             reached = bool(call.gradients)
             if reached:
                 self._refuse_written(call)
                 self._backward(call)
+                assert call.slot is not None
+                slots.append(call.slot)
                 call.slot = None
             if retain or not reached:
                 call.gradients.reopen(len(call.kinds))
@@ -265,7 +254,7 @@ class ManualMicrobatch(Microbatch):
                 del self._weights[call]
                 self._before.pop(call, None)
         self._tape = left[::-1]
-        for slot in self._manual.slots[before:]:
+        for slot in slots:
             self._baton.wait(self.runner, slot.sent.then)
 
     def _refuse_written(self, call: LayerCall) -> None:

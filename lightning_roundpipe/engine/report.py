@@ -63,9 +63,13 @@ def report_of(step: Step, uploaded: int) -> Callable[[], Report]:
     # Keep plain rows: a reference to the step would keep every saved tensor alive.
     slots = [
         {"slot": s.index, "worker": s.worker, "round": s.round, "phase": s.phase, "layers": [x.name for x in s.layers]}
-        for s in step.slots
+        for s in step.slots.all
     ]
-    microbatches, updates, update = step.weights.count, step.spec.updates, step.spec.version + options.staleness + 1
+    microbatches, updates, update = (
+        step.spec.weights.count,
+        step.spec.updates,
+        step.spec.version + options.staleness + 1,
+    )
     calls = len(step.runs[0].made.calls) if step.runs else 0
     text = str(plan) if plan is not None else str(Plan.per_call(calls or 1))
 

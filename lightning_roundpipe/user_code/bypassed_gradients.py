@@ -12,11 +12,8 @@ functions. Some uses are not such calls:
       a microbatch, or a layer on a worker ── the microbatch takes it, and the master gets nothing ── [1]
       the loss's own backward, manual optimization, code outside of a step ── to ``.grad``, as usual ── [2]
 
-A parameter that training_step registers outside the layers is no master yet, and has no stand-in. The microbatch takes
-its gradient in the same way ([1]), with a hook of its own.
-
 Such code has read the master. If the step computes with another copy of it, or if it may be written to meanwhile, [1]
-is refused (`UserCodeSections.used_unseen`).
+is refused (`Microbatch.passed_by`).
 """
 
 from __future__ import annotations
