@@ -117,8 +117,6 @@ class Engine:
         self.structure = Structure(module, [layer.module for layer in model.layers])
         self.hints = Hints(inform)
         self.hints.of_cuts(found)
-        if compiler.compiled:
-            self.hints.of_compiled(model.layers)
         self.windows_left: Callable[[], float] = lambda: 0.0
         self.within_window: Callable[[], bool] = lambda: False
         self.weights_uploaded = 0

@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.arguments import collect, is_box
 from lightning_roundpipe.engine.context import Context, StepSpec
@@ -55,11 +56,11 @@ from lightning_roundpipe.planning.forward_plan import plan_forward
 from lightning_roundpipe.planning.memory import BESIDE
 from lightning_roundpipe.planning.schedule import Stage
 from lightning_roundpipe.threads.task_thread import Task
-from lightning_roundpipe.user_code.interception import Interceptor, calling, intercepted
+from lightning_roundpipe.user_code.interception import Interceptor, intercepted
 from lightning_roundpipe.user_code.mode import DATA, UserCodeMode
 from lightning_roundpipe.user_code.module_state import AttributeView, SharedAttributes, observed_writes
 from lightning_roundpipe.user_code.thread_state import apply_context
-from lightning_roundpipe.user_code.writes import IN_PLACE
+from lightning_roundpipe.user_code.torch_functions import IN_PLACE
 
 
 class Kind(NamedTuple):
@@ -128,7 +129,7 @@ class Batch(Microbatch):
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self, function: Callable[[], Any]) -> None:
-        with calling(self), self.spec.thread_state.entered(), self.mode:
+        with working(self), self.spec.thread_state.entered(), self.mode:
             self.output = self._run_user_code(function)
             for bucket in self.context.model.buckets if self._writes else ():
                 bucket.refresh()

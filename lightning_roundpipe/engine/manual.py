@@ -30,9 +30,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.engine.context import Context, StepSpec
 from lightning_roundpipe.engine.executor import LayerCall
-from lightning_roundpipe.engine.loss_seeds import filled_like, seed_of
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.randomness import CallerRandomState
 from lightning_roundpipe.engine.slots import Slot
@@ -44,7 +44,7 @@ from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 from lightning_roundpipe.updates.loss_handle import StepGradients
-from lightning_roundpipe.user_code.interception import calling
+from lightning_roundpipe.user_code.graph_cut import filled_like, seed_of
 from lightning_roundpipe.user_code.mode import DATA, UserCodeMode
 from lightning_roundpipe.user_code.stand_ins import Proxies
 
@@ -132,7 +132,7 @@ class ManualMicrobatch(Microbatch):
     def _run(self, function: Callable[[], Any]) -> None:
         """Run ``training_step``."""
         mode = self.mode
-        with calling(self), self.spec.thread_state.entered(), mode.watching_optimizers(), mode:
+        with working(self), self.spec.thread_state.entered(), mode.watching_optimizers(), mode:
             self.output = self._run_user_code(function)
 
     def _end(self) -> None:

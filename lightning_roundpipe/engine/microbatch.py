@@ -29,12 +29,12 @@ from lightning_roundpipe.batches.outputs import detached, loss_of
 from lightning_roundpipe.batches.weights import TargetCounts
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.engine.activations import Activations, Arriving
 from lightning_roundpipe.engine.arguments import Arguments, collect
-from lightning_roundpipe.engine.caller_modes import without_caller_modes
+from lightning_roundpipe.engine.caller_modes import Surroundings, without_caller_modes
 from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.executor import LayerCall
-from lightning_roundpipe.engine.loss_seeds import filled_like, seed_of
 from lightning_roundpipe.engine.measured import MeasuredMemory
 from lightning_roundpipe.engine.output_collectors import hand_over
 from lightning_roundpipe.engine.randomness import USER_CODE, Seed
@@ -42,7 +42,6 @@ from lightning_roundpipe.engine.repeated_calls import connected, repeated
 from lightning_roundpipe.engine.shared_memory import SharedOutputs
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.step_slots import StepSlots
-from lightning_roundpipe.engine.surrounding_modes import Surroundings
 from lightning_roundpipe.engine.sync import GivenUp, Runner, Signal, Trail
 from lightning_roundpipe.engine.trace import Trace, TracedCall
 from lightning_roundpipe.engine.worker import Worker
@@ -53,8 +52,8 @@ from lightning_roundpipe.memory.host_tensor import HostTensor
 from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.memory.version_waits import Versioned
 from lightning_roundpipe.planning.crossing import storage_bytes
-from lightning_roundpipe.user_code.graph_cut import InputEdge, Part, run_backward
-from lightning_roundpipe.user_code.interception import Inside, calling
+from lightning_roundpipe.user_code.graph_cut import InputEdge, Part, filled_like, run_backward, seed_of
+from lightning_roundpipe.user_code.interception import Inside
 from lightning_roundpipe.user_code.mode import UserCodeMode
 from lightning_roundpipe.user_code.module_state import AttributeView, observe
 
@@ -163,9 +162,9 @@ class Microbatch:
 
     def _run(self, function: Callable[[], Any]) -> None:
         """Run ``training_step`` and the backward of its loss."""
-        with calling(self), self.spec.thread_state.entered(), self.mode:
+        with working(self), self.spec.thread_state.entered(), self.mode:
             self._train(function)
-        with calling(self):
+        with working(self):
             self._walk_tape()
         if not self.spec.overlaps:  # else the main thread has its generators back
             self.context.randomness.check()
@@ -591,13 +590,13 @@ class Microbatch:
         if state is not None and state.carried:
             attributes = {**state.carried, **attributes}
         arguments = Arguments(args, kwargs, attributes, self.mode.stand_in)
-        call = LayerCall(layer, -1, self.index, seed, state, thread_state, self)
-        call.arguments, call.contents = arguments, contents
-        call.needs = [thread_state.grad and t.requires_grad for t in arguments.tensors]
-        taped = thread_state.grad and (any(call.needs) or any(call.trained) or bool(layer.borrows))
-        home = self._home_of
-        call.edges = [InputEdge(t, home(t)) for t, n in zip(arguments.tensors, call.needs, strict=True) if n]
-        call.home = self.device
+        needs, trained = [thread_state.grad and t.requires_grad for t in arguments.tensors], layer.trainable()
+        taped = thread_state.grad and (any(needs) or any(trained) or bool(layer.borrows))
+        edges = [InputEdge(t, self._home_of(t)) for t, n in zip(arguments.tensors, needs, strict=True) if n]
+        call = LayerCall(
+            layer, -1, self.index, seed, state, thread_state, self, arguments, contents, needs, edges, self.device,
+            trained,
+        )  # fmt: skip
         traced = TracedCall(layer, use, taped)
         if self._memory is not None and again is None:
             call.traced = traced

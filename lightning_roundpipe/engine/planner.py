@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_roundpipe.config import RoundPipeError
@@ -11,7 +14,6 @@ from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.hints import Hints
-from lightning_roundpipe.engine.speeds import worker_speeds
 from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.faults.interrupts import interrupts_allowed
@@ -57,6 +59,9 @@ _STEPS = 4
 """Plans are compared by the mean of so many steps, after as many that fill the pipeline."""
 _MOST_TURNS = 60_000
 """Most turns that are simulated, to choose among the plans that the search has found, if no steps repeat."""
+
+_ALIKE = 0.05
+"""Kinds that differ by less are equally fast."""
 
 
 class Planner:
@@ -273,3 +278,36 @@ def _torn(plan: Plan, trace: Trace) -> str:
             for module, name in layer.mutable_buffers.values():
                 return f"buffer {name!r} of {type(module).__name__} in {layer.title}"
     return ""
+
+
+def worker_speeds(recorder: Recorder, devices: Sequence[Device], alike: Mapping[str, Hashable]) -> list[float]:
+    """Return how many times faster than the slowest each worker is; empty if they are equally fast.
+
+    In the first batch each call goes to the next worker, so a call may never have run on some of them. Layers that are
+    alike are compared then. Workers of one kind count as equally fast, whatever noise there is between them.
+
+    Args:
+        recorder: the events of the first batch.
+        devices: of the workers.
+        alike: by the name of a layer, something that is equal for layers that take equally long.
+    """
+    kinds = [device.kind for device in devices]
+    if len(set(kinds)) == 1:
+        return []
+    calls: dict[Hashable, dict[str, float]] = defaultdict(dict)
+    layers: dict[Hashable, dict[str, float]] = defaultdict(dict)
+    for kind, worker, _, where, seconds in recorder.computations():
+        for found, key in ((calls, (kind, where.call)), (layers, (kind, alike.get(where.layer)))):
+            of_kinds, name = found[key], kinds[worker]
+            of_kinds[name] = min(seconds, of_kinds.get(name, math.inf))
+    slowness = {name: _slowness(name, kinds[0], calls) or _slowness(name, kinds[0], layers) or 1.0 for name in kinds}
+    slowest = max(slowness.values())
+    speeds = [slowest / slowness[name] for name in kinds]
+    return speeds if max(speeds) > 1 + _ALIKE else []
+
+
+def _slowness(name: str, other: str, found: Mapping[Hashable, Mapping[str, float]]) -> float | None:
+    """Return how many times longer a kind of worker takes than another, in the median; None if that is not known."""
+    pairs = [(times[name], times[other]) for times in found.values() if name in times and other in times]
+    ratios = [seconds / others for seconds, others in pairs if others > 0]
+    return statistics.median(ratios) if ratios else None

@@ -19,6 +19,7 @@ from typing import Any
 from lightning_roundpipe.batches.logs import LogRecorder, recorded_logs
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices.thread_owner import context_of_thread
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.context import Context, StepSpec
 from lightning_roundpipe.engine.events import Recorder
@@ -32,7 +33,7 @@ from lightning_roundpipe.threads.task_thread import Task
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 from lightning_roundpipe.updates.loss_handle import StepGradients
-from lightning_roundpipe.user_code.interception import Inside, current
+from lightning_roundpipe.user_code.interception import Inside
 from lightning_roundpipe.user_code.thread_state import apply_context
 
 
@@ -254,7 +255,7 @@ class Step:
         self.spec.scope.error = None  # the step after raises its own error, which may be this one
 
     def _current_log(self) -> LogRecorder:
-        context = current()
+        context = context_of_thread()
         if isinstance(context, Inside):
             raise RoundPipeError(
                 f"self.log was called in layer {context.name!r}, which runs once for each microbatch and again for its "

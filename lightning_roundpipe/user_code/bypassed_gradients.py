@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from lightning_roundpipe.devices.process_context import shared_context
-from lightning_roundpipe.user_code.interception import current
+from lightning_roundpipe.devices.thread_owner import context_of_thread
 from lightning_roundpipe.user_code.mode import ACCESSORS, DATA, DTYPE, VIEWS, UserCodeMode
-from lightning_roundpipe.user_code.writes import IN_PLACE, witness
+from lightning_roundpipe.user_code.torch_functions import IN_PLACE, witness
 
 
 class Lender(Protocol):
@@ -146,7 +146,7 @@ class Accumulators:
 
 def _arriving(master: nn.Parameter, grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
     """Return the gradients for the accumulator; None leaves them as they are."""
-    passed_by = getattr(current(), "passed_by", None)
+    passed_by = getattr(context_of_thread(), "passed_by", None)
     if passed_by is None or grads[0] is None:
         return None  # [2]
     with torch._C.DisableTorchFunction():  # user code's mode is active in its backward
