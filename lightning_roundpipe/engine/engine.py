@@ -45,7 +45,7 @@ from lightning_roundpipe.updates.loss_handle import StepGradients
 from lightning_roundpipe.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.user_code.host_metrics import HostMetrics
 from lightning_roundpipe.user_code.interception import Interceptor, intercepted, without_caches
-from lightning_roundpipe.user_code.module_state import AttributeView, SharedAttributes, observed_writes
+from lightning_roundpipe.user_code.module_state import SharedAttributes, observed_writes
 from lightning_roundpipe.user_code.thread_state import thread_locals_of
 
 
@@ -59,7 +59,6 @@ class MicrobatchResult:
         weight: how much the loss counts.
         differentiable: whether the loss requires grad.
         logs: what it has logged.
-        state: what it has set on modules; None if it was the only microbatch.
     """
 
     output: Any
@@ -67,7 +66,6 @@ class MicrobatchResult:
     weight: float
     differentiable: bool
     logs: LogRecorder
-    state: AttributeView | None
 
 
 @dataclass
@@ -191,7 +189,7 @@ class Engine:
             factor with which `AsyncOptimizer` takes them.
         """
         self._prepare(zero_grad=zero_grad)
-        context, several = self.context, len(functions) > 1
+        context = self.context
         overlaps = self._may_overlap
         if not overlaps or (self._step_in_flight is not None and self._step_in_flight.spec.scope.failed):
             self._drain()
@@ -219,29 +217,9 @@ class Engine:
                 result = self._result_of(runs, step, None)
                 self._metrics.bring_to_host()
             self.hints.after_step(switched_off)
-            if not several and len(self.worker_pool.workers) > 1:
+            if len(functions) == 1 and len(self.worker_pool.workers) > 1:
                 self.hints.of_one_microbatch(len(self.worker_pool.workers))
-            learned = self.learned
-            if (
-                several
-                and not learned.in_order
-                and (buffer := next((r.mode.met_buffer for r in runs if r.mode.met_buffer), ""))
-            ):
-                late = "which this window is the first to do, " if step.plan is not None else ""
-                self._drain()
-                self._planner.run_in_order(
-                    f"{buffer} changes in calls of its layer, and code between layers reads or writes it, {late}and "
-                    "what is in it depends on their order",
-                    "leave plan out.",
-                )
-            elif (
-                step.plan is None
-                and self.options.overlap
-                and not learned.in_order
-                and all(r.loss is not None for r in runs)
-            ):
-                self._planner.plan_from([run.made for run in runs], step.spec.recorder)
-                context.randomness.learning = False
+            self._planner.learn(step, self._drain)
             self._given = step.gradients
             if self.updates is not None and step.gradients is not None:
                 self.updates.offer(step.gradients)
@@ -296,7 +274,7 @@ class Engine:
         """Return what the microbatches have given, with modules as the last one has left them."""
         shared, buffers = self.context.shared, self.model.buffers.take_history()
         shared.show(None)
-        results = [MicrobatchResult(r.output, r.loss, r.weight, r.differentiable, r.logs, r.kept) for r in runs]
+        results = [MicrobatchResult(r.output, r.loss, r.weight, r.differentiable, r.logs) for r in runs]
         result = WindowResult(results, step.finish() if error is None else None, error)
         kept = [run.kept for run in runs if run.kept is not None]
         if kept:

@@ -14,6 +14,7 @@ from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.hints import Hints
+from lightning_roundpipe.engine.step import Step
 from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.faults.interrupts import interrupts_allowed
@@ -80,18 +81,35 @@ class Planner:
         self._context, self._options, self._windows_left = context, context.options, windows_left
         self._workers, self._devices, self._hints = context.pool.workers, context.pool.devices, hints
 
-    def plan_from(self, traces: Sequence[Trace], recorder: Recorder) -> None:
-        """Make a plan from the calls of a window's microbatches.
+    def learn(self, step: Step, drain: Callable[[], None]) -> None:
+        """Make a plan after a window without one, or find that microbatches have to follow one another.
 
         Args:
-            traces: the calls of each.
-            recorder: the window's events.
+            step: the window's step.
+            drain: waits until nothing is in flight.
 
         Raises:
             RoundPipeError: ``training_step`` called no layer.
             DoesNotFit: no plan fits the memory budget.
-            ValueError: the plan in the options does not fit the calls or the budget.
+            ValueError: the plan in the options does not fit the calls or the budget, or their order.
         """
+        runs, randomness = step.runs, self._context.randomness
+        if self._context.learned.in_order or not self._options.overlap:
+            return
+        if len(runs) > 1 and (buffer := next((run.mode.met_buffer for run in runs if run.mode.met_buffer), "")):
+            late = "which this window is the first to do, " if step.plan is not None else ""
+            drain()
+            self._run_in_order(
+                f"{buffer} changes in calls of its layer, and code between layers reads or writes it, {late}and what "
+                "is in it depends on their order",
+                "leave plan out.",
+            )
+        elif step.plan is None and all(run.loss is not None for run in runs):
+            self._plan_from([run.made for run in runs], step.spec.recorder)
+            randomness.learning = False
+
+    def _plan_from(self, traces: Sequence[Trace], recorder: Recorder) -> None:
+        """Make a plan from the calls of each of a window's microbatches, and its events."""
         learned, options, workers = self._context.learned, self._options, len(self._workers)
         layers = self._context.model.layers
         alike = {layer.name: (type(layer.module), layer.nbytes) for layer in layers}
@@ -131,7 +149,7 @@ class Planner:
                 raise DoesNotFit(f"{error}{libraries_note(options, self._devices)}") from None
         if len(traces) > 1 and (buffer := _torn(plan, trace)):
             why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
-            return self.run_in_order(why, "plan must have these calls in one forward stage, or be left out.")
+            return self._run_in_order(why, "plan must have these calls in one forward stage, or be left out.")
         for worker in self._workers:
             own = worker.index if isinstance(limit, tuple) else None
             budget = limit[worker.index] if isinstance(limit, tuple) else limit
@@ -221,12 +239,8 @@ class Planner:
         for worker in self._workers:
             worker.reserve(Reserved(arena), at_least=limit is None)
 
-    def run_in_order(self, why: str, remedy: str) -> None:
-        """Run microbatches one after another without a plan, from the next window on.
-
-        Raises:
-            ValueError: the options give a plan; the message is ``why`` and ``remedy``.
-        """
+    def _run_in_order(self, why: str, remedy: str) -> None:
+        """Run microbatches one after another from the next window on; an error if the options give a plan."""
         if self._options.plan_text is not None:
             raise ValueError(f"{why}: {remedy}")
         if self._context.learned.plan is not None:
