@@ -122,21 +122,6 @@ def intercepted(
             interceptor.remove()
 
 
-class _Off(int):
-    """Replaces ``use_cache=True`` of a configuration: false, and records that it was read.
-
-    Encoders have the setting too but never read it, and a caller may pass ``use_cache=False`` anyway. The setting
-    counts as switched off only if the model reads it.
-    """
-
-    asked: list[str]
-
-    def __bool__(self) -> bool:
-        if "use_cache" not in self.asked:
-            self.asked.append("use_cache")
-        return False
-
-
 @contextlib.contextmanager
 def without_caches(root: nn.Module) -> Iterator[list[str]]:
     """Switch off key-value caches and gradient checkpointing of Hugging Face models.
@@ -144,22 +129,18 @@ def without_caches(root: nn.Module) -> Iterator[list[str]]:
     The recomputation would fill a cache a second time. Checkpointing would recompute what is recomputed anyway.
 
     Yields:
-        What was switched off; complete at the end of the step.
+        The names of the settings that are off.
     """
-    configs = [getattr(m, "config", None) for m in root.modules()]
-    caches: dict[int, Any] = {id(c): c for c in configs if getattr(c, "use_cache", False) is True}
-    checkpointed: list[Any] = [m for m in root.modules() if getattr(m, "gradient_checkpointing", False) is True]
-    switched_off = ["gradient_checkpointing"] * bool(checkpointed)
-    off = _Off()
-    off.asked = switched_off
-    for config in caches.values():
-        object.__setattr__(config, "use_cache", off)  # bypasses the configuration's check for a bool
-    for module in checkpointed:
-        module.gradient_checkpointing = False
+    configs = {
+        id(config): config for module in root.modules() if (config := getattr(module, "config", None)) is not None
+    }
+    on: list[tuple[Any, str]] = [(c, "use_cache") for c in configs.values() if getattr(c, "use_cache", False) is True]
+    name = "gradient_checkpointing"
+    on += [(module, name) for module in root.modules() if getattr(module, name, False) is True]
+    for owner, name in on:
+        setattr(owner, name, False)
     try:
-        yield switched_off
+        yield sorted({name for _, name in on})
     finally:
-        for config in caches.values():
-            config.use_cache = True
-        for module in checkpointed:
-            module.gradient_checkpointing = True
+        for owner, name in on:
+            setattr(owner, name, True)
