@@ -32,7 +32,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
 from lightning_roundpipe.devices.thread_event import ThreadEvent
-from lightning_roundpipe.engine.evaluation import Batch
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.memory.in_flight import IN_FLIGHT
@@ -335,5 +334,4 @@ def _follow_operations(ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(kind, name, followed)
 
-    for kind, name in ((Microbatch, "run"), (Batch, "run_step")):
-        follow(kind, name)
+    follow(Microbatch, "run")

@@ -34,7 +34,7 @@ def test_a_row_has_the_figures_of_the_same_command_alone(command: Any) -> None:
     code, out, err = command(TINY[0], *given, "lora=none,attention", "gpus=1,2")
     rows = json.loads(out)
     assert code == 0 and len(rows) == 8
-    assert [line.split(": ")[1] for line in err.splitlines()] == [f"{number} of 8" for number in range(1, 9)]
+    assert err == ""
     assert rows[6]["given"] == {"model": "tiny_smollm2_135m", "lora": "attention", "gpus": "1"}
     for row in (rows[1], rows[6]):
         alone = json.loads(command(*given, *(f"{name}={text}" for name, text in row["given"].items()))[1])
@@ -155,8 +155,7 @@ def test_mistakes_are_one_line_before_anything_is_planned(
 ) -> None:
     code, out, err = command(*arguments)
     assert (code, out) == (2, "")
-    mistake = [line for line in err.splitlines() if " of 2: " not in line]
-    assert len(mistake) == 1 and message in mistake[0]
+    assert err.count("\n") == 1 and message in err
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Parameters that training_step registers or replaces outside the layers are trained from that batch on."""
+"""Parameters that are registered during training: in a hook they are trained, within training_step refused."""
 
 from __future__ import annotations
 
@@ -81,33 +81,32 @@ def replaces(net: Any, h: Tensor) -> Tensor:
     return h * net.gain
 
 
-USES: list[Use] = [registers, replaces, gives_it_to_a_layer]
+def in_hook(net: Any, h: Tensor) -> Tensor:
+    return h * net.gain * net.extra
 
 
-def train(strategy: Any, use: Use, late: int, devices: int = 1, **options: Any) -> Result:
+class Hooked(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.late:
+            self.extra = values()
+            self.joined(self.extra)
+
+
+def train(strategy: Any, net: Net, devices: int = 1, **options: Any) -> Result:
     torch.manual_seed(3)
     batches = zoo.make_batches("mlp", count=7, samples=6)
-    return run(strategy, Net(use, late), batches, devices=devices, watch=False, **options)
+    return run(strategy, net, batches, devices=devices, watch=False, **options)
 
 
-def equal(use: Use, late: int, **options: Any) -> None:
-    plain, found = train("auto", use, late, **options), train(ours(), use, late, **options)
-    assert_tensors_same(plain.state, found.state)
+@pytest.mark.parametrize("use", [registers, replaces, gives_it_to_a_layer])
+@pytest.mark.parametrize(("late", "options"), [(3, {}), (0, {}), (3, {"num_microbatches": 3}), (3, {"staleness": 1})])
+def test_within_training_step_it_is_refused(use: Use, late: int, options: Any) -> None:
+    """Each microbatch would register its own, and the optimizer does not know it."""
+    with pytest.raises(RoundPipeError, match=r"registered parameter .*Register it between steps"):
+        train(ours(**options), Net(use, late), 2)
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("late", [3, 0])
-def test_as_in_plain_training(use: Use, late: int) -> None:
-    equal(use, late)
-
-
-@pytest.mark.parametrize("use", [registers, replaces])
-def test_with_several_microbatches_it_is_refused(use: Use) -> None:
-    """Each microbatch would register its own."""
-    with pytest.raises(RoundPipeError, match=r"Replace it between steps, for example in on_train_batch_start"):
-        train(ours(num_microbatches=3), use, 3, 2)
-
-
-def test_staleness() -> None:
-    with pytest.raises(RoundPipeError, match=r"registered parameter .*with staleness=1"):
-        train(ours(num_microbatches=3, staleness=1), registers, 3, 2)
+def test_between_steps_it_is_trained_from_there_on() -> None:
+    torch.manual_seed(3)
+    net = Hooked(in_hook)
+    assert_tensors_same(train("auto", net).state, train(ours(), net).state)

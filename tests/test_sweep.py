@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.axes import Axes
 from omegaconf import OmegaConf
 
 from lightning_roundpipe.reports.sweep import figure_of, make_plans_static, present, read_runs
@@ -29,16 +28,6 @@ def finished(step_time: float, device: float | None, microbatches: int | None) -
     return NUMBERS | {"step_time_s": step_time, "peak_device_gib": device, "microbatches": microbatches}
 
 
-def lines(axes: Axes) -> dict[str, list[tuple[float, float]]]:
-    """The lines of a panel by their labels: what the ticks below say, and the value."""
-    ticks = [float(tick.get_text()) for tick in axes.figure.axes[-1].get_xticklabels()]  # type: ignore[union-attr]
-    found = {}
-    for line in axes.get_lines():
-        points = zip(line.get_xdata(), line.get_ydata(), strict=True)  # type: ignore[arg-type]
-        found[str(line.get_label())] = [(ticks[int(x)], float(y)) for x, y in points]
-    return found
-
-
 @pytest.fixture
 def rows(tmp_path: Path) -> list[dict[str, Any]]:
     """Microbatches of 1 and 4 samples of 8, twice, the last one failed, and trainer.max_steps the same for all."""
@@ -51,13 +40,16 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
     )
 
 
-def test_the_picture_has_a_line_for_each_way_to_set_the_rest(rows: list[dict[str, Any]]) -> None:
+def test_the_picture_has_a_bar_for_each_run(rows: list[dict[str, Any]]) -> None:
     time, device, host = figure_of(rows[:3]).axes
-    assert lines(time) == {"staleness 0": [(2, 0.5), (8, 0.25)], "staleness 1": [(2, 0.4)]}
-    assert lines(device) == {"staleness 0": [(2, 256), (8, 128)], "staleness 1": [(2, 512)]}
-    assert device.get_title("left") == "device peak (MiB)"
-    assert lines(host) == {"staleness 0": [(2, 2), (8, 2)], "staleness 1": [(2, 2)]}
-    assert host.get_xlabel() == "microbatches"
+    settings = ("microbatch size 4, staleness 0", "microbatch size 1, staleness 0", "microbatch size 4, staleness 1")
+    assert [label.get_text() for label in time.get_yticklabels()] == list(settings)
+    widths = {axes.get_title("left"): [bar.get_width() for bar in axes.patches] for axes in (time, device, host)}  # type: ignore[attr-defined]
+    assert widths == {
+        "step time (s)": [0.5, 0.25, 0.4],
+        "device peak (MiB)": [256, 128, 512],
+        "host peak (GiB)": [2, 2, 2],
+    }
 
 
 def test_everything_is_left_and_shown(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe.data import TextFiles, text_files
-from lightning_roundpipe.data.encoding import CannotEncode, Encoder
-from lightning_roundpipe.data.records import Chat, Completion, Text
+from lightning_roundpipe.data.encoding import Encoder
+from lightning_roundpipe.data.records import BadRecord, Text
 from lightning_roundpipe.data.rows import NO_TARGET, packed
 
 decode = tiny_tokenizer().decode
@@ -61,7 +62,7 @@ def rows_of(data: TextFiles, kind: str = "train") -> list[dict[str, Tensor]]:
 
 
 def test_of_a_conversation_what_the_assistant_says_is_learnt() -> None:
-    chat = Chat([{"role": "system", "content": "be"}, USER, ASSISTANT, USER, ASSISTANT | {"content": "b"}])
+    chat = [{"role": "system", "content": "be"}, USER, ASSISTANT, USER, ASSISTANT | {"content": "b"}]
     start = "<begin><system>be<turn>\n<user>the ab?<turn>\n<assistant>abbey<turn>\n"
     whole = f"{start}<user>the ab?<turn>\n<assistant>b<turn>\n"
     assert learnt(chat) == (whole, "abbey<turn>\nb<turn>\n")
@@ -73,12 +74,12 @@ def test_of_a_conversation_what_the_assistant_says_is_learnt() -> None:
 @pytest.mark.parametrize(
     ("content", "template", "reason"),
     [
-        (Chat([USER, ASSISTANT]), None, "the tokenizer has no chat template"),
-        (Chat([USER]), CHAT, 'no message is from "assistant"'),
-        (Chat([ASSISTANT]), CHAT, 'its first message is from "assistant"'),
-        (Chat([USER, ASSISTANT, USER, ASSISTANT]), FORGETFUL, "writes messages up to 2 differently"),
-        (Chat([USER, ASSISTANT]), "{{ raise_exception('only poems') }}", "refuses it: only poems"),
-        (Chat([USER, ASSISTANT]), f"{CHAT}{{% generation %}}{{% endgeneration %}}", "no token to be learnt"),
+        ([USER, ASSISTANT], None, "the tokenizer has no chat template"),
+        ([USER], CHAT, 'no message is from "assistant"'),
+        ([ASSISTANT], CHAT, 'its first message is from "assistant"'),
+        ([USER, ASSISTANT, USER, ASSISTANT], FORGETFUL, "writes messages up to 2 differently"),
+        ([USER, ASSISTANT], "{{ raise_exception('only poems') }}", "refuses it: only poems"),
+        ([USER, ASSISTANT], f"{CHAT}{{% generation %}}{{% endgeneration %}}", "no token to be learnt"),
         (Text("t"), CHAT, "no token to be learnt"),
     ],
 )  # fmt: skip
@@ -86,7 +87,7 @@ def test_what_cannot_be_learnt(content: Any, template: str | None, reason: str) 
     made = tiny_tokenizer(template)
     if isinstance(content, Text):
         made.eos_token = None
-    with pytest.raises(CannotEncode, match=reason):
+    with pytest.raises(BadRecord, match=reason):
         Encoder(made, "completions").encode(content)
 
 
@@ -94,51 +95,35 @@ def test_what_cannot_be_learnt(content: Any, template: str | None, reason: str) 
 
 
 BAD = [
-    ("{", r"the line is not JSON \(Expecting property name enclosed in double quotes, column \d\)"),
-    ("{}", "the record has no field, which no format has"),
+    ({}, "the record has no field, which no format has"),
     ({"text": "a", "messages": []}, "the fields of several formats: set data.format to one of text, messages"),
-    ({"text": 5}, '"text" is a number, not a string'),
-    ({"prompt": "a"}, '"completion" is missing beside the field "prompt"'),
-    ({"prompt": "a", "completions": "b"}, r'did you mean "completions"\?\): set data.fields.completion=completions'),
-    ({"promt": "a", "answer": "b"}, r'has the fields "promt", "answer", which no format has \(did you mean "prompt"\?'),
+    ({"text": 5}, '"text" is 5, not a string'),
+    ({"prompt": "a"}, '"completion" is missing beside the field "prompt": set data.fields.completion=NAME'),
     ({"question": "a", "answer": "b"}, "data.fields.prompt=question data.fields.completion=answer"),
-    ({"text": "\ud800"}, "half of a character"),
-    ({"messages": "hi"}, '"messages" is a string, not a list of messages'),
+    ({"messages": "hi"}, "\"messages\" is 'hi', not a list of messages"),
     ({"messages": [USER, {"role": "assistant", "content": None}]}, 'message 2: "content" is missing'),
-    ({"conversations": [{"from": "humann", "value": "a"}]}, r"""is "humann" \(did you mean 'human'\?\), and must be"""),
-    ("[" * 100_000, "nested too deeply|not JSON"),
-    ('{"prompt": "a", "prompt": "b", "completion": "c"}', '"prompt" is there twice'),
 ]
 
 
 def test_every_bad_record_is_named(tmp_path: Path) -> None:
-    """With file, line and reason."""
+    """With file, number and reason."""
     jsonl(tmp_path / "data" / "good.jsonl", texts())
-    for line, reason in BAD:
-        jsonl(tmp_path / "data" / "sub" / "bad.jsonl", [texts(1)[0], "", line, texts(1)[0]])
-        with pytest.raises(
-            ValueError, match=rf"^data\.path: 1 of 43 records cannot be used: sub/bad\.jsonl line 3: .*({reason})"
-        ):
-            module(tmp_path / "data").prepare_data()
-    count = len(BAD) + 3
-    jsonl(tmp_path / "data" / "sub" / "bad.jsonl", [{"text": 5}] * 3 + [line for line, _ in BAD])
-    with pytest.raises(
-        ValueError,
-        match=rf"{count} of {40 + count} records .*: sub/bad.jsonl line 1 and 3 more: \"text\" is a number.*; "
-        rf"and {len(BAD) - 10} for other reasons\. Correct or remove them\.",
-    ):
-        module(tmp_path / "data").prepare_data()
+    path = jsonl(tmp_path / "data" / "sub" / "bad.jsonl", [texts(1)[0], *(record for record, _ in BAD), {"text": 5}])
+    for _ in range(2):  # the second run finds nothing in the cache
+        with pytest.raises(ValueError, match=r"^data\.path: sub/bad\.jsonl has records") as caught:
+            module(path.parent.parent).prepare_data()
+        for number, (_, reason) in enumerate(BAD, 2):
+            more = " and 1 more" if number == 4 else ""
+            assert re.search(rf"record {number}{more}: .*{reason}", str(caught.value))
 
 
-def test_bad_bytes_are_named(tmp_path: Path) -> None:
+def test_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"fine\nnot f\xfcne\n")
-    with pytest.raises(ValueError, match=r"a\.txt line 2: the line is not UTF-8 \(byte 6 of the line\)"):
-        module(tmp_path / "a.txt").prepare_data()
-    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "ab"}\n{"text": "\xff"}\n')
-    with pytest.raises(
-        ValueError, match=r"1 of 2 records .* a\.jsonl line 2: the line is not UTF-8 \(byte 11 of the line\)"
-    ):
-        module(tmp_path / "a.jsonl").prepare_data()
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "ab"}\n{"text": "\xff"}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "ab"}\n{\n')
+    for name in ("a.txt", "a.jsonl", "b.jsonl"):
+        with pytest.raises(ValueError, match=rf"^data\.path: {name} cannot be read \(.*\)\. Correct it"):
+            module(tmp_path / name).prepare_data()
 
 
 # ---------------------------------------------------------------------------------------------------- rows
@@ -167,7 +152,7 @@ def test_packed_records_do_not_see_each_other(tmp_path: Path) -> None:
     encoder = Encoder(tiny_tokenizer(), "completions")
     alone = []
     for question in questions():
-        tokens = encoder.encode(Completion(question["prompt"], question["completion"]))
+        tokens = encoder.encode(Text(question["completion"], question["prompt"]))
         ids = torch.from_numpy(np.maximum(tokens, ~tokens))[None].long()
         alone.append(
             losses({"input_ids": ids, "labels": torch.where(torch.from_numpy(tokens)[None] < 0, NO_TARGET, ids)})
@@ -211,18 +196,18 @@ def test_records_that_are_too_long(rows: str, tmp_path: Path, monkeypatch: pytes
     path = jsonl(tmp_path / "a.jsonl", [*questions(), long])
     options = {"rows": rows, "validation_path": path}
     with pytest.raises(
-        ValueError, match=r"length=32 is too short for 1 record of more than 32 tokens, a\.jsonl line 41 first"
+        ValueError, match=r"length=32 is too short for 1 record of more than 32 tokens, a\.jsonl record 41 first"
     ):
         module(path, **options).setup("fit")
     joined = [decode(row["input_ids"]) for row in rows_of(module(path, **options, too_long="drop"), "v")]
     assert not any("cc" in row for row in joined)
-    assert "without 1 record of more than 32 tokens, a.jsonl line 41 first" in said[-1]
+    assert "without 1 record of more than 32 tokens, a.jsonl record 41 first" in said[-1]
     joined = [decode(row["input_ids"]) for row in rows_of(module(path, **options, too_long="truncate"), "v")]
     assert [row for row in joined if "cc" in row] == ["p" + "c" * 31]
     assert "truncated: 1 record" in said[-1]
     assert "fields that are not read: id" in said[0]
     jsonl(path, [*questions(), {"prompt": "p" * 50, "completion": "c"}])
-    with pytest.raises(ValueError, match=r"leaves nothing to be learnt of a\.jsonl line 41: its prompt alone"):
+    with pytest.raises(ValueError, match=r"leaves nothing to be learnt of a\.jsonl record 41: its prompt alone"):
         module(path, **options, too_long="truncate").setup("fit")
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_roundpipe.planning import Plan
-from lightning_roundpipe.reports.pictures import PAUSE
-from lightning_roundpipe.reports.timeline import chart_of, draw_timeline, write_trace
+from lightning_roundpipe.reports.timeline import draw_timeline, write_trace
 
 PLAN = "forward 0-9 10-19; fused 20-29; backward 16-19 12-15 8-11 4-7 0-3; round 4"
 FORWARD_S, BACKWARD_S = 0.010, 0.020
@@ -90,19 +89,6 @@ def is_picture(path: Path, least_width: int = 1000) -> bool:
 def test_picture_of_a_step(size: dict[str, Any], tmp_path: Path) -> None:
     draw_timeline(synthetic(**size), tmp_path / "step.png", title="A step")
     assert is_picture(tmp_path / "step.png")
-
-
-def test_a_block_is_a_microbatch_in_one_direction_with_its_pauses() -> None:
-    """Emulated devices wait for each other between calls. The number stands on what was computed."""
-    report = synthetic(1, 2, "forward none; fused 0-3; backward none; round 2")
-    for event in report["events"]:
-        late = event["kind"] != "forward" or event["call"] > 0
-        event.update(start_s=event["start_s"] + 9 * late, end_s=event["end_s"] + 9 * late)
-    blocks = chart_of(report, "").blocks
-    found = sorted((block.microbatch, sorted({kind for kind, _ in block.parts})) for block in blocks)
-    assert found == [(0, [PAUSE, "forward"]), (0, ["backward"]), (1, [PAUSE, "forward"]), (1, ["backward"])]
-    computed = sum(length for block in blocks for kind, length in block.parts if kind != PAUSE)
-    assert computed == pytest.approx(1e3 * 2 * 4 * (FORWARD_S + BACKWARD_S))
 
 
 # -- the trace -------------------------------------------------------------------------------------------------------

@@ -1,16 +1,21 @@
-"""Models and adapters: choices of ``conf``, or files of the user's own. No weights are read."""
+"""Models and adapters: choices of ``conf``, files of the user's own, or models in the cache of the Hugging Face hub.
+
+No weights are read, and no network is used.
+"""
 
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from omegaconf import OmegaConf
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -35,12 +40,9 @@ _ABOUT_FILES = ("quantization_config", "dtype", "torch_dtype", "architectures", 
 """Keys of a config.json that are about its weights' files."""
 
 _ABOUT_WEIGHTS = ("weights", "dtype", *NAMES)
-"""Settings of ``from_config`` about weights, which this module ignores."""
+"""Settings of ``from_config`` about weights. They are ignored, so that the command line of a training works here."""
 
-ROPE = "rope"
-"""The setting of ``from_config`` that changes the configuration."""
-
-DTYPES: Mapping[Precision, torch.dtype] = {
+_DTYPES: Mapping[Precision, torch.dtype] = {
     "32-true": torch.float32,
     "bf16-mixed": torch.bfloat16,
     "bf16-true": torch.bfloat16,
@@ -54,42 +56,29 @@ def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Qu
     """Return the configuration of a model, and the format of its weights if they are in few bits.
 
     Args:
-        text: a choice of ``conf/model``, a Hugging Face ``config.json``, or a folder with one.
+        text: a choice of ``conf/model``, a Hugging Face ``config.json``, a folder with one, or the name of a model in
+            the cache of the Hugging Face hub.
         changed: settings of the configuration that the command line changes, as ``model.num_hidden_layers=4``.
 
     Raises:
         ValueError: there is no such model, or transformers does not take its settings.
     """
-    if is_path(text):
-        path = Path(text).expanduser()
-        if not path.exists() and not text.endswith((".json", ".yaml", ".yml")):  # as the hub's Qwen/Qwen3-32B
-            hint = did_you_mean(re.sub("[^a-z0-9]", "_", path.name.lower()), _usable("model"))
-            raise ValueError(
-                f"model={text}: there is no such file or folder, and the Hugging Face hub is not asked."
-                f"{hint or ' There are ' + ', '.join(_usable('model')) + '.'} Or name {_FILES['model']}."
-            )
-        path = path / "config.json" if path.is_dir() else path
-        try:
-            settings = json.loads(path.read_bytes())
-        except OSError as error:
-            raise ValueError(f"model={text}: {path} cannot be read: {error.strerror or error}.") from None
-        except ValueError as error:  # also if it is no text
-            raise ValueError(f"model={text}: {path} is not JSON: {first_line(error)}.") from None
-        if not isinstance(settings, Mapping) or not isinstance(settings.get("model_type"), str):
-            raise ValueError(f"model={text}: {path} is not a Hugging Face configuration: it has no model_type.")
-        quantization = read_quantization(text, settings, changed)
-        settings = {key: value for key, value in settings.items() if key not in _ABOUT_FILES}
-    else:
-        settings = _choice("model", text)
-        quantization = read_quantization(text, settings, changed)
-    settings = {key: value for key, value in settings.items() if key not in _ABOUT_WEIGHTS}
-    rope, shaping = _rope_of(settings, changed)
+    settings = _read_json(text) if is_path(text) else _choice("model", text)
+    quantization = read_quantization(text, settings, changed)
+    left_out = (*_ABOUT_WEIGHTS, *(_ABOUT_FILES if is_path(text) else ()))
+    settings = {key: value for key, value in settings.items() if key not in left_out}
+    changed = tuple((name, value) for name, value in changed if name not in _ABOUT_WEIGHTS)
+    of_rope = tuple((name, value) for name, value in changed if name.partition(".")[0] == "rope")
+    rope = _changed({"rope": settings.pop("rope", None)}, "model", of_rope, ("rope",))["rope"]
+    if rope is not None and not isinstance(rope, Mapping):
+        raise ValueError(f"model.rope={rope!r} must be a mapping: model.rope='{{rope_type: yarn, factor: 4.0}}'.")
     kind = settings.pop("model_type")
     if kind not in CONFIG_MAPPING:
         hint = did_you_mean(kind, CONFIG_MAPPING.keys())
         raise ValueError(f"model={text}: transformers has no model_type {kind!r}.{hint}")
-    known = {*settings, *AutoConfig.for_model(kind).to_dict()} if shaping else ()
-    settings = _changed(settings, "model", shaping, known)
+    others = tuple(pair for pair in changed if pair not in of_rope)
+    known = {*settings, *AutoConfig.for_model(kind).to_dict()} if others else ()
+    settings = _changed(settings, "model", others, known)
     try:
         config: PretrainedConfig = AutoConfig.for_model(kind, **settings)
     except Exception as error:
@@ -98,17 +87,30 @@ def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Qu
     return config, quantization
 
 
-def _rope_of(settings: dict[str, Any], changed: Settings) -> tuple[Mapping[str, Any] | None, Settings]:
-    """Return the rotary embedding of ``model.rope``, and the changed settings of the configuration.
-
-    Settings about weights are ignored, so that the command line of a training works here, too.
-    """
-    others = tuple((name, value) for name, value in changed if name not in _ABOUT_WEIGHTS)
-    own = tuple((name, value) for name, value in others if name.partition(".")[0] == ROPE)
-    found = _changed({ROPE: settings.pop(ROPE, None)}, "model", own, (ROPE,))[ROPE]
-    if found is not None and not isinstance(found, Mapping):
-        raise ValueError(f"model.rope={found!r} must be a mapping: model.rope='{{rope_type: yarn, factor: 4.0}}'.")
-    return found, tuple(pair for pair in others if pair not in own)
+def _read_json(text: str) -> dict[str, Any]:
+    """Return the settings of a config.json: of a file, of a folder, or of the hub's cache."""
+    path = Path(text).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.exists() and not text.endswith((".json", ".yaml", ".yml")):  # as the hub's Qwen/Qwen3-32B
+        found = None
+        with suppress(HFValidationError):
+            found = try_to_load_from_cache(text, "config.json")
+        if not isinstance(found, str):
+            hint = did_you_mean(path.name.lower().replace("-", "_").replace(".", "_"), _usable("model"))
+            raise ValueError(
+                f"model={text}: there is no such file or folder, nor such a model in the cache of the Hugging Face "
+                f"hub, which is not asked.{hint} To get its configuration: hf download {text} config.json."
+            )
+        path = Path(found)
+    try:
+        settings = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"model={text}: {path} cannot be read: {error.strerror or error}.") from None
+    except ValueError as error:  # also if it is no text
+        raise ValueError(f"model={text}: {path} is not JSON: {first_line(error)}.") from None
+    if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
+        raise ValueError(f"model={text}: {path} is not a Hugging Face configuration: it has no model_type.")
+    return settings
 
 
 def make_model(
@@ -134,9 +136,9 @@ def make_model(
         try:
             with torch.device("meta"):
                 try:
-                    model: nn.Module = build(config, dtype=DTYPES[precision], attn_implementation=ATTENTION)
+                    model: nn.Module = build(config, dtype=_DTYPES[precision], attn_implementation=ATTENTION)
                 except (KeyError, ValueError):  # some architectures allow only their own attention
-                    model = build(config, dtype=DTYPES[precision], attn_implementation="eager")
+                    model = build(config, dtype=_DTYPES[precision], attn_implementation="eager")
         except Exception as error:
             raise ValueError(f"model={name} makes no causal language model: {first_line(error)}.") from error
         if adapters:
@@ -157,12 +159,12 @@ def read_adapters(lora: str, changed: Settings = ()) -> dict[str, Any]:
         ValueError: there is no such choice, or ``changed`` has an unknown setting.
     """
     settings = _choice("lora", lora)
-    if changed and not settings:
+    if not changed:
+        return settings
+    if not settings:
         raise ValueError(
             f"lora.{changed[0][0]}= is about adapters, and lora={lora} has none: choose some, as lora=all_linear."
         )
-    if not changed:
-        return settings
     from peft import LoraConfig  # takes some seconds, with the libraries that it imports
 
     return _changed(settings, "lora", changed, [item.name for item in fields(LoraConfig)])
@@ -172,9 +174,7 @@ def _changed(settings: dict[str, Any], group: str, changed: Settings, known: Ite
     """Return ``settings`` with those of ``changed``, whose values are YAML: ``[q_proj, v_proj]`` is a list."""
     for name, text in changed:
         if name.partition(".")[0] not in known:
-            first, others = [one for one in settings if one in known], len({*known} - {*settings})
-            more = f", and {others} others" if first else ""
-            hint = did_you_mean(name, known) or f" There are {', '.join(first or sorted(known))}{more}."
+            hint = did_you_mean(name, known) or f" There are {', '.join(sorted(known))}."
             raise ValueError(f"{group}.{name}= is no setting of {group}=.{hint}")
         try:
             merged = OmegaConf.merge(settings, OmegaConf.from_dotlist([f"{name}={text}"]))
@@ -186,7 +186,7 @@ def _changed(settings: dict[str, Any], group: str, changed: Settings, known: Ite
 
 def _usable(group: str) -> dict[str, dict[str, Any]]:
     """Return the choices that describe a shape, or adapters, by name and in alphabetical order."""
-    found = {name: _load(path, group) for name, path in sorted(shipped_files(group).items())}
+    found = {name: _load(path, group) for name, path in shipped_files(group).items()}
     return {
         name: data
         for name, data in found.items()
@@ -199,15 +199,12 @@ def _choice(group: str, text: str) -> dict[str, Any]:
     if is_path(text):
         data = _load(Path(text).expanduser(), group)
     else:
-        usable, otherwise = _usable(group), _FILES[group]
+        usable = _usable(group)
+        allowed = f"{', '.join(usable)}, and {_FILES[group]}"
         if text in shipped_files(group) and text not in usable:
-            raise ValueError(
-                f"{group}={text} has no shape of its own, as it reads weights. Take {', '.join(usable)}, "
-                f"or {otherwise}."
-            )
+            raise ValueError(f"{group}={text} has no shape of its own, as it reads weights. Take one of {allowed}.")
         if text not in usable:
-            hint = did_you_mean(text, usable)
-            raise ValueError(f"There is no {group}={text}.{hint} Allowed are {', '.join(usable)}, and {otherwise}.")
+            raise ValueError(f"There is no {group}={text}.{did_you_mean(text, usable)} Allowed are {allowed}.")
         data = usable[text]
     return {name: value for name, value in data.items() if name != "_target_"}
 

@@ -78,47 +78,41 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ValueError: an option is unknown, lacks its value, or its value is wrong.
         """
-        settings: dict[str, dict[str, str]] = {group: {} for group in self.groups}
+        groups: dict[str, dict[str, str]] = {group: {} for group in self.groups}
         plain = []
         for argument in arguments:
             name, equals, text = argument.partition("=")
-            named = bool(re.fullmatch(r"(--?)?[A-Za-z][\w.-]*", name)) and (bool(equals) or name.startswith("-"))
-            name = name.lstrip("-").replace("-", "_") if named else name
-            group, dot, setting = name.partition(".")
-            if named and dot and group in settings:
+            name = name.lstrip("-")
+            group, _, setting = name.partition(".")
+            if group in groups and setting:
                 if not text:
                     raise ValueError(f"{name}= has no value: write {name}=VALUE.")
-                settings[group][setting] = text
-            elif argument == "-h":
-                plain.append(argument)
+                groups[group][setting] = text
             else:
-                plain.append(f"--{name}{equals}{text}" if named else argument)
+                plain.append(f"--{name.replace('-', '_')}={text}" if equals else argument)
         try:
             found, unknown = self.parse_known_args(plain)
         except argparse.ArgumentError as error:  # its message names the option if a reader has written it
             raise ValueError(error.message if "=" in error.message else f"{error}.") from None
-        for argument in unknown:
-            raise ValueError(self._unknown(argument.partition("=")[0].lstrip("-")))
-        options: dict[str, Mapping[str, Any]] = vars(found)
-        order = [name for name in dict.fromkeys(re.findall(r"(?m)^--(\w+)", "\n".join(plain))) if name in options]
-        of_groups = {group: tuple(pairs.items()) for group, pairs in settings.items()}
-        shown = {f"{group}.{name}": text for group, pairs in of_groups.items() for name, text in pairs}
-        return [
-            Combination(
-                {name: text for name, text in zip(order, texts, strict=True) if len(options[name]) > 1},
-                {name: options[name][text] for name, text in zip(order, texts, strict=True)},
-                of_groups,
-                dict(zip(order, texts, strict=True)) | shown,
-            )
-            for texts in product(*(options[name] for name in order))
-        ]
+        if unknown:
+            raise ValueError(self._unknown(unknown[0].partition("=")[0].lstrip("-")))
+        options: dict[str, Mapping[str, Any]] = vars(found)  # in the order of the command line
+        settings = {group: tuple(pairs.items()) for group, pairs in groups.items()}
+        shown = {f"{group}.{name}": text for group, pairs in groups.items() for name, text in pairs.items()}
+        combinations = []
+        for row in product(*options.values()):
+            texts = dict(zip(options, row, strict=True))
+            given = {name: text for name, text in texts.items() if len(options[name]) > 1}
+            values = {name: options[name][text] for name, text in texts.items()}
+            combinations.append(Combination(given, values, settings, texts | shown))
+        return combinations
 
     def _unknown(self, name: str) -> str:
         """Return a message about an option that does not exist."""
-        known = re.findall(r"--(\w+)", self.format_help())
         inside = [f"{group}.{name}" for group in self.groups if name in _settings_of(group)]
-        hint = f" Did you mean {inside[0]}?" if inside else did_you_mean(name, known)
-        return f"There is no option {name!r}.{f'{hint[:-1]}=?' if hint else ''} All are in {self.prog} --help."
+        known = re.findall(r"--(\w+)", self.format_help())
+        hint = f" Did you mean {inside[0]}=?" if inside else did_you_mean(name, known).replace("?", "=?")
+        return f"There is no option {name!r}.{hint} All are in {self.prog} --help."
 
 
 def _settings_of(group: str) -> set[str]:
@@ -169,13 +163,9 @@ def whole(least: int = 1, most: int = 2**31) -> Reader:
 
 def seconds(text: str, name: str) -> float:
     """Return a number of seconds, at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
+    if not re.fullmatch(r"\d+(\.\d*)?(e-?\d+)?", text):
         raise ValueError(f"{name}={text} must be a number of seconds, at least 0.")
-    return value
+    return float(text)
 
 
 def one_of(*choices: str) -> Reader:

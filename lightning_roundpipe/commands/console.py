@@ -1,5 +1,4 @@
-"""Common behaviour of all console commands: ``--version``, a quiet end when a pipe is closed, and no line of a library
-about a kernel that no command uses.
+"""Common behaviour of all console commands: ``--version``, and a quiet end when a pipe is closed.
 
 This module imports no other module of the package, so ``--version`` answers at once.
 """
@@ -10,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib.metadata import version
 from typing import ParamSpec
@@ -33,18 +32,26 @@ def console_command(main: Callable[P, int | None]) -> Callable[P, int | None]:
                     print(f"lightning-roundpipe {version('lightning-roundpipe')}")
                     return 0
                 return main(*args, **kwargs)
-            finally:
-                _flush()
+            finally:  # when Python exits, an error of a closed pipe can no longer be caught
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()
         except BrokenPipeError:
-            _let_go()
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for stream in (sys.stdout, sys.stderr):  # Python would report what is buffered as an error
+                with suppress(BrokenPipeError):
+                    stream.flush()
+                    continue
+                os.dup2(nowhere, stream.fileno())
             raise SystemExit(CLOSED_PIPE) from None
 
     return command
 
 
 def quiet_libraries() -> None:
-    """Leave out a line of a library about a kernel that no command uses; also in processes that a command starts."""
-    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_of_use)
+    """Leave out a line of bitsandbytes, which PEFT imports, about a kernel for inference that no command uses."""
+    unused = "Failed to load CPU gemm_4bit_forward from kernels-community"
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    log.addFilter(lambda record: not record.getMessage().startswith(unused))
 
 
 @contextmanager
@@ -57,28 +64,3 @@ def waiting(what: str) -> Iterator[None]:
 
     with Console(stderr=True).status(f"{what} ..."):
         yield
-
-
-def _is_of_use(record: logging.LogRecord) -> bool:
-    """Return whether ``record`` says anything to users.
-
-    On some processors bitsandbytes, which PEFT imports, says that it lacks a kernel for inference.
-    """
-    return not record.getMessage().startswith("Failed to load CPU gemm_4bit_forward from kernels-community")
-
-
-def _flush() -> None:
-    """Flush now: when Python exits, an error of a closed pipe can no longer be caught."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-
-
-def _let_go() -> None:
-    """Redirect buffered output to the null device. Otherwise Python reports it as an error on exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BrokenPipeError:
-            os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)

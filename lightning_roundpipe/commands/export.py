@@ -47,7 +47,6 @@ def parser() -> Parser:
     add_option(made, "dtype", ", ".join(_DTYPES), one_of(*_DTYPES))
     add_option(made, "merge", "false writes adapters alone", one_of("true", "false"), "true|false")
     add_option(made, "max_shard_size", "most of a safetensors file; 5GB without", parse_bytes, "SIZE")
-    add_option(made, "overwrite", "true replaces a folder that is there", one_of("true", "false"), "true|false")
     return made
 
 
@@ -80,7 +79,6 @@ def answer(arguments: Sequence[str]) -> Answer:
                 dtype=values.get("dtype", "auto"),
                 merge=values.get("merge", "true") == "true",
                 max_shard_size=values.get("max_shard_size") or MAX_SHARD_SIZE,
-                overwrite=values.get("overwrite", "false") == "true",
                 progress=progress,
             )
     except ImportError as error:  # a package of an extra is missing

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Device, make_devices
 from lightning_roundpipe.devices.host_memory import free_bytes, total_bytes
 from lightning_roundpipe.devices.intraop_threads import apply_num_threads
-from lightning_roundpipe.messages import plural
+from lightning_roundpipe.messages import first_line, plural
 from lightning_roundpipe.planning.meter import Counter, attention_flops
 from lightning_roundpipe.planning.nominal import EMULATED
 from lightning_roundpipe.planning.profile import OF_KINDS, Format, Hardware
@@ -34,11 +34,9 @@ from lightning_roundpipe.planning.updates import ADAMW_BYTES
 
 EMULATED_WORKERS = 4
 """Default number of emulated devices, as in ``conf/hardware/cpu.yaml``."""
-
 ENGINE_S = 0.5e-3
 """Assumed seconds of the interpreter for the engine's own work, for a layer call and for a turn each;
 ``benchmarks/bench_engine.py`` measures them."""
-
 SHARE = 0.25
 """Largest share of free memory that a probe takes."""
 
@@ -57,22 +55,7 @@ T = TypeVar("T")
 Work = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class Probed:
-    """Results of all probes.
-
-    Args:
-        hardware: the machine's numbers, as the file has them.
-        notes: comments on numbers, by key of the file.
-        remarks: sentences about the machine as a whole.
-    """
-
-    hardware: Hardware
-    notes: dict[str, str]
-    remarks: tuple[str, ...]
-
-
-def probe(workers: int | None, say: Callable[[str], None]) -> Probed:
+def probe(workers: int | None, say: Callable[[str], None]) -> Hardware:
     """Measure this machine: its CUDA devices, or emulated devices if it has none.
 
     Args:
@@ -86,7 +69,7 @@ def probe(workers: int | None, say: Callable[[str], None]) -> Probed:
     cuda = torch.cuda.is_available() and torch.cuda.device_count() > 0
     count = (min(workers or 1024, torch.cuda.device_count()) if cuda else workers) or EMULATED_WORKERS
     say(plural(count, "CUDA device" if cuda else "emulated device") + ("" if cuda else ", as torch sees no GPU"))
-    host_memory, bandwidth = total_bytes(), _host_bandwidth(say)
+    bandwidth = _host_bandwidth(say)
     with ExitStack() as stack:
         with _naming("the devices", say):
             torch_devices = [torch.device("cuda", index) if cuda else torch.device("cpu") for index in range(count)]
@@ -96,7 +79,7 @@ def probe(workers: int | None, say: Callable[[str], None]) -> Probed:
             for context in (made[0].process_settings(), made[0].step_settings()):
                 stack.enter_context(context)
             devices = DeviceProbe(made, emulated=not cuda, say=say, stack=stack)
-        found = devices.measured(host_memory, bandwidth)
+        found = devices.measured(bandwidth)
         kinds: dict[str, list[Device]] = {}
         for device in made:
             kinds.setdefault(device.kind.removeprefix("NVIDIA "), []).append(device)
@@ -105,11 +88,9 @@ def probe(workers: int | None, say: Callable[[str], None]) -> Probed:
         each = []
         for name, same in kinds.items():
             say(f"{name} alone")
-            part = DeviceProbe(same, emulated=not cuda, say=say, stack=stack).measured(host_memory, bandwidth).hardware
-            own = {name: getattr(part, name) for name in OF_KINDS}
-            each.append(replace(found.hardware, **own | {"title": name}))
-        title = " + ".join(f"{kind.workers} x {kind.title}" for kind in each)
-        return replace(found, hardware=replace(found.hardware, title=title, kinds=tuple(each)))
+            part = DeviceProbe(same, emulated=not cuda, say=say, stack=stack).measured(bandwidth)
+            each.append(replace(found, **{key: getattr(part, key) for key in OF_KINDS} | {"title": name}))
+        return replace(found, title=" + ".join(f"{one.workers} x {one.title}" for one in each), kinds=tuple(each))
 
 
 def _close(device: Device) -> None:
@@ -124,10 +105,9 @@ def _naming(what: str, say: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"hardware=auto: the probe of {what} failed: {line} Let nothing else run on the devices, or describe the "
-            "machine in a file like those in conf/hardware: hardware=FILE."
+            f"hardware=auto: the probe of {what} failed: {first_line(error)}. Let nothing else run on the devices, or "
+            "describe the machine in a file like those in conf/hardware: hardware=FILE."
         ) from error
 
 
@@ -140,9 +120,6 @@ def _best(work: Work, repeats: int = _REPEATS) -> float:
         work()
         times.append(clock() - start)
     return min(times)
-
-
-# -- the host --------------------------------------------------------------------------------------------------------
 
 
 def _host_bandwidth(say: Callable[[str], None]) -> float:
@@ -163,21 +140,16 @@ def optimizer_rate() -> float:
     weights = [nn.Parameter(part.clone()) for part in torch.ones(elements).chunk(4)]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
-    step = torch.optim.AdamW(weights, fused=True).step
-    return ADAMW_BYTES * elements / _best(step)
+    return ADAMW_BYTES * elements / _best(torch.optim.AdamW(weights, fused=True).step)
 
 
 def processor() -> str:
     """Return the name of the processor."""
-    try:
+    names = []
+    with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-# -- devices ---------------------------------------------------------------------------------------------------------
 
 
 class DeviceProbe:
@@ -198,70 +170,51 @@ class DeviceProbe:
         self._room = int(SHARE * free)
         """Bytes that a probe may take on each device."""
 
-    def measured(self, host_memory: int, host_bandwidth: float) -> Probed:
-        """Run all probes and return their results, with those of the host."""
-        notes: dict[str, str] = {}
-        remarks: list[str] = []
+    def measured(self, host_bandwidth: float) -> Hardware:
+        """Run all probes and return their results in three digits, with those of the host."""
         flops: dict[Format, float] = {}
         for form, dtype in _DTYPES.items():
-            with self._naming(f"{form} products"):
-                size, flops[form] = self._products(dtype)
-                notes[f"flops.{form}"] = f"products of {size:,} x {size:,} matrices{_sums(form, self.emulated)}"
-        with self._naming("attention"):
+            with _naming(f"{form} products", self._say):
+                flops[form] = self._products(dtype)
+        with _naming("attention", self._say):
             share = min(1.0, self._attention() / flops["bf16"])
-            notes["attention_efficiency"] = "share of bf16's FLOP/s that attention reaches, with its backward"
-        with self._naming("device memory"):
+        with _naming("device memory", self._say):
             bandwidth = self._elementwise()
-        with self._naming("operations"):
+        with _naming("operations", self._say):
             issue_s = self._issuing()
             kernel_s = self._tiny() if self.emulated else self._queued(flops["bf16"])
-        with self._naming("links"):
+        with _naming("links", self._say):
             upload, download = self._links()
             hop_s = self._hop()
-        with self._naming("optimizer"), self.devices[0].host_thread_settings():
+        with _naming("optimizer", self._say), self.devices[0].host_thread_settings():
             optimizer = optimizer_rate()
-        title, memory = self._identity(remarks)
-        hardware = Hardware(
+        title, memory = f"{plural(len(self.devices), 'emulated device')} on {processor()}", None
+        if not self.emulated:
+            gpus = [device.torch_device for device in self.devices]
+            names = {torch.cuda.get_device_name(gpu).removeprefix("NVIDIA ") for gpu in gpus}
+            title = f"{len(gpus)} x {names.pop()}" if len(names) == 1 else f"{len(gpus)} unequal GPUs"
+            memory = min(torch.cuda.mem_get_info(gpu)[1] for gpu in gpus)
+        return Hardware(
             title=title,
             workers=len(self.devices),
-            flops=flops,
+            flops={form: _rounded(rate) for form, rate in flops.items()},
             memory=memory,
-            memory_bandwidth=bandwidth,
-            upload=upload,
-            download=download,
-            host_memory=host_memory,
-            host_memory_bandwidth=max(host_bandwidth, optimizer),  # other programs may slow down one of them
+            memory_bandwidth=_rounded(bandwidth),
+            upload=_rounded(upload),
+            download=_rounded(download),
+            host_memory=total_bytes(),
+            host_memory_bandwidth=_rounded(max(host_bandwidth, optimizer)),  # other programs may slow down one of them
             matmul_efficiency=1.0,
             memory_efficiency=1.0,
-            kernel_s=kernel_s,
-            hop_s=hop_s,
-            attention_efficiency=share,
-            issue_s=issue_s,
+            kernel_s=_rounded(kernel_s),
+            hop_s=_rounded(hop_s),
+            attention_efficiency=_rounded(share),
+            issue_s=_rounded(issue_s),
             call_s=ENGINE_S,
             turn_s=ENGINE_S,
-            optimizer_bandwidth=optimizer,
+            optimizer_bandwidth=_rounded(optimizer),
             emulated=self.emulated,
         )
-        return Probed(rounded(hardware), notes, tuple(remarks))
-
-    def _naming(self, what: str) -> Any:
-        return _naming(what, self._say)
-
-    def _identity(self, remarks: list[str]) -> tuple[str, int | None]:
-        """Return the title, and the bytes of the smallest device, if known. Add a remark if devices are unequal."""
-        count = len(self.devices)
-        if self.emulated:
-            return f"{plural(count, 'emulated device')} on {processor()}", None
-        gpus = [device.torch_device for device in self.devices]
-        kinds = [torch.cuda.get_device_name(gpu).removeprefix("NVIDIA ") for gpu in gpus]
-        memory = min(torch.cuda.mem_get_info(gpu)[1] for gpu in gpus)
-        if len(set(kinds)) == 1:
-            return f"{count} x {kinds[0]}", memory
-        remarks.append(
-            f"The GPUs are not equal ({', '.join(kinds)}). The list kinds: has the numbers of each kind, measured "
-            "while the others idle; the numbers above it are those of the slowest or smallest."
-        )
-        return f"{count} unequal GPUs", memory
 
     # -- computing
 
@@ -299,8 +252,8 @@ class DeviceProbe:
         calls = [thread.submit(run, device) for thread, device in zip(self._threads, self.devices, strict=True)]
         return [call.result() for call in calls]
 
-    def _products(self, dtype: torch.dtype) -> tuple[int, float]:
-        """Return the size of matrices and the FLOP/s of a linear layer's three products: forward, both gradients."""
+    def _products(self, dtype: torch.dtype) -> float:
+        """Return the FLOP/s of a linear layer's three products: forward, both gradients."""
         size, most = 128, self._size_within(8192)
         while size < most:
             works = self._made(partial(_linear, dtype=dtype, size=size))
@@ -308,7 +261,7 @@ class DeviceProbe:
             if self._repeat(works, 1) >= _LONG_ENOUGH:
                 break
             size *= 2
-        return size, 6 * size**3 / self.together(partial(_linear, dtype=dtype, size=size))
+        return 6 * size**3 / self.together(partial(_linear, dtype=dtype, size=size))
 
     def _size_within(self, most: int) -> int:
         """Return the largest size of `_linear` for which there is room: ``most``, or a half, a quarter, ... of it."""
@@ -322,16 +275,10 @@ class DeviceProbe:
         length = max(1, min(length, self._room // (64 * heads * width)))
 
         def make(device: torch.device) -> Work:
-            query, key, value = (
-                torch.randn(1, heads, length, width, device=device).bfloat16().requires_grad_() for _ in range(3)
-            )
-            grad = torch.randn(1, heads, length, width, device=device).bfloat16()
-
-            def work() -> None:
-                out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-                torch.autograd.grad(out, (query, key, value), grad)
-
-            return work
+            shape = (1, heads, length, width)
+            q, k, v = (torch.randn(shape, device=device).bfloat16().requires_grad_() for _ in range(3))
+            grad = torch.randn(shape, device=device).bfloat16()
+            return lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
 
         return attention_flops(1, heads, length, width) / self.together(make)
 
@@ -374,27 +321,23 @@ class DeviceProbe:
         size = self._size_within(4096)
         products = math.ceil(0.03 * flops / (6 * size**3))
 
-        def run(device: Device) -> float:
-            with device.activate():
-                return measure(device)
-
         def measure(device: Device) -> float:
-            x, work = torch.zeros(16, device=device.torch_device), _linear(device.torch_device, torch.bfloat16, size)
-            found = []
-            for _ in range(1 + _REPEATS):
-                for _ in range(products):
-                    work()
-                begin = device.compute.record(timed=True)
-                for _ in range(times):
-                    x.add_(1)
-                end = device.compute.record(timed=True)
-                end.wait()
-                found.append((end.time() - begin.time()) / times)
-            return min(found[1:])
+            with device.activate():
+                x = torch.zeros(16, device=device.torch_device)
+                work, found = _linear(device.torch_device, torch.bfloat16, size), []
+                for _ in range(1 + _REPEATS):
+                    for _ in range(products):
+                        work()
+                    begin = device.compute.record(timed=True)
+                    for _ in range(times):
+                        x.add_(1)
+                    end = device.compute.record(timed=True)
+                    end.wait()
+                    found.append((end.time() - begin.time()) / times)
+                return min(found[1:])
 
-        return max(
-            thread.submit(run, device).result() for thread, device in zip(self._threads, self.devices, strict=True)
-        )
+        pairs = zip(self._threads, self.devices, strict=True)
+        return max(thread.submit(measure, device).result() for thread, device in pairs)
 
     # -- copies
 
@@ -407,19 +350,14 @@ class DeviceProbe:
         there = {device: device.allocate(nbytes, "a probe of the link") for device in self.devices}
         here = {device: device.host_buffer(nbytes).zero_() for device in self.devices}
 
-        def up() -> None:
-            for device in self.devices:
-                device.weights_up.copy(there[device], here[device])
-            for device in self.devices:
-                device.weights_up.synchronize()
+        def copy(*, up: bool) -> None:
+            streams = [device.weights_up if up else device.gradients_down for device in self.devices]
+            for device, stream in zip(self.devices, streams, strict=True):
+                stream.copy(*((there[device], here[device]) if up else (here[device], there[device])))
+            for stream in streams:
+                stream.synchronize()
 
-        def down() -> None:
-            for device in self.devices:
-                device.gradients_down.copy(here[device], there[device])
-            for device in self.devices:
-                device.gradients_down.synchronize()
-
-        rates = nbytes / _best(up), nbytes / _best(down)
+        rates = nbytes / _best(partial(copy, up=True)), nbytes / _best(partial(copy, up=False))
         for device, arena in there.items():
             device.free(arena)
         return rates
@@ -452,23 +390,9 @@ class DeviceProbe:
         return found
 
 
-def rounded(hardware: Hardware) -> Hardware:
-    """Return the machine with three significant digits of each float. Further digits would not repeat."""
-    figures: dict[str, Any] = {
-        name: float(f"{value:.3g}") for name, value in vars(hardware).items() if isinstance(value, float)
-    }
-    flops = {form: float(f"{value:.3g}") for form, value in hardware.flops.items()}
-    return replace(hardware, flops=flops, **figures)
-
-
-def _sums(form: Format, emulated: bool) -> str:
-    """Return the end of a note: in which format products add up under torch's settings."""
-    if emulated:
-        return ""
-    if form == "fp32":
-        return ", with TF32" if torch.get_float32_matmul_precision() != "highest" else ", without TF32"
-    narrow = form == "fp16" and getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
-    return ", sums in fp16" if narrow else ", sums in fp32"
+def _rounded(value: float) -> float:
+    """Return a number in three significant digits. Further digits would not repeat."""
+    return float(f"{value:.3g}")
 
 
 # -- what is measured ------------------------------------------------------------------------------------------------
@@ -480,13 +404,7 @@ def _linear(device: torch.device, dtype: torch.dtype, size: int) -> Work:
     The layer has as many inputs and outputs as there are tokens.
     """
     tokens, weights, grad = (torch.randn(size, size, device=device).to(dtype) for _ in range(3))
-
-    def work() -> None:
-        tokens @ weights.t()
-        grad @ weights
-        grad.t() @ tokens
-
-    return work
+    return lambda: (tokens @ weights.t(), grad @ weights, grad.t() @ tokens)
 
 
 def _norm(x: Tensor, weights: Tensor) -> Tensor:
@@ -535,9 +453,4 @@ class _Narrow(nn.Module):
 def _narrow_layer(device: torch.device, times: int) -> Work:
     """Return ``times`` forwards of a narrow decoder layer, each with a graph."""
     layer, x = _Narrow().to(device), torch.ones(1, 4, 16, device=device)
-
-    def work() -> None:
-        for _ in range(times):
-            layer(x)
-
-    return work
+    return lambda: [layer(x) for _ in range(times)]

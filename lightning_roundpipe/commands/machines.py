@@ -1,5 +1,5 @@
 """Machines: a choice of ``conf/hardware``, any number of a GPU that one of them has, or a file of the user's own, which
-`this_machine` makes by measuring.
+`measure` makes by measuring.
 
 Several GPUs of one host are joined by plus signs: ``rtx4090x2+rtx3090x2``.
 
@@ -17,21 +17,17 @@ from pathlib import Path
 
 from lightning_roundpipe.commands.conf_files import shipped_files
 from lightning_roundpipe.messages import did_you_mean
-from lightning_roundpipe.planning.profile import Hardware, read_hardware
+from lightning_roundpipe.planning.profile import OF_KINDS, Hardware, read_hardware
 
 AUTO = "auto"
-"""In place of a name, the machine that the command runs on; `this_machine` measures it."""
+"""In place of a name, the machine that the command runs on."""
 MOST_WORKERS = 1024
 """Most devices of a machine."""
 MOST_BANDWIDTH = 614.4e9
 """Largest bandwidth of a host's memory that is derived from a number of GPUs, in bytes a second: two server processors
 with eight channels of DDR5-4800 each."""
-
-_OF_HOST = (
-    "host_memory", "host_memory_bandwidth", "hop_s", "issue_s", "call_s", "turn_s", "optimizer_bandwidth",
-    "network_efficiency",
-)  # fmt: skip
-"""Numbers that all devices of a host share."""
+SLOWER_LINKS = {"PCIe 3.0 x16 or 4.0 x8": 12.5e9, "PCIe 3.0 x8": 6.25e9}
+"""Slower links to a GPU and the bytes a second that copies reach on them, about 80 % of what they carry."""
 
 _COUNTED = re.compile(r"(?P<gpu>.+?)x(?P<count>\d+)")
 
@@ -54,12 +50,21 @@ def read_machine(text: str) -> Hardware:
     if gpu not in _gpus():
         known = sorted({*_shipped(), *_gpus()})
         raise ValueError(
-            f"There is no hardware={text}.{did_you_mean(name, [*known, AUTO])} Allowed are "
-            f"{', '.join(sorted(_shipped()))}, any other number of these GPUs ({_example()}) or several in one "
-            "host (rtx4090x2+rtx3090x2), a YAML file like those "
-            "in conf/hardware, and auto, which measures this machine."
+            f"There is no hardware={text}.{did_you_mean(name, [*known, AUTO])} Allowed are {', '.join(_shipped())}, "
+            "any other number of a GPU (rtx4090x4) or several in one host (rtx4090x2+rtx3090x2), a YAML file like "
+            "those in conf/hardware, and auto, which measures this machine."
         )
-    return _scaled(gpu, count, f"hardware={text}")
+    if not 1 <= count <= MOST_WORKERS:
+        raise ValueError(f"hardware={text} must be 1 to {MOST_WORKERS} GPUs.")
+    machine = _gpus()[gpu]
+    share = count / machine.workers
+    return replace(
+        machine,
+        title=f"{count} x {machine.kind}",
+        workers=count,
+        host_memory=int(share * machine.host_memory),
+        host_memory_bandwidth=min(share * machine.host_memory_bandwidth, MOST_BANDWIDTH),
+    )
 
 
 def choose_machine(
@@ -77,29 +82,13 @@ def choose_machine(
     Raises:
         ValueError: there is no such machine, or the options contradict each other.
     """
-    if hardware is None and gpu is None:
-        what = f"gpus={gpus} says how many: say which" if gpus else "the machine is missing: give gpu=NAME gpus=NUMBER"
-        raise ValueError(
-            f"{what}, as in gpu=rtx4090 gpus=4, or in hardware=rtx4090x4. Known are {', '.join(_gpus())}. "
-            "hardware=auto measures this machine."
-        )
-    if hardware is not None and (gpu is not None or gpus is not None):
+    if hardware is None:
+        hardware = _counted(gpu, gpus)
+    elif gpu is not None or gpus is not None:
         name = "gpu" if gpu is not None else "gpus"
         raise ValueError(
             f"hardware= and {name}= both say which machine: leave one out. workers= uses some of its GPUs."
         )
-    if gpu is not None:
-        name = _plain(gpu)
-        if name not in _gpus():
-            kind, _, number = name.rpartition("x")
-            if kind in _gpus() and number.isdigit():
-                raise ValueError(f"gpu={gpu} says how many, too: write gpu={kind} gpus={number}, or hardware={name}.")
-            raise ValueError(
-                f"There is no gpu={gpu}.{did_you_mean(name, _gpus())} Known are {', '.join(_gpus())}; for others, "
-                "write a YAML file like those in conf/hardware: hardware=FILE."
-            )
-        hardware = f"{name}x{gpus or 1}"
-    assert hardware is not None
     found = read_machine(hardware)
     assumed = [] if is_path(hardware) else [_host(found, host_memory)]
     if found.kinds:
@@ -110,9 +99,34 @@ def choose_machine(
     if host_memory is not None:
         found = replace(found, host_memory=host_memory)
     if workers is not None and workers != found.workers:
-        assumed.append(_some(found, workers))
+        devices, others = "emulated devices" if found.emulated else "GPUs", found.workers - workers
+        how = f"as many {devices} in the same host, which has {found.workers} in its file."
+        if others > 0:
+            how = f"the other {others} {devices} idle, and these have the whole host."
+        assumed.append(f"of workers={workers}: {how}")
         found = replace(found, workers=workers, title=f"{workers} of {found.title}")
     return found, tuple(assumed)
+
+
+def _counted(gpu: str | None, gpus: int | None) -> str:
+    """Return ``hardware=`` for ``gpu=`` and ``gpus=``."""
+    if gpu is None:
+        what = f"gpus={gpus} says how many: say which" if gpus else "the machine is missing: give gpu=NAME gpus=NUMBER"
+        raise ValueError(
+            f"{what}, as in gpu=rtx4090 gpus=4, or in hardware=rtx4090x4. Known are {', '.join(_gpus())}. "
+            "hardware=auto measures this machine."
+        )
+    name = _plain(gpu)
+    if name not in _gpus():
+        match = _COUNTED.fullmatch(name)
+        if match and match["gpu"] in _gpus():
+            one, count = match.groups()
+            raise ValueError(f"gpu={gpu} says how many, too: write gpu={one} gpus={count}, or hardware={name}.")
+        raise ValueError(
+            f"There is no gpu={gpu}.{did_you_mean(name, _gpus())} Known are {', '.join(_gpus())}; for others, "
+            "write a YAML file like those in conf/hardware: hardware=FILE."
+        )
+    return f"{name}x{gpus or 1}"
 
 
 def _host(machine: Hardware, host_memory: int | None) -> str:
@@ -124,51 +138,26 @@ def _host(machine: Hardware, host_memory: int | None) -> str:
     return f"of the host: {', '.join(parts)}; or give hardware=FILE."
 
 
-def _some(machine: Hardware, workers: int) -> str:
-    devices = "emulated devices" if machine.emulated else "GPUs"
-    if workers > machine.workers:
-        return f"of workers={workers}: as many {devices} in the same host, which has {machine.workers} in its file."
-    others = machine.workers - workers
-    return f"of workers={workers}: the other {others} {devices} idle, and these have the whole host."
-
-
-def _scaled(gpu: str, count: int, given: str) -> Hardware:
-    if not 1 <= count <= MOST_WORKERS:
-        raise ValueError(f"{given} must be 1 to {MOST_WORKERS} GPUs.")
-    machine = _gpus()[gpu]
-    share = count / machine.workers
-    kind = machine.title.removeprefix(f"{machine.workers} x ")
-    return replace(
-        machine,
-        title=f"{count} x {kind}",
-        workers=count,
-        host_memory=int(share * machine.host_memory),
-        host_memory_bandwidth=min(share * machine.host_memory_bandwidth, MOST_BANDWIDTH),
-    )
-
-
 def _together(parts: list[Hardware], given: str) -> Hardware:
     """Return a machine with several kinds of devices in one host."""
     kinds: dict[str, Hardware] = {}
     for part in parts:
         if part.emulated or part.kinds:
             raise ValueError(f"hardware={given} must name GPUs: emulated devices are all alike, and files have kinds:.")
-        kind = part.title.removeprefix(f"{part.workers} x ")
-        count = part.workers + (kinds[kind].workers if kind in kinds else 0)
-        kinds[kind] = replace(part, title=kind, workers=count)
+        count = part.workers + (kinds[part.kind].workers if part.kind in kinds else 0)
+        kinds[part.kind] = replace(part, title=part.kind, workers=count)
     count = sum(kind.workers for kind in kinds.values())
     if count > MOST_WORKERS:
         raise ValueError(f"hardware={given} must be 1 to {MOST_WORKERS} GPUs.")
-    bandwidth = sum(part.host_memory_bandwidth for part in parts)
     host = replace(
         parts[0],
-        title=" + ".join(f"{kind.workers} x {kind.title}" for kind in kinds.values()),
+        title=" + ".join(f"{kind.workers} x {title}" for title, kind in kinds.items()),
         workers=count,
         host_memory=sum(part.host_memory for part in parts),
-        host_memory_bandwidth=min(bandwidth, MOST_BANDWIDTH),
+        host_memory_bandwidth=min(sum(part.host_memory_bandwidth for part in parts), MOST_BANDWIDTH),
     )
-    shared = {name: getattr(host, name) for name in _OF_HOST}
-    return replace(host, kinds=tuple(replace(kind, **shared) for kind in kinds.values()) if len(kinds) > 1 else ())
+    each = [replace(host, **{name: getattr(kind, name) for name in OF_KINDS}) for kind in kinds.values()]
+    return replace(host, kinds=tuple(each) if len(each) > 1 else ())
 
 
 @cache
@@ -179,17 +168,11 @@ def _shipped() -> dict[str, Hardware]:
 @cache
 def _gpus() -> dict[str, Hardware]:
     """Return the machine of each GPU, by the GPU's name: of a file of its own, or of the data sheets."""
-    names = {name: _COUNTED.fullmatch(name) for name in _shipped()}
     sheets = read_hardware(shipped_files("hardware/sheets")["gpus"]).kinds
+    files = {name: machine for name, machine in _shipped().items() if not machine.emulated}
     return {_plain(kind.title): replace(kind, title=f"1 x {kind.title}") for kind in sheets} | {
-        match["gpu"] if match else name: _shipped()[name]
-        for name, match in names.items()
-        if not _shipped()[name].emulated
+        match["gpu"] if (match := _COUNTED.fullmatch(name)) else name: machine for name, machine in files.items()
     }
-
-
-def _example() -> str:
-    return ", ".join(f"{gpu}x{2 * machine.workers}" for gpu, machine in list(_gpus().items())[-2:])
 
 
 def _plain(text: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_roundpipe.commands.command_line import Settings
@@ -19,9 +20,6 @@ from lightning_roundpipe.planning.packing import BLOCK, Packed, PackedFormat, pa
 
 NAMES = ("quantization", "double_quantization")
 """Settings of a model about quantisation."""
-
-_NOTHING = ("null", "none")
-_SWITCH = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
@@ -55,32 +53,23 @@ def read_quantization(model: str, own: Mapping[str, Any], changed: Settings = ()
     Raises:
         ValueError: there is no such format, or ``double_quantization`` is neither true nor false.
     """
-    found = {"quantization": "null", "double_quantization": "true"}
-    found |= {name: _text(own[name]) for name in NAMES if name in own}
-    found |= _of_files(own.get("quantization_config"))
-    found |= {name: text for name, text in changed if name in NAMES}
-    form, double = found["quantization"], found["double_quantization"].lower()
-    if double not in _SWITCH:
+    packed = own.get("quantization_config") or {}
+    found: dict[str, Any] = {"quantization": None, "double_quantization": True}
+    found |= {name: own[name] for name in NAMES if name in own}
+    if packed.get("quant_method") == "bitsandbytes":  # in a config.json of packed weights
+        form = "int8" if packed.get("load_in_8bit") else packed.get("bnb_4bit_quant_type", "fp4")
+        found = {"quantization": form, "double_quantization": packed.get("bnb_4bit_use_double_quant", False)}
+    texts = [f"{name}={text}" for name, text in changed if name in NAMES]
+    found |= {str(name): value for name, value in OmegaConf.from_dotlist(texts).items()}
+    form, double = found["quantization"], found["double_quantization"]
+    if not isinstance(double, bool):
         raise ValueError(f"model.double_quantization={double} of model={model} must be true or false.")
-    if form in _NOTHING:
+    if form in (None, "none"):
         return None
-    for known in get_args(PackedFormat):
-        if form == known:
-            return Quantization(known, _SWITCH[double])
-    known = ("null", *get_args(PackedFormat))
-    raise ValueError(f"model.quantization={form} must be one of {', '.join(known)}.{did_you_mean(form, known)}")
-
-
-def _text(value: object) -> str:
-    return "null" if value is None else str(value)
-
-
-def _of_files(config: object) -> dict[str, str]:
-    """Return the settings in a ``config.json`` of weights packed by bitsandbytes."""
-    if not isinstance(config, Mapping) or config.get("quant_method") != "bitsandbytes":
-        return {}
-    form = "int8" if config.get("load_in_8bit") else config.get("bnb_4bit_quant_type", "fp4")
-    return {"quantization": str(form), "double_quantization": str(config.get("bnb_4bit_use_double_quant", False))}
+    if form not in (known := get_args(PackedFormat)):
+        hint = did_you_mean(str(form), known)
+        raise ValueError(f"model.quantization={form} must be one of null, {', '.join(known)}.{hint}")
+    return Quantization(form, double)
 
 
 def packed_weights(model: nn.Module, quantization: Quantization) -> dict[nn.Parameter, Packed]:

@@ -21,8 +21,8 @@ from lightning_roundpipe.commands.command_line import (
 )
 from lightning_roundpipe.commands.console import console_command, waiting
 from lightning_roundpipe.commands.machines import AUTO
-from lightning_roundpipe.commands.targets import check_targets
 from lightning_roundpipe.config import PRECISION_ALIASES, parse_bytes, reduce_dtype_of, refuse_unscaled
+from lightning_roundpipe.extras import is_installed, remedy
 from lightning_roundpipe.planning.network import parse_rate
 from lightning_roundpipe.planning.profile import Precision
 from lightning_roundpipe.planning.search import SEARCH_SECONDS
@@ -133,9 +133,21 @@ def plan(arguments: Sequence[str]) -> Answer:
         raise ValueError("hardware_file= is what hardware=auto writes: give that, too, or leave hardware_file= out.")
     if "model" not in first:
         return _write_machine(combinations[0])
-    check_targets({name: first.get(name) for name in ("picture", "trace")})
+    for name in ("picture", "trace"):
+        if path := first.get(name):
+            _check_target(name, path)
     made = _plan_table(combinations) if len(combinations) > 1 else _plan_one(combinations[0])
     return replace(made, form=first.get("format", "table"))
+
+
+def _check_target(name: str, path: Path) -> None:
+    """Refuse a file that cannot be written, before planning."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{name}={path} cannot be written: there is no folder {path.parent}.")
+    if name == "picture" and path.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"picture={path} must be the name of a file that ends in .png, .pdf or .svg.")
+    if name == "picture" and not is_installed("matplotlib"):
+        raise ValueError(f"picture={path} cannot be drawn, as {remedy('matplotlib')}")
 
 
 def _write_machine(asked: Combination) -> Answer:
@@ -169,9 +181,9 @@ def _plan_one(asked: Combination) -> Answer:
     if not found.fits and (picture or trace):
         print("roundpipe-plan: picture= and trace= have no steps to draw, as it does not fit.", file=sys.stderr)
     elif picture or trace:
-        from lightning_roundpipe.commands.plan_pictures import draw_steps
+        from lightning_roundpipe.commands.plan_pictures import draw_plan
 
-        draw_steps(found, picture, trace)
+        draw_plan(found, picture, trace)
     with waiting("it does not fit: looking for what would"):
         remedies = None if found.fits or asked.values.get("format") == "csv" else find_remedies(found)
     return answer(found, remedies)

@@ -9,12 +9,11 @@ from typing import Any
 from rich.table import Table
 
 from lightning_roundpipe.commands.answer import Answer, table
-from lightning_roundpipe.commands.plan_model import Communication, Outlook, total
+from lightning_roundpipe.commands.plan_model import Outlook, total
 from lightning_roundpipe.commands.plan_shape import Wish
-from lightning_roundpipe.commands.remedies import Remedies, size_text
+from lightning_roundpipe.commands.remedies import Remedies
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.planning.memory import Item, Parameters, StageRow
-from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.memory import Item, StageRow, size_text
 
 _FASTER = 1.02
 """Ratio of tokens a second from which on data parallelism is named. What is closer is within the error of estimates."""
@@ -28,58 +27,6 @@ def answer(found: Outlook, remedies: Remedies | None = None) -> Answer:
         remedies: settings that would fit; None if they were not looked for.
     """
     data = as_dict(found, remedies)
-    return Answer(
-        verdict=_verdict(found),
-        facts=[*_facts(found), *(_tried(found, remedies) if remedies else [])],
-        remedies=_remedies(remedies) if remedies else [],
-        notes=_notes(found),
-        tables=_tables(found),
-        paste=[f"plan='{found.plan}'"] if found.run is not None else [],
-        data=data,
-        rows=[csv_row({}, found.wish, data)],
-        code=0 if found.fits else 1,
-    )
-
-
-def _notes(found: Outlook) -> list[str]:
-    """Return sentences about the model, the machine, and what the estimate assumes."""
-    wish = found.wish
-    reduced = "" if wish.reduce_dtype is None else f", gradients travel in {wish.reduce_dtype}"
-    each = f"{wish.machines} machines, each {found.hardware.title}" if wish.machines > 1 else found.hardware.title
-    adapters = "" if wish.lora == "none" else f", lora={wish.lora}"
-    weights = found.parameters.trained + found.parameters.frozen
-    head = [
-        f"{wish.model}{adapters}: {_count(weights)} weights, {_count(found.parameters.trained)} of them trained.",
-        f"{each}: {plural(found.workers, 'worker')}, {plural(found.microbatches, 'microbatch')} of "
-        f"{found.microbatch_size} x {found.sequence_length:,} tokens, {wish.precision}, staleness {wish.staleness}"
-        f"{reduced}.",
-    ]
-    if wish.like_paper:
-        head.append("Predicted is the paper's library, under its plan and with its times (partitioner=paper).")
-    head += [f"Assumed {text}" for text in found.assumed]
-    if wish.precision.endswith("-mixed"):
-        true = wish.precision.replace("mixed", "true")
-        head.append(
-            f"Counted as if all were in 16 bits, as {true} has it; {wish.precision} keeps norms, embeddings and what "
-            "goes from layer to layer in fp32."
-        )
-    if found.parameters.packed:
-        head += _packed(found.parameters, found.plan)
-    elif found.parameters.frozen and found.parameters.compute_bytes < 4:
-        head.append("Frozen weights are counted in 16 bits: load them so (model.dtype=bfloat16).")
-    if wish.max_positions is not None:
-        head.append(
-            f"Planned for {wish.max_positions:,} positions (max_positions=); the configuration has "
-            f"{found.configured_positions:,}. To train beyond them, stretch the model's rotary embedding (model.rope=)."
-        )
-    if wish.token_tiles is not None:
-        head.append(_tiles(wish))
-    if found.cuts:
-        head.append(f"Layers that are too large for a worker are cut: {'; '.join(found.cuts)}.")
-    return head
-
-
-def _tables(found: Outlook) -> list[Table]:
     devices = {"Each worker": found.worker} if found.worker is None else _fullest(found)
     tables = [
         _memory_table(heading, found.items_of(worker), found.memory_of(worker), locked=False)
@@ -87,36 +34,17 @@ def _tables(found: Outlook) -> list[Table]:
     ]
     host = "Host" if found.wish.machines == 1 else "Each host"
     tables.append(_memory_table(host, found.host_items, found.hardware.host_memory, locked=True))
-    return tables if found.run is None else [*tables, _stage_table(found.stages)]
-
-
-def _tiles(wish: Wish) -> str:
-    tiles = wish.token_tiles
-    if isinstance(tiles, int):
-        return f"MLPs, norms and experts run in tiles of {tiles:,} tokens (strategy.token_tiles={tiles})."
-    named = ", ".join(f"{name}: {tokens}" for name, tokens in tiles or ())
-    return f"Modules run in tiles of tokens (strategy.token_tiles={{{named}}})."
-
-
-def _packed(parameters: Parameters, plan: Plan) -> list[str]:
-    """Return sentences about packed weights: their format, and how copies of them are counted."""
-    once, all_ = len(plan.unpack_once), len(plan.stages())
-    copied = "Every product reads a copy that is made for it."
-    if once:
-        where = f"In {once} of {plural(all_, 'stage')}" if once < all_ else "In each stage"
-        copied = f"{where}, products of all microbatches read one copy (unpack once)."
-        copied += " In the others, every product reads a copy that is made for it." if once < all_ else ""
-    others = " The others are counted in 16 bits: load them so (model.dtype=bfloat16)."
-    lines = [
-        f"{_count(parameters.packed)} of the frozen weights are in {parameters.packed_as} (model.quantization=), "
-        f"{8 * parameters.packed_bytes / parameters.packed:.2f} bits each. "
-        f"{copied}{others if parameters.compute_bytes < 4 else ''}"
-    ]
-    if parameters.packed_as == "int8":
-        lines.append("GPUs multiply int8 in forward; that is counted as if each product made a copy there as well.")
-    if parameters.packed_experts:
-        lines.append("Experts are computed together (experts_implementation=grouped_mm), from a copy of them all.")
-    return lines
+    return Answer(
+        verdict=_verdict(found),
+        facts=[*_facts(found), *(_tried(found, remedies) if remedies else [])],
+        remedies=_remedies(remedies) if remedies else [],
+        notes=_notes(found),
+        tables=tables if found.run is None else [*tables, _stage_table(found.stages)],
+        paste=[f"plan='{found.plan}'"] if found.run is not None else [],
+        data=data,
+        rows=[csv_row({}, found.wish, data)],
+        code=0 if found.fits else 1,
+    )
 
 
 def _fullest(found: Outlook) -> dict[str, int]:
@@ -131,30 +59,41 @@ def _verdict(found: Outlook) -> str:
     """Return the answer in one line."""
     if found.run is not None:
         return f"Fits: {found.tokens_per_s:,.0f} tokens/s, {_seconds(found.period_s)} a step (estimated)."
-    device, host = total(found.device_items), total(found.host_items)
     needs = []
-    if not found.fits_device:
-        assert found.memory is not None
-        needs.append(f"{_share(device, found.memory)} a worker")
+    if found.memory is not None and not found.fits_device:
+        needs.append(f"{_share(total(found.device_items), found.memory)} a worker")
     if not found.fits_host:
-        needs.append(f"{_share(host, found.hardware.host_memory)} of host")
+        needs.append(f"{_share(total(found.host_items), found.hardware.host_memory)} of host")
     return f"Does not fit: {', '.join(needs)}."
 
 
 def _facts(found: Outlook) -> list[str]:
+    """Return sentences that explain the verdict."""
     lines = []
     if found.run is not None:
         lines.append(f"A step has {found.step_tokens:,} tokens, its bubble is {found.bubble_pct:.1f} %.")
+        if found.slower_links:
+            slower = ", ".join(f"{rate:,.0f} tokens/s over {name}" for name, rate in found.slower_links.items())
+            lines.append(f"Assumes {found.hardware.upload / 1e9:,.0f} GB/s to each GPU. This plan reaches {slower}.")
         if found.side_by_side:
             whole = " Each is a whole microbatch on one worker, as in data parallelism."
-            lines.append(
-                f"The {found.microbatches} rounds of a step run side by side."
-                f"{whole if len(found.plan.stages()) == 1 else ''}"
-            )
+            alone = whole if len(found.plan.stages()) == 1 else ""
+            lines.append(f"The {found.microbatches} rounds of a step run side by side.{alone}")
         if (rate := found.data_parallel_tokens_per_s or 0.0) > _FASTER * found.tokens_per_s:
-            lines.append(_data_parallel(found, rate))
-    if (exchanged := found.communication) is not None:
-        lines.append(_exchanged(found, exchanged))
+            way = 'plain training (strategy="auto")' if found.workers == 1 else 'data parallelism (strategy="ddp")'
+            lines.append(
+                f"A GPU also holds all weights, gradients and optimizer state at once: {way} would be faster, up to "
+                f"{rate:,.0f} tokens/s."
+            )
+    if (sent := found.communication) is not None:
+        rate = sent.network.bytes_per_s
+        share = 100 * sent.cost_s / sent.period_s
+        hidden = f"of which {_seconds(sent.cost_s)} ({share:.0f} % of a step) are not hidden"
+        hidden = "which is hidden behind computing" if sent.is_hidden else hidden
+        lines.append(
+            f"{sent.network.machines} machines: each sends and receives {sent.nbytes / 1e9:,.2f} GB a step, which "
+            f"takes {_seconds(sent.busy_s)} at {rate / 1e9:,.2f} GB/s, {hidden}."
+        )
     if (stuck := found.refined.stuck) is not None:
         lines.append(f"Layer {stuck.name} is too large and cannot be cut: {stuck.why}.")
     if (longest := found.longest) is not None:
@@ -166,26 +105,66 @@ def _facts(found: Outlook) -> list[str]:
     return lines
 
 
-def _data_parallel(found: Outlook, rate: float) -> str:
-    way = 'plain training (strategy="auto")' if found.workers == 1 else 'data parallelism (strategy="ddp")'
-    return (
-        f"A GPU also holds all weights, gradients and optimizer state at once: {way} would be faster, up to "
-        f"{rate:,.0f} tokens/s."
-    )
+def _notes(found: Outlook) -> list[str]:
+    """Return sentences about the model, the machine, and what the estimate assumes."""
+    wish, parameters = found.wish, found.parameters
+    reduced = "" if wish.reduce_dtype is None else f", gradients travel in {wish.reduce_dtype}"
+    each = f"{wish.machines} machines, each {found.hardware.title}" if wish.machines > 1 else found.hardware.title
+    adapters = "" if wish.lora == "none" else f", lora={wish.lora}"
+    lines = [
+        f"{wish.model}{adapters}: {_count(parameters.trained + parameters.frozen)} weights, "
+        f"{_count(parameters.trained)} of them trained.",
+        f"{each}: {plural(found.workers, 'worker')}, {plural(found.microbatches, 'microbatch')} of "
+        f"{found.microbatch_size} x {found.sequence_length:,} tokens, {wish.precision}, staleness {wish.staleness}"
+        f"{reduced}.",
+    ]
+    if wish.like_paper:
+        lines.append("Predicted is the paper's library, under its plan and with its times (partitioner=paper).")
+    lines += [f"Assumed {text}" for text in found.assumed]
+    if wish.precision.endswith("-mixed"):
+        lines.append(
+            f"Counted as if all were in 16 bits, as {wish.precision.replace('mixed', 'true')} has it; {wish.precision} "
+            "keeps norms, embeddings and what goes from layer to layer in fp32."
+        )
+    if parameters.packed:
+        lines += _packed(found)
+    elif parameters.frozen and parameters.compute_bytes < 4:
+        lines.append("Frozen weights are counted in 16 bits: load them so (model.dtype=bfloat16).")
+    if wish.max_positions is not None:
+        lines.append(
+            f"Planned for {wish.max_positions:,} positions (max_positions=); the configuration has "
+            f"{found.shape.configured:,}. To train beyond them, stretch the model's rotary embedding (model.rope=)."
+        )
+    if isinstance(wish.token_tiles, int):
+        tiles = wish.token_tiles
+        lines.append(f"MLPs, norms and experts run in tiles of {tiles:,} tokens (strategy.token_tiles={tiles}).")
+    elif wish.token_tiles is not None:
+        named = ", ".join(f"{name}: {tokens}" for name, tokens in wish.token_tiles)
+        lines.append(f"Modules run in tiles of tokens (strategy.token_tiles={{{named}}}).")
+    if found.cuts:
+        lines.append(f"Layers that are too large for a worker are cut: {'; '.join(found.cuts)}.")
+    return lines
 
 
-def _exchanged(found: Outlook, exchanged: Communication) -> str:
-    network, cost = exchanged.network, exchanged.cost_s
-    share = 100 * cost / exchanged.period_s
-    hidden = (
-        "which is hidden behind computing"
-        if exchanged.is_hidden
-        else f"of which {_seconds(cost)} ({share:.0f} % of a step) are not hidden"
-    )
-    return (
-        f"{network.machines} machines: each sends and receives {exchanged.nbytes / 1e9:,.2f} GB a step, which takes "
-        f"{_seconds(exchanged.busy_s)} at {network.bytes_per_s / 1e9:,.2f} GB/s, {hidden}."
-    )
+def _packed(found: Outlook) -> list[str]:
+    """Return sentences about packed weights: their format, and how copies of them are counted."""
+    parameters, once, stages = found.parameters, len(found.plan.unpack_once), len(found.plan.stages())
+    copied = "Every product reads a copy that is made for it."
+    if once:
+        where = f"In {once} of {plural(stages, 'stage')}" if once < stages else "In each stage"
+        copied = f"{where}, products of all microbatches read one copy (unpack once)."
+        copied += " In the others, every product reads a copy that is made for it." if once < stages else ""
+    others = " The others are counted in 16 bits: load them so (model.dtype=bfloat16)."
+    lines = [
+        f"{_count(parameters.packed)} of the frozen weights are in {parameters.packed_as} (model.quantization=), "
+        f"{8 * parameters.packed_bytes / parameters.packed:.2f} bits each. "
+        f"{copied}{others if parameters.compute_bytes < 4 else ''}"
+    ]
+    if parameters.packed_as == "int8":
+        lines.append("GPUs multiply int8 in forward; that is counted as if each product made a copy there as well.")
+    if parameters.packed_experts:
+        lines.append("Experts are computed together (experts_implementation=grouped_mm), from a copy of them all.")
+    return lines
 
 
 def _remedies(remedies: Remedies) -> list[str]:
@@ -269,15 +248,7 @@ def _seconds(seconds: float) -> str:
 
 def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
     """Return what ``format=json`` prints. Keys end in their units; times and rates are None if it does not fit."""
-    wish, parameters = found.wish, found.parameters
-    times: dict[str, Any] = {"tokens_per_s": None, "period_ms": None, "makespan_ms": None, "bubble_pct": None}
-    if found.run is not None:
-        times = {
-            "tokens_per_s": found.tokens_per_s,
-            "period_ms": 1e3 * found.period_s,
-            "makespan_ms": 1e3 * found.run.ends_s[0],
-            "bubble_pct": found.bubble_pct,
-        }
+    wish, parameters, run, sent = found.wish, found.parameters, found.run, found.communication
     return {
         "model": wish.model,
         "hardware": found.hardware.title,
@@ -290,9 +261,20 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "max_positions": wish.max_positions,
         "token_tiles": dict(wish.token_tiles) if isinstance(wish.token_tiles, tuple) else wish.token_tiles,
         "machines": wish.machines,
-        "communication": _communication(found.communication),
+        "communication": sent
+        and {
+            "bytes_per_s": sent.network.bytes_per_s,
+            "sent_bytes": round(sent.nbytes),
+            "busy_ms": 1e3 * sent.busy_s,
+            "cost_ms": 1e3 * sent.cost_s,
+            "is_hidden": sent.is_hidden,
+        },
         "fits": found.fits,
-        **times,
+        "tokens_per_s": found.tokens_per_s if run else None,
+        "period_ms": 1e3 * found.period_s if run else None,
+        "makespan_ms": 1e3 * run.ends_s[0] if run else None,
+        "bubble_pct": found.bubble_pct if run else None,
+        "slower_links_tokens_per_s": dict(found.slower_links),
         "data_parallel_tokens_per_s": found.data_parallel_tokens_per_s,
         "workers": found.workers,
         "microbatches": found.microbatches,
@@ -308,8 +290,8 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "stages": [asdict(row) for row in found.stages],
         "device_memory": _memory(found.device_items, found.memory),
         "host_memory": _memory(found.host_items, found.hardware.host_memory),
-        "longest_sequence": found.longest.tokens if found.longest else None,
-        "limited_by": found.longest.limited_by if found.longest else None,
+        "longest_sequence": found.longest and found.longest.tokens,
+        "limited_by": found.longest and found.longest.limited_by,
         "would_fit": [
             {
                 "settings": remedy.settings,
@@ -319,18 +301,6 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
             }
             for remedy in (remedies.found if remedies else ())
         ],
-    }
-
-
-def _communication(found: Communication | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    return {
-        "bytes_per_s": found.network.bytes_per_s,
-        "sent_bytes": round(found.nbytes),
-        "busy_ms": 1e3 * found.busy_s,
-        "cost_ms": 1e3 * found.cost_s,
-        "is_hidden": found.is_hidden,
     }
 
 
@@ -348,25 +318,25 @@ def csv_row(given: Mapping[str, str], wish: Wish, found: Mapping[str, Any] | Non
         found: what `as_dict` says; None for a mistake.
         error: the mistake.
     """
-    own = {name: text for name, text in given.items() if name not in ("hardware", "gpu", "gpus")}
-    row: dict[str, Any] = {"model": wish.model, "machine": machine_of(wish), "lora": wish.lora, **own}
     found = found or {}
-    fits = found.get("fits")
-    row |= {"fits": fits, "too_small": " ".join(too_small(found))}
+    own = {name: text for name, text in given.items() if name not in ("hardware", "gpu", "gpus")}
+    plan = found if found.get("fits") else {}
+    row = {"model": wish.model, "machine": machine_of(wish), "lora": wish.lora, **own}
+    row |= {"fits": found.get("fits"), "too_small": " ".join(too_small(found))}
     row |= {"tokens_per_s": _rounded(found.get("tokens_per_s"), 1), "step_ms": _rounded(found.get("period_ms"), 1)}
     for name, memory in (("worker", "device_memory"), ("host", "host_memory")):
         sizes = found.get(memory, {})
         row[f"{name}_gib"] = _rounded(sizes.get("needed_bytes"), 4, 2**30)
         row[f"{name}_limit_gib"] = _rounded(sizes.get("limit_bytes"), 4, 2**30)
-    row["longest_sequence"] = found.get("longest_sequence")
-    row |= {"precision": wish.precision, "reduce_dtype": wish.reduce_dtype, "staleness": wish.staleness}
+    row |= {"longest_sequence": found.get("longest_sequence"), "precision": wish.precision}
+    row |= {"reduce_dtype": wish.reduce_dtype, "staleness": wish.staleness}
     row["partitioner"] = "paper" if wish.like_paper else "search"
     for name in ("sequence_length", "microbatches", "microbatch_size", "workers"):
         row[name] = found.get(name, given.get(name))
-    row["forward_stages"] = len(found["forward"]) if fits else None
-    row["fused_layers"] = found["fused"] if fits else None
-    row["backward_stages"] = len(found["backward"]) if fits else None
-    row |= {name: found[name] if fits else None for name in ("round_microbatches", "side_by_side", "plan")}
+    for name in ("forward", "backward"):
+        row[f"{name}_stages"] = len(plan[name]) if plan else None
+    row["fused_layers"] = plan.get("fused")
+    row |= {name: plan.get(name) for name in ("round_microbatches", "side_by_side", "plan")}
     return row | {"error": error}
 
 

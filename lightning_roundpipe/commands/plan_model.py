@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from lightning_roundpipe.commands.machines import choose_machine
+from lightning_roundpipe.commands.machines import SLOWER_LINKS, choose_machine
 from lightning_roundpipe.commands.plan_shape import USUAL_LENGTH, ModelShape, Wish
 from lightning_roundpipe.model.refine import Refined
 from lightning_roundpipe.planning.costs import Costs
@@ -19,6 +19,7 @@ from lightning_roundpipe.planning.memory import (
     Parameters,
     StageRow,
     arena_bytes,
+    boundary_bytes,
     device_bytes,
     device_items,
     fits,
@@ -94,48 +95,128 @@ class Communication:
         return self.cost_s <= _HIDDEN * self.period_s
 
 
-@dataclass(frozen=True)
-class Outlook:
+@dataclass
+class Trial:
+    """Plans for one size of microbatches.
+
+    Attributes:
+        shape: the model, with estimates for the machine.
+        wish: the request.
+        workers: number of workers.
+        microbatches: number of microbatches of a step, on each machine.
+        sequence_length: tokens of a sequence.
+        microbatch_size: sequences of a microbatch.
+        judged: seconds of each of many steps, by plan that fits.
+    """
+
+    shape: ModelShape
+    wish: Wish
+    workers: int
+    microbatches: int
+    sequence_length: int
+    microbatch_size: int
+    judged: dict[Plan, float] = field(default_factory=dict)
+
+    @property
+    def hardware(self) -> Hardware:
+        """The machine."""
+        return self.shape.hardware
+
+    @property
+    def parameters(self) -> Parameters:
+        """Numbers of the model's parameters."""
+        return self.shape.parameters
+
+    @property
+    def costs(self) -> Costs:
+        """Costs of the calls of a microbatch."""
+        return self.shape.costs(self.microbatch_size, self.sequence_length)
+
+    @cached_property
+    def rules(self) -> Rules:
+        """Rules of the simulation."""
+        return replace(self.shape.rules(self.wish.staleness, self.wish.network), memory=self.limits.memory)
+
+    @cached_property
+    def limits(self) -> Limits:
+        """Limits of the plan."""
+        wish, memory = self.wish, memory_of(self.wish, self.hardware)
+        searches = wish.search and wish.search_seconds > 0  # otherwise few layers are fused, whatever the memory
+        usual = Limits.usual(self.costs, self.workers, self.microbatches, memory if searches else None)
+        fused = usual.max_fused if wish.max_fused is None else wish.max_fused
+        lowest = min(wish.min_round or min(usual.min_round, wish.max_round or usual.min_round), self.microbatches)
+        most = _host_round(self.costs, self.shape, self.microbatches)
+        if wish.max_round is not None:
+            most = min(most, wish.max_round)
+        beside = wish.search and wish.min_round is None and wish.max_fused is None
+        return Limits(lowest, fused, memory, max(lowest, most), beside)
+
+    @property
+    def smallest(self) -> Plan:
+        """The plan that takes the least memory, or rounds side by side if only these fit."""
+        costs, limits = self.costs, self.limits
+        cut = smallest_within(costs, self.workers, self.microbatches, limits.min_round, limits.memory, limits.max_round)
+        beside = limits.beside(costs, self.workers, self.microbatches)
+        return next((plan for plan in (cut, *beside) if self.has_room_for(plan)), cut)
+
+    def host_items_of(self, plan: Plan) -> list[Item]:
+        """Return the parts of the memory of each host."""
+        return host_items(plan, self.costs, self.parameters, self.workers, self.microbatches)
+
+    def has_room_for(self, plan: Plan) -> bool:
+        """Return whether workers and hosts have memory for ``plan``."""
+        return (
+            fits(plan, self.costs, self.workers, self.limits.memory)
+            and total(self.host_items_of(plan)) <= self.hardware.host_memory
+        )
+
+    def judge(self, plan: Plan) -> float:
+        """Return the reported seconds of a step, by which plans are compared; infinite if the plan does not fit."""
+        if not self.has_room_for(plan):
+            return math.inf
+        if plan not in self.judged:
+            ends = step_ends(plan, self.costs, self.workers, self.microbatches, self.rules, 2 * _STEPS)
+            self.judged[plan] = period_of_ends(ends, _STEPS)
+        return self.judged[plan]
+
+    def seconds_a_sequence(self, plan: Plan) -> float:
+        """Return what `judge` does, for each sequence of a step."""
+        return self.judge(plan) / (self.microbatch_size * self.microbatches)
+
+    def best(self, part: float) -> Plan | None:
+        """Return the plan after a share ``part`` of the search; None if no plan fits."""
+        wish, costs, limits = self.wish, self.costs, self.limits
+        if wish.plan is not None:
+            plan = Plan.parse(wish.plan)
+            plan.validate(costs.layers)
+        elif not self.has_room_for(self.smallest):
+            return None
+        elif not wish.search:
+            plan = paper_plan(costs, self.workers, self.microbatches, limits)
+        else:
+            turns, seconds = 2 * _STEPS * self.microbatches * (2 * len(costs) - 1), part * wish.search_seconds
+            plan = search_partition(
+                costs, self.workers, self.microbatches, limits, wish.staleness, self.rules.host, seconds,
+                judge=self.judge, judged=max(1, max(_LEAST_TURNS, int(_TURNS_PER_SECOND * seconds)) // turns),
+            )  # fmt: skip
+        return plan if self.has_room_for(plan) else None
+
+
+@dataclass(kw_only=True)
+class Outlook(Trial):
     """Plan and estimates for a `Wish`.
 
     Attributes:
-        wish: the request.
-        hardware: the machine.
-        parameters: numbers of the model's parameters.
-        sequence_length: tokens of a sequence.
-        costs: costs of the calls of a microbatch.
-        workers: number of workers.
-        microbatches: number of microbatches of a step, on each machine.
-        microbatch_size: sequences of a microbatch.
-        limits: limits of the plan.
-        rules: rules of the simulation.
         plan: the wish's own plan, or the fastest that was found. If none fits, the one that takes the least memory.
         run: simulated steps; None if the model does not fit.
         longest: the longest sequence; None if it was not looked for.
-        refined: the layers after cutting.
         assumed: assumptions about the machine, in sentences.
-        data_parallel_s: seconds of a step of as many sequences under data parallelism, at best; None if a GPU cannot
-            hold the model with its optimizer's state, or if it was not estimated.
     """
 
-    wish: Wish
-    hardware: Hardware
-    parameters: Parameters
-    sequence_length: int
-    costs: Costs
-    workers: int
-    microbatches: int
-    microbatch_size: int
-    limits: Limits
-    rules: Rules
     plan: Plan
     run: SimulatedRun | None
     longest: Longest | None
-    refined: Refined
     assumed: tuple[str, ...] = ()
-    configured_positions: int = 0
-    """Positions of the model's configuration, if the wish asks for more."""
-    data_parallel_s: float | None = None
 
     @cached_property
     def device_items(self) -> list[Item]:
@@ -157,16 +238,18 @@ class Outlook:
         memory = self.limits.memory
         if not isinstance(memory, tuple):
             return None
-
-        def share(worker: int) -> float:
-            return device_bytes(self.plan, self.costs, self.workers, worker) / memory[worker]
-
-        return max(range(self.workers), key=share)
+        needs = [device_bytes(self.plan, self.costs, self.workers, worker) for worker in range(self.workers)]
+        return max(range(self.workers), key=lambda worker: needs[worker] / memory[worker])
 
     @cached_property
     def host_items(self) -> list[Item]:
         """Parts of the memory of each host."""
-        return host_items(self.plan, self.costs, self.parameters, self.workers, self.microbatches)
+        return self.host_items_of(self.plan)
+
+    @property
+    def refined(self) -> Refined:
+        """The layers after cutting."""
+        return self.shape.refined
 
     @property
     def cuts(self) -> list[str]:
@@ -206,8 +289,7 @@ class Outlook:
     def weights_fit(self) -> bool:
         """Whether a worker's arena and the host without boundary tensors fit: both are independent of microbatches."""
         arena, _ = arena_bytes(self.plan, self.costs, self.workers, self.worker)
-        saved = sum(c.boundary_bytes for c in self.costs.calls[: self.plan.fused.first] if c.needs_backward)
-        host = total(self.host_items) - self.plan.round_microbatches * saved
+        host = total(self.host_items) - boundary_bytes(self.plan, self.costs)
         return (self.memory is None or arena <= self.memory) and host <= self.hardware.host_memory
 
     @property
@@ -230,10 +312,37 @@ class Outlook:
         """Tokens a second of all machines together. The model must fit."""
         return self.step_tokens / self.period_s
 
-    @property
+    @cached_property
     def data_parallel_tokens_per_s(self) -> float | None:
-        """Tokens a second of data parallelism, at best; None if there is no estimate."""
-        return None if self.data_parallel_s is None else self.step_tokens / self.data_parallel_s
+        """Tokens a second of data parallelism, at best; None if a GPU cannot hold the model, or without an estimate."""
+        wish, memory, machine = self.wish, self.limits.memory, self.hardware
+        if wish.like_paper or wish.machines > 1 or machine.kinds or not isinstance(memory, int):
+            return None
+        size = self.microbatch_size
+        seconds = data_parallel_s(
+            lambda size: self.shape.costs(size, self.sequence_length),
+            [part for part in range(size, 0, -1) if (size & -size) % part == 0],
+            self.parameters, machine, self.workers, self.microbatches * size, memory,
+        )  # fmt: skip
+        return None if seconds is None else self.step_tokens / seconds
+
+    def _period_with(self, rules: Rules) -> float:
+        ends = step_ends(self.plan, self.costs, self.workers, self.microbatches, rules, 2 * _STEPS)
+        return period_of_ends(ends, _STEPS)
+
+    @cached_property
+    def slower_links(self) -> dict[str, float]:
+        """Tokens a second of the plan with slower links to all GPUs, by their names, if the links are assumed."""
+        machine, wish = self.hardware, self.wish
+        if self.run is None or machine.emulated or machine.kinds or not self.assumed:
+            return {}
+        found = {}
+        for name, rate in SLOWER_LINKS.items():
+            if rate < machine.upload:
+                shape = self.shape.on(replace(machine, upload=rate, download=min(rate, machine.download)))
+                links = shape.rules(wish.staleness, wish.network).links
+                found[name] = self.step_tokens / self._period_with(replace(self.rules, links=links))
+        return found
 
     @cached_property
     def communication(self) -> Communication | None:
@@ -241,12 +350,8 @@ class Outlook:
         network = self.rules.network
         if network is None or self.run is None:
             return None
-        at_once = replace(self.rules, network=replace(network, bytes_per_s=math.inf))
-        alone = self.period_of(
-            run_steps(self.plan, self.costs, self.workers, self.microbatches, at_once, len(self.run.ends_s))
-        )
-        gradients = sum(gradient_bytes(self.costs).values())
-        wire = network.wire_bytes(gradients)
+        alone = self._period_with(replace(self.rules, network=replace(network, bytes_per_s=math.inf)))
+        wire = network.wire_bytes(sum(gradient_bytes(self.costs).values()))
         return Communication(network, wire, wire / network.bytes_per_s, self.period_s - alone, self.period_s)
 
     @property
@@ -330,140 +435,41 @@ def look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...] = (), *, lon
     Raises:
         ValueError: a number or the plan of the wish is wrong. A model that does not fit is no error.
     """
-    machine = shape.hardware
-    memory = least(memory_of(wish, machine))
-    length = _length_of(wish, shape)
-    workers = wish.workers or machine.workers
+    memory = least(memory_of(wish, shape.hardware))
+    workers = wish.workers or shape.hardware.workers
     microbatches = wish.microbatches or 2 * workers
     sizes = _SIZES if wish.microbatch_size is None else (wish.microbatch_size,)
-    tries = [_Try(shape, wish, workers, microbatches, length, size) for size in sizes]
-    chosen, plan = _fastest(tries)
-    run = chosen.run(plan) if plan in chosen.judged else None
+    trials = [Trial(shape, wish, workers, microbatches, _length_of(wish, shape), size) for size in sizes]
+    chosen, plan = _fastest(trials)
+    run = None
+    if chosen.has_room_for(plan):
+        run = run_steps(plan, chosen.costs, workers, microbatches, chosen.rules, 2 * _STEPS)
+    found = find_longest(shape, workers, microbatches, memory, wish.min_round) if longest else None
     return Outlook(
-        wish, machine, shape.parameters, length, chosen.costs, workers, microbatches, chosen.size, chosen.limits,
-        chosen.rules, plan, run,
-        find_longest(shape, workers, microbatches, memory, wish.min_round) if longest else None, shape.refined, assumed,
-        shape.configured, _data_parallel_s(chosen),
+        shape, wish, workers, microbatches, chosen.sequence_length, chosen.microbatch_size, chosen.judged,
+        plan=plan, run=run, longest=found, assumed=assumed,
     )  # fmt: skip
 
 
-def _data_parallel_s(chosen: _Try) -> float | None:
-    """Return the seconds of a step of data parallelism with as many sequences; None if there is no estimate."""
-    wish, memory, machine = chosen.wish, memory_of(chosen.wish, chosen.shape.hardware), chosen.shape.hardware
-    if wish.like_paper or wish.machines > 1 or machine.kinds or not isinstance(memory, int):
-        return None
-    sequences = chosen.microbatches * chosen.size
-    sizes = [size for size in range(chosen.size, 0, -1) if (chosen.size & -chosen.size) % size == 0]
-    return data_parallel_s(
-        lambda size: chosen.shape.costs(size, chosen.length), sizes, chosen.shape.parameters, machine, chosen.workers,
-        sequences, memory,
-    )  # fmt: skip
-
-
-@dataclass
-class _Try:
-    """Plans for one size of microbatches."""
-
-    shape: ModelShape
-    wish: Wish
-    workers: int
-    microbatches: int
-    length: int
-    size: int
-    judged: dict[Plan, float] = field(default_factory=dict)
-    """Seconds of each of many steps, by plan that fits."""
-
-    @cached_property
-    def costs(self) -> Costs:
-        return self.shape.costs(self.size, self.length)
-
-    @cached_property
-    def rules(self) -> Rules:
-        return replace(self.shape.rules(self.wish.staleness, self.wish.network), memory=self.limits.memory)
-
-    @cached_property
-    def limits(self) -> Limits:
-        wish, memory = self.wish, memory_of(self.wish, self.shape.hardware)
-        searches = wish.search and wish.search_seconds > 0  # otherwise few layers are fused, whatever the memory
-        usual = Limits.usual(self.costs, self.workers, self.microbatches, memory if searches else None)
-        fused = usual.max_fused if wish.max_fused is None else wish.max_fused
-        lowest = min(wish.min_round or min(usual.min_round, wish.max_round or usual.min_round), self.microbatches)
-        most = _host_round(self.costs, self.shape, self.microbatches)
-        if wish.max_round is not None:
-            most = min(most, wish.max_round)
-        beside = wish.search and wish.min_round is None and wish.max_fused is None
-        return Limits(lowest, fused, memory, max(lowest, most), beside)
-
-    @property
-    def smallest(self) -> Plan:
-        """The plan that takes the least memory, or rounds side by side if only these fit."""
-        costs, limits = self.costs, self.limits
-        cut = smallest_within(costs, self.workers, self.microbatches, limits.min_round, limits.memory, limits.max_round)
-        beside = limits.beside(costs, self.workers, self.microbatches)
-        return next((plan for plan in (cut, *beside) if self.fits(plan)), cut)
-
-    def fits(self, plan: Plan) -> bool:
-        host = total(host_items(plan, self.costs, self.shape.parameters, self.workers, self.microbatches))
-        return fits(plan, self.costs, self.workers, self.limits.memory) and host <= self.shape.hardware.host_memory
-
-    def run(self, plan: Plan) -> SimulatedRun:
-        """Simulate the steps from which tokens per second follow."""
-        return run_steps(plan, self.costs, self.workers, self.microbatches, self.rules, 2 * _STEPS)
-
-    def judge(self, plan: Plan) -> float:
-        """Return the reported seconds of a step, by which plans are compared; infinite if the plan does not fit."""
-        if not self.fits(plan):
-            return math.inf
-        if plan not in self.judged:
-            ends = step_ends(plan, self.costs, self.workers, self.microbatches, self.rules, 2 * _STEPS)
-            self.judged[plan] = period_of_ends(ends, _STEPS)
-        return self.judged[plan]
-
-    def seconds_a_token(self, plan: Plan) -> float:
-        """Return the seconds of a sequence. Tries have sequences of one length, so this orders them as tokens would."""
-        return self.judge(plan) / (self.size * self.microbatches)
-
-    def best(self, part: float) -> Plan | None:
-        """Return the plan after a share ``part`` of the search; None if no plan fits."""
-        wish, costs, limits = self.wish, self.costs, self.limits
-        if wish.plan is not None:
-            plan = Plan.parse(wish.plan)
-            plan.validate(costs.layers)
-        elif not self.fits(self.smallest):
-            return None
-        elif not wish.search:
-            plan = paper_plan(costs, self.workers, self.microbatches, limits)
-        else:
-            turns, seconds = 2 * _STEPS * self.microbatches * (2 * len(costs) - 1), part * wish.search_seconds
-            plan = search_partition(
-                costs, self.workers, self.microbatches, limits, wish.staleness, self.rules.host, seconds,
-                judge=self.judge, judged=max(1, max(_LEAST_TURNS, int(_TURNS_PER_SECOND * seconds)) // turns),
-            )  # fmt: skip
-        if not self.fits(plan):
-            return None
-        self.judge(plan)
-        return plan
-
-
-def _fastest(tries: list[_Try]) -> tuple[_Try, Plan]:
+def _fastest(trials: list[Trial]) -> tuple[Trial, Plan]:
     """Return the size of microbatches with the most tokens a second, and its plan.
 
     Each size has a short search, and the fastest one the rest of the time. If no size fits, the result is the smallest
     size with the plan that takes the least memory.
     """
-    last = tries[-1]
-    if last.wish.plan is None and not last.fits(last.smallest):  # larger sizes take even more memory
+    last = trials[-1]
+    if last.wish.plan is None and not last.has_room_for(last.smallest):  # larger sizes take even more memory
         return last, last.smallest
-    trial = _TRIAL if len(tries) > 1 else 1.0
-    found = [(one, plan) for one in tries if (plan := one.best(trial)) is not None]
+    part = _TRIAL if len(trials) > 1 else 1.0
+    found = [(one, plan) for one in trials if (plan := one.best(part)) is not None]
     if not found:
         return last, last.smallest if last.wish.plan is None else Plan.parse(last.wish.plan)
 
-    def seconds(pair: tuple[_Try, Plan]) -> float:
-        return pair[0].seconds_a_token(pair[1])
+    def seconds(pair: tuple[Trial, Plan]) -> float:
+        return pair[0].seconds_a_sequence(pair[1])
 
     best, plan = min(found, key=seconds)  # of equal ones, the largest size
-    if len(tries) > 1 and best.wish.search and (longer := best.best(1 - trial * len(found))) is not None:
+    if len(trials) > 1 and best.wish.search and (longer := best.best(1 - part * len(found))) is not None:
         return min((best, plan), (best, longer), key=seconds)
     return best, plan
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_roundpipe.messages import plural
-from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.pipeline import COMPUTE, SimulatedEvent, SimulatedRun, run_steps
+from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.planning.search import paper_plan
-from lightning_roundpipe.reports.pictures import Block, Chart, IdleBlock, save
-from lightning_roundpipe.reports.traces import write_charts
+from lightning_roundpipe.reports.pictures import draw_steps, save
+from lightning_roundpipe.reports.planned import report_of
+from lightning_roundpipe.reports.timeline import write_traces
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,10 +25,7 @@ _MACHINES = ("hardware", "gpu", "gpus", "workers")
 """Options whose values stand beside each other in the picture of a table."""
 
 
-# -- steps -------------------------------------------------------------------------------------------------------------
-
-
-def draw_steps(found: Outlook, picture: Path | None, trace: Path | None) -> None:
+def draw_plan(found: Outlook, picture: Path | None, trace: Path | None) -> None:
     """Write the picture and the trace of an estimate that fits, unless their paths are None."""
     assert found.run is not None
     costs, workers, microbatches = found.costs, found.workers, found.microbatches
@@ -37,69 +33,14 @@ def draw_steps(found: Outlook, picture: Path | None, trace: Path | None) -> None
     runs = {"the paper's algorithm": run_steps(paper, costs, workers, microbatches, found.rules, len(found.run.ends_s))}
     if found.plan != paper:
         runs["found by simulation"] = found.run
-    steps = _STEPS[found.wish.staleness]
-    charts = [
-        _chart(run, costs, microbatches, steps, f"{Path(found.wish.model).name}, {how}", found.period_of(run))
-        for how, run in runs.items()
-    ]
-    write_charts(charts, picture, trace)
-
-
-def _chart(run: SimulatedRun, costs: Costs, microbatches: int, steps: int, title: str, step_s: float) -> Chart:
-    """Return the chart of a run's first steps.
-
-    Args:
-        run: the simulated steps.
-        costs: costs of the calls.
-        microbatches: number of microbatches of a step.
-        steps: number of steps to draw.
-        title: title of the chart.
-        step_s: seconds of a step; of each of many steps if several are drawn.
-    """
-    blocks = [
-        Block(
-            worker=event.worker,
-            microbatch=event.microbatch,
-            stage=f"{event.kind} stage {event.position}" + f" of step {event.step}",
-            turn=event.slot // run.workers,
-            start_ms=1e3 * event.start_s,
-            parts=_parts(event, run, costs),
-        )
-        for event in run.events
-        if event.kind in COMPUTE and event.step < steps
-    ]
-    rounds = -(-microbatches // run.plan.round_microbatches)
-    cut = plural(len(run.plan.stages()), "stage") + (f", {plural(rounds, 'round')}" if rounds > 1 else "")
-    cut += " side by side" if run.plan.side_by_side(run.workers, microbatches) else ""
-    of = f"each of many steps, of which {steps} are shown"
-    span_ms = 1e3 * max(run.ends_s[:steps])
-    waits = [
-        IdleBlock(wait.worker, why, 1e3 * start_s, 1e3 * end_s)
-        for wait in run.waits
-        for why, start_s, end_s in (
-            ("waits for the optimizer", wait.input_s, wait.update_s),
-            ("waits for weights", wait.update_s, wait.transfer_s),
-        )
-        if start_s < end_s and 1e3 * end_s <= span_ms
-    ]
-    return Chart(title, 1e3 * step_s, f" {of}; {cut}", "plans", run.workers, span_ms, blocks, waits)
-
-
-def _parts(event: SimulatedEvent, run: SimulatedRun, costs: Costs) -> tuple[tuple[str, float], ...]:
-    if event.kind != "fused":
-        return ((str(event.kind), 1e3 * (event.end_s - event.start_s)),)
-    head = costs.calls[-1]
-    layers = costs.calls[run.plan.fused.first : -1]
-    times = {
-        "forward": sum(call.forward_s for call in layers),
-        "head forward": head.forward_s,
-        "head backward": head.backward_s if head.needs_backward else 0.0,
-        "backward": sum(call.backward_s for call in layers if call.needs_backward),
+    name, steps = Path(found.wish.model).name, _STEPS[found.wish.staleness]
+    reports = {
+        f"{name}, {how}": report_of(run, costs, microbatches, found.period_of(run), steps) for how, run in runs.items()
     }
-    return tuple((kind, 1e3 * seconds) for kind, seconds in times.items() if seconds)
-
-
-# -- tables ------------------------------------------------------------------------------------------------------------
+    if picture:
+        draw_steps(reports, picture)
+    if trace:
+        write_traces(reports, trace)
 
 
 def draw_cells(cells: Sequence[Cell], path: Path) -> None:

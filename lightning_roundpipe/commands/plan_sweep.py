@@ -1,7 +1,7 @@
 """``roundpipe-plan`` with several values: each combination of models, machines and settings has a plan of its own.
 
 Each processor plans in a process of its own. A plan depends on its combination only, so the table is the same with any
-number of processes, unless the clock ends a search.
+number of processes.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from multiprocessing import get_all_start_methods, get_context
+from multiprocessing import get_context
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 from rich.text import Text
 
 from lightning_roundpipe.commands.answer import Answer, table
@@ -81,7 +81,7 @@ class Cell:
 
 
 def plan_cells(cells: Sequence[Cell]) -> list[Cell]:
-    """Return the cells with their answers. Standard error shows the progress.
+    """Return the cells with their answers. A terminal shows the progress.
 
     Raises:
         ValueError: a name is not known, or there are too many combinations. What is wrong with one of them is the error
@@ -89,29 +89,20 @@ def plan_cells(cells: Sequence[Cell]) -> list[Cell]:
     """
     if len(cells) > MOST_CELLS:
         raise ValueError(f"These are {len(cells):,} combinations, more than the {MOST_CELLS:,} of a table.")
-    for wish in (cell.wish for cell in cells):
+    wishes = [cell.wish for cell in cells]
+    for wish in wishes:
         choose_machine(wish.hardware, wish.gpu, wish.gpus, wish.workers, wish.host_memory)
-    for model, settings in {(cell.wish.model, cell.wish.model_settings): None for cell in cells}:
+    for model, settings in {(wish.model, wish.model_settings): None for wish in wishes}:
         read_config(model, settings)
-    for lora, settings in {(cell.wish.lora, cell.wish.lora_settings): None for cell in cells}:
+    for lora, settings in {(wish.lora, wish.lora_settings): None for wish in wishes}:
         read_adapters(lora, settings)
+    console = Console(stderr=True)
+    shown = {"description": "planning", "total": len(cells), "console": console, "disable": not console.is_terminal}
     processes = min(len(cells), cores(), _MOST_PROCESSES)
-    with _progress(len(cells)) as tell:
-        if processes == 1:
-            found = []
-            for cell in cells:
-                found.append(plan_cell(cell))
-                tell(found[-1])
-            return found
-        methods = get_all_start_methods()
-        context = get_context("forkserver" if "forkserver" in methods else "spawn")
-        if "forkserver" in methods:
-            context.set_forkserver_preload([__name__])  # torch is imported once for all of them
-        with ProcessPoolExecutor(processes, context, initializer=_end_quietly) as pool:
-            futures = [pool.submit(plan_cell, cell) for cell in cells]
-            for future in as_completed(futures):
-                tell(future.result())
-            return [future.result() for future in futures]
+    if processes == 1:
+        return [plan_cell(cell) for cell in track(cells, **shown)]  # type: ignore[arg-type]
+    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=_end_quietly) as pool:
+        return list(track(pool.map(plan_cell, cells), **shown))  # type: ignore[arg-type]
 
 
 def _end_quietly() -> None:
@@ -133,25 +124,6 @@ def plan_cell(cell: Cell) -> Cell:
     return replace(cell, found=found)
 
 
-@contextmanager
-def _progress(count: int) -> Iterator[Callable[[Cell], None]]:
-    """Show a bar on a terminal, and elsewhere a line for each cell that is done."""
-    if sys.stderr.isatty():
-        last = TextColumn("{task.description}", markup=False)
-        columns = (MofNCompleteColumn(), BarColumn(20), TimeElapsedColumn(), last)
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("planning", total=count)
-            yield lambda cell: bar.update(task, advance=1, description=f"{cell.name}: {cell.verdict}")
-        return
-    numbers = iter(range(1, count + 1))
-
-    def tell(cell: Cell) -> None:
-        line = f"roundpipe-plan: {next(numbers)} of {count}: {cell.name}: {cell.verdict}"
-        print(line, file=sys.stderr, flush=True)
-
-    yield tell
-
-
 # -- the answer --------------------------------------------------------------------------------------------------------
 
 
@@ -163,12 +135,10 @@ def answer(cells: Sequence[Cell]) -> Answer:
     mistakes: dict[str, list[str]] = {}
     for cell in (cell for cell in cells if cell.error):
         mistakes.setdefault(cell.error, []).append(cell.name)
-    refused = next((cell for cell in cells if cell.found and not cell.fits), None)
     fitting = sum(cell.fits for cell in cells)
     wrong = f"; something is wrong with {sum(bool(cell.error) for cell in cells)}" if mistakes else ""
-    alone = (
-        [] if refused is None else ["To see what would fit instead, plan each alone, as in", f"  {_command(refused)}"]
-    )
+    refused = next((cell for cell in cells if cell.found and not cell.fits), None)
+    alone = ["To see what would fit instead, plan each alone, as in", f"  {_command(refused)}"] if refused else []
     limits = {name: {cell.found[key]["limit_bytes"] for cell in cells if cell.found} for name, key in _MEMORIES.items()}
     ofs = {name: f"\nof {_gib(*same)}" if len(same) == 1 else "" for name, same in limits.items()}
     shown = table(
@@ -224,8 +194,7 @@ def common(cells: Sequence[Cell]) -> str:
     if lengths := {cell.found["sequence_length"] for cell in cells if cell.found}:
         usual["sequence_length"] = "-".join(str(length) for length in sorted({min(lengths), max(lengths)}))
     same = {**texts, **{name: text for name, text in usual.items() if name not in texts}}
-    hidden = (*given, "format", "picture", "search_seconds")
-    return ", ".join(f"{name}={text}" for name, text in same.items() if name not in hidden)
+    return ", ".join(f"{name}={text}" for name, text in same.items() if name not in (*given, *_ABOUT_TABLES))
 
 
 def _notes(cells: Sequence[Cell]) -> list[str]:

@@ -27,9 +27,8 @@ from lightning_roundpipe.commands.plan_model import (
     total,
 )
 from lightning_roundpipe.commands.plan_shape import USUAL_TILE, ModelShape, Wish
-from lightning_roundpipe.config import parse_bytes
-from lightning_roundpipe.planning.memory import least
-from lightning_roundpipe.planning.profile import Hardware, Precision
+from lightning_roundpipe.planning.memory import least, size_text
+from lightning_roundpipe.planning.profile import Hardware
 
 TRIES = 16
 """Most tries. Each takes about a second."""
@@ -37,12 +36,8 @@ TRIES = 16
 _SEARCH_SECONDS = 1.0
 """Longest search for the plan of a try."""
 
-_SHORTEST = 128
+_SHORTEST, _LEAST_PART = 128, 16
 """Least tokens of a shortened sequence, which is also at least a 16th of the original."""
-
-_LEAST_PART = 16
-
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 _ENDLESS = 2**60
 """Bytes of host memory that limit nothing."""
@@ -53,15 +48,12 @@ _FASTER = 1.05
 _MOST_GPUS = 8
 """Most GPUs of a proposed machine."""
 
-_NARROWER: Mapping[Precision, tuple[Precision, ...]] = {
-    "32-true": ("bf16-true",),
-}
-"""Precisions to try, by the precision of the wish. Mixed precision is estimated as if all were in 16 bits, so
-``*-true`` would change no figure of it."""
+_NARROWER = {"32-true": "bf16-true"}
+"""Precision to try, by that of the wish. Mixed precision is estimated as if all were in 16 bits, so ``*-true`` would
+change no figure of it."""
 
 _FOUR_BITS = {"model.quantization": "nf4"}
 """Packs the frozen weights beside adapters."""
-
 
 Changes = Mapping[str, Any]
 """Options and their values; None removes an option."""
@@ -77,11 +69,7 @@ class Remedy:
     @property
     def settings(self) -> str:
         """The options to add to the command line, then those to remove from it."""
-        given = [(name, value) for name, value in self.changes.items() if value is not None]
-        texts = [size_text(value) if name == "host_memory" else shlex.quote(str(value)) for name, value in given]
-        added = " ".join(f"{name}={text}" for (name, _), text in zip(given, texts, strict=True))
-        left_out = ", ".join(f"{name}=" for name, value in self.changes.items() if value is None)
-        return ", ".join(part for part in (added, left_out and f"without {left_out}") if part)
+        return _settings(self.changes)
 
     @property
     def note(self) -> str:
@@ -89,6 +77,16 @@ class Remedy:
         if not {"gpus", "hardware"} & self.changes.keys():
             return ""
         return f"with {size_text(self.outlook.hardware.host_memory)} of host memory"
+
+
+def _settings(changes: Changes) -> str:
+    added = [
+        f"{name}={size_text(value) if name == 'host_memory' else shlex.quote(str(value))}"
+        for name, value in changes.items()
+        if value is not None
+    ]
+    left_out = [f"{name}=" for name, value in changes.items() if value is None]
+    return ", ".join([*([" ".join(added)] if added else []), *([f"without {', '.join(left_out)}"] if left_out else [])])
 
 
 @dataclass(frozen=True)
@@ -103,16 +101,10 @@ class Remedies:
             sets ``memory``, its value that would be enough. None if workers are large enough.
     """
 
-    found: tuple[Remedy, ...]
-    hopeless: tuple[str, ...]
-    untried: tuple[str, ...]
+    found: list[Remedy]
+    hopeless: list[str]
+    untried: list[str]
     device_memory: int | None = None
-
-
-def size_text(nbytes: int) -> str:
-    """Return a size as an option takes it, in whole units that are no less than ``nbytes``."""
-    name, unit = next((pair for pair in _UNITS if nbytes >= pair[1]), _UNITS[-1])
-    return f"{-(-nbytes // unit)}{name}"
 
 
 def find_remedies(outlook: Outlook) -> Remedies:
@@ -124,7 +116,7 @@ class _Tries:
     def __init__(self, outlook: Outlook) -> None:
         self._outlook, self._wish, self._left = outlook, outlook.wish, TRIES
         self._shapes: dict[tuple[Any, ...], ModelShape] = {}
-        self._refused: list[tuple[Changes, Outlook]] = []
+        self._refused: list[tuple[Changes, Outlook]] = [({}, outlook)]
         """Changes that do not fit."""
         self._found: list[Remedy] = []
         self._hopeless: list[str] = []
@@ -134,33 +126,29 @@ class _Tries:
         alone = [self._first_that_fits(ways) for ways in self._ways()]
         if not any(alone):
             self._together()
-        enough = bool(self._found)
-        self._refused.insert(0, ({}, self._outlook))
-        self._more_host_memory(self._refused[:1] if enough else self._refused)
+        self._more_host_memory(self._refused[:1] if self._found else list(self._refused))
         self._first_that_fits(list(self._more_gpus()))
         share = 1.0 if self._wish.memory else MEMORY_SHARE
         needed = None if self._outlook.fits_device else int(total(self._outlook.device_items) / share)
-        return Remedies(tuple(self._found), tuple(self._hopeless), tuple(self._untried), needed)
+        return Remedies(self._found, self._hopeless, self._untried, needed)
 
     def _ways(self) -> Iterator[list[Changes]]:
         """Yield the changes of each kind, the least first. The answer names the first of each kind that fits."""
         wish, found = self._wish, self._outlook
-        own = [name for name in ("plan", "min_round", "max_fused") if getattr(wish, name) is not None]
-        if own:
+        if own := [name for name in ("plan", "min_round", "max_fused") if getattr(wish, name) is not None]:
             yield [dict.fromkeys(own)]
-        fewer = found.weights_fit
-        if fewer and (size := wish.microbatch_size) is not None and size > 1:
-            smaller = [s for s in (8, 4, 2, 1) if s < size and size * found.microbatches % s == 0]
-            yield [{"microbatch_size": s, "microbatches": found.microbatches * size // s} for s in smaller]
+        fewer, size, count = found.weights_fit, wish.microbatch_size or 1, found.microbatches
+        if fewer:
+            smaller = [s for s in (8, 4, 2, 1) if s < size and size * count % s == 0]
+            yield [{"microbatch_size": s, "microbatches": count * size // s} for s in smaller]
         if fewer and wish.token_tiles is None and not found.fits_device:
             yield [{"token_tiles": USUAL_TILE}]
         if wish.staleness:
             yield [{"staleness": 0}]
         if fewer:
-            counts = [found.microbatches >> n for n in range(1, 6) if found.microbatches >> n]
-            yield [{"microbatches": count} for count in counts if count < found.workers]
-        if narrower := _NARROWER.get(wish.precision):
-            yield [{"precision": precision} for precision in narrower]
+            yield [{"microbatches": count >> n} for n in range(1, 6) if 0 < count >> n < found.workers]
+        if wish.precision in _NARROWER:
+            yield [{"precision": _NARROWER[wish.precision]}]
         if wish.lora == "none":
             yield [{"lora": lora} for lora in self._adapters()]
         elif self._shape(wish).quantization is None:
@@ -172,8 +160,8 @@ class _Tries:
         """Try combinations of precision, adapters and four bits, then each of them with shorter sequences."""
         wish = self._wish
         ways: list[Changes] = []
-        if narrower := _NARROWER.get(wish.precision):
-            ways.append({"precision": narrower[-1]})
+        if wish.precision in _NARROWER:
+            ways.append({"precision": _NARROWER[wish.precision]})
         if wish.lora == "none":
             ways.append({"lora": self._adapters()[-1]})
         if self._shape(wish).quantization is None:
@@ -194,29 +182,23 @@ class _Tries:
     def _more_host_memory(self, refused: list[tuple[Changes, Outlook]]) -> None:
         """Try more host memory where only the host is too small.
 
-        That is for the wish itself, and for the changes that need the least memory.
+        That is for the wish itself, and for the changes that need the least memory: the least that is enough, and that
+        of the fastest plan, whose rounds are larger, if it is faster.
         """
         needs = [(total(o.host_items), changes) for changes, o in refused if o.fits_device and not o.fits_host]
-        own = [(nbytes, changes) for nbytes, changes in needs if not changes]
         others = sorted((pair for pair in needs if pair[1]), key=lambda pair: pair[0])[:1]
-        for nbytes, changes in own + others:
-            least = parse_bytes(size_text(nbytes), "host_memory")
-            if self._first_that_fits([{**changes, "host_memory": least}]):
-                self._faster_host(changes, least)
-
-    def _faster_host(self, changes: Changes, least: int) -> None:
-        """Add the host memory of the fastest plan, whose rounds are larger, if it is faster than with the least."""
-        slow = self._found[-1].outlook.tokens_per_s
-        if not self._left:
-            self._untried.append(f"more host_memory than {size_text(least)}, which may be faster")
-            return
-        if (found := self._try({**changes, "host_memory": _ENDLESS})) is None:
-            return
-        enough = parse_bytes(size_text(total(found.outlook.host_items)), "host_memory")
-        if enough > least and found.outlook.tokens_per_s > _FASTER * slow:
-            machine = replace(found.outlook.hardware, host_memory=enough)
-            outlook = replace(found.outlook, hardware=machine)
-            self._found.append(Remedy({**changes, "host_memory": enough}, outlook))
+        for nbytes, changes in [pair for pair in needs if not pair[1]] + others:
+            enough = _rounded_up(nbytes)
+            if not self._first_that_fits([{**changes, "host_memory": enough}]):
+                continue
+            if not self._left:
+                self._untried.append(f"more host_memory than {size_text(enough)}, which may be faster")
+            elif (most := self._try({**changes, "host_memory": _ENDLESS})) is not None:
+                used = _rounded_up(total(most.outlook.host_items))
+                slow, fast = (one.outlook.tokens_per_s for one in (self._found[-1], most))
+                if used > enough and fast > _FASTER * slow:
+                    shape = most.outlook.shape.on(replace(most.outlook.hardware, host_memory=used))
+                    self._found.append(Remedy({**changes, "host_memory": used}, replace(most.outlook, shape=shape)))
 
     def _more_gpus(self) -> Iterator[Changes]:
         """Yield larger numbers of the same GPU, if only the host is too small and the command line does not set it.
@@ -224,23 +206,14 @@ class _Tries:
         The host's memory is assumed to grow with the number of GPUs.
         """
         wish, found = self._wish, self._outlook
-        helps = found.fits_device and not found.fits_host
-        if not helps or wish.host_memory is not None or wish.workers is not None or is_path(wish.hardware or ""):
+        named = wish.gpu or re.fullmatch(r"(.+\d)x\d+", wish.hardware or "")
+        if found.fits_host or not found.fits_device or wish.host_memory or wish.workers or not named:
             return
         for count in (found.workers * 2**n for n in range(1, 4) if found.workers * 2**n <= _MOST_GPUS):
-            if (changes := self._counted(count)) is not None:
-                yield changes
-
-    def _counted(self, count: int) -> Changes | None:
-        """Return the change to ``count`` of the wish's GPUs, if their number is free."""
-        if self._wish.gpu is not None:
-            return {"gpus": count}
-        hardware = name_of_larger(self._wish.hardware or "", count // self._outlook.workers)
-        try:
-            self._machine(replace(self._wish, hardware=hardware))
-        except ValueError:
-            return None
-        return {"hardware": hardware}
+            if isinstance(named, str):
+                yield {"gpus": count}
+            elif "+" not in named[1] and not is_path(named[1]):
+                yield {"hardware": f"{named[1]}x{count}"}
 
     def _adapters(self) -> tuple[str, ...]:
         """Return choices of adapters from most to fewest. For experts, only those of attention are a small change."""
@@ -248,20 +221,18 @@ class _Tries:
 
     def _first_that_fits(self, ways: list[Changes]) -> bool:
         for changes in ways:
-            text = Remedy(changes, self._outlook).settings
             if not self._left:
-                self._untried.append(text)
+                self._untried.append(_settings(changes))
                 return False
             if (found := self._try(changes)) is not None:
                 self._found.append(found)
                 return True
-            self._hopeless.append(text)
+            self._hopeless.append(_settings(changes))
         return False
 
     def _try(self, changes: Changes) -> Remedy | None:
         self._left -= 1
-        wish = self._wish
-        wish = replace(wish, search_seconds=min(wish.search_seconds, _SEARCH_SECONDS)).changed(changes)
+        wish = replace(self._wish, search_seconds=min(self._wish.search_seconds, _SEARCH_SECONDS)).changed(changes)
         try:
             outlook = look_at(self._shape(wish), wish, longest=False)
         except ValueError:  # the adapters do not fit the model
@@ -306,7 +277,7 @@ class _Tries:
         return self._outlook.hardware
 
 
-def name_of_larger(hardware: str, times: int) -> str:
-    """Return what names a machine with ``times`` as many GPUs of each kind: of rtx4090, rtx4090x4 or several kinds."""
-    kinds = [re.fullmatch(r"(.*?)(?:(?<=\d)x(\d+))?", part) for part in hardware.split("+")]
-    return "+".join(f"{kind[1]}x{int(kind[2] or 1) * times}" for kind in kinds if kind)
+def _rounded_up(nbytes: int) -> int:
+    """Return the bytes of `size_text`."""
+    unit = next(unit for unit in (2**30, 2**20, 2**10) if nbytes >= unit or unit == 2**10)
+    return -(-nbytes // unit) * unit

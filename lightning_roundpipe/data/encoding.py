@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from lightning_roundpipe.data.records import Chat, Completion, Content, Text
+from lightning_roundpipe.data.records import BadRecord, Chat, Text
 
 PLAIN = (
     "{% if bos_token %}{{ bos_token }}{% endif %}{% for message in messages %}"
@@ -28,14 +28,6 @@ PLAIN = (
 
 Tokens = npt.NDArray[np.int32]
 """Token ids. A token to learn is the id itself; a token that is only read is ``~id``, which is negative."""
-
-
-class CannotEncode(Exception):
-    """The tokenizer or its chat template refuses a record; the message says why."""
-
-
-class NoTemplate(CannotEncode):
-    """A record is a conversation, and the tokenizer has no chat template."""
 
 
 class Encoder:
@@ -62,21 +54,21 @@ class Encoder:
         named = [self._tokenizer.bos_token, self._tokenizer.eos_token]
         return [made_by, named, self._template, self.completions_only]
 
-    def encode(self, content: Content) -> Tokens:
-        """Return the record's tokens. Raises ``CannotEncode``."""
-        if isinstance(content, Text):
-            tokens = self._of(content.text, [(0, len(content.text))], specials=content.first)
-            tokens = self._ended(tokens) if content.last else self._open(tokens)
+    def encode(self, content: Text | Chat) -> Tokens:
+        """Return the record's tokens. Raises ``BadRecord``."""
+        if isinstance(content, list):
+            tokens = self._chat(content)
+        else:
+            whole, begin = content.prompt + content.text, len(content.prompt) if self.completions_only else 0
+            tokens = self._of(whole, [(begin, len(whole))], specials=content.first)
+            end = self._tokenizer.eos_token_id
+            if end is not None:  # exactly one, where the text ends; some tokenizers append theirs to every text
+                tokens = tokens[:-1] if len(tokens) and tokens[-1] in (end, ~end) else tokens
+                tokens = np.append(tokens, np.int32(end)) if content.last else tokens
             if not (content.first and content.last):
                 return tokens
-        elif isinstance(content, Completion):
-            text = content.prompt + content.completion
-            begin = len(content.prompt) if self.completions_only else 0
-            tokens = self._ended(self._of(text, [(begin, len(text))], specials=True))
-        else:
-            tokens = self._chat(content)
         if not learnt(tokens):
-            raise CannotEncode("it holds no token to be learnt")
+            raise BadRecord("it holds no token to be learnt")
         return tokens
 
     def _of(self, text: str, spans: list[tuple[int, int]], specials: bool) -> Tokens:
@@ -89,45 +81,38 @@ class Encoder:
             learn |= (offsets[:, 1] > begin) & (offsets[:, 0] < end)
         return np.where(learn, tokens, ~tokens)
 
-    def _ended(self, tokens: Tokens) -> Tokens:
-        """Return the tokens with exactly one end-of-text token, which is to be learnt."""
-        end = self._tokenizer.eos_token_id
-        return tokens if end is None else np.append(self._open(tokens), np.int32(end))
-
-    def _open(self, tokens: Tokens) -> Tokens:
-        """Return the tokens without the end-of-text token that some tokenizers append to every text."""
-        end = self._tokenizer.eos_token_id
-        return tokens[:-1] if end is not None and len(tokens) and tokens[-1] in (end, ~end) else tokens
-
     def _chat(self, chat: Chat) -> Tokens:
         if self._template is None:
-            raise NoTemplate("it is a conversation, and the tokenizer has no chat template")
-        if self.completions_only and not any(message["role"] == "assistant" for message in chat.messages):
-            raise CannotEncode('no message is from "assistant", so there is nothing to be learnt')
+            raise BadRecord(
+                "it is a conversation, and the tokenizer has no chat template. Set data.chat_template to plain or to a "
+                "file with a template, or data.tokenizer to a tokenizer that has one"
+            )
+        if self.completions_only and not any(message["role"] == "assistant" for message in chat):
+            raise BadRecord('no message is from "assistant", so there is nothing to be learnt')
         if self.completions_only and re.search(r"\{%-?\s*generation\b", self._template):
             return self._marked(chat)
-        text = self._render(chat.messages)
+        text = self._render(chat)
         spans = self._answers(chat, text) if self.completions_only else [(0, len(text))]
         return self._of(text, spans, specials=False)
 
     def _marked(self, chat: Chat) -> Tokens:
         """Return the tokens by a template that marks the assistant's messages."""
-        found = self._render(chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        found = self._render(chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         tokens = np.array(found["input_ids"], dtype=np.int32)
         return np.where(np.array(found["assistant_masks"], dtype=bool), tokens, ~tokens)
 
     def _answers(self, chat: Chat, text: str) -> list[tuple[int, int]]:
         """Return the spans of the assistant's messages in ``text``, each with the characters that end it."""
         spans = []
-        for number, message in enumerate(chat.messages):
+        for number, message in enumerate(chat):
             if message["role"] != "assistant":
                 continue
             if not number:
-                raise CannotEncode('its first message is from "assistant", which answers nothing')
-            before = self._render(chat.messages[:number], add_generation_prompt=True)
-            after = self._render(chat.messages[: number + 1])
+                raise BadRecord('its first message is from "assistant", which answers nothing')
+            before = self._render(chat[:number], add_generation_prompt=True)
+            after = self._render(chat[: number + 1])
             if not text.startswith(before) or not text.startswith(after):
-                raise CannotEncode(
+                raise BadRecord(
                     f"the chat template writes messages up to {number + 1} differently when others follow, so their "
                     "place is not known: end the record there, or set data.loss_on=everything"
                 )
@@ -141,7 +126,7 @@ class Encoder:
             )
         except Exception as error:  # a template is a program and may raise anything
             lines = str(error).splitlines() or [type(error).__name__]
-            raise CannotEncode(f"the chat template refuses it: {lines[0]}") from error
+            raise BadRecord(f"the chat template refuses it: {lines[0]}") from error
 
 
 def learnt(tokens: Tokens) -> int:

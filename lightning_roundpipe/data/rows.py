@@ -56,19 +56,19 @@ class JoinedRows(Rows):
         return _batch(tokens, tokens >= 0)
 
 
-class PackedRows(Rows):
-    """Whole records, several per row, which do not attend to each other.
+class WholeRows(Rows):
+    """Whole records, cut at ``length``: several per row, which do not attend to each other, or one and padding.
 
-    Position ids restart with each record, and Hugging Face's models derive the attention mask from them. A row's loss
-    is that of its separate records.
+    In packed rows, position ids restart with each record, and Hugging Face's models derive the attention mask from
+    them. A row's loss is that of its separate records.
     """
 
-    def __init__(self, store: TokenStore, records: Whole, length: int, pad: int) -> None:
+    def __init__(self, store: TokenStore, records: Whole, length: int, pad: int, *, packs: bool) -> None:
         lengths = np.minimum(store.lengths[records], length)
-        rows = packed(lengths, length)
+        rows = packed(lengths, length) if packs else np.arange(len(records))
         order, count = np.argsort(rows, kind="stable"), int(rows.max(initial=-1)) + 1
         super().__init__(store, records[order], length, count, int(lengths.sum()))
-        self._pad = pad
+        self._pad, self._packs = pad, packs
         self._starts = np.searchsorted(rows[order], np.arange(count + 1))
 
     @override
@@ -81,28 +81,12 @@ class PackedRows(Rows):
             found = whole[: self._length]
             part = slice(used, used + len(found))
             tokens[part], learn[part], positions[part] = found, found >= 0, np.arange(len(found))
-            learn[used] = False  # it would be predicted from the previous record
+            learn[used] &= not used  # it would be predicted from the previous record
             used += len(found)
         positions[used:] = np.arange(self._length - used)
-        return _batch(tokens, learn) | {"position_ids": torch.from_numpy(positions)}
-
-
-class PaddedRows(Rows):
-    """One record per row, followed by padding."""
-
-    def __init__(self, store: TokenStore, records: Whole, length: int, pad: int) -> None:
-        super().__init__(store, records, length, len(records), int(np.minimum(store.lengths[records], length).sum()))
-        self._pad = pad
-
-    @override
-    def __getitem__(self, row: int) -> Batch:
-        tokens = np.full(self._length, self._pad, dtype=np.int32)
-        learn = np.zeros(self._length, dtype=bool)
-        found = self._store.tokens(self._records[row : row + 1])[0][: self._length]
-        tokens[: len(found)], learn[: len(found)] = found, found >= 0
-        mask = torch.zeros(self._length, dtype=torch.long)
-        mask[: len(found)] = 1
-        return _batch(tokens, learn) | {"attention_mask": mask}
+        if self._packs:
+            return _batch(tokens, learn) | {"position_ids": torch.from_numpy(positions)}
+        return _batch(tokens, learn) | {"attention_mask": (torch.arange(self._length) < used).long()}
 
 
 def packed(lengths: Whole, room: int) -> Whole:

@@ -85,8 +85,7 @@ class ShuffledLoader(DataLoader[Batch]):
             raise ValueError(f"data.batch_size={batch_size} is more than there are sequences for training, {count}.")
         step = batch_size * accumulate
         self._order = _Order(count, seed, dropped=count % (step if count >= step else batch_size))
-        self._samples = 0
-        self._resumed = False
+        self._size, self._samples, self._resumed = batch_size, 0, False
         super().__init__(rows, batch_size, sampler=self._order, drop_last=True, num_workers=num_workers)
 
     @override
@@ -100,24 +99,23 @@ class ShuffledLoader(DataLoader[Batch]):
             self._samples += self._size
             yield batch
 
-    @property
-    def _size(self) -> int:
-        assert self.batch_size is not None
-        return self.batch_size
-
     def state_dict(self) -> dict[str, Any]:
-        order, batches = self._order, self._samples // self._size
+        order = self._order
         return {
-            "epoch": order.epoch, "batches": batches, "samples": self._samples, "seed": order.seed, "rows": order.rows
-        }  # fmt: skip
+            "epoch": order.epoch,
+            "samples": self._samples,
+            "size": self._size,
+            "seed": order.seed,
+            "rows": order.rows,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the samples that were taken, also with another batch size; warn if their order was another."""
         order = self._order
-        order.epoch, self._samples = state["epoch"], state.get("samples", state["batches"] * self._size)
+        order.epoch, self._samples = state["epoch"], state["samples"]
         self._resumed = len(order) - self._samples >= self._size  # otherwise the epoch was complete
-        rows, seed = state.get("rows", order.rows), state.get("seed", order.seed)
-        is_within = state["batches"] and rows - self._samples >= self._samples // state["batches"]
+        rows, seed = state["rows"], state["seed"]
+        is_within = 0 < self._samples <= rows - state["size"]
         if is_within and (rows, seed) != (order.rows, order.seed):
             warn(
                 f"{PREFIX}the checkpoint was written within an epoch over {plural(rows, 'sequence')} in the order of "
@@ -129,11 +127,8 @@ class ShuffledLoader(DataLoader[Batch]):
 
 class _Order(Sampler[int]):
     def __init__(self, rows: int, seed: int, dropped: int) -> None:
-        self.rows = rows
-        self.dropped = dropped
-        self.seed = seed
-        self.epoch = -1
-        self.skip = 0
+        self.rows, self.seed, self.dropped = rows, seed, dropped
+        self.epoch, self.skip = -1, 0
 
     def __len__(self) -> int:
         return self.rows - self.dropped

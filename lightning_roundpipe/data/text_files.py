@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_roundpipe.data.encoding import PLAIN, Encoder, learnt
 from lightning_roundpipe.data.records import Fields
-from lightning_roundpipe.data.rows import JoinedRows, PackedRows, PaddedRows, Rows
+from lightning_roundpipe.data.rows import JoinedRows, Rows, WholeRows
 from lightning_roundpipe.data.sequences import Batch, ShuffledLoader, batches_of_step, check_sizes
 from lightning_roundpipe.data.token_store import TokenStore, Whole, open_store
 from lightning_roundpipe.messages import PREFIX, plural
@@ -128,14 +128,13 @@ class TextFiles(LightningDataModule):
         if not self._split:
             source, held_out = self._sources()
             if held_out is None:
+                held_out = source
                 training, validation = self._divided(source)
-                parts = [("training", source, training), ("validation", source, validation)]
             else:
-                parts = [
-                    (name, store, np.arange(len(store)))
-                    for name, store in (("training", source), ("validation", held_out))
-                ]
-            self._split = [self._laid_out(*part) for part in parts]
+                training, validation = np.arange(len(source)), np.arange(len(held_out))
+            self._split = [
+                self._laid_out("training", source, training), self._laid_out("validation", held_out, validation)
+            ]  # fmt: skip
 
     @override
     def train_dataloader(self) -> ShuffledLoader:
@@ -201,8 +200,9 @@ class TextFiles(LightningDataModule):
             rows = JoinedRows(store, records, self.sequence_length)
         else:
             records, changed = self._fitting(store, records)
-            kind = PackedRows if self.rows == "packed" else PaddedRows
-            rows = kind(store, records, self.sequence_length, self._padding())
+            pads = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+            pad = next(token for token in pads if token is not None)  # nothing reads it; other programs look for it
+            rows = WholeRows(store, records, self.sequence_length, pad, packs=self.rows == "packed")
         if not len(rows):
             raise ValueError(f"data.sequence_length={self.sequence_length} is longer than all text for {purpose}.")
         _tell(
@@ -229,20 +229,13 @@ class TextFiles(LightningDataModule):
             )
         if self.too_long == "drop":
             return np.setdiff1d(records, long), f"without {which}"
-        for record in long:
-            [tokens] = store.tokens(np.array([record]))
+        for record, [tokens] in ((record, store.tokens(np.array([record]))) for record in long):
             if not learnt(tokens[: self.sequence_length]):
                 raise ValueError(
                     f"data.too_long='truncate' leaves nothing to be learnt of {store.place(record)}: its prompt alone "
                     f"takes data.sequence_length={self.sequence_length}. Raise that, or set data.too_long=drop."
                 )
         return records, f"truncated: {which}"
-
-    def _padding(self) -> int:
-        """Return the padding token. Any would do, as nothing reads it; other programs look for this one."""
-        return next(
-            (token for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if token is not None), 0
-        )
 
 
 def _loaded(tokenizer: PreTrainedTokenizerBase | str | Path | None) -> PreTrainedTokenizerBase:

@@ -1,35 +1,36 @@
-"""Tokens of files, made once and cached on disk by ``datasets``, and read by record number.
+"""Tokens of files: read and tokenised once by ``datasets``, which caches them on disk, and read by record number.
 
 Rows can be laid out, shuffled, counted and resumed only if the lengths of all records are known, which requires
-tokenising them all. So this happens first, file after file, which also finds every bad record before training. The
-tokens are mapped into memory, never read as a whole. The fingerprint hashes what they were made from: files with sizes
-and times, the tokenizer, how records are read, and what is learnt of them.
+tokenising them all. So this happens first, file after file, which also finds bad records before training. The tokens
+are mapped into memory, never read as a whole.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_roundpipe.data.encoding import CannotEncode, Encoder, NoTemplate, Tokens
+from lightning_roundpipe.data.encoding import Encoder, Tokens
 from lightning_roundpipe.data.records import BadRecord, Fields, Text
-from lightning_roundpipe.data.sources import KINDS, find_sources, read_records
-from lightning_roundpipe.messages import plural
+from lightning_roundpipe.messages import first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_FORMAT = 3
+_FORMAT = 4
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+_KINDS = ".jsonl, .json, .parquet or .txt"
+_LINES = 20_000
+"""Lines of a text that are tokenised at once: long texts cost tokenizers time and memory."""
 _NAMED = 10
-"""Most reasons that an error names, each with its first record. Further ones are counted."""
+"""Most reasons that an error names, each with its first record."""
 
 Whole = npt.NDArray[np.int64]
 
@@ -41,16 +42,17 @@ class TokenStore:
         table: their tokens, and what is known of each.
         files: how many files they come from.
         others: names of files beside them that are not read.
+        unread: names of the records' fields that are not read.
 
     Attributes:
         lengths: tokens of each record.
     """
 
-    def __init__(self, table: Dataset, files: int, others: Sequence[str]) -> None:
+    def __init__(self, table: Dataset, files: int, others: Sequence[str], unread: Sequence[str]) -> None:
         import pyarrow.compute as pc
 
         self._table = table.with_format("numpy", columns=["tokens"])
-        self.files, self.others = files, others
+        self.files, self.others, self.unread = files, others, unread
         self.lengths: Whole = pc.list_value_length(table.data.column("tokens")).to_numpy().astype(np.int64)
 
     def __len__(self) -> int:
@@ -64,14 +66,8 @@ class TokenStore:
         """Return one of ``digest``, ``largest`` and ``prompt`` of all records."""
         return self._table.data.column(name).to_numpy()
 
-    @property
-    def unread(self) -> list[str]:
-        """Names of the records' fields that are not read."""
-        names = cast(list[str], self._table.unique("unread"))
-        return sorted({field for record in names for field in json.loads(record)})
-
     def place(self, record: int) -> str:
-        """Return file and line (or number) of a record, for messages."""
+        """Return file and number of a record, for messages."""
         return str(self._table.data.column("place")[int(record)].as_py())
 
 
@@ -91,114 +87,135 @@ def open_store(path: Path, setting: str, fields: Fields, encoder: Encoder, folde
     """
     if not path.exists():
         raise FileNotFoundError(
-            f"{setting}={str(path)!r} is not there. Name a file that ends in {KINDS}, or a folder of such."
+            f"{setting}={str(path)!r} is not there. Name a file that ends in {_KINDS}, or a folder of such."
         )
-    sources, others = find_sources(path, setting)
+    found = [path] if path.is_file() else [*_files(path, setting)]
+    sources = [file for file in found if file.is_dir() or file.suffix in _BUILDERS]
     if not sources:
         raise FileNotFoundError(
-            f"{setting}={str(path)!r} holds no file that ends in {KINDS}. Name such a file or a folder."
+            f"{setting}={str(path)!r} holds no file that ends in {_KINDS}. Name such a file or a folder."
         )
     import datasets  # takes two seconds
 
     root = path if path.is_dir() and path not in sources else path.parent
-    names = {source: str(source.relative_to(root)) for source in sources}
-    features = datasets.Features(
-        tokens=datasets.List(datasets.Value("int32")),
-        place=datasets.Value("string"),
-        digest=datasets.Value("int64"),
-        largest=datasets.Value("int32"),
-        prompt=datasets.Value("bool"),
-        unread=datasets.Value("string"),
-    )
     bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
+    tables, unread = [], set[str]()
     try:
-        table = datasets.Dataset.from_generator(
-            partial(_examples, names, setting, fields, encoder),
-            features,
-            str(folder),
-            fingerprint=_fingerprint(sources, root, fields, encoder),
-            writer_batch_size=100,  # pieces of long texts are large
-        )
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise error.__cause__ or error from None
+        for source in sources:
+            name = str(source.relative_to(root))
+            records = _read(source, f"{setting}: {name}", folder)
+            unread |= set(records.column_names) - fields.known
+            tables.append(_tokenised(records, source.suffix == ".txt", name, setting, fields, encoder))
     finally:
         if not bars:
             datasets.enable_progress_bars()
-    return TokenStore(table, len(sources), [str(file.relative_to(root)) for file in others])
+    others = [str(file.relative_to(root)) for file in found if file not in sources]
+    return TokenStore(datasets.concatenate_datasets(tables), len(sources), others, sorted(unread))
 
 
-def _fingerprint(sources: Sequence[Path], root: Path, fields: Fields, encoder: Encoder) -> str:
-    """Return a hash of everything that the tokens depend on."""
-    files = [file for source in sources for file in ([source] if source.is_file() else sorted(source.rglob("*")))]
-    stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
-    everything = [_FORMAT, str(root.absolute()), stats, fields.settings, encoder.settings]
-    return hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:32]
+def _files(folder: Path, setting: str) -> Iterator[Path]:
+    """Yield the files below ``folder``, sorted, and the folders that ``Dataset.save_to_disk`` wrote."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+        raise ValueError(
+            f"{setting}: {str(folder)!r} holds a DatasetDict of {', '.join(splits) or 'nothing'}. Name the folder of "
+            f"one split, such as {str(folder / (splits or ['train'])[0])!r}; data.validation_path takes another."
+        )
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        yield folder
+        return
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_file():
+            yield entry
+        elif entry.is_dir() and not entry.is_symlink():
+            yield from _files(entry, setting)
 
 
-def _examples(names: dict[Path, str], setting: str, fields: Fields, encoder: Encoder) -> Iterator[dict[str, Any]]:
-    """Yield each record's tokens. All records are read once before, which is fast compared with tokenising.
+def _read(source: Path, where: str, folder: Path) -> Dataset:
+    """Return the records of a file or saved folder; the lines of a text."""
+    import datasets
+
+    try:
+        if source.is_dir():
+            found: Any = datasets.load_from_disk(str(source))
+        else:
+            lines = {"keep_linebreaks": True} if source.suffix == ".txt" else {}
+            found = datasets.load_dataset(
+                _BUILDERS[source.suffix], data_files=str(source), split="train", cache_dir=str(folder), **lines
+            )
+        len(found) and found[len(found) - 1]
+    except Exception as error:  # of many types, for a broken file
+        cause = error.__cause__ or error
+        raise ValueError(f"{where} cannot be read ({first_line(cause)}). Correct it, or save it again.") from error
+    if not len(found):
+        raise ValueError(f"{where} holds no record. Correct it, or save it again.")
+    return found
+
+
+def _tokenised(records: Dataset, is_text: bool, name: str, setting: str, fields: Fields, encoder: Encoder) -> Dataset:
+    """Return the tokens of a file's records, or of the pieces of its text."""
+    import datasets
+
+    made_from = [_FORMAT, records._fingerprint, name, is_text, fields.format, fields.names, encoder.settings]
+    return records.map(
+        partial(_encoded, fields, encoder, len(records) if is_text else None, name, setting),
+        with_indices=True,
+        batched=True,
+        batch_size=_LINES if is_text else 1000,
+        remove_columns=records.column_names,
+        features=datasets.Features(
+            tokens=datasets.List(datasets.Value("int32")),
+            place=datasets.Value("string"),
+            digest=datasets.Value("int64"),
+            largest=datasets.Value("int32"),
+            prompt=datasets.Value("bool"),
+        ),
+        writer_batch_size=100,  # pieces of long texts are large
+        new_fingerprint=hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32],
+    )
+
+
+def _encoded(
+    fields: Fields,
+    encoder: Encoder,
+    lines: int | None,
+    name: str,
+    setting: str,
+    columns: dict[str, list[Any]],
+    indices: list[int],
+) -> dict[str, list[Any]]:
+    """Return the tokens of some records; or of one piece of a text that has ``lines`` lines in all.
 
     Raises:
         ValueError: records are invalid.
     """
-    complaints = _Complaints(setting)
-    for source, name in names.items():
-        for record in read_records(source, fields):
-            complaints.records += 1
-            if isinstance(record, BadRecord):
-                complaints.add(f"{name} {record.place}", record.reason)
-    complaints.end()
-    for source, name in names.items():
-        for record in read_records(source, fields):
-            assert not isinstance(record, BadRecord), "checked before"
-            place = f"{name} {record.place}"
-            try:
-                tokens = encoder.encode(record.content)
-            except NoTemplate as error:  # all other records would fail too
-                raise ValueError(
-                    f"{setting}: {place}: {error}. Set data.chat_template to plain or to a file with a template, or "
-                    "data.tokenizer to a tokenizer that has one."
-                ) from None
-            except CannotEncode as error:
-                complaints.add(place, str(error))
-                continue
-            yield {
-                "tokens": tokens,
-                "place": place,
-                "digest": int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), signed=True),
-                "largest": int(np.maximum(tokens, ~tokens).max(initial=0)),
-                "prompt": not isinstance(record.content, Text),
-                "unread": json.dumps(sorted(record.unread)),
-            }
-    complaints.end()
-
-
-class _Complaints:
-    """Collects the errors of records, to report them together."""
-
-    def __init__(self, setting: str) -> None:
-        self._setting = setting
-        self._first: dict[str, str] = {}
-        self._count: Counter[str] = Counter()
-        self.records = 0
-
-    def add(self, place: str, reason: str) -> None:
-        if reason not in self._first and len(self._first) >= _NAMED:
-            reason = ""
-        self._first.setdefault(reason, place)
-        self._count[reason] += 1
-
-    def end(self) -> None:
-        """Raise ``ValueError`` if there were errors."""
-        if not self._count:
-            return
-        named = []
-        for reason, place in self._first.items():
-            others = f" and {self._count[reason] - 1:,} more" if self._count[reason] > 1 else ""
-            named.append(f"{place}{others}: {reason}" if reason else f"and {self._count[reason]:,} for other reasons")
-        bad = self._count.total()
+    items: list[Any] = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    if lines is not None:
+        items = [Text("".join(columns["text"]), first=indices[0] == 0, last=indices[-1] == lines - 1)]
+    rows: dict[str, list[Any]] = {key: [] for key in ("tokens", "place", "digest", "largest", "prompt")}
+    bad: dict[str, list[int]] = {}
+    for index, item in zip(indices, items, strict=False):
+        try:
+            content = item if lines is not None else fields.read(item)
+            tokens = encoder.encode(content)
+        except BadRecord as error:
+            bad.setdefault(str(error), []).append(index + 1)
+            continue
+        rows["tokens"].append(tokens)
+        rows["place"].append(f"{name} record {index + 1}" if lines is None else f"{name} line {index + 1}")
+        rows["digest"].append(int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), signed=True))
+        rows["largest"].append(int(np.maximum(tokens, ~tokens).max(initial=0)))
+        rows["prompt"].append(not isinstance(content, Text) or bool(content.prompt))
+    if bad:
+        named = [
+            f"record {numbers[0]:,}{f' and {len(numbers) - 1:,} more' if len(numbers) > 1 else ''}: {reason}"
+            for reason, numbers in [*bad.items()][:_NAMED]
+        ]
+        more = "; and others" if len(bad) > _NAMED else ""
         raise ValueError(
-            f"{self._setting}: {bad:,} of {plural(self.records, 'record')} cannot be used: {'; '.join(named)}. Correct "
-            f"or remove {'it' if bad == 1 else 'them'}."
+            f"{setting}: {name} has records that cannot be used: {'; '.join(named)}{more}. Correct or remove them."
         )
+    return rows

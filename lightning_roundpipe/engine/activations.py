@@ -89,8 +89,6 @@ class Activations:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, HostTensor]] = {}
         self._here: dict[int, _Here] = {}
         """What has been brought for calls on the worker that it is on, or moves to next."""
-        self.nbytes = 0
-        """Of what has been saved."""
 
     def save(self, tensor: Tensor, home: Device | None) -> HostTensor:
         """Return the values that ``tensor`` has now, on the host.
@@ -106,16 +104,11 @@ class Activations:
         saved = download(tensor, home, self._recorder, self._microbatch, self._staging)
         if not tensor.is_inference():
             self._known[id(tensor)] = weakref.ref(tensor), version, saved
-        self.nbytes += saved.nbytes
         return saved
 
     def forget_dead(self) -> None:
         """Forget what was saved of tensors that are no more, in a step that calls layers again and again."""
         self._known = {key: known for key, known in self._known.items() if known[0]() is not None}
-
-    def bring(self, saved: HostTensor, device: Device) -> Arriving:
-        """Enqueue a copy of a saved tensor to ``device``, for good [2]."""
-        return upload(saved, device, self._recorder, self._microbatch)
 
     def send(self, tensor: Tensor, home: Device, to: Device | None, made: Event | None = None) -> HostTensor | Tensor:
         """Return a tensor that nobody writes to, or begin to copy it to the host if it is needed elsewhere.
@@ -138,7 +131,9 @@ class Activations:
     def move(self, tensor: Tensor, home: Device, to: Device) -> Arriving:
         """Enqueue a copy of ``tensor``, which nobody writes to, from ``home`` to another device, through the host."""
         sent = self.send(tensor, home, to)
-        return self.bring(sent, to) if isinstance(sent, HostTensor) else Arriving(sent, None)
+        if isinstance(sent, HostTensor):
+            return upload(sent, to, self._recorder, self._microbatch)
+        return Arriving(sent, None)
 
     def bring_ahead(self, saved: Iterable[HostTensor], device: Device, room: Room, *, lent: bool = True) -> None:
         """Begin to bring what the next call on ``device`` needs, as far as there is room [3]."""

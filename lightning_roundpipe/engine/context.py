@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from threading import local
 
+from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.executor import Executor
@@ -104,6 +105,9 @@ class StepSpec:
         overlaps: whether its backward may go on beside the next step.
         undisturbed: whether no update was writing to masters when it began.
         updates: the optimizer's thread; None if gradients go to ``.grad``.
+        weights: how much the microbatches count; also says how many there are.
+        measures: whether a plan is to be made from it.
+        ahead: whether a stage is recomputed before the gradients of its last call are there.
         thread_state: torch's modes of the thread that began it.
         recorder: records calls and copies.
         scope: carries its first error to all its threads.
@@ -116,6 +120,9 @@ class StepSpec:
     overlaps: bool
     undisturbed: bool
     updates: AsyncOptimizer | None
+    weights: LossWeights
+    measures: bool
+    ahead: bool
     thread_state: TorchThreadState
     recorder: Recorder
     scope: CancelScope

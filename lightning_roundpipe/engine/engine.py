@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_roundpipe.batches.logs import LogRecorder
 from lightning_roundpipe.batches.weights import LossWeights
-from lightning_roundpipe.config import Options, RoundPipeError
+from lightning_roundpipe.config import Options
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.engine.alloc_retries import Retries
 from lightning_roundpipe.engine.compiling import forwards_of
 from lightning_roundpipe.engine.context import Context, Learned
 from lightning_roundpipe.engine.evaluation import Evaluations
@@ -46,7 +45,7 @@ from lightning_roundpipe.updates.loss_handle import StepGradients
 from lightning_roundpipe.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.user_code.host_metrics import HostMetrics
 from lightning_roundpipe.user_code.interception import Interceptor, intercepted, without_caches
-from lightning_roundpipe.user_code.module_state import AttributeView, SharedAttributes, observed_writes
+from lightning_roundpipe.user_code.module_state import SharedAttributes, observed_writes
 from lightning_roundpipe.user_code.thread_state import thread_locals_of
 
 
@@ -60,7 +59,6 @@ class MicrobatchResult:
         weight: how much the loss counts.
         differentiable: whether the loss requires grad.
         logs: what it has logged.
-        state: what it has set on modules; None if it was the only microbatch.
     """
 
     output: Any
@@ -68,7 +66,6 @@ class MicrobatchResult:
     weight: float
     differentiable: bool
     logs: LogRecorder
-    state: AttributeView | None
 
 
 @dataclass
@@ -118,8 +115,6 @@ class Engine:
         self.structure = Structure(module, [layer.module for layer in model.layers])
         self.hints = Hints(inform)
         self.hints.of_cuts(found)
-        if compiler.compiled:
-            self.hints.of_compiled(model.layers)
         self.windows_left: Callable[[], float] = lambda: 0.0
         self.within_window: Callable[[], bool] = lambda: False
         self.weights_uploaded = 0
@@ -153,7 +148,6 @@ class Engine:
         self._interceptors = [Interceptor(layer) for layer in model.layers]
         self._accumulators = Accumulators()
         self._metrics = HostMetrics(module if pool.accelerator is not None else nn.Module())
-        self._retries = Retries(devices, self.hints)
         self._planner = Planner(self.context, self.hints, lambda: self.windows_left())
         self._trained = model.trainable()
         self._step_in_flight: Step | None = None
@@ -195,11 +189,12 @@ class Engine:
             factor with which `AsyncOptimizer` takes them.
         """
         self._prepare(zero_grad=zero_grad)
-        context, several = self.context, len(functions) > 1
+        context = self.context
         overlaps = self._may_overlap
         if not overlaps or (self._step_in_flight is not None and self._step_in_flight.spec.scope.failed):
             self._drain()
-        step = Step(context, seed, weights, self.updates, self._step_in_flight, overlaps=overlaps)
+        plan, before = self.learned.plan, self._step_in_flight
+        step = Step(context, seed, weights, self.updates, before, overlaps=overlaps, plan=plan)
         context.gradients.pool.keeps = step.plan is not None or not self.options.overlap or self.learned.in_order
         caller = CallerRandomState(self.worker_pool.devices)
         switched_off = self._set_up()
@@ -222,34 +217,11 @@ class Engine:
                 result = self._result_of(runs, step, None)
                 self._metrics.bring_to_host()
             self.hints.after_step(switched_off)
-            if not several and len(self.worker_pool.workers) > 1:
+            if len(functions) == 1 and len(self.worker_pool.workers) > 1:
                 self.hints.of_one_microbatch(len(self.worker_pool.workers))
-            learned = self.learned
-            if (
-                several
-                and not learned.in_order
-                and (buffer := next((r.mode.met_buffer for r in runs if r.mode.met_buffer), ""))
-            ):
-                late = "which this window is the first to do, " if step.plan is not None else ""
-                self._drain()
-                self._planner.run_in_order(
-                    f"{buffer} changes in calls of its layer, and code between layers reads or writes it, {late}and "
-                    "what is in it depends on their order",
-                    "leave plan out.",
-                )
-            elif (
-                step.plan is None
-                and self.options.overlap
-                and not learned.in_order
-                and all(r.loss is not None for r in runs)
-            ):
-                share = self.updates is not None and not self.options.staleness and context.exchange is None
-                self._planner.plan_from([run.made for run in runs], step.spec.recorder, share=share)
-                context.randomness.learning = False
-            if step.late:
-                self._refuse_late(step)
+            self._planner.learn(step, self._drain)
             self._given = step.gradients
-            if self.updates is not None and step.gradients is not None and not step.late:
+            if self.updates is not None and step.gradients is not None:
                 self.updates.offer(step.gradients)
         except Exception as error:
             failed = next((run.index for run in runs if run.error is error), 0)
@@ -259,32 +231,7 @@ class Engine:
         finally:
             if not (step.spec.overlaps and step.gradients is not None):
                 self._drain()
-        if step.late:
-            self.enable_async_optimizer(None)  # until the engine is set up again, before the next batch
         return result
-
-    def _refuse_late(self, step: Step) -> None:
-        """Raise if the step's late parameters cannot be trained from here on.
-
-        Raises:
-            RoundPipeError: an option needs to know all parameters before the step, or microbatches have computed with
-                a parameter that others have replaced.
-        """
-        registered = f"training_step registered parameter {self.model.name_of(step.late[0])!r}"
-        if self.options.staleness or self.context.exchange is not None:
-            why = "with staleness=1" if self.options.staleness else "on several machines"
-            raise RoundPipeError(
-                f"{registered} and computes with it, which is not possible {why}: the optimizer knows its parameters "
-                "before a step. Register it between steps, for example in on_train_batch_start."
-            )
-        assert step.gradients is not None
-        now = set(map(id, self.model.module.parameters()))
-        gone = [p for p in step.gradients.masters if id(p) not in now]
-        if step.spec.several and gone:
-            raise RoundPipeError(
-                f"{registered} and replaced {self.model.name_of(gone[0])!r}, with which other microbatches have "
-                "computed. Replace it between steps, for example in on_train_batch_start, or set overlap=False."
-            )
 
     @interrupts_deferred()
     @remedied()
@@ -308,11 +255,12 @@ class Engine:
                 context.randomness.learning = True
                 context.attributes.begin()
                 try:
-                    output = step.run_alone(function)
+                    step.run([function], in_order=True)
                 finally:
                     host = CallerRandomState([])
                     devices.restore()
                     host.restore()
+                output = step.runs[0].output
                 self.model.buffers.settle()
                 self.model.buffers.take_history()
             self._end(step)
@@ -326,7 +274,7 @@ class Engine:
         """Return what the microbatches have given, with modules as the last one has left them."""
         shared, buffers = self.context.shared, self.model.buffers.take_history()
         shared.show(None)
-        results = [MicrobatchResult(r.output, r.loss, r.weight, r.differentiable, r.logs, r.kept) for r in runs]
+        results = [MicrobatchResult(r.output, r.loss, r.weight, r.differentiable, r.logs) for r in runs]
         result = WindowResult(results, step.finish() if error is None else None, error)
         kept = [run.kept for run in runs if run.kept is not None]
         if kept:
@@ -432,8 +380,7 @@ class Engine:
             self.updates.leave(step.spec.scope)
         if not failed:
             self._count_uploads(step.spec.recorder)
-            self._retries.after_step(step.plan, step.retries)
-            self._report = report_of(step, self._retries.last, self.weights_uploaded)
+            self._report = report_of(step, self.weights_uploaded)
         step.release()
 
     def _set_up(self) -> list[str]:

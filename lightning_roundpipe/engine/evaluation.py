@@ -28,6 +28,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.arguments import collect, is_box
 from lightning_roundpipe.engine.context import Context, StepSpec
@@ -44,22 +46,21 @@ from lightning_roundpipe.engine.executor import LayerCall, Run
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.randomness import CallerRandomState
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.surrounding_modes import Surroundings
-from lightning_roundpipe.engine.sync import Cancelled, CancelScope, Runner, Signal
+from lightning_roundpipe.engine.step_slots import StepSlots
+from lightning_roundpipe.engine.sync import Cancelled, CancelScope, Runner
 from lightning_roundpipe.engine.trace import Trace, TracedCall
 from lightning_roundpipe.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.faults.notes import remedied
-from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
-from lightning_roundpipe.planning.costs import Phase
-from lightning_roundpipe.planning.forward_plan import ForwardPlan, plan_forward
+from lightning_roundpipe.planning.forward_plan import plan_forward
 from lightning_roundpipe.planning.memory import BESIDE
+from lightning_roundpipe.planning.schedule import Stage
 from lightning_roundpipe.threads.task_thread import Task
-from lightning_roundpipe.user_code.interception import Interceptor, calling, intercepted
+from lightning_roundpipe.user_code.interception import Interceptor, intercepted
 from lightning_roundpipe.user_code.mode import DATA, UserCodeMode
 from lightning_roundpipe.user_code.module_state import AttributeView, SharedAttributes, observed_writes
 from lightning_roundpipe.user_code.thread_state import apply_context
-from lightning_roundpipe.user_code.writes import IN_PLACE
+from lightning_roundpipe.user_code.torch_functions import IN_PLACE
 
 
 class Kind(NamedTuple):
@@ -80,66 +81,6 @@ class Kind(NamedTuple):
             call.forward_s = min(call.forward_s, *times)
 
 
-class Round:
-    """The slots that some batches share.
-
-    Args:
-        context: the engine's parts.
-        spec: what is fixed for these batches.
-        batches: their numbers.
-        trace: the calls of the plan.
-        plan: the stages; None if each call has a slot of its own.
-    """
-
-    weights = LossWeights(None, [1], [0])
-    ahead = measures = False
-
-    def __init__(
-        self, context: Context, spec: StepSpec, batches: range, trace: Trace | None = None,
-        plan: ForwardPlan | None = None,
-    ) -> None:  # fmt: skip
-        self.spec, self.batches, self.trace = spec, batches, trace
-        self._context = context
-        self._positions = plan.stage_of_forward if plan is not None else {}
-        self.slots: list[Slot] = []
-        workers = context.pool.workers
-        calls = trace.calls if trace is not None else []
-        for span in plan.forward if plan is not None else ():
-            layers = {call.layer.index: call.layer for call in calls[span.first : span.last + 1]}
-            index = next(context.slots)
-            slot = Slot(
-                index, index % len(workers), "forward", span.calls(), list(layers.values()), {}, batches, spec.version,
-                spec.recorder, spec.scope,
-            )  # fmt: skip
-            self.slots.append(slot)
-            workers[slot.worker].add(slot)
-
-    def forward_slot(self, microbatch: int, call: int) -> int:
-        return self._positions[call]
-
-    def on_demand(
-        self, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None, microbatch: int, worker: int
-    ) -> Slot:
-        spec = self.spec
-        return Slot(-1, worker, phase, [call], [layer], {}, [microbatch], spec.version, spec.recorder, spec.scope)
-
-    def give_up_turns(self, batches: range) -> None:
-        """Give up the turns of batches. The caller holds the baton."""
-        for batch in batches:
-            for slot in self.slots:
-                self._context.pool.workers[slot.worker].turns.leave(slot, batch)
-
-    # What a microbatch with a tape asks.
-
-    def backward_slot(self, microbatch: int, call: int) -> int | None: ...
-
-    def sums_of(self, layer: HostLayer, use: int, microbatch: int | None) -> HostGradSums | None: ...
-
-    def give_up(self, slot: Slot) -> None: ...
-
-    def microbatch_ended(self) -> None: ...
-
-
 class Batch(Microbatch):
     """A batch of an evaluation.
 
@@ -147,36 +88,32 @@ class Batch(Microbatch):
 
     Args:
         flight: those that it is among.
-        round_: the slots that it runs in.
+        layout, slots: the slots of its round.
         index: its number.
         before: the batch before, if any is in flight.
 
     Attributes:
-        over: for each section of user code, reached when it is over; the last one with the batch, and those before it.
         alone: whether it has done what only a batch alone may do [3].
         failure: what its step has raised.
         done: ends of what it has enqueued on devices.
         around: the context variables of its step.
     """
 
-    def __init__(self, flight: Flight, round_: Round, index: int, before: Batch | None) -> None:
+    def __init__(
+        self, flight: Flight, layout: StepSlots, slots: Sequence[Slot], index: int, before: Batch | None
+    ) -> None:
         self._flight, self._before = flight, before
-        super().__init__(flight.context, round_, index, round_.slots, None)
-        calls = len(round_.trace.calls) if round_.trace is not None else 0
-        self.over = [*(Signal() for _ in range(calls)), self.ended]
+        super().__init__(flight.context, layout, index, before.begun if before is not None else None, slots)
+        self._phase = "evaluation"
         self.kept: AttributeView = AttributeView(flight.shared)
         self.alone = False
         self.failure: BaseException | None = None
         self.done: list[Event] = []
         self.around = contextvars.copy_context()
-        self._passed = 0
         self._in_place = self._writes = False
         self._given: defaultdict[int, list[Any]] = defaultdict(list)
         """Lists, dicts and objects that each layer was given."""
         self._used: set[Device] = set()
-
-    def _kind(self) -> str:
-        return "evaluation"
 
     def _user_code_mode(self) -> UserCodeMode:
         return _EvaluationUserCode(self.context, self.touched, self._aside)
@@ -192,68 +129,49 @@ class Batch(Microbatch):
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
-    def run_step(self, function: Callable[[], Any], finish: Callable[[], None]) -> None:
-        """Run the step. ``finish`` is called in its last section of user code."""
-        self._baton.acquire(self.runner)
-        try:
-            with calling(self), self._step.spec.thread_state.entered(), self.mode:
-                self._enter_user_code()
-                self._surroundings = Surroundings()
-                with self._noted():
-                    self.output = function()
-                finish()
-                for bucket in self.context.model.buckets if self._writes else ():
-                    bucket.refresh()
-                self.kept.end()
-                self.done = [device.compute.record() for device in self._used]
-        except Cancelled:
-            pass
-        except BaseException as error:
+    def _run(self, function: Callable[[], Any]) -> None:
+        with working(self), self.spec.thread_state.entered(), self.mode:
+            self.output = self._run_user_code(function)
+            for bucket in self.context.model.buckets if self._writes else ():
+                bucket.refresh()
+            self.kept.end()
+            self.done = [device.compute.record() for device in self._used]
+
+    def _fail(self, error: BaseException, predecessors: Sequence[Microbatch]) -> None:
+        if not isinstance(error, Cancelled):
             self.failure = error
-        finally:
-            self._end()
 
     def _end(self) -> None:
+        """End behind the batches before."""
         try:
-            self._close_section()
-            self._leave(len(self._slots))
-            self._pass(len(self.over) - 1)
-            self._wait_for_section(-1)
+            self._pass_on()
+            self._wait_for_before()
         except Cancelled:
             pass
         except BaseException as error:
-            self._step.spec.scope.fail(error)
+            self.spec.scope.fail(error)
         finally:
-            self._before = self._surroundings = None  # which knows the mode, and that this
+            self._before = None
             self._given.clear()
-            self._pass(len(self.over))
-            self._baton.release()
+            super()._end()
 
-    # -- sections of user code ----------------------------------------------------------------------------------------
+    def _pass_on(self) -> None:
+        """Let the batches behind go on."""
+        self._leave(len(self._slots))
+        self._close_section()
+        self.begun.set()
+        self.trail.leave(math.inf)
 
-    def _wait_for_section(self, section: int) -> None:
-        """Wait until the batches before have left a section. One that makes no more calls has, and others may not."""
-        before = self._before
-        while before is not None:
-            if not (signal := before.over[section]).is_set:
-                self._baton.wait(self.runner, signal.then)
-            before = before._before
+    def _wait_for_before(self) -> None:
+        if self._before is not None:
+            self._baton.wait(self.runner, self._before.ended.then)
 
     def _enter_user_code(self, behind: int | None = None) -> None:
-        """Enter a section when the batches before have left it [1], without a turn if it is the last one [2]."""
-        if self._next == len(self.over) - 1:
+        """Enter a section, the last one without a turn, and when the batch before has ended [2]."""
+        if not self.ended_early:
             self._leave(len(self._slots))
-        self._wait_for_section(self._next)
+            self._wait_for_before()
         super()._enter_user_code()
-
-    def _leave_user_code(self) -> None:
-        super()._leave_user_code()
-        self._pass(self._next)
-
-    def _pass(self, sections: int) -> None:
-        for signal in self.over[self._passed : sections]:
-            signal.set()
-        self._passed = max(self._passed, sections)
 
     def be_alone(self) -> None:
         """Wait until nothing else is in flight [3]. User code calls this."""
@@ -261,13 +179,11 @@ class Batch(Microbatch):
             return
         self.alone = True
         self._flight.close()
-        self._leave(len(self._slots))
-        self._close_section()
-        self._pass(len(self.over) - 1)
-        self._wait_for_section(-1)
+        self._pass_on()
+        self._wait_for_before()
         for slot in self._flight.slots():
             self._baton.wait(self.runner, slot.sent.then)
-        self._step, self._slots, self._at, self._left = self._flight.without_plan, [], -1, 0
+        self._layout, self._slots, self._at, self._left = self._flight.without_plan, [], -1, 0
         super()._enter_user_code()
 
     def may_exchange(self) -> bool:
@@ -309,12 +225,9 @@ class Batch(Microbatch):
             self._flight.close()
         return result, run
 
-    def _come_to_turn(self, layer: HostLayer) -> None:
-        """Do nothing: batches with such a layer run one by one."""
-
     def _is_other(self, layer: HostLayer) -> bool:
         """Return whether the plan does not have the next call."""
-        trace = self._step.trace
+        trace = self._layout.trace
         return trace is not None and trace.find(layer, self._next, taped=False) is None
 
     def _is_given_again(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -373,6 +286,21 @@ class _EvaluationUserCode(UserCodeMode):
         return super().__torch_function__(func, types, args, kwargs)
 
 
+@dataclass
+class Round:
+    """The slots that some batches share.
+
+    Attributes:
+        layout: makes them.
+        batches: the numbers of the batches.
+        slots: the slots, one for each stage of a plan.
+    """
+
+    layout: StepSlots
+    batches: range
+    slots: list[Slot] = field(default_factory=list)
+
+
 class Flight:
     """Batches that are in flight together, from the first to the last.
 
@@ -386,6 +314,7 @@ class Flight:
     Attributes:
         closed: whether no more may start [3].
         last: the batch that was started last.
+        without_plan: makes the slots of calls of a batch alone.
     """
 
     def __init__(
@@ -394,7 +323,6 @@ class Flight:
     ) -> None:  # fmt: skip
         self.context, self.known, self.in_place = context, known, in_place
         self.scope = CancelScope(lambda: context.pool.fail(self.scope))
-        self.caller = Runner(self.scope, -1)
         self.shared = known.shared if known is not None else SharedAttributes(context.model.module)
         self.shared.begin()
         self.shared.touched = context.attributes.touched
@@ -402,35 +330,41 @@ class Flight:
         self.last: Batch | None = None
         self.tasks: list[Task[None]] = []
         self._version, self._size, self._count = version, size, 0
-        self.without_plan = self._round(range(1 if known is None else 0))
-        self._rounds = [self.without_plan]
+        self.without_plan = self._layout()
+        self._rounds = [Round(self.without_plan, range(1 if known is None else 0))]
 
-    def _round(self, batches: range, plan: ForwardPlan | None = None) -> Round:
+    def _layout(self, trace: Trace | None = None) -> StepSlots:
         context = self.context
         spec = StepSpec(
             seed=(), first=0, version=self._version, several=True, overlaps=False, undisturbed=True, updates=None,
-            thread_state=context.thread_state(), recorder=Recorder(), scope=self.scope,
+            weights=LossWeights(None, [1], [0]), measures=False, ahead=False, thread_state=context.thread_state(),
+            recorder=Recorder(), scope=self.scope,
         )  # fmt: skip
-        return Round(context, spec, batches, self.known.trace if plan is not None and self.known else None, plan)
+        return StepSlots(context, spec, trace)
 
     def slots(self) -> list[Slot]:
         """Return the slots that may be open."""
         return [slot for round_ in self._rounds for slot in round_.slots]
 
-    def start(self, function: Callable[[], Any], finish: Callable[[], None]) -> Batch:
+    def start(self, function: Callable[[], Any]) -> Batch:
         """Start a batch. The caller holds the baton."""
         index, self._count = self._count, self._count + 1
-        if self.known is not None and index not in self._rounds[-1].batches:
-            self._add_round(self.known, index)
-        batch = self.last = Batch(self, self._rounds[-1], index, self.last)
-        work = functools.partial(batch.around.run, batch.run_step, function, finish)
+        begins = self.known is not None and index not in self._rounds[-1].batches
+        if begins:
+            self._add_round(index)
+        round_, before = self._rounds[-1], self.last
+        batch = self.last = Batch(self, round_.layout, round_.slots, index, before)
+        if begins and before is not None:
+            batch.follows = before.trail
         self.tasks = [task for task in self.tasks if not task.finished]
+        work = functools.partial(batch.around.run, batch.run, function)
         self.tasks.append(self.context.pool.thread(index % self._size).submit(work))
         return batch
 
-    def _add_round(self, known: Kind, first: int) -> None:
+    def _add_round(self, first: int) -> None:
         """Make the slots of the next batches, with the times that calls have taken so far."""
-        workers, calls = self.context.pool.workers, known.trace.calls
+        assert self.known is not None
+        workers, calls = self.context.pool.workers, self.known.trace.calls
         rooms = [w.planned.arena.buffer.numel() // BESIDE for w in workers if w.planned.arena.buffer is not None]
         nbytes = {call.layer.index: call.layer.nbytes for call in calls}
         plan = plan_forward(
@@ -438,18 +372,23 @@ class Flight:
             min(rooms, default=None),
         )  # fmt: skip
         batches = range(first, first + plan.round_batches(len(workers), self._size))
-        before, round_ = self.slots(), self._round(batches, plan)
-        for slot in round_.slots:  # with fewer stages than workers, rounds would run the same layers side by side
+        layout, before = self._layout(self.known.trace), self.slots()
+        stages = [Stage(position, "forward", span.first, span.last) for position, span in enumerate(plan.forward)]
+        slots = layout.lay_out(stages, batches)
+        for slot in slots:  # with fewer stages than workers, rounds would run the same layers side by side
             changing = [layer for layer in slot.layers if layer.mutable_buffers]
             slot.after = [other for other in before if any(map(other.has, changing))]
-        self._rounds.append(round_)
+        layout.enqueue()
+        self._rounds.append(Round(layout, batches, slots))
 
     def close_round(self) -> None:
         """Give up the turns of batches that are not started. Others make a new round. The caller holds the baton."""
         last = self._rounds[-1]
-        rest = range(max(self._count, last.batches.start), last.batches.stop)
-        last.batches = range(last.batches.start, min(self._count, last.batches.stop))
-        last.give_up_turns(rest)
+        started = max(self._count, last.batches.start)
+        for batch in range(started, last.batches.stop):
+            for slot in last.slots:
+                self.context.pool.workers[slot.worker].turns.leave(slot, batch)
+        last.batches = range(last.batches.start, min(started, last.batches.stop))
 
     def close(self) -> None:
         """Let no more batches start."""
@@ -459,9 +398,9 @@ class Flight:
     def forget(self, shown: float) -> Iterator[Recorder]:
         """Forget rounds whose batches have all ended; yield what was recorded of them."""
         for round_ in [r for r in self._rounds if r.batches.stop <= shown]:
-            if round_ is not self.without_plan or shown == math.inf:
+            if round_.layout is not self.without_plan or shown == math.inf:
                 self._rounds.remove(round_)
-                yield round_.spec.recorder
+                yield round_.layout.spec.recorder
 
 
 class Evaluations:
@@ -519,8 +458,13 @@ class Evaluations:
         batch = None
         with self._failing(), self._holding(flight):
             if not flight.closed:
-                batch = flight.start(function, self._finish)
+                batch = flight.start(lambda: self._finished(function))
         return batch
+
+    def _finished(self, function: Callable[[], Any]) -> Any:
+        output = function()
+        self._finish()
+        return output
 
     def close_round(self) -> None:
         """Give up the turns of batches that are not started, for which slots would wait."""
@@ -563,8 +507,8 @@ class Evaluations:
         if self._has_baton:
             yield
             return
-        pool = self._context.pool
-        pool.baton.acquire(flight.caller, lambda: pool.wait(flight.caller, flight.scope))
+        pool, caller = self._context.pool, Runner(flight.scope, -1)
+        pool.baton.acquire(caller, lambda: pool.wait(caller, flight.scope))
         try:
             yield
         finally:

@@ -11,6 +11,7 @@ import contextvars
 import functools
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrize
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.engine.activations import Arriving
 from lightning_roundpipe.engine.arguments import Arguments, Substitution, collect
@@ -31,7 +32,7 @@ from lightning_roundpipe.engine.process_state import changes
 from lightning_roundpipe.engine.randomness import Randomness, Seed
 from lightning_roundpipe.engine.shared_memory import sharing
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.sync import Baton, Runner
+from lightning_roundpipe.engine.sync import Baton, GivenUp, Runner
 from lightning_roundpipe.engine.trace import TracedCall
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.faults.notes import FaultPlace, noted
@@ -60,12 +61,11 @@ microseconds."""
 _NOTHING = contextlib.nullcontext()
 
 
+@dataclass(slots=True, eq=False)
 class LayerCall:
-    """A call of a layer, and what the tape keeps of it.
+    """A call of a layer, and what the tape keeps of it: all that the forward depended on, for the recomputation.
 
-    It has many attributes because a recomputation needs all that the forward depended on.
-
-    Args:
+    Attributes:
         layer: the layer.
         index: its position in the trace; of a call that the trace has not, a number behind all of it.
         microbatch: number of the microbatch.
@@ -73,63 +73,61 @@ class LayerCall:
         state: how attributes of the layer's modules differ from those of its copies.
         thread_state: torch's modes at the call.
         lender: provides stand-ins for parameters of other modules.
-
-    Attributes:
         arguments: what it is called with.
         contents: what containers of plain values hold that are attributes.
         needs: for each tensor among the arguments, whether it needs a gradient.
         edges: where the gradients of those go.
         home: device that user code is on at the call.
+        trained: whether each of the layer's parameters is trained.
+        context: the context variables at the call.
         saved: the tensors on the host; empty if the graph is kept.
         mutated: positions of the tensors that the layer writes to.
         gradients: of the outputs.
         kinds: shape and dtype of each of these outputs.
         graph: the outputs with their graph, and the gradients of the inputs; None if the graph was dropped.
-        trained: whether each of the layer's parameters is trained.
-        buffers: the layer's buffers in front of the forward, for the recomputation.
+        buffers: the layer's buffers in front of the forward.
         seconds: that the layer's code took.
         slot: the slot of its backward, if the plan has none.
-        use: how often the microbatch has called the layer before.
         traced: what the first window learns about the call; None after it.
         place: gives user code the outputs of a repeated call; None for other calls.
     """
 
-    __slots__ = (
-        "arguments", "buffers", "contents", "context", "edges", "gradients", "graph", "home", "index", "kinds", "layer",
-        "lender", "microbatch", "mutated", "needs", "place", "saved", "seconds", "seed", "slot", "state",
-        "thread_state", "traced", "trained", "use",
-    )  # fmt: skip
+    layer: HostLayer
+    index: int
+    microbatch: int
+    seed: Seed
+    state: StateDiff | None
+    thread_state: TorchThreadState
+    lender: Lender
+    arguments: Arguments
+    contents: Contents
+    needs: list[bool]
+    edges: list[InputEdge]
+    home: Device | None
+    trained: list[bool]
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    saved: list[HostTensor] = field(default_factory=list)
+    mutated: list[int] = field(default_factory=list)
+    gradients: Gradients = field(init=False)
+    kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+    graph: tuple[list[Tensor], Gradients] | None = None
+    buffers: dict[int, BufferValue] | None = None
+    seconds: float = 0.0
+    slot: Slot | None = None
+    traced: TracedCall | None = None
+    place: Callable[[list[Tensor], Device], list[Tensor]] | None = None
 
-    def __init__(
-        self, layer: HostLayer, index: int, microbatch: int, seed: Seed, state: StateDiff | None,
-        thread_state: TorchThreadState, lender: Lender,
-    ) -> None:  # fmt: skip
-        self.lender = lender
-        self.layer, self.index, self.microbatch, self.seed, self.use = layer, index, microbatch, seed, seed[-1]
-        self.state, self.thread_state = state, thread_state
-        self.context = contextvars.copy_context()
-        self.trained = layer.trainable()
-        self.arguments: Arguments
-        self.contents: Contents
-        self.needs: list[bool] = []
-        self.edges: list[InputEdge] = []
-        self.home: Device | None = None
-        self.saved: list[HostTensor] = []
-        self.mutated: list[int] = []
-        self.gradients: Gradients
-        self.kinds: list[tuple[torch.Size, torch.dtype]] = []
-        self.graph: tuple[list[Tensor], Gradients] | None = None
-        self.buffers: dict[int, BufferValue] | None = None
-        self.seconds = 0.0
-        self.slot: Slot | None = None
-        self.traced: TracedCall | None = None
-        self.place: Callable[[list[Tensor], Device], list[Tensor]] | None = None
+    @property
+    def use(self) -> int:
+        """How often the microbatch has called the layer before."""
+        return self.seed[-1]
 
     @property
     def tensors(self) -> list[Tensor]:
         return self.arguments.tensors
 
 
+@dataclass(slots=True)
 class Run:
     """What one run of a layer's code has given.
 
@@ -138,103 +136,22 @@ class Run:
         copies: for each list, dict or object that it was given, the caller's and the copy.
         written: attributes that it has set.
         mutated: tensors that it was given and has written to, by position.
+        fills_attributes: whether containers that are attributes went in, which it may have filled.
         tensors: the tensors in all of these, without those that it was given.
         differentiable: those of them that require grad.
-        fills_attributes: whether containers that are attributes went in, which it may have filled.
         shared: tensors, given and returned, that share memory; as user code sees them.
         caller: translates to what user code sees.
     """
 
-    __slots__ = (
-        "caller",
-        "copies",
-        "differentiable",
-        "fills_attributes",
-        "mutated",
-        "output",
-        "shared",
-        "tensors",
-        "written",
-    )
-
-    def __init__(
-        self,
-        output: Any,
-        copies: list[tuple[Any, Any]],
-        written: list[tuple[int, str, Any]],
-        mutated: list[tuple[int, Tensor]],
-    ) -> None:
-        self.output, self.copies, self.written, self.mutated = output, copies, written, mutated
-        self.tensors: list[Tensor] = []
-        self.differentiable: list[Tensor] = []
-        self.shared: list[Tensor] = []
-        self.fills_attributes = False
-        self.caller: Substitution
-
-
-class _Computing:
-    """A context in which a call computes: holds a core, and records when it began and ended.
-
-    Args:
-        worker: the worker.
-        baton: given up meanwhile; None: kept.
-        call, slot, kind: what computes.
-        runner: the calling thread.
-        inside: the context of the layer's code.
-    """
-
-    __slots__ = (
-        "_baton", "_call", "_calling", "_core", "_kind", "_name", "_runner", "_slot", "_start", "_stream", "_worker",
-    )  # fmt: skip
-
-    def __init__(
-        self, worker: Worker, baton: Baton | None, call: LayerCall, slot: Slot, kind: str, runner: Runner,
-        inside: Inside,
-    ) -> None:  # fmt: skip
-        self._worker, self._baton, self._call, self._slot = worker, baton, call, slot
-        self._kind, self._runner = kind, runner
-        self._calling, self._stream = working(inside), worker.device.compute.running()
-        self._name = worker.device.named(kind, "slot", slot.index, call.layer.name, "of", call.microbatch)
-
-    def __enter__(self) -> None:
-        device = self._worker.device
-        if self._baton is not None:
-            self._baton.release()
-        try:
-            self._core = device.acquire_core()
-            self._core.__enter__()
-            try:
-                self._start = device.compute.record(timed=True)
-            except BaseException:  # the device was aborted
-                self._core.__exit__(None, None, None)
-                raise
-        except BaseException:
-            if self._baton is not None:
-                self._baton.acquire(self._runner)
-            raise
-        if self._name is not None:
-            self._name.__enter__()
-        self._calling.__enter__()
-        self._stream.__enter__()
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        end = self._start
-        try:
-            self._stream.__exit__(kind, error, traceback)
-            self._calling.__exit__(kind, error, traceback)
-            if error is None:
-                end = self._worker.device.compute.record(timed=True)
-        finally:
-            if self._name is not None:
-                self._name.__exit__(kind, error, traceback)
-            self._core.__exit__(kind, error, traceback)
-            if self._baton is not None:
-                self._baton.acquire(self._runner)
-        if error is None:
-            self._runner.scope.check()
-            slot, call = self._slot, self._call
-            where = EventSource(slot.index, slot.phase, call.index, call.layer.name)
-            slot.recorder.add(self._kind, self._worker.index, self._start, end, call.microbatch, 0, where)
+    output: Any
+    copies: list[tuple[Any, Any]]
+    written: list[tuple[int, str, Any]]
+    mutated: list[tuple[int, Tensor]]
+    fills_attributes: bool
+    tensors: list[Tensor] = field(default_factory=list)
+    differentiable: list[Tensor] = field(default_factory=list)
+    shared: list[Tensor] = field(default_factory=list)
+    caller: Substitution = field(init=False)
 
 
 class Executor:
@@ -265,7 +182,7 @@ class Executor:
 
     def forward(
         self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner, inside: Inside, *,
-        keep_graph: bool, evaluates: bool = False,
+        keep_graph: bool,
     ) -> tuple[Any, Run]:  # fmt: skip
         """Run a call.
 
@@ -276,7 +193,6 @@ class Executor:
             runner: the calling thread.
             inside: the context of the layer's code.
             keep_graph: whether the graph is kept for the backward.
-            evaluates: whether no backward will follow.
 
         Returns:
             What user code gets, and the run, of which `deliver` gives it the rest.
@@ -284,7 +200,7 @@ class Executor:
         layer, worker = call.layer, self.worker
         tensors = self._take(slot, layer, inputs, runner)
         replica, buffers = self._copy(slot, layer)
-        grad = call.thread_state.grad and not evaluates
+        grad = call.thread_state.grad
         before = buffers.snapshot() if buffers and grad and not keep_graph else None
         if buffers:
             buffers.load()
@@ -399,7 +315,7 @@ class Executor:
         compiled = self._compiler.compiled  # such code contains its hooks
         observed = _NOTHING if compiled else layer.observers.watched(replica.modules, again=again)
         began = time.perf_counter()
-        watched = self._watched(call, slot, kind, replica)
+        watched = _NOTHING if call.traced is None else self._watching(call, slot, kind, replica)
         computing = self._computing(call, slot, kind, runner, inside, alone=draws)
         with computing, torch.set_grad_enabled(grad), saved, unmoved, writes, watched, borrowing, observed:
             result, collected = collecting(forward, *built.args, **built.kwargs)
@@ -426,14 +342,12 @@ class Executor:
         mutated = [(i, t) for i, t in enumerate(aliases) if not t.is_inference() and t._version != versions[i]]
         filled = replica.changed_contents()
         built.copies.extend((layer.state.modules[i].__dict__.get(name), mine) for (i, name), mine in filled)
-        run = Run(output, built.copies, writes.found(), mutated)
+        fills = bool(filled) or any(not isinstance(v, (Tensor, tuple)) for v in built.attributes.values())
+        run = Run(output, built.copies, writes.found(), mutated, fills)
         if run.written or output[1]:
             layer.observers.act()
         if run.written or built.attributes:
             replica.drop_written()
-        run.fills_attributes = bool(filled) or any(
-            not isinstance(v, (Tensor, tuple)) for v in built.attributes.values()
-        )
         seen = {*map(id, aliases), *map(id, replica.parameters)} - {id(t) for _, t in mutated}
         found = run.tensors
         for value in (*output, *(copy for _, copy in built.copies), *(value for *_, value in run.written)):
@@ -455,14 +369,26 @@ class Executor:
             return _NOTHING
         return Borrowing(self._masters, call.lender, self.device.torch_device, layer.borrows or [], replica.parameters)
 
+    @contextlib.contextmanager
     def _computing(
         self, call: LayerCall, slot: Slot, kind: str, runner: Runner, inside: Inside, *, alone: bool
-    ) -> _Computing:
-        layer = call.layer
-        # While torch compiles, it saves and restores generators that others draw from.
+    ) -> Iterator[None]:
+        """Hold a core, and record when the call begins and ends. Give the baton up meanwhile, unless it is ``alone``.
+
+        While torch compiles, it saves and restores generators that others draw from.
+        """
+        layer, device, compute = call.layer, self.device, self.device.compute
         alone = alone or self._compiler.compiled or layer.caches_parametrizations or changes(layer.name)
-        gives_up = not alone and self.device.backward_needs_interpreter and layer.launch_seconds >= LONG_S
-        return _Computing(self.worker, self._baton if gives_up else None, call, slot, kind, runner, inside)
+        gives_up = not alone and device.backward_needs_interpreter and layer.launch_seconds >= LONG_S
+        name = device.named(kind, "slot", slot.index, layer.name, "of", call.microbatch) or _NOTHING
+        with GivenUp(self._baton, runner) if gives_up else _NOTHING, device.acquire_core():
+            start = compute.record(timed=True)
+            with name, working(inside), compute.running():
+                yield
+            end = compute.record(timed=True)
+        runner.scope.check()
+        where = EventSource(slot.index, slot.phase, call.index, layer.name)
+        slot.recorder.add(kind, self.worker.index, start, end, call.microbatch, 0, where)
 
     def _meter(self, call: LayerCall, given: Iterable[Tensor]) -> PeakMemoryMeter | None:
         """Return what measures the call's memory in the first window."""
@@ -471,19 +397,14 @@ class Executor:
         self.worker.land()
         return PeakMemoryMeter(self.device, given)
 
-    def _watched(
-        self, call: LayerCall, slot: Slot, kind: str, replica: Replica
-    ) -> contextlib.AbstractContextManager[None]:
-        """In the first window, see how weights are used, and count operations if the plan is made from them."""
-        return _NOTHING if call.traced is None else self._watching(call, slot, kind, replica)
-
     @contextlib.contextmanager
     def _watching(self, call: LayerCall, slot: Slot, kind: str, replica: Replica) -> Iterator[None]:
+        """In the first window, see how weights are used, and count operations if the plan is made from them."""
         counter = None
         with contextlib.ExitStack() as around:
-            if call.traced is not None and self._casts:
+            if self._casts:
                 around.enter_context(CastWatcher(call.layer.uses, replica.parameters))
-            if call.traced is not None and self._rates is not None and kind != "recompute":
+            if self._rates is not None and kind != "recompute":
                 counter = around.enter_context(Counter(self._rates))
             yield
         if counter is not None:
@@ -553,7 +474,7 @@ class Executor:
         sink.closed = False
         held = buffers.written() if buffers else {}
         if roots:
-            watched = self._watched(call, slot, "backward", replica)
+            watched = _NOTHING if call.traced is None else self._watching(call, slot, "backward", replica)
             alone = layer.index in self._randomness.draws
             with self._computing(call, slot, "backward", runner, inside, alone=alone), watched:
                 # Other calls may reach the same stand-in's graph.
@@ -647,6 +568,3 @@ def _root(output: Tensor) -> Any:
     """
     plain = type(output) in (Tensor, nn.Parameter) and output.layout is torch.strided and not output.is_nested
     return get_gradient_edge(output) if plain else output
-
-
-__all__ = ["Callable", "Event", "Executor", "LayerCall", "nn"]

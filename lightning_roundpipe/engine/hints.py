@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch import nn
-
-from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.refine import Refined
 
@@ -50,19 +47,6 @@ class Hints:
         if refined.cuts:
             self.cuts = "; ".join(refined.summary())
             self.say("cuts", f"cut {self.cuts}: two of them with their gradients do not fit on a device.")
-
-    def of_compiled(self, layers: Sequence[HostLayer]) -> None:
-        """Warning: a compiled `nn.TransformerEncoder` pads otherwise in eval mode than one that is not compiled."""
-        for layer in layers:
-            encoders = [m for m in layer.module.modules() if isinstance(m, nn.TransformerEncoder)]
-            if any(getattr(m, "use_nested_tensor", False) and getattr(m, "mask_check", True) for m in encoders):
-                self.warn(
-                    "compiled",
-                    f"layer {layer.name!r} is or has an nn.TransformerEncoder, which is compiled. With a "
-                    "src_key_padding_mask in eval mode, torch then leaves padded positions as they are; without "
-                    "compile_layers they are zero. Make it with enable_nested_tensor=False, which leaves them in both "
-                    "cases, or make its layers the strategy's (layers=['TransformerEncoderLayer', ...]).",
-                )
 
     def say(self, key: str, text: str) -> None:
         """Issue a hint, which the user need not act on; once for each ``key``."""

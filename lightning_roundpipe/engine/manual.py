@@ -7,9 +7,7 @@ It is one microbatch without a plan, on a thread of its own:
                     ── the gradients arrive and are added to ``.grad`` ── [3]
     a call stays on the tape until a backward has used it, or longer with ``retain_graph`` ── [4]
 
-User code reads masters themselves. Under a ``*-true`` precision of 16 bits it reads a low-precision copy of each, made
-anew when the master has changed. What is written, and what an optimizer does, goes to the masters; optimizers see the
-default dtype outside of a step.
+User code reads and writes masters themselves, and so do its optimizers.
 
 A call is recomputed for its backward, so its weights must not change in between. Plain training raises, too, if a
 tensor that backward needs was written to.
@@ -19,36 +17,62 @@ User code draws from the caller's own generators, as in plain training. Layers h
 
 from __future__ import annotations
 
-import contextvars
-import functools
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.engine.context import Context
+from lightning_roundpipe.devices.thread_owner import working
+from lightning_roundpipe.engine.context import Context, StepSpec
 from lightning_roundpipe.engine.executor import LayerCall
-from lightning_roundpipe.engine.loss_seeds import filled_like, seed_of
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.randomness import CallerRandomState
+from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.step import Step
-from lightning_roundpipe.engine.surrounding_modes import Surroundings
+from lightning_roundpipe.engine.step_slots import StepSlots
+from lightning_roundpipe.engine.sync import Signal
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.grad_readiness import GradReadiness
 from lightning_roundpipe.updates.loss_handle import StepGradients
-from lightning_roundpipe.user_code.interception import calling
 from lightning_roundpipe.user_code.mode import DATA, UserCodeMode
-from lightning_roundpipe.user_code.module_state import observed_writes
-from lightning_roundpipe.user_code.stand_ins import Proxies
-from lightning_roundpipe.user_code.thread_state import apply_context
+
+
+class ManualSlots(StepSlots):
+    """The slots of a batch, one for each call.
+
+    Attributes:
+        trained: which of a layer's parameters are trained, by layer and use: ``toggle_optimizer`` changes that.
+    """
+
+    def __init__(self, context: Context, spec: StepSpec, readiness: GradReadiness) -> None:
+        super().__init__(context, spec, None, readiness)
+        self.trained: dict[tuple[int, int], tuple[bool, ...]] = {}
+
+    def sums_of(self, layer: HostLayer, use: int, microbatch: int | None = None) -> HostGradSums | None:
+        """Return the host sums of a call's gradients in the running backward; None if nothing of it is trained."""
+        key = layer.index, use
+        if key not in self.sums:
+            # Counted within this backward, not within the step: a loop of call and backward then reuses one buffer.
+            nth = sum(other == layer.index for other, _ in self.sums)
+            self.sums[key] = self._context.gradients.of(layer, nth, self.trained[key]).begin()
+        return self.sums[key] if self.sums[key].layout.nbytes else None
+
+    def hand_out(self) -> None:
+        """Add the sums of a backward to ``.grad`` through autograd, which calls the parameters' hooks [3]."""
+        sums, self.sums = [self.sums[key] for key in sorted(self.sums)], {}
+        self._adding.clear()
+        gradients = StepGradients(sums, [], 1.0)
+        gradients.arrive()
+        (loss,) = gradients.losses([(torch.zeros(()), True)])
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            gradients.release()
 
 
 class ManualStep(Step):
@@ -60,52 +84,17 @@ class ManualStep(Step):
         updates: see `Step`.
     """
 
+    records_logs = False
+
     def __init__(self, context: Context, seed: tuple[int, ...], updates: AsyncOptimizer | None) -> None:
-        super().__init__(context, seed, LossWeights(None, [1], [0]), updates, None, overlaps=False)
-        self.plan = self.trace = None
-        self.ahead = self.measures = False
-        self.trained: dict[tuple[int, int], tuple[bool, ...]] = {}
-        """Which of a layer's parameters are trained, by layer and use: ``toggle_optimizer`` changes that."""
+        super().__init__(context, seed, LossWeights(None, [1], [0]), updates, None, overlaps=False, plan=None)
 
-    def run_alone(self, function: Callable[[], Any]) -> Any:
-        """Return ``function()``, the user's training_step."""
-        pool, given_up = self.context.pool, False
-        run, around = ManualMicrobatch(self.context, self), contextvars.copy_context()
-        self.runs = [run]
-        with observed_writes():
-            try:
-                self._tasks = [pool.thread(0).submit(functools.partial(around.run, run.run_step, function))]
-                self._wait_for_end()
-            except BaseException as error:
-                self._fail(error)
-                given_up = True
-            apply_context(around)
-            self._rest(given_up=given_up)
-        self.seconds = time.perf_counter() - self.started
-        self.spec.scope.raise_error()
-        return run.output
+    def _make_slots(self) -> ManualSlots:
+        return ManualSlots(self.context, self.spec, self.readiness)
 
-    def sums_of(self, layer: HostLayer, use: int, microbatch: int | None) -> HostGradSums | None:
-        """Return the host sums of a call's gradients in the running backward; None if nothing of it is trained."""
-        key = layer.index, use
-        if key not in self._sums:
-            # Counted within this backward, not within the step: a loop of call and backward then reuses one buffer.
-            nth = sum(other == layer.index for other, _ in self._sums)
-            self._sums[key] = self.context.gradients.of(layer, nth, self.trained[key]).begin()
-        known = self._sums[key]
-        return known if known.layout.nbytes else None
-
-    def hand_out(self) -> None:
-        """Add the sums of a backward to ``.grad`` through autograd, which calls the parameters' hooks [3]."""
-        sums, self._sums = [self._sums[key] for key in sorted(self._sums)], {}
-        self._adding.clear()
-        gradients = StepGradients(sums, [], 1.0)
-        gradients.arrive()
-        (loss,) = gradients.losses([(torch.zeros(()), True)])
-        try:
-            loss.backward()  # type: ignore[no-untyped-call]
-        finally:
-            gradients.release()
+    def _make_microbatch(self, index: int, after: Signal | None, slots: Sequence[Slot]) -> ManualMicrobatch:
+        assert isinstance(self.slots, ManualSlots)
+        return ManualMicrobatch(self.context, self.slots)
 
 
 class ManualMicrobatch(Microbatch):
@@ -113,14 +102,14 @@ class ManualMicrobatch(Microbatch):
 
     Args:
         context: the parts of the engine that outlive the step.
-        step: the step.
+        slots: the slots of its step.
     """
 
     mode: _ManualUserCode
 
-    def __init__(self, context: Context, step: ManualStep) -> None:
-        self._manual = step
-        super().__init__(context, step, 0, [], None)
+    def __init__(self, context: Context, slots: ManualSlots) -> None:
+        self._manual = slots
+        super().__init__(context, slots, 0)
         self._weights: dict[LayerCall, list[tuple[int, int]]] = {}
         """Versions and addresses of the masters of each taped call's layer, at the call."""
         self._before: dict[LayerCall, list[tuple[nn.Parameter, Tensor]]] = {}
@@ -133,27 +122,17 @@ class ManualMicrobatch(Microbatch):
     def _user_code_mode(self) -> UserCodeMode:
         return _ManualUserCode(self.context, self.differentiate, self._touched)
 
-    def run_step(self, function: Callable[[], Any]) -> None:
-        """Run ``training_step``. Errors fail the step, which raises them in the main thread."""
-        self._baton.acquire(self.runner)
-        try:
-            mode = self.mode
-            with calling(self), self._step.spec.thread_state.entered(), mode.watching_optimizers(), mode:
-                self._enter_user_code()
-                self._surroundings = Surroundings()
-                with self._noted():
-                    self.output = function()
-        except BaseException as error:
-            self._step.spec.scope.fail(error)
-        finally:
-            for call in self._tape:  # a gradient that reaches one of these in a later step is an error
-                call.gradients.close()
-            for kept in (self._tape, self._weights, self._before):  # calls know this
-                kept.clear()
-            self._surroundings = None  # which knows the mode, and that this
-            self._close_section()
-            self._random.restore()
-            self._baton.release()
+    def _run(self, function: Callable[[], Any]) -> None:
+        """Run ``training_step``."""
+        with working(self), self.spec.thread_state.entered(), self.mode:
+            self.output = self._run_user_code(function)
+
+    def _end(self) -> None:
+        for kept in (self._weights, self._before):  # calls know this
+            kept.clear()
+        self._close_section()
+        self._random.restore()
+        super()._end()
 
     # -- user code ----------------------------------------------------------------------------------------------------
 
@@ -172,8 +151,7 @@ class ManualMicrobatch(Microbatch):
 
     def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
         """Return ``master``, or a differentiable copy, for a layer on ``device``."""
-        lent: Tensor = self.mode.stand_in(master).to(device)
-        return lent
+        return master.to(device)
 
     def _touched(self, master: nn.Parameter) -> None:
         """Note that user code may write to a master without raising its version."""
@@ -226,17 +204,12 @@ class ManualMicrobatch(Microbatch):
             )
         with torch._C.DisableTorchFunction():
             self._phase, self.mode.returning = "backward", True
-            seeds, formats = list(gradients), self.context.model.formats
-            if (scale := formats.scales.manual) != 1.0:
-                seed, self.mode.proxies.factor = seed_of(scale, formats.low or losses[0].dtype)
-                pairs = zip(losses, gradients, strict=True)
-                seeds = [filled_like(loss, seed) if given is None else given * seed for loss, given in pairs]
             for call in self._tape:
                 call.gradients.expected = True
             one_thread = torch.autograd.set_multithreading_enabled(False)  # user code in it may call layers
             with self._noted(), one_thread, torch._C._EnableTorchFunction():
-                self.mode.run_backward(losses, seeds)
-            self._leave_user_code()
+                self.mode.run_backward(losses, gradients)
+            self._close_section()
             self._walk(retain=bool(retain_graph))
             self._manual.hand_out()
             self._activations.forget_dead()
@@ -249,13 +222,15 @@ class ManualMicrobatch(Microbatch):
         When this returns, all gradients are on their way to the host.
         """
         left: list[LayerCall] = []
-        before = len(self._manual.slots)
+        slots: list[Slot] = []
         while self._tape:
             call = self._tape.pop()
             reached = bool(call.gradients)
             if reached:
                 self._refuse_written(call)
                 self._backward(call)
+                assert call.slot is not None
+                slots.append(call.slot)
                 call.slot = None
             if retain or not reached:
                 call.gradients.reopen(len(call.kinds))
@@ -265,7 +240,7 @@ class ManualMicrobatch(Microbatch):
                 del self._weights[call]
                 self._before.pop(call, None)
         self._tape = left[::-1]
-        for slot in self._manual.slots[before:]:
+        for slot in slots:
             self._baton.wait(self.runner, slot.sent.then)
 
     def _refuse_written(self, call: LayerCall) -> None:
@@ -294,19 +269,13 @@ class _ManualUserCode(UserCodeMode):
     def __init__(
         self, context: Context, differentiate: Callable[..., None], touched: Callable[[nn.Parameter], None]
     ) -> None:
-        formats, pool = context.model.formats, context.pool
-        seen = context.model.bucket_of if formats.low is not None else ()
         super().__init__(
-            seen, lambda master: master, formats, train=True, accelerator=pool.accelerator, devices=pool.devices,
-            buffers=context.model.buffers,
+            (), lambda master: master, context.model.formats, train=True, accelerator=context.pool.accelerator,
+            devices=context.pool.devices, buffers=context.model.buffers,
         )  # fmt: skip
         self._all = context.model.bucket_of
         self._differentiate, self._touched = differentiate, touched
-        self._copies: dict[int, tuple[tuple[int, int, bool], Tensor]] = {}
-        """Low-precision copies by id of the master, with its version, address and ``requires_grad`` at that time."""
         self.unversioned: set[int] = set()
-        self._steps = False
-        """Whether an optimizer's own code is running."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -316,8 +285,6 @@ class _ManualUserCode(UserCodeMode):
         if func == DATA and isinstance(args[0], nn.Parameter) and id(args[0]) in self._all:
             self.unversioned.add(id(args[0]))
             self._touched(args[0])
-        if self._steps:
-            return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
     def _begin_backward(
@@ -333,77 +300,3 @@ class _ManualUserCode(UserCodeMode):
     def run_backward(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Run backward through user code, under this mode."""
         super()._backward(tuple(losses), tuple(gradients), True, False, None)
-
-    # -- in low precision ---------------------------------------------------------------------------------------------
-
-    def refuse_write(self, does: str, master: nn.Parameter) -> None:
-        """Allow it: the write goes to the master itself."""
-
-    def stand_in(self, value: Any) -> Any:
-        """Return a low-precision copy if ``value`` is a master that is read as one, else ``value``."""
-        if not (isinstance(value, nn.Parameter) and id(value) in self._masters and self._formats.differ(value)):
-            return value
-        now, known = (value._version, value.data_ptr(), value.requires_grad), self._copies.get(id(value))
-        if known is not None and known[0] == now and not self._has_moved(value, known[1]):
-            return known[1]
-        with torch.inference_mode(False), torch.enable_grad():
-            copied = _Seen.apply(value, self._formats.of(value), self.proxies)  # type: ignore[no-untyped-call]
-        self._copies[id(value)] = (now, copied)
-        return copied
-
-    def _has_moved(self, master: nn.Parameter, copied: Tensor) -> bool:
-        """Return whether ``master`` has changed without raising its version since the copy was made."""
-        return id(master) in self.unversioned and not torch.equal(master.detach().to(copied.dtype), copied.detach())
-
-    @contextmanager
-    def watching_optimizers(self) -> Iterator[None]:
-        """Let optimizers that are stepped meanwhile work on masters, in the dtypes of plain code."""
-        if self._formats.low is None:
-            yield
-            return
-        before = register_optimizer_step_pre_hook(self._before_step)
-        after = register_optimizer_step_post_hook(lambda *_: self._stepping(False))
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
-            self._steps = False
-
-    def _stepping(self, steps: bool) -> None:
-        self._steps = steps
-        assert self._formats.low is not None
-        torch.set_default_dtype(self._formats.outside if steps else self._formats.low)
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Enter the optimizer's code, and return its arguments with closures that run as training_step does."""
-        self._stepping(True)
-
-        def wrapped(argument: Any) -> Any:
-            if not callable(argument):
-                return argument
-
-            def closure(*args: Any, **kwargs: Any) -> Any:
-                self._stepping(False)
-                try:
-                    return argument(*args, **kwargs)
-                finally:
-                    self._stepping(True)
-
-            return closure
-
-        return (args[0], *map(wrapped, args[1:])), {key: wrapped(value) for key, value in kwargs.items()}
-
-
-class _Seen(torch.autograd.Function):
-    """Cast a master to low precision; cast its gradient back, and multiply it by the pending ``Proxies.factor``."""
-
-    @staticmethod
-    def forward(ctx: Any, master: Tensor, low: torch.dtype, proxies: Proxies) -> Tensor:
-        ctx.dtype, ctx.proxies = master.dtype, proxies
-        return master.to(low)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        grad = grad.to(ctx.dtype)
-        return grad if ctx.proxies.factor == 1.0 else grad * ctx.proxies.factor, None, None

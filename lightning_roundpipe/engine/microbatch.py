@@ -19,30 +19,30 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.batches.logs import LogRecorder
 from lightning_roundpipe.batches.outputs import detached, loss_of
-from lightning_roundpipe.batches.weights import LossWeights, TargetCounts
+from lightning_roundpipe.batches.weights import TargetCounts
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.engine.activations import Activations, Arriving
 from lightning_roundpipe.engine.arguments import Arguments, collect
-from lightning_roundpipe.engine.caller_modes import without_caller_modes
-from lightning_roundpipe.engine.context import Context, StepSpec
+from lightning_roundpipe.engine.caller_modes import Surroundings, without_caller_modes
+from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.executor import LayerCall
-from lightning_roundpipe.engine.loss_seeds import filled_like, seed_of
 from lightning_roundpipe.engine.measured import MeasuredMemory
 from lightning_roundpipe.engine.output_collectors import hand_over
 from lightning_roundpipe.engine.randomness import USER_CODE, Seed
 from lightning_roundpipe.engine.repeated_calls import connected, repeated
 from lightning_roundpipe.engine.shared_memory import SharedOutputs
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.surrounding_modes import Surroundings
-from lightning_roundpipe.engine.sync import Cancelled, GivenUp, Runner, Signal, Trail
+from lightning_roundpipe.engine.step_slots import StepSlots
+from lightning_roundpipe.engine.sync import GivenUp, Runner, Signal, Trail
 from lightning_roundpipe.engine.trace import Trace, TracedCall
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.faults.notes import FaultPlace, noted
@@ -51,46 +51,11 @@ from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.host_tensor import HostTensor
 from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.memory.version_waits import Versioned
-from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.crossing import storage_bytes
-from lightning_roundpipe.user_code.bypassed_gradients import Accumulators
-from lightning_roundpipe.user_code.graph_cut import InputEdge, Part, run_backward
-from lightning_roundpipe.user_code.interception import Inside, calling
+from lightning_roundpipe.user_code.graph_cut import InputEdge, Part, filled_like, run_backward, seed_of
+from lightning_roundpipe.user_code.interception import Inside
 from lightning_roundpipe.user_code.mode import UserCodeMode
 from lightning_roundpipe.user_code.module_state import AttributeView, observe
-
-
-class StepOfMicrobatch(Protocol):
-    """What a microbatch asks of its step."""
-
-    spec: StepSpec
-    weights: LossWeights
-    trace: Trace | None
-    measures: bool
-    """Whether a plan is to be made from it."""
-
-    ahead: bool
-    """Whether a stage is recomputed before the gradients of its last call are there."""
-
-    def forward_slot(self, microbatch: int, call: int) -> int:
-        """Return the position of a call's forward among the slots of the microbatch's round."""
-
-    def backward_slot(self, microbatch: int, call: int) -> int | None:
-        """Return the position of its backward; None if no slot has room for its gradients."""
-
-    def on_demand(
-        self, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None, microbatch: int, worker: int
-    ) -> Slot:
-        """Return a slot for one call, which is not in turn."""
-
-    def sums_of(self, layer: HostLayer, use: int, microbatch: int | None) -> HostGradSums | None:
-        """Return the host sums of a call's gradients, of all microbatches or of one."""
-
-    def give_up(self, slot: Slot) -> None:
-        """Leave out a slot of `on_demand` that has not opened."""
-
-    def microbatch_ended(self) -> None:
-        """Count a microbatch of which nothing runs any more."""
 
 
 class Microbatch:
@@ -100,10 +65,10 @@ class Microbatch:
 
     Args:
         context: the parts of the engine that outlive the step.
-        step: the step.
+        layout: the slots of the step.
         index: its number.
-        slots: the slots of its round, in order; empty without a plan.
-        after: reached when it may begin.
+        after: reached when it may begin; None: at once.
+        slots: those of its round, in order; empty without a plan.
 
     Attributes:
         begun: reached when its user code in front of the first layer is over.
@@ -112,14 +77,13 @@ class Microbatch:
         trail: where it is in user code.
         follows: that of the last microbatch of the round before, if it is the first one of its own. Turns keep the
             order within a round; rounds may run side by side.
-        late: parameters that its user code has registered outside the layers, and computed with.
     """
 
     def __init__(
-        self, context: Context, step: StepOfMicrobatch, index: int, slots: Sequence[Slot], after: Signal | None
+        self, context: Context, layout: StepSlots, index: int, after: Signal | None = None, slots: Sequence[Slot] = ()
     ) -> None:
-        spec = step.spec
-        self.index, self.context, self._step, self._slots, self._after = index, context, step, slots, after
+        self.spec = spec = layout.spec
+        self.index, self.context, self._layout, self._slots, self._after = index, context, layout, slots, after
         self.runner = Runner(spec.scope, (slots[0].index if slots else 0) + index)
         self.begun, self.ready, self.ended = Signal(), Signal(), Signal()
         self.trail = Trail()
@@ -134,7 +98,7 @@ class Microbatch:
         self.read: set[ParamBucket] = set()
         self.made = Trace()
         """The calls that it has made."""
-        self._memory = MeasuredMemory(context.pool) if step.measures else None
+        self._memory = MeasuredMemory(context.pool) if spec.measures else None
         self.mode = self._user_code_mode()
         self._baton = context.pool.baton
         self._activations = Activations(index, spec.recorder, context.pool.devices[0])
@@ -158,21 +122,19 @@ class Microbatch:
         """Parameters that user code has written to by their ``.data``, and that no call was made with since."""
         self._rewritten: set[int] = set()
         """Layers whose weights user code has written to: their calls run outside of the plan."""
-        self.late: list[nn.Parameter] = []
-        self._accumulators = Accumulators()
 
     def _user_code_mode(self) -> UserCodeMode:
         context = self.context
         return UserCodeMode(
             context.model.bucket_of, self._read_master, context.model.formats, train=True,
             accelerator=context.pool.accelerator, devices=context.pool.devices, aside=self._aside,
-            buffers=context.model.buffers, targets=TargetCounts() if self._step.weights.counts_targets else None,
+            buffers=context.model.buffers, targets=TargetCounts() if self.spec.weights.counts_targets else None,
         )  # fmt: skip
 
     @property
     def ended_early(self) -> bool:
         """Whether it has not made the last call of the trace."""
-        return self._step.trace is not None and self._next < len(self._step.trace.calls)
+        return self._layout.trace is not None and self._next < len(self._layout.trace.calls)
 
     @property
     def device(self) -> Device | None:
@@ -180,40 +142,48 @@ class Microbatch:
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
-    def run(self, function: Callable[[], Any], predecessors: Sequence[Microbatch]) -> None:
-        """Run ``training_step`` and the backward of its loss.
+    def run(self, function: Callable[[], Any], predecessors: Sequence[Microbatch] = ()) -> None:
+        """Run ``function``, the user's step, and what follows it.
 
         Errors fail the step, which raises them in the main thread. The microbatches before this one return their losses
         first, as Lightning comes to them before.
         """
         self._baton.acquire(self.runner)
-        scope = self._step.spec.scope
         try:
-            scope.check()
+            self.spec.scope.check()
             if self._after is not None:
                 self._baton.wait(self.runner, self._after.then)
-            with calling(self), self._step.spec.thread_state.entered(), self.mode:
-                self._train(function)
-            with calling(self):
-                self._walk_tape()
-            if not self._step.spec.overlaps:  # else the main thread has its generators back
-                self.context.randomness.check()
+            self._run(function)
             self._leave(len(self._slots))
         except BaseException as error:
-            if isinstance(error, Exception) and predecessors and self._phase == "forward":
-                self._let_pass(error, predecessors)
-            scope.fail(error)  # the main thread raises it
+            self._fail(error, predecessors)
         finally:
-            self._tape.clear()
-            self._surroundings = None  # which knows the mode, and that this
-            self._activations.drop(None)  # enqueues nothing, which a failed device would refuse
-            self._accumulators.end()
-            self._step.microbatch_ended()
-            self.trail.leave(math.inf)
-            self.begun.set()
-            self.ready.set()
-            self.ended.set()
-            self._baton.release()
+            self._end()
+
+    def _run(self, function: Callable[[], Any]) -> None:
+        """Run ``training_step`` and the backward of its loss."""
+        with working(self), self.spec.thread_state.entered(), self.mode:
+            self._train(function)
+        with working(self):
+            self._walk_tape()
+        if not self.spec.overlaps:  # else the main thread has its generators back
+            self.context.randomness.check()
+
+    def _fail(self, error: BaseException, predecessors: Sequence[Microbatch]) -> None:
+        if isinstance(error, Exception) and predecessors and self._phase == "forward":
+            self._let_pass(error, predecessors)
+        self.spec.scope.fail(error)  # the main thread raises it
+
+    def _end(self) -> None:
+        for call in self._tape:  # a gradient that reaches one of these later is an error
+            call.gradients.close()
+        self._tape.clear()
+        self._surroundings = None  # which knows the mode, and that this
+        self._activations.drop(None)  # enqueues nothing, which a failed device would refuse
+        self.trail.leave(math.inf)
+        for signal in (self.begun, self.ready, self.ended):
+            signal.set()
+        self._baton.release()
 
     def _let_pass(self, error: Exception, predecessors: Sequence[Microbatch]) -> None:
         """After an ``error`` of user code, give up the turns, and wait for the losses of the microbatches before."""
@@ -228,18 +198,22 @@ class Microbatch:
         if all(other.error is None for other in predecessors):
             self.error = error
 
-    def _train(self, function: Callable[[], Any]) -> None:
+    def _run_user_code(self, function: Callable[[], Any]) -> Any:
         self._enter_user_code()
         self._surroundings = Surroundings()
         with self._noted():
-            output = function()
+            return function()
+
+    def _train(self, function: Callable[[], Any]) -> None:
+        output = self._run_user_code(function)
+        with self._noted():
             loss = loss_of(output)
             with torch._C.DisableTorchFunction():
                 self._check_after()
                 self._shared.assert_unmodified()
+                self._refuse_late()
                 if loss is not None:
-                    self.weight = self._step.weights.of(self, loss, self.mode.targets)
-            self._watch_late()
+                    self.weight = self.spec.weights.of(self, loss, self.mode.targets)
         self.begun.set()
         self.trail.leave(math.inf)
         self._phase, self.mode.returning = "backward", True
@@ -251,27 +225,28 @@ class Microbatch:
         if self.kept is not None:
             self.kept.end()
         self.computed = self.device.compute.record() if self.device is not None else None
-        self._leave_user_code()
+        self._close_section()
         self.context.randomness.check()
         self.ready.set()
 
-    def _watch_late(self) -> None:
-        """Find the parameters that user code has registered and computed with, and take their gradients.
-
-        Autograd would add them to ``.grad`` at once, where ``zero_grad`` comes after them, and without the weight of
-        the microbatch.
-        """
-        if self.mode.met_others:
-            model = self.context.model
-            self.late = [p for p in model.module.parameters() if p.requires_grad and id(p) not in model.bucket_of]
-            self._accumulators.watch(self.late)
+    def _refuse_late(self) -> None:
+        """Raise if user code has registered a parameter and computed with it: the optimizer does not know it."""
+        if not self.mode.met_others:
+            return
+        model = self.context.model
+        late = (n for n, p in model.module.named_parameters() if p.requires_grad and id(p) not in model.bucket_of)
+        if name := next(late, None):
+            raise RoundPipeError(
+                f"training_step registered parameter {name!r} and computes with it, but the strategy finds parameters "
+                "before a step. Register it between steps, for example in on_train_batch_start."
+            )
 
     def _backward_of_loss(self, loss: Tensor) -> None:
         """Run backward from the loss through the user code behind the last layer [3]; hooks of user code run too."""
         self.differentiable = loss.requires_grad
-        step, scales = self._step, self.context.model.formats.scales
-        self._wait_in_user_code(scales, step.spec.version)
-        scale = step.weights.share(self) * scales.of(step.spec.version)
+        scales = self.context.model.formats.scales
+        self._wait_in_user_code(scales, self.spec.version)
+        scale = self.spec.weights.share(self) * scales.of(self.spec.version)
         if not loss.requires_grad or not scale:
             return
         seed, self.mode.proxies.factor = seed_of(scale, self.context.model.formats.low or loss.dtype)
@@ -283,10 +258,7 @@ class Microbatch:
             torch.autograd.backward(loss, seeded, retain_graph=True)
 
     def _noted(self) -> noted:
-        return noted(lambda: FaultPlace(f"the code {self._last}", self._kind(), self.index, self._slot, self.device))
-
-    def _kind(self) -> str:
-        return self._phase
+        return noted(lambda: FaultPlace(f"the code {self._last}", self._phase, self.index, self._slot, self.device))
 
     @property
     def _slot(self) -> Slot | None:
@@ -296,8 +268,8 @@ class Microbatch:
 
     def _enter_user_code(self, behind: int | None = None) -> None:
         """Enter a section of user code [1]; ``behind``: the call of the forward that the section is behind again."""
-        context, spec = self.context, self._step.spec
-        if self.follows is not None and self._phase == "forward":
+        context, spec = self.context, self.spec
+        if self.follows is not None and self._phase != "backward":
             self._baton.wait(self.runner, functools.partial(self.follows.behind, self._next))
         for bucket in context.learned.read_by_user_code:
             self._wait_for(bucket, spec.version)
@@ -320,10 +292,7 @@ class Microbatch:
 
     def _seed_of(self, section: int) -> Seed:
         """Return the seed of a section of user code. Call number i of the forward ends section i."""
-        return (*self._step.spec.seed, self._step.spec.first + self.index, -1 - section)
-
-    def _leave_user_code(self) -> None:
-        self._close_section()
+        return (*self.spec.seed, self.spec.first + self.index, -1 - section)
 
     def _close_section(self) -> None:
         if not self._in_user_code:
@@ -343,12 +312,12 @@ class Microbatch:
 
     def _leave_sections(self) -> None:
         """Let the first microbatch of the next round follow, but not into buffers that a later call still changes."""
-        held = self._step.trace.held if self._step.trace is not None else []
+        held = self._layout.trace.held if self._layout.trace is not None else []
         self.trail.leave(min([self._next, *(first for first, last in held if first < self._next <= last)]))
 
     def _read_master(self, master: nn.Parameter) -> Tensor:
         """Return the values of a master that this step computes with."""
-        bucket, spec = self.context.model.bucket_of[id(master)], self._step.spec
+        bucket, spec = self.context.model.bucket_of[id(master)], self.spec
         known = self.context.learned.read_by_user_code
         if self._phase == "backward" and spec.overlaps and bucket not in known:
             raise RoundPipeError(
@@ -403,7 +372,7 @@ class Microbatch:
         A step of one microbatch may write to the weights of a layer that has no call on the tape, as momentum teachers
         do: its calls then run outside of the plan. A write that every microbatch would repeat is an error.
         """
-        if self._step.spec.several:
+        if self.spec.several:
             self._refuse_own_writes()
             layer.assert_unmodified()
             return
@@ -421,7 +390,7 @@ class Microbatch:
         ):
             torch.autograd.graph.increment_version(mine)
             layer.assert_unmodified()
-        if (updates := self._step.spec.updates) is not None:
+        if (updates := self.spec.updates) is not None:
             self._aside(updates.settle)
         layer.reattach()
         layer.bucket.refresh()
@@ -431,7 +400,7 @@ class Microbatch:
 
     def _check_after(self) -> None:
         """Check for writes to weights after ``training_step`` has returned."""
-        if self._step.spec.several:
+        if self.spec.several:
             self._refuse_own_writes()
             return
         self._written += self.mode.written_by_data()
@@ -456,7 +425,7 @@ class Microbatch:
 
     def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
         """Return the stand-in of ``master`` for a layer on ``device``."""
-        if not self.context.model.bucket_of[id(master)].has(self._step.spec.version):
+        if not self.context.model.bucket_of[id(master)].has(self.spec.version):
             raise RoundPipeError(
                 f"a layer computes with parameter {self.context.model.name_of(master)!r} of another module, which it "
                 "did not in the first batch, while the optimizer is changing it. Let it do so from the first batch on."
@@ -469,7 +438,7 @@ class Microbatch:
 
         ``layer``: the layer whose backward this is; "": that of user code.
         """
-        bucket, spec = self.context.model.bucket_of.get(id(master)), self._step.spec
+        bucket, spec = self.context.model.bucket_of.get(id(master)), self.spec
         if bucket is not None:
             known = bucket in self.context.learned.read_by_user_code
             copied = bucket.read(master) is not master
@@ -543,6 +512,10 @@ class Microbatch:
         self._move(max(self._at, 0))
         return self._slots[self._at].worker
 
+    def _is_planned(self, call: LayerCall) -> bool:
+        trace = self._layout.trace
+        return trace is not None and call.index < len(trace.calls) and call.layer.index not in self._rewritten
+
     # -- layer calls --------------------------------------------------------------------------------------------------
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -557,7 +530,7 @@ class Microbatch:
                 self._come_to_turn(layer)
             call, traced = self._prepare(layer, args, kwargs, again)
             given = call.tensors
-            self._leave_user_code()
+            self._close_section()
             if self.follows is not None and again is None:  # where it leaves layers out that the other one calls
                 self._baton.wait(self.runner, functools.partial(self.follows.behind, self._next - 1))
             self.begun.set()
@@ -579,7 +552,7 @@ class Microbatch:
             elif call.kinds and call.thread_state.grad:
                 self._tape.append(call)
             elif call.slot is not None:
-                self._step.give_up(call.slot)
+                self._layout.give_up(call.slot)
             call.arguments.forget_originals()
             return hand_over(result)
 
@@ -588,18 +561,18 @@ class Microbatch:
 
         Within the turn, it finds what the call of the microbatch before has set.
         """
-        calls = self._step.trace.calls if self._step.trace is not None else []
+        calls = self._layout.trace.calls if self._layout.trace is not None else []
         call = next((i for i in range(self._next, len(calls)) if calls[i].layer is layer), None)
         if call is None or not self._slots or layer.index in self._rewritten:
             return
-        if (position := self._step.forward_slot(self.index, call)) > self._at:
-            self._leave_user_code()
+        if (position := self._layout.forward_position(call)) > self._at:
+            self._close_section()
             self._move(position)
             self._enter_user_code(self._sections - 2)  # the same section, with the same seed
 
     def _made_before(self, layer: HostLayer) -> int:
         """Return which call of the forward is repeated [5], and let the optimizer wait for it."""
-        bucket, spec, context = layer.bucket, self._step.spec, self.context
+        bucket, spec, context = layer.bucket, self.spec, self.context
         if spec.overlaps and bucket not in context.learned.read_by_user_code:
             raise RoundPipeError(
                 f"layer {layer.name!r} is called in a backward, which no earlier batch did, while the optimizer may be "
@@ -612,7 +585,7 @@ class Microbatch:
         self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any], again: int | None
     ) -> tuple[LayerCall, TracedCall]:
         """Take the call's arguments apart, within user code; ``again``: the call that is repeated."""
-        context, spec = self.context, self._step.spec
+        context, spec = self.context, self.spec
         contents, state = context.attributes.contents(layer), context.attributes.of(layer)
         thread_state = context.thread_state()
         use = self._uses[layer.index] if again is None else self.made.calls[again].use
@@ -622,17 +595,17 @@ class Microbatch:
         if state is not None and state.carried:
             attributes = {**state.carried, **attributes}
         arguments = Arguments(args, kwargs, attributes, self.mode.stand_in)
-        call = LayerCall(layer, -1, self.index, seed, state, thread_state, self)
-        call.arguments, call.contents = arguments, contents
-        call.needs = [thread_state.grad and t.requires_grad for t in arguments.tensors]
-        taped = thread_state.grad and (any(call.needs) or any(call.trained) or bool(layer.borrows))
-        home = self._home_of
-        call.edges = [InputEdge(t, home(t)) for t, n in zip(arguments.tensors, call.needs, strict=True) if n]
-        call.home = self.device
+        needs, trained = [thread_state.grad and t.requires_grad for t in arguments.tensors], layer.trainable()
+        taped = thread_state.grad and (any(needs) or any(trained) or bool(layer.borrows))
+        edges = [InputEdge(t, self._home_of(t)) for t, n in zip(arguments.tensors, needs, strict=True) if n]
+        call = LayerCall(
+            layer, -1, self.index, seed, state, thread_state, self, arguments, contents, needs, edges, self.device,
+            trained,
+        )  # fmt: skip
         traced = TracedCall(layer, use, taped)
         if self._memory is not None and again is None:
             call.traced = traced
-        trace = self._step.trace
+        trace = self._layout.trace
         if again is not None:
             call.index = again + len(trace.calls if trace is not None else self.made.calls)
             call.place = functools.partial(self._give_again, call, self.made.calls[again], arguments.tensors)
@@ -649,10 +622,9 @@ class Microbatch:
         return call, traced
 
     def _forward(self, call: LayerCall, traced: TracedCall) -> tuple[Any, Any]:
-        trace, layer, given = self._step.trace, call.layer, call.tensors
+        layer, given = call.layer, call.tensors
         homes = list(map(self._home_of, given))
-        planned = trace is not None and call.index < len(trace.calls) and layer.index not in self._rewritten
-        position = self._step.forward_slot(self.index, call.index) if planned else None
+        position = self._layout.forward_position(call.index) if self._is_planned(call) else None
         keeps = position is not None and self._slots[position].phase == "fused"
         workers = self.context.pool.workers
         if position is not None:
@@ -661,13 +633,13 @@ class Microbatch:
         else:
             number = self._worker_on_demand(call.index)
             coming = self._elsewhere(call, homes, workers[number].device)
-            where = self._on_demand(self._step.on_demand("forward", call.index, layer, None, self.index, number))
+            where = self._on_demand(self._layout.on_demand("forward", call.index, layer, self.index, number))
             if traced.taped and self._slots and call.place is None:
-                sums = self._step.sums_of(layer, call.use, self.index)
-                call.slot = self._step.on_demand("backward", call.index, layer, sums, self.index, number)
+                sums = self._layout.sums_of(layer, call.use, self.index)
+                call.slot = self._layout.on_demand("backward", call.index, layer, self.index, number, sums)
         with where as (worker, slot), worker.device.activate():
             device, bring = worker.device, self._activations.on
-            with noted(lambda: FaultPlace(layer.title, self._kind(), self.index, slot, device)):
+            with noted(lambda: FaultPlace(layer.title, self._phase, self.index, slot, device)):
                 worker.wait_for_copies(self.runner)
                 if traced.taped and not keeps:
                     call.saved = [coming.get(i) or self._activations.save(t, device) for i, t in enumerate(given)]
@@ -712,7 +684,7 @@ class Microbatch:
             if call.gradients:
                 self._backward(call)
             elif call.slot is not None:
-                self._step.give_up(call.slot)
+                self._layout.give_up(call.slot)
             call.gradients.close()
             call.graph = call.slot = None
 
@@ -743,9 +715,8 @@ class Microbatch:
 
     def _through(self, call: LayerCall) -> tuple[list[Tensor | None], Device]:
         """Run a call's backward in its slot. Returns the gradients of its inputs, and the device that they are on."""
-        trace, layer = self._step.trace, call.layer
-        planned = trace is not None and call.index < len(trace.calls) and layer.index not in self._rewritten
-        position = self._step.backward_slot(self.index, call.index) if planned else None
+        layer = call.layer
+        position = self._layout.backward_position(call.index, self._slots) if self._is_planned(call) else None
         if position is not None:
             number = self._slots[position].worker
         else:
@@ -758,8 +729,8 @@ class Microbatch:
             where = self._in_turn(position, [*saved, *sent])
         else:
             if call.slot is None:
-                sums = self._step.sums_of(layer, call.use, self.index if self._slots else None)
-                call.slot = self._step.on_demand("backward", call.index, layer, sums, self.index, number)
+                sums = self._layout.sums_of(layer, call.use, self.index if self._slots else None)
+                call.slot = self._layout.on_demand("backward", call.index, layer, self.index, number, sums)
             call.slot.worker = number
             where = self._on_demand(call.slot)
         with where as (worker, slot), worker.device.activate():
@@ -772,7 +743,7 @@ class Microbatch:
                     for of_output in parts
                 ]
                 del parts
-                if position is not None and self._step.ahead:
+                if position is not None and self.spec.ahead:
                     self._recompute_ahead(call, worker, slot)
                 following = self._following(slot)
                 self._activations.bring_ahead(following, device, worker.room)
@@ -840,7 +811,7 @@ class Microbatch:
 
     def _following(self, slot: Slot) -> list[HostTensor]:
         """Return what the next call on the tape is recomputed from, or all that are recomputed ahead, in ``slot``."""
-        calls = reversed(self._tape) if self._step.ahead else self._tape[-1:]
+        calls = reversed(self._tape) if self.spec.ahead else self._tape[-1:]
         mine = itertools.takewhile(lambda call: call.index in slot.calls and slot.phase == "backward", calls)
         return [saved for call in mine for saved in call.saved]
 
@@ -865,13 +836,13 @@ class Microbatch:
     def _user_code_in_backward(self, home: Device, where: str) -> Iterator[None]:
         self._last = where
         before, self._worker = self._worker, self.context.pool.workers[home.index]
-        with self._step.spec.thread_state.entered(), self._noted():
+        with self.spec.thread_state.entered(), self._noted():
             self._enter_user_code()
             try:
                 with self.mode, torch.autograd.set_multithreading_enabled(False):
                     yield
             finally:
-                self._leave_user_code()
+                self._close_section()
         self._worker = before
 
     # -- calls in backward --------------------------------------------------------------------------------------------
@@ -893,7 +864,7 @@ class Microbatch:
     def _differentiate_again(self, call: LayerCall) -> list[Tensor | None]:
         """Run the backward of a repeated call, whose gradients have come, within the backward of user code."""
         before = self._worker
-        self._leave_user_code()
+        self._close_section()
         gradients, device = self._through(call)
         given = [
             None if g is None else self._moved(g, device, edge.home)
@@ -916,6 +887,3 @@ class _Touched:
 
     def about_to_write(self, holder: Any, name: str, *, in_place: bool = False) -> None:
         self._touched(holder)
-
-
-__all__ = ["Cancelled", "Microbatch", "StepOfMicrobatch"]

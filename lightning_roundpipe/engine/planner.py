@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_roundpipe.config import RoundPipeError
@@ -11,7 +14,7 @@ from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.hints import Hints
-from lightning_roundpipe.engine.speeds import worker_speeds
+from lightning_roundpipe.engine.step import Step
 from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.faults.interrupts import interrupts_allowed
@@ -58,6 +61,9 @@ _STEPS = 4
 _MOST_TURNS = 60_000
 """Most turns that are simulated, to choose among the plans that the search has found, if no steps repeat."""
 
+_ALIKE = 0.05
+"""Kinds that differ by less are equally fast."""
+
 
 class Planner:
     """It is where `planning` meets the engine.
@@ -75,18 +81,39 @@ class Planner:
         self._context, self._options, self._windows_left = context, context.options, windows_left
         self._workers, self._devices, self._hints = context.pool.workers, context.pool.devices, hints
 
-    def plan_from(self, traces: Sequence[Trace], recorder: Recorder, *, share: bool = False) -> None:
-        """Make a plan from the calls of a window's microbatches.
+    def learn(self, step: Step, drain: Callable[[], None]) -> None:
+        """Make a plan after a window without one, or find that microbatches have to follow one another.
 
         Args:
-            traces: the calls of each.
-            recorder: the window's events.
-            share: whether masters and what uploads read share memory, where user code between layers reads neither.
+            step: the window's step.
+            drain: waits until nothing is in flight.
 
         Raises:
             RoundPipeError: ``training_step`` called no layer.
             DoesNotFit: no plan fits the memory budget.
-            ValueError: the plan in the options does not fit the calls or the budget.
+            ValueError: the plan in the options does not fit the calls or the budget, or their order.
+        """
+        runs, randomness = step.runs, self._context.randomness
+        if self._context.learned.in_order or not self._options.overlap:
+            return
+        if len(runs) > 1 and (buffer := next((run.mode.met_buffer for run in runs if run.mode.met_buffer), "")):
+            late = "which this window is the first to do, " if step.plan is not None else ""
+            drain()
+            self._run_in_order(
+                f"{buffer} changes in calls of its layer, and code between layers reads or writes it, {late}and what "
+                "is in it depends on their order",
+                "leave plan out.",
+            )
+        elif step.plan is None and all(run.loss is not None for run in runs):
+            alone = step.spec.updates is not None and self._context.exchange is None
+            share = alone and not self._options.staleness  # else masters change while uploads read them
+            self._plan_from([run.made for run in runs], step.spec.recorder, share=share)
+            randomness.learning = False
+
+    def _plan_from(self, traces: Sequence[Trace], recorder: Recorder, *, share: bool) -> None:
+        """Make a plan from the calls of each of a window's microbatches, and its events.
+
+        ``share``: whether masters and what uploads read share memory, where user code between layers reads neither.
         """
         learned, options, workers = self._context.learned, self._options, len(self._workers)
         layers = self._context.model.layers
@@ -128,7 +155,7 @@ class Planner:
                 raise DoesNotFit(f"{error}{libraries_note(options, self._devices)}") from None
         if len(traces) > 1 and (buffer := _torn(plan, trace)):
             why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
-            return self.run_in_order(why, "plan must have these calls in one forward stage, or be left out.")
+            return self._run_in_order(why, "plan must have these calls in one forward stage, or be left out.")
         for worker in self._workers:
             own = worker.index if isinstance(limit, tuple) else None
             budget = limit[worker.index] if isinstance(limit, tuple) else limit
@@ -218,12 +245,8 @@ class Planner:
         for worker in self._workers:
             worker.reserve(Reserved(arena), at_least=limit is None)
 
-    def run_in_order(self, why: str, remedy: str) -> None:
-        """Run microbatches one after another without a plan, from the next window on.
-
-        Raises:
-            ValueError: the options give a plan; the message is ``why`` and ``remedy``.
-        """
+    def _run_in_order(self, why: str, remedy: str) -> None:
+        """Run microbatches one after another from the next window on; an error if the options give a plan."""
         if self._options.plan_text is not None:
             raise ValueError(f"{why}: {remedy}")
         if self._context.learned.plan is not None:
@@ -281,3 +304,36 @@ def _torn(plan: Plan, trace: Trace) -> str:
             for module, name in layer.mutable_buffers.values():
                 return f"buffer {name!r} of {type(module).__name__} in {layer.title}"
     return ""
+
+
+def worker_speeds(recorder: Recorder, devices: Sequence[Device], alike: Mapping[str, Hashable]) -> list[float]:
+    """Return how many times faster than the slowest each worker is; empty if they are equally fast.
+
+    In the first batch each call goes to the next worker, so a call may never have run on some of them. Layers that are
+    alike are compared then. Workers of one kind count as equally fast, whatever noise there is between them.
+
+    Args:
+        recorder: the events of the first batch.
+        devices: of the workers.
+        alike: by the name of a layer, something that is equal for layers that take equally long.
+    """
+    kinds = [device.kind for device in devices]
+    if len(set(kinds)) == 1:
+        return []
+    calls: dict[Hashable, dict[str, float]] = defaultdict(dict)
+    layers: dict[Hashable, dict[str, float]] = defaultdict(dict)
+    for kind, worker, _, where, seconds in recorder.computations():
+        for found, key in ((calls, (kind, where.call)), (layers, (kind, alike.get(where.layer)))):
+            of_kinds, name = found[key], kinds[worker]
+            of_kinds[name] = min(seconds, of_kinds.get(name, math.inf))
+    slowness = {name: _slowness(name, kinds[0], calls) or _slowness(name, kinds[0], layers) or 1.0 for name in kinds}
+    slowest = max(slowness.values())
+    speeds = [slowest / slowness[name] for name in kinds]
+    return speeds if max(speeds) > 1 + _ALIKE else []
+
+
+def _slowness(name: str, other: str, found: Mapping[Hashable, Mapping[str, float]]) -> float | None:
+    """Return how many times longer a kind of worker takes than another, in the median; None if that is not known."""
+    pairs = [(times[name], times[other]) for times in found.values() if name in times and other in times]
+    ratios = [seconds / others for seconds, others in pairs if others > 0]
+    return statistics.median(ratios) if ratios else None

@@ -19,7 +19,7 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 from lightning_roundpipe.devices.process_context import shared_context
-from lightning_roundpipe.user_code.interception import current
+from lightning_roundpipe.devices.thread_owner import context_of_thread
 
 _FUNCTIONS = (
     (forward_ad, "enter_dual_level"), (eager_transforms, "enter_jvp_nesting"), (torch.random, "fork_rng"),
@@ -56,7 +56,7 @@ def any_changes() -> bool:
 def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def noting(*args: Any, **kwargs: Any) -> Any:
-        if (context := current()) is not None:
+        if (context := context_of_thread()) is not None:
             _alone.add(getattr(context, "name", USER_CODE))
         return function(*args, **kwargs)
 

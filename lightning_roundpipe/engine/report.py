@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+from lightning_roundpipe.devices import allocator
 from lightning_roundpipe.engine.events import DOWNLOADS, UPLOADS, bubble_percent, span_of
 from lightning_roundpipe.engine.step import Step
 from lightning_roundpipe.memory.budget import peak_bytes
@@ -35,6 +36,7 @@ class Report(dict[str, Any]):
             "device": f"{gib(max(self['peak_device_bytes']))} at the peak"
             + (f", {gib(planned)} planned" if planned is not None else "")
             + (f", {plural(retries, 'allocation')} tried again" if (retries := sum(self["alloc_retries"])) else ""),
+            "advice": f"{allocator.advice()}, if allocations are tried again in many steps" if retries else "",
             "host": f"{gib(self['peak_host_bytes'])} at the peak of the process",
             "copies": f"{gib(up)} to the devices, {gib(down)} back",
         }
@@ -42,27 +44,32 @@ class Report(dict[str, Any]):
         return "\n".join(
             textwrap.fill(text, _WIDTH, initial_indent=f"{name:{width}}", subsequent_indent=" " * width)
             for name, text in rows.items()
+            if text
         )
 
 
-def report_of(step: Step, retries: list[int], uploaded: int) -> Callable[[], Report]:
+def report_of(step: Step, uploaded: int) -> Callable[[], Report]:
     """Return a function that builds the report of ``step``. Most reports are never asked for.
 
     Args:
         step: a finished step.
-        retries: number of allocation retries in the step, by worker.
         uploaded: bytes of weights uploaded in all steps so far.
     """
     options, costs, devices = step.context.options, step.context.learned.costs, step.context.pool.devices
     recorder, plan, workers, started, took = step.spec.recorder, step.plan, len(devices), step.started, step.seconds
     peaks = [device.peak_bytes() for device in devices]
+    retries = [device.allocation_retries() - n for device, n in zip(devices, step.retries_before, strict=True)]
     planned = peak_bytes(plan, costs, options, devices) if plan is not None and costs is not None else None
     # Keep plain rows: a reference to the step would keep every saved tensor alive.
     slots = [
         {"slot": s.index, "worker": s.worker, "round": s.round, "phase": s.phase, "layers": [x.name for x in s.layers]}
-        for s in step.slots
+        for s in step.slots.all
     ]
-    microbatches, updates, update = step.weights.count, step.spec.updates, step.spec.version + options.staleness + 1
+    microbatches, updates, update = (
+        step.spec.weights.count,
+        step.spec.updates,
+        step.spec.version + options.staleness + 1,
+    )
     calls = len(step.runs[0].made.calls) if step.runs else 0
     text = str(plan) if plan is not None else str(Plan.per_call(calls or 1))
 

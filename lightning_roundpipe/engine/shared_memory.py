@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.memory.arenas import address_of
+from lightning_roundpipe.user_code.torch_functions import witness
 
 
 def sharing(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -37,14 +37,13 @@ class SharedOutputs:
     def add(self, tensors: Iterable[Tensor], layer: str) -> None:
         for tensor in tensors:
             if not tensor.is_inference():  # those have no version
-                witness = tensor.detach()  # shares the version, and from here on not the memory
-                witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                self._counters.append((witness, witness._version, layer))
+                seen = witness(tensor)
+                self._counters.append((seen, seen._version, layer))
 
     def assert_unmodified(self) -> None:
         """Raise `RoundPipeError` if one of the tensors has been written to."""
-        for witness, version, layer in self._counters:
-            if witness._version != version:
+        for seen, version, layer in self._counters:
+            if seen._version != version:
                 raise RoundPipeError(
                     f"layer {layer!r} returned tensors that share memory with each other or with its input, and code "
                     "behind it wrote to one of them in place: the others would not follow. Write out of place, or "

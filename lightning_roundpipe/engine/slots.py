@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -26,12 +27,11 @@ from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 
 
+@dataclass(eq=False)
 class Slot:
     """A stage of one step, on one worker.
 
-    It has many attributes because uploads, turns, sums and the report each follow a slot to its end.
-
-    Args:
+    Attributes:
         index: position in the engine's sequence of slots.
         worker: number of its worker.
         phase: "forward", "fused" or "backward".
@@ -41,57 +41,53 @@ class Slot:
         microbatches: the microbatches that it serves, in order.
         version: version of the weights.
         recorder: records its copies and computations.
-        scope: the step's cancel scope.
+        cancel_scope: the step's.
         round: number of its round.
         apart: whether it starts sums of its own, which the host adds to those of the slots before.
         unpacks_once: whether packed weights are unpacked once for all its microbatches.
-
-    Attributes:
         place: its part of an arena, once that is known.
         segments: memory of each layer's weights, by the layer's number.
         uploads: for each layer, reached once the upload is enqueued; `uploaded` then has its end.
         shares: whether the weights are those of another slot.
         gradients: by call, the sums on the worker that are not on their way to the host yet.
+        gradients_free: ends of what uses their memory before.
+        readiness: is told of its uploads and gradients.
         first: the ticket of its first microbatch.
         after: slots that have added to the same sums before.
         left: by call, reached once the next slot's gradients may follow to the host.
         sent: reached once all its gradients are on their way.
     """
 
-    def __init__(
-        self,
-        index: int,
-        worker: int,
-        phase: Phase,
-        calls: Sequence[int],
-        layers: Sequence[HostLayer],
-        sums: dict[int, HostGradSums],
-        microbatches: Sequence[int],
-        version: int,
-        recorder: Recorder,
-        scope: CancelScope,
-        round: int = 0,
-        *,
-        apart: bool = False,
-        unpacks_once: bool = False,
-    ) -> None:
-        self.index, self.worker, self.phase, self.calls = index, worker, phase, calls
-        self.layers: Sequence[HostLayer] = list(layers)
-        self.sums, self.microbatches = sums, microbatches
-        self.version, self.recorder, self.cancel_scope, self.round = version, recorder, scope, round
-        self.place: Place | None = None
-        self.segments: dict[int, Tensor] = {}
-        self.uploads: dict[int, Signal] = {layer.index: Signal() for layer in self.layers}
-        self.uploaded: dict[int, Any] = {}
-        self.gradients: dict[int, DeviceGradSums] = {}
-        self.gradients_free: list[Any] = []
-        self.readiness: Any = None
-        self.opened = self.shares = False
-        self.first = 0
-        self.after: list[Slot] = []
-        self.apart, self.unpacks_once = apart, unpacks_once
-        self.left = {call: Signal() for call in sums}
-        self.sent = Signal()
+    index: int
+    worker: int
+    phase: Phase
+    calls: Sequence[int]
+    layers: Sequence[HostLayer]
+    sums: dict[int, HostGradSums]
+    microbatches: Sequence[int]
+    version: int
+    recorder: Recorder
+    cancel_scope: CancelScope
+    round: int = 0
+    apart: bool = False
+    unpacks_once: bool = False
+    place: Place | None = None
+    segments: dict[int, Tensor] = field(default_factory=dict)
+    uploads: dict[int, Signal] = field(init=False)
+    uploaded: dict[int, Any] = field(default_factory=dict)
+    shares: bool = False
+    gradients: dict[int, DeviceGradSums] = field(default_factory=dict)
+    gradients_free: list[Any] = field(default_factory=list)
+    readiness: Any = None
+    opened: bool = False
+    first: int = 0
+    after: list[Slot] = field(default_factory=list)
+    left: dict[int, Signal] = field(init=False)
+    sent: Signal = field(default_factory=Signal)
+
+    def __post_init__(self) -> None:
+        self.uploads = {layer.index: Signal() for layer in self.layers}
+        self.left = {call: Signal() for call in self.sums}
 
     def has(self, layer: HostLayer) -> bool:
         """Return whether it has the layer's weights."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,9 +30,6 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 MAX_SHARD_SIZE = 5 * 10**9
 """Bytes of a safetensors file, unless another number is asked for."""
-
-MARK = ".roundpipe-export"
-"""A file that lists what an export has written to its folder: nothing else may be deleted."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER = (
@@ -72,7 +68,6 @@ def export(
     dtype: Dtype = "auto",
     merge: bool = True,
     max_shard_size: int = MAX_SHARD_SIZE,
-    overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported:
     """Write what was trained to the folder ``to``, as a Hugging Face model or as PEFT adapters.
@@ -80,7 +75,7 @@ def export(
     Args:
         run: a folder of ``roundpipe-train``, a folder of PEFT's adapters, or a checkpoint of any Lightning module that
             has the Hugging Face model, or the ``PeftModel``, as an attribute.
-        to: a new folder.
+        to: a new folder, or an empty one.
         ckpt: the run's checkpoint; None: the best if the run looked for one, else the newest.
         base: the base model, a folder or a name on the Hugging Face hub; None: as the run or the adapters say.
         lora: the adapters' configuration, for a checkpoint that has adapters and belongs to no run.
@@ -88,7 +83,6 @@ def export(
             bits.
         merge: merge adapters into the weights; otherwise write the adapters alone, as PEFT does.
         max_shard_size: bytes of a safetensors file. One file's weights are held in memory at a time.
-        overwrite: replace a folder that an export has written.
         progress: called with the bytes that are done and those of all weights.
 
     Raises:
@@ -100,20 +94,23 @@ def export(
     trained = find_trained(run, ckpt, base, lora)
     _check_settings(trained, dtype, merge)
     final = Path(to).expanduser().absolute()
-    final = final.resolve() if final.is_symlink() else final  # what a link points to can be replaced
-    _check_target(final, trained, to, overwrite)
+    if final.is_file() or (final.is_dir() and any(final.iterdir())):
+        raise ValueError(f"to={to} is there and not empty: name a new folder.")
     with _quiet():
         job = _Job(trained, _DTYPES.get(dtype), merge)
         with _writing(to):
-            _check_space(final, job.nbytes, to)
-            final.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = Path(tempfile.mkdtemp(prefix=f"{final.name}.", suffix=".unfinished", dir=final.parent))
+            unfinished = final.with_name(f"{final.name}.{os.getpid()}.unfinished")
+            unfinished.mkdir(parents=True)
             try:
                 job.write(unfinished, max_shard_size, progress)
-                _replace(final, unfinished)
+                for path in unfinished.iterdir():  # safetensors lets no one else read what it writes
+                    path.chmod(unfinished.stat().st_mode & 0o666)
+                if final.is_dir():
+                    final.rmdir()
+                unfinished.rename(final)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
-    files = tuple((path.name, path.stat().st_size) for path in sorted(final.iterdir()) if path.name != MARK)
+    files = tuple((path.name, path.stat().st_size) for path in sorted(final.iterdir()))
     if merge:
         how = f'AutoModelForCausalLM.from_pretrained({str(final)!r}, dtype="auto")'
     else:
@@ -302,43 +299,6 @@ def _check_settings(trained: Trained, dtype: str, merge: bool) -> None:
         raise ValueError("merge=false writes adapters as PEFT does: leave dtype= out.")
 
 
-def _check_target(final: Path, trained: Trained, to: str | Path, overwrite: bool) -> None:
-    for used in filter(None, (trained.base.folder, trained.file)):
-        if used.resolve() == final.resolve() or final.resolve() in used.resolve().parents:
-            raise ValueError(f"to={to} holds what is exported: name another folder.")
-    if final.is_file():
-        raise ValueError(f"to={to} is a file: name a new folder.")
-    if os.path.ismount(final):
-        raise ValueError(
-            f"to={to} is the root of a disk, which the finished folder cannot replace: name a folder in it, such as "
-            f"to={Path(to) / 'model'}."
-        )
-    there = sorted(path.name for path in final.iterdir()) if final.is_dir() else []
-    if there and not overwrite:
-        raise ValueError(f"to={to} is not empty (it holds {there[0]}): name a new folder, or set overwrite=true.")
-    if there and (foreign := set(there) - _listed(final)):
-        raise ValueError(
-            f"to={to} holds {min(foreign)}, which no export has written, and overwrite=true would delete it: name a "
-            "new folder."
-        )
-
-
-def _listed(folder: Path) -> set[str]:
-    """Return the names of the files that an export has written to ``folder``, which its mark lists."""
-    mark = folder / MARK
-    return {MARK, *mark.read_text().splitlines()} if mark.is_file() else set()
-
-
-def _check_space(folder: Path, needed: int, to: str | Path) -> None:
-    there = next(parent for parent in folder.parents if parent.is_dir())
-    free = shutil.disk_usage(there).free
-    if needed > free:
-        raise ValueError(
-            f"to={to} needs {gib(needed)}, and {there} has {gib(free)} left: name a folder on another disk, or a "
-            "smaller dtype=."
-        )
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Hide progress bars of transformers, and PEFT's warnings about a model without weights."""
@@ -362,28 +322,3 @@ def _writing(to: str | Path) -> Iterator[None]:
         raise OSError(
             f"to={to} cannot be written: {first_line(error)}. Name a folder on a disk that has space and takes files."
         ) from error
-
-
-def _replace(final: Path, unfinished: Path) -> None:
-    """Put the new folder in the place of the old one, which is deleted last: nothing is lost if one of these fails."""
-    names = [path.name for path in unfinished.iterdir()]
-    (unfinished / MARK).write_text("".join(f"{name}\n" for name in sorted(names)))
-    mask = os.umask(0)
-    os.umask(mask)
-    unfinished.chmod(0o777 & ~mask)  # private, as temporary folders are
-    for path in unfinished.iterdir():
-        path.chmod(0o666 & ~mask)  # safetensors lets nobody else read what it writes
-    if not final.exists():
-        unfinished.rename(final)
-        return
-    previous = Path(tempfile.mkdtemp(prefix=f"{final.name}.", dir=final.parent)) / final.name
-    try:
-        final.rename(previous)
-        try:
-            unfinished.rename(final)
-        except BaseException:
-            previous.rename(final)
-            raise
-    finally:
-        if final.exists():
-            shutil.rmtree(previous.parent, ignore_errors=True)

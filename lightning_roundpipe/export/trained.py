@@ -7,7 +7,6 @@ trained. A folder of adapters names its base model. For a checkpoint of any othe
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,7 +137,6 @@ def _of_run(folder: Path, ckpt: str | Path | None, base: str | None) -> Trained:
     notes: list[str] = []
     if base is not None:
         found = _named_base(base)
-        _refuse_other_type(found, model, working, setting)
     else:
         found = _base_of_run(model, cfg.get("seed"), working, setting)
         if (quantised := model.get("quantization")) and found.name:
@@ -219,19 +217,6 @@ def _base_of_run(model: DictConfig, seed: Any, working: Path | None, setting: st
         return found.load()
 
     return Base(found.config, found.tokenizer, None, draw, setting, None)
-
-
-def _refuse_other_type(base: Base, model: DictConfig, working: Path | None, setting: str) -> None:
-    """Raise if a run is known to have trained another architecture than that of ``base``: shapes may be the same."""
-    trained = model.get("model_type")
-    if isinstance(place := model.get("folder"), str):
-        path = _within(working, place) / "config.json"
-        trained = json.loads(path.read_text()).get("model_type") if path.is_file() else None
-    if trained not in (None, base.config.model_type):
-        raise ValueError(
-            f"{base.setting} is a model of the type {base.config.model_type}, and {setting} has trained one of "
-            f"{trained}. Name the model that was trained."
-        )
 
 
 def _made(model: DictConfig, setting: str) -> Pretrained:

@@ -95,8 +95,7 @@ def add_note(error: BaseException, place: FaultPlace) -> None:
     if not on_gpu and _passed(error, _FLEX):
         error.add_note(
             f"{_MARK}this device is a CPU, for which torch's flex_attention has no backward and compiles only some "
-            "lengths. Make the model with attn_implementation='sdpa'; attend_without_masks(model) of "
-            "lightning_roundpipe.model.fused_attention then does without masks of length x length."
+            "lengths. Make the model with attn_implementation='sdpa'."
         )
 
 

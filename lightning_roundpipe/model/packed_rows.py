@@ -34,7 +34,7 @@ def check_packed_rows(model: nn.Module) -> None:
     if implementation.startswith("flash_attention"):
         raise ValueError(
             f"attn_implementation={implementation} takes no masks of documents, so those of a packed row would see "
-            "each other. Set attn_implementation=roundpipe, which needs no large masks either, or sdpa; or "
+            "each other. Set attn_implementation=flex_attention, which needs no large masks either, or sdpa; or "
             "data.rows=padded."
         )
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS)

@@ -1,8 +1,8 @@
-"""Makes models with weights in four or eight bits, for QLoRA: as they are read, as they are made, or of a whole model.
+"""Makes models with weights in four or eight bits, for QLoRA: as they are read, or of a model in memory.
 
 The result is what ``AutoModelForCausalLM.from_pretrained(..., quantization_config=BitsAndBytesConfig(...))`` gives,
 with the modules of bitsandbytes in place of linear layers, and it is trained and saved in the same way. In addition,
-experts are packed, and no more than about one weight at a time is held in 16 bits::
+experts are packed, and of a model that is read, about one weight at a time is held in 16 bits::
 
     model = from_pretrained("Qwen/Qwen3-30B-A3B", "nf4")
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
@@ -12,18 +12,15 @@ Nothing here depends on the strategy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lightning_roundpipe.extras import need
-from lightning_roundpipe.messages import PREFIX
 from lightning_roundpipe.model.quantized import is_packed
 
 if TYPE_CHECKING:
@@ -37,9 +34,6 @@ _HUB = (
     "trust_remote_code",
 )  # fmt: skip
 """Options of ``from_pretrained`` that say where files are, for the configuration as for the weights."""
-
-_PATIENCE_S = 3.0
-"""Before progress is shown."""
 
 
 def check_quantization(quantization: str | None) -> None:
@@ -120,7 +114,7 @@ def from_pretrained(
         packing = quantize_loader.configuration(quantization, double_quantization, computed)
     elif stored is not None and isinstance(config.quantization_config, dict):
         config.quantization_config["bnb_4bit_compute_dtype"] = str(computed).removeprefix("torch.")
-    with _shown() as progress, quantize_loader.installed(progress):
+    with quantize_loader.installed():
         return AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, device_map="cpu", quantization_config=packing, **options
         )
@@ -129,19 +123,14 @@ def from_pretrained(
 def from_config(
     config: PretrainedConfig, quantization: str, *, double_quantization: bool = True, dtype: str | torch.dtype = "auto"
 ) -> PreTrainedModel:
-    """Return a model with random weights, each of which is packed before the next is made.
-
-    They are not those that the model has without ``quantization`` from the same seed: PyTorch draws numbers for each
-    layer before transformers does, and these layers have no memory for them.
-    """
+    """Return a model with random weights, which is made whole and then packed."""
     check_quantization(quantization)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype, config))  # type: ignore[no-untyped-call]
+    model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype, config))  # type: ignore[no-untyped-call]
     return quantize(model, quantization, double_quantization=double_quantization)
 
 
 def quantize(model: PreTrainedModel, quantization: str, *, double_quantization: bool = True) -> PreTrainedModel:
-    """Pack the weights of ``model`` in place, one by one, and return it. Those on the meta device are drawn before.
+    """Return ``model`` with packed weights. The other weights are shared with it.
 
     Raises:
         ValueError: the format does not exist, or ``model`` is none that can be packed: it has adapters, is quantised
@@ -152,10 +141,13 @@ def quantize(model: PreTrainedModel, quantization: str, *, double_quantization: 
 
     check_quantization(quantization)
     _refuse_unfit(model)
-    wanted = quantize_loader.configuration(quantization, double_quantization, model.dtype)
-    with _shown() as progress:
-        quantize_loader.quantize_model(model, wanted, progress)
-    return model
+    packing = quantize_loader.configuration(quantization, double_quantization, model.dtype)
+    with quantize_loader.installed():
+        made: PreTrainedModel = type(model).from_pretrained(
+            None, config=model.config, state_dict=model.state_dict(), dtype=model.dtype, device_map="cpu",
+            quantization_config=packing,
+        )  # fmt: skip
+    return made
 
 
 def _refuse_unfit(model: nn.Module) -> None:
@@ -213,18 +205,6 @@ def stored_beside(model: nn.Module, weights: Collection[str]) -> set[str]:
     experts = {name for name, module in model.named_modules() if isinstance(module, ExpertWeights)}
     scales = {f"{name.removesuffix('weight')}{part}" for name in weights for part in ("SCB", "weight_format")}
     return {name for name in experts if f"{name}.weight" in weights} | scales
-
-
-@contextmanager
-def _shown() -> Iterator[Callable[[int, int], None]]:
-    """Show how many weights are packed, if that takes long."""
-    with tqdm(desc=f"{PREFIX}quantising", delay=_PATIENCE_S, unit="", unit_scale=True, mininterval=1.0) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done)
-
-        yield progress
 
 
 def _dtype(dtype: str | torch.dtype, config: PretrainedConfig) -> torch.dtype:

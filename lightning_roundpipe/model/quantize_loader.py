@@ -16,17 +16,15 @@ import ctypes
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter, WeightTransform
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import auto
 from transformers.quantizers.base import get_keys_to_not_convert
@@ -34,10 +32,9 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from typing_extensions import override
 
-from lightning_roundpipe.model.meta import with_memory
 from lightning_roundpipe.model.quantize_experts import IMPLEMENTATION, ExpertWeights, check_sizes, fused_experts
 from lightning_roundpipe.model.quantize_weight import UnfitModelError, pack_4bit, pack_8bit
-from lightning_roundpipe.model.quantized import is_packed, misfit
+from lightning_roundpipe.model.quantized import misfit
 
 _PARTS = (
     "absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__nf4",
@@ -48,9 +45,6 @@ _TRIM_EVERY = 16 << 20
 """Bytes of packed weights in their first format, after which freed memory is returned to the system."""
 
 _installing = threading.Lock()
-
-Progress = Callable[[int, int], None]
-"""Told after each packed weight: how many elements it has, and how many are to be packed."""
 
 
 class _Pack(ConversionOps):
@@ -87,20 +81,10 @@ class _Unite(ConversionOps):
 
 
 class _Quantizer:
-    """What both kinds of quantizers here share, over one of transformers' own.
-
-    Args:
-        progress: told of each weight that is packed.
-    """
+    """What both kinds of quantizers here share, over one of transformers' own."""
 
     experts: tuple[str, ...] = ()
-
-    _total = 0
     _untrimmed = 0
-
-    def __init__(self, config: BitsAndBytesConfig, *, progress: Progress, **options: Any) -> None:
-        super().__init__(config, **options)  # type: ignore[call-arg]
-        self._progress = progress
 
     def _process_model_before_weight_loading(self: Any, model: PreTrainedModel, *args: Any, **options: Any) -> None:
         if not self.pre_quantized and (routers := _routers(model)):
@@ -108,8 +92,6 @@ class _Quantizer:
             self.quantization_config.llm_int8_skip_modules = skipped
         super()._process_model_before_weight_loading(model, *args, **options)  # type: ignore[misc]
         self._find_experts(model)
-        if not self.pre_quantized:
-            self._total = sum(p.numel() for n, p in model.named_parameters() if self.param_needs_quantization(model, n))
 
     def _process_model_after_weight_loading(self: Any, model: PreTrainedModel, **options: Any) -> Any:
         for name in self.experts:
@@ -145,7 +127,6 @@ class _Quantizer:
         if self._untrimmed >= _TRIM_EVERY:
             self._untrimmed = 0
             _return_freed_memory()
-        self._progress(weight.numel(), self._total)
         return made
 
     def _pack(self, weight: Tensor, module: nn.Module) -> Tensor:
@@ -219,57 +200,17 @@ def configuration(quantization: str, double: bool, compute: torch.dtype) -> Bits
 
 
 @contextmanager
-def installed(progress: Progress) -> Iterator[None]:
+def installed() -> Iterator[None]:
     """Make ``from_pretrained`` use the quantizers of this file."""
     ours = {"bitsandbytes_4bit": Quantizer4bit, "bitsandbytes_8bit": Quantizer8bit}
     mapping: Any = auto.AUTO_QUANTIZER_MAPPING
     with _installing:
         theirs = {key: mapping[key] for key in ours}
-        mapping.update({key: partial(kind, progress=progress) for key, kind in ours.items()})
+        mapping.update(ours)
         try:
             yield
         finally:
             mapping.update(theirs)
-
-
-def quantize_model(model: PreTrainedModel, config: BitsAndBytesConfig, progress: Progress) -> None:
-    """Quantise a model. Each weight is given up when it is packed; one on the meta device is drawn before."""
-    before = dict(model.named_modules())
-    kind = Quantizer8bit if config.load_in_8bit else Quantizer4bit
-    quantizer: Any = kind(config, progress=progress, pre_quantized=False)
-    quantizer.preprocess_model(model=model, device_map=None)
-    for name, module in model.named_modules():
-        if before.get(name) is not module:
-            old: Any = before.pop(name)
-            module.weight, module.bias = old.weight, old.bias
-            del old.weight
-    with torch.no_grad():
-        _pack_weights(model, "", model, quantizer, model)
-    model.tie_weights()
-    if getattr(model, "_weight_conversions", None) is None:
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
-        cast(Any, model)._weight_conversions = [c for c in conversions if not isinstance(c, PrefixChange)]
-    cast(Any, model).hf_quantizer = quantizer
-    quantizer.postprocess_model(model)
-
-
-def _pack_weights(module: nn.Module, name: str, owner: PreTrainedModel, quantizer: Any, model: PreTrainedModel) -> None:
-    """Pack the weights in ``module``, and draw those without values, in the order of transformers."""
-    for key, child in module.named_children():
-        inner = child if isinstance(child, PreTrainedModel) else owner
-        _pack_weights(child, f"{name}.{key}" if name else key, inner, quantizer, model)
-    holders: tuple[Any, ...] = (module._parameters, module._buffers)
-    empty = [(held, key) for held in holders for key, value in held.items() if value is not None and value.is_meta]
-    for held, key in empty:
-        held[key] = with_memory(held[key])
-    if empty:
-        owner._initialize_weights(module)
-    for key, parameter in module._parameters.items():
-        whole = f"{name}.{key}" if name else key
-        if parameter is None or is_packed(parameter):
-            continue
-        if quantizer.param_needs_quantization(model, whole):
-            module._parameters[key] = cast(nn.Parameter, quantizer.packed(model, whole, parameter.data))
 
 
 def _routers(model: PreTrainedModel) -> list[str]:

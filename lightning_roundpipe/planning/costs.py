@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from statistics import harmonic_mean
 from typing import Any, Literal, TypeVar
@@ -375,53 +375,22 @@ class Costs:
         """Return the costs that ``to_dict`` has written.
 
         Raises:
-            ValueError: a key is missing or unknown. The message names it and the call.
+            ValueError: they are in another form.
         """
-        calls = data.get("calls")
-        if not isinstance(calls, list):
-            raise ValueError("Costs need a list under 'calls', as Costs.to_dict() writes it.")
-        found = cls(tuple(_call_from_dict(number, call) for number, call in enumerate(calls)))
-        return found._with_times(data["times"]) if data.get("times") else found
-
-    def _with_times(self, times: object) -> Costs:
-        """Return the costs of unequal workers, from times as ``to_dict`` writes them."""
         try:
-            each = [self._with_seconds(worker) for worker in times]  # type: ignore[attr-defined]
-        except TypeError as error:
-            raise ValueError(f"times must be a list for each worker, of a pair of seconds a call: {error}.") from None
-        except ValueError as error:
+            calls = [
+                CallCost(**call | {key: tuple(map(tuple, call.get(key, ()))) for key in ("shared", "passed")})
+                for call in data["calls"]
+            ]
+            times = tuple(tuple((forward, backward) for forward, backward in each) for each in data.get("times", ()))
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"times must be a list for each worker, of {plural(len(self), 'pair')} of seconds: {error}"
-            ) from None
-        return Costs.of_workers(each)
+                f"Costs must be as Costs.to_dict() writes them: {type(error).__name__}: {error}"
+            ) from error
+        return cls(tuple(calls), times)
 
 
 def for_each(items: Sequence[S], function: Callable[[S], T]) -> list[T]:
     """Return ``function`` of each item, called once for items that are one object, as the costs of equal workers."""
     known = {id(one): function(one) for one in {id(one): one for one in items}.values()}
     return [known[id(one)] for one in items]
-
-
-def _call_from_dict(number: int, data: object) -> CallCost:
-    known = [field.name for field in fields(CallCost)]
-    needed = [field.name for field in fields(CallCost) if field.default is MISSING]
-    if not isinstance(data, Mapping):
-        raise ValueError(f"calls[{number}] must be a mapping with the keys {', '.join(known)}, not {data!r}.")
-    if missing := [key for key in needed if key not in data]:
-        raise ValueError(f"calls[{number}] lacks {missing[0]!r}; it needs {', '.join(needed)}.")
-    if unknown := [key for key in data if key not in known]:
-        raise ValueError(f"calls[{number}] has an unknown key {unknown[0]!r}; it takes {', '.join(known)}.")
-    return CallCost(**{**data, **{key: _pairs(number, key, data[key]) for key in ("shared", "passed") if key in data}})
-
-
-def _pairs(number: int, key: str, value: object) -> tuple[tuple[int, int], ...]:
-    """Convert lists of JSON to tuples."""
-    try:
-        pairs = tuple((int(distance), int(size)) for distance, size in value)  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        pairs = ((0, 0),)
-    if any(distance < 1 or size < 0 for distance, size in pairs):
-        raise ValueError(
-            f"calls[{number}]: {key}={value!r} must be a list of pairs: how many calls before (1 or more), and bytes."
-        )
-    return pairs

@@ -88,8 +88,44 @@ class Parameters:
     machines: int = 1
 
 
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def size_text(nbytes: int) -> str:
+    """Return a size as settings take it, in whole units that are no less than ``nbytes``: ``24GiB``."""
+    name, unit = next((pair for pair in _UNITS if nbytes >= pair[1]), _UNITS[-1])
+    return f"{-(-nbytes // unit)}{name}"
+
+
 MASTER_BYTES = 4
-"""Bytes of an element of master weights, gradients and each of AdamW's two moments, which are fp32."""
+"""Bytes of an element of master weights and gradients, which are fp32."""
+
+
+class HostBytes(NamedTuple):
+    """Bytes of a trained element on the host.
+
+    Attributes:
+        weight: master weight.
+        working: copy in the compute dtype, which devices upload; 0 if they upload the master weight.
+        gradient: sum of gradients.
+        moments: AdamW's two moments.
+    """
+
+    weight: float
+    working: float
+    gradient: float
+    moments: float
+
+
+def host_bytes_per_parameter(compute_bytes: int, *, apart: bool = False) -> HostBytes:
+    """Return what a trained element takes on the host under AdamW.
+
+    Args:
+        compute_bytes: bytes of an element in the compute dtype.
+        apart: whether updates run while a step computes with the weights (staleness 1), so that these need a copy.
+    """
+    copied = compute_bytes != MASTER_BYTES or apart
+    return HostBytes(MASTER_BYTES, compute_bytes if copied else 0, MASTER_BYTES, 2 * MASTER_BYTES)
 
 
 def device_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None, *, most: bool = False) -> int:
@@ -409,17 +445,17 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 
     if plan.side_by_side(workers, microbatches):
         landings += sum(call.gradient_bytes for call in trains if call.reduced_bytes is None)
     machines = parameters.machines
-    copied = size != MASTER_BYTES or parameters.apart
+    each = host_bytes_per_parameter(size, apart=parameters.apart)
     owned = -(-trained // machines)
     whose = f", 1/{machines} of them" if machines > 1 else ""
     items = [
-        Item("trained weights, fp32", MASTER_BYTES * trained, locked=not copied),
-        Item("their working copy in compute precision", size * trained if copied else 0, locked=True),
+        Item("trained weights, fp32", math.ceil(each.weight * trained), locked=not each.working),
+        Item("their working copy in compute precision", math.ceil(each.working * trained), locked=True),
         Item(f"frozen weights, {parameters.packed_as}", parameters.packed_bytes, locked=True),
         Item("frozen weights in compute precision", size * (frozen - parameters.packed), locked=True),
-        Item("gradients, fp32", max(MASTER_BYTES * trained, gradients), locked=not narrow),
+        Item("gradients, fp32", max(math.ceil(each.gradient * trained), gradients), locked=not narrow),
         Item("gradients as they arrive", landings, locked=True),
-        Item(f"AdamW's two moments, fp32{whose}", 2 * MASTER_BYTES * owned),
+        Item(f"AdamW's two moments, fp32{whose}", math.ceil(each.moments * owned)),
         Item(f"boundary tensors of {plural(plan.round_microbatches, 'microbatch')}", boundary_bytes(plan, costs), True),
     ]
     return [item for item in items if item.nbytes]

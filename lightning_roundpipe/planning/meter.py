@@ -266,8 +266,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Return attention without data: (batch, heads, length, size) becomes (batch, length, heads, size).
 
-    Windows and sinks are those of `model.fused_attention`. Sinks widen the heads. With a window, backward computes the
-    forward again, so its graph keeps the inputs only.
+    There are no masks of length x length. Sinks widen the heads. With a window, backward computes the forward again,
+    so its graph keeps the inputs only.
     """
     window = sliding_window if getattr(module, "is_causal", True) else 0
     size = value.shape[-1]

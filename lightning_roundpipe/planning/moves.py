@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_roundpipe.planning.batch import Floats, Sizes
+from lightning_roundpipe.planning.batch import Sizes
 from lightning_roundpipe.planning.shapes import PlanShape
 
 _CHANGES: tuple[Literal[-1, 1], ...] = (-1, 1)
@@ -138,32 +138,6 @@ def recuts(shape: PlanShape, sizes: Sizes) -> Iterator[Recuts]:
         for change in _CHANGES:
             if len(near := Recuts(shape, sizes, is_forward=is_forward, change=change)):
                 yield near
-
-
-def evened(shape: PlanShape, sizes: Sizes, forward_s: Floats, backward_s: Floats) -> Iterator[tuple[PlanShape, Sizes]]:
-    """Yield plans in which one pass is cut into stages of about equal length: as many as before, one fewer or one more.
-
-    Args:
-        shape: shape of the plan.
-        sizes: calls in each stage of the plan.
-        forward_s: seconds of the calls before each call in the forward pass, and of all, (calls + 1,).
-        backward_s: likewise in the backward pass, in the order of calls.
-    """
-    first = int(sizes[: shape.forward].sum())
-    for is_forward in (True, False):
-        part = slice(0, shape.forward) if is_forward else slice(shape.forward + 1, len(sizes))
-        ends = forward_s[: first + 1] if is_forward else backward_s[first] - backward_s[first::-1]
-        for stages in range(len(sizes[part]) - 1, len(sizes[part]) + 2):
-            if not 1 <= stages <= first:
-                continue
-            goals = ends[-1] * np.arange(1, stages) / stages
-            edges = np.abs(ends[1:, None] - goals).argmin(axis=0) + 1
-            cut = np.diff(edges, prepend=0, append=first)
-            if (cut < 1).any():
-                continue
-            forward, backward = (stages, shape.backward) if is_forward else (shape.forward, stages)
-            near = PlanShape(forward, backward, shape.round_microbatches)
-            yield near, np.concatenate([sizes[: part.start], cut, sizes[part.stop :]])[None]
 
 
 def kicked(shape: PlanShape, sizes: Sizes, random: np.random.Generator) -> tuple[PlanShape, Sizes]:

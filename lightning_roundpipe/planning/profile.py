@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_roundpipe.config import is_number, is_whole, parse_bytes
+from lightning_roundpipe.messages import did_you_mean
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.network import Network
@@ -23,8 +23,7 @@ Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 
 Format = Literal["fp32", "bf16", "fp16"]
 
-_SIZES = ("memory", "host_memory")
-_OPTIONAL = ("attention_efficiency", "optimizer_bandwidth", "uplink")
+_OPTIONAL = ("memory", "attention_efficiency", "optimizer_bandwidth", "uplink")
 _COUNTS = ("workers", "uplink_devices")
 OF_KINDS = (
     "title", "workers", "flops", "memory", "memory_bandwidth", "upload", "download", "matmul_efficiency",
@@ -91,6 +90,11 @@ class Hardware:
     uplink_devices: int = 1
     emulated: bool = False
     kinds: tuple[Hardware, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """The device's name, of the title of several."""
+        return self.title.removeprefix(f"{self.workers} x ")
 
     @property
     def devices(self) -> tuple[Hardware, ...]:
@@ -184,72 +188,53 @@ def read_hardware(path: Path) -> Hardware:
         raise ValueError(f"hardware: {path} cannot be read: {error.strerror or error}.") from None
     except Exception as error:  # yaml's, OmegaConf's and Unicode's have nothing in common
         raise ValueError(f"hardware: {path} is not YAML: {error}.") from None
-    names = [item.name for item in fields(Hardware)]
     needed = [item.name for item in fields(Hardware) if item.default is MISSING]
-    if not isinstance(data, Mapping):
-        raise ValueError(f"hardware: {path} must hold the keys {', '.join(names)}.")
-    for key in data:
-        if key not in names:
-            close = get_close_matches(str(key), names, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"hardware: {path} has an unknown key {key!r}.{hint} It takes {', '.join(names)}.")
-    for name in needed:
-        if name not in data:
-            raise ValueError(f"hardware: {path} lacks {name!r}; it needs {', '.join(needed)}.")
     try:
-        read = {str(name): _read(str(name), value) for name, value in data.items() if name != "kinds"}
+        if not isinstance(data, dict):
+            raise ValueError(f"it must have the keys {', '.join(needed)}.")
+        kinds = data.pop("kinds", None) or []
+        read = _read(data, [item.name for item in fields(Hardware)])
+        if missing := [name for name in needed if name not in read]:
+            raise ValueError(f"it lacks {missing[0]!r}; it needs {', '.join(needed)}.")
         machine = Hardware(**read)
-        return replace(machine, kinds=_read_kinds(data.get("kinds"), machine))
+        if not isinstance(kinds, list) or not all(isinstance(kind, dict) for kind in kinds):
+            raise ValueError("kinds must be a list, with the keys of each kind of device that differ.")
+        if any(not {"title", "workers"} <= kind.keys() for kind in kinds):
+            raise ValueError("kinds: each needs a title, and workers, the number of such devices.")
+        each = tuple(replace(machine, **_read(kind, OF_KINDS)) for kind in kinds)
+        if kinds and (count := sum(kind.workers for kind in each)) != machine.workers:
+            raise ValueError(f"workers={machine.workers} must be the number of devices of all kinds, which is {count}.")
     except ValueError as error:
         raise ValueError(f"hardware: {path}: {error}") from None
+    return replace(machine, kinds=each)
 
 
-def _read_kinds(value: Any, machine: Hardware) -> tuple[Hardware, ...]:
-    """Kinds of devices; what one does not say is as the machine says."""
-    if value is None:
-        return ()
-    if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value) or not value:
-        raise ValueError("kinds must be a list, with the keys of each kind of device that differ.")
-    kinds = []
-    for entry in value:
-        for key in entry:
-            if key not in OF_KINDS:
-                raise ValueError(f"kinds has a key {key!r} that is not a device's; it takes {', '.join(OF_KINDS)}.")
-        if not {"title", "workers"} <= entry.keys():
-            raise ValueError("kinds: each needs a title, and workers, the number of such devices.")
-        kinds.append(replace(machine, **{str(name): _read(str(name), part) for name, part in entry.items()}))
-    if (count := sum(kind.workers for kind in kinds)) != machine.workers:
-        raise ValueError(f"workers={machine.workers} must be the number of devices of all kinds, which is {count}.")
-    return tuple(kinds)
+def _read(data: Mapping[Any, Any], known: Sequence[str]) -> dict[str, Any]:
+    """Return checked values of the fields of `Hardware`."""
+    for name in data:
+        if name not in known:
+            raise ValueError(f"unknown key {name!r}.{did_you_mean(str(name), known)} It takes {', '.join(known)}.")
+    return {str(name): _value(str(name), value) for name, value in data.items()}
 
 
-def _read(name: str, value: Any) -> Any:
+def _value(name: str, value: Any) -> Any:
     if name == "title":
         return str(value)
-    if name == "emulated":
-        if not isinstance(value, bool):
-            raise ValueError(f"emulated={value!r} must be true or false.")
-        return value
-    if name == "flops":
-        formats = get_args(Format)
-        if not isinstance(value, Mapping) or set(value) != set(formats):
-            raise ValueError(f"flops={value!r} must have a number for each of {', '.join(formats)}.")
-        return {form: _number(f"flops.{form}", value[form]) for form in formats}
-    if name in _OPTIONAL and value is None:
+    if value is None and name in _OPTIONAL:
         return None
-    if name in _SIZES:
-        return None if value is None and name == "memory" else parse_bytes(value, name)
-    if name in _COUNTS:
-        if not is_whole(value) or not 1 <= value <= 1024:
-            raise ValueError(f"{name}={value!r} must be a whole number of 1 to 1024.")
+    if name == "flops":
+        if not isinstance(value, Mapping) or set(value) != set(get_args(Format)):
+            raise ValueError(f"flops={value!r} must have a number for each of {', '.join(get_args(Format))}.")
+        return {form: _value(f"flops.{form}", rate) for form, rate in value.items()}
+    if name in ("memory", "host_memory"):
+        return parse_bytes(value, name)
+    if name == "emulated" or name in _COUNTS:
+        if not (isinstance(value, bool) if name == "emulated" else is_whole(value) and 1 <= value <= 1024):
+            raise ValueError(f"{name}={value!r} must be {'true or false' if name == 'emulated' else '1 to 1024'}.")
         return value
-    number = _number(name, value, may_be_zero=name.endswith("_s"))
-    if name.endswith("_efficiency") and number > 1:
+    least = "0 or more" if name.endswith("_s") else "more than 0"
+    if not is_number(value) or not 0 <= value < math.inf or (value == 0 and not name.endswith("_s")):
+        raise ValueError(f"{name}={value!r} must be a number of {least}.")
+    if name.endswith("_efficiency") and value > 1:
         raise ValueError(f"{name}={value!r} is a share, 1 at most.")
-    return number
-
-
-def _number(name: str, value: Any, may_be_zero: bool = False) -> float:
-    if not (is_number(value) and math.isfinite(value)) or value < 0 or (value == 0 and not may_be_zero):
-        raise ValueError(f"{name}={value!r} must be a number of {'0 or more' if may_be_zero else 'more than 0'}.")
     return float(value)

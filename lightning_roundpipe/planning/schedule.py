@@ -23,21 +23,22 @@ for the round's others. With ``round 1`` and several workers, rounds run side by
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.span import Span
-from lightning_roundpipe.planning.validate import check_plan
 
-_KEYWORDS = ("forward", "fused", "backward", "round")
-_OPTION = "recompute"
-_SINGLE = "single"
-"""An option of earlier versions."""
-_UNPACK = "unpack"
+_TEXT = re.compile(
+    r"forward (?P<forward>[^a-z]+|none) fused (?P<fused>[^a-z ]+) backward (?P<backward>[^a-z]+|none) round (?P<round>\d+)"
+    r"(?P<ahead> recompute ahead)?(?: unpack once (?P<once>[^a-z]+))?"
+)
+_EXAMPLE = "'forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4'"
 
 
 @dataclass(frozen=True)
@@ -83,39 +84,31 @@ class Plan:
         return (
             f"forward {spans(self.forward)}; fused {self.fused}; backward {spans(self.backward)}; "
             f"round {self.round_microbatches}{'; recompute ahead' if self.recompute_ahead else ''}"
-            f"{f'; {_UNPACK} once ' + spans(_runs(self.unpack_once)) if self.unpack_once else ''}"
+            f"{'; unpack once ' + spans(_runs(self.unpack_once)) if self.unpack_once else ''}"
         )
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """The plan that ``text`` describes; ``ValueError`` says what is not understood and what is expected."""
-        parts = _split(text)
-        fused = _spans("fused", parts["fused"])
-        if len(fused) != 1:
-            raise ValueError(f"plan: fused {_shown(parts['fused'])} must be exactly one span, like 'fused 8-11'.")
-        round_ = parts["round"]
-        if len(round_) != 1 or not round_[0].isdecimal():
-            raise ValueError(f"plan: round {_shown(round_)} must be one number of microbatches, like 'round 4'.")
-        forward, backward = _spans("forward", parts["forward"]), _spans("backward", parts["backward"])
-        option = parts.get(_OPTION)
-        if option not in (None, ["ahead"]):
-            raise ValueError(f"plan: recompute {_shown(option)} must be 'recompute ahead', or be left out.")
-        if _SINGLE in parts:
-            single = " ".join([_SINGLE, *parts[_SINGLE]])
+        """Return the plan that ``text`` describes.
+
+        Raises:
+            ValueError: it describes none; the message has an example.
+        """
+        found = _TEXT.fullmatch(" ".join(text.replace(";", " ").split()))
+        if found is None:
             raise ValueError(
-                f"plan: leave out {single!r}: a worker has one arena for weights and gradients, as large as its memory "
-                "allows."
+                f"plan: {text!r} is no plan: expected text like {_EXAMPLE}, where a pass without stages is 'none', and "
+                "which may end in '; recompute ahead' and '; unpack once 0-2'."
             )
-        once = parts.get(_UNPACK)
-        if once is not None and once[:1] != ["once"]:
+        forward, backward = _spans(found["forward"]), _spans(found["backward"])
+        once = [position for span in _spans(found["once"] or "none") for position in span.calls()]
+        if len(set(once)) < len(once) or max(once, default=0) > len(forward) + len(backward):
             raise ValueError(
-                f"plan: unpack {_shown(once)} must be 'unpack once' and the numbers of stages, like 'unpack once 0-2', "
-                "or be left out."
+                f"plan: unpack once {found['once'].strip()} must name stages, each once, from 0 to "
+                f"{len(forward) + len(backward)}."
             )
-        return cls(
-            forward, fused[0], backward, int(round_[0]), recompute_ahead=option is not None,
-            unpack_once=_positions(once[1:], len(forward) + 1 + len(backward)) if once else (),
-        )  # fmt: skip
+        ahead, [fused] = found["ahead"] is not None, _spans(found["fused"])
+        return cls(forward, fused, backward, int(found["round"]), ahead, tuple(sorted(once)))
 
     # -- made by rule ------------------------------------------------------------------------------------------------
 
@@ -143,13 +136,33 @@ class Plan:
     # -- what the engine asks ----------------------------------------------------------------------------------------
 
     def validate(self, calls: Sequence[str] | None = None) -> None:
-        """``ValueError`` unless the plan runs every call of the trace once forward and once backward, in order.
+        """Check that the plan runs every call of the trace once forward and once backward, in order.
+
+        A plan that misses a call would train a different model, and one that repeats or swaps calls would hang on a
+        turn that never comes.
 
         Args:
             calls: the layer's name for each call of the trace. None: the trace is not known yet, and has as many calls
                 as the plan names.
+
+        Raises:
+            ValueError: it does not.
         """
-        check_plan(self.forward, self.fused, self.backward, calls)
+        if calls is None:
+            calls = [""] * (1 + max(span.last for span in (*self.forward, self.fused, *self.backward)))
+        if not calls:
+            raise ValueError("plan: the trace has no calls, so no plan fits it: is any layer called in training_step?")
+        for direction, spans in (("forward", self.forward), ("backward", self.backward[::-1])):
+            runs = [call for span in (*spans, self.fused) for call in span.calls()]
+            pairs = enumerate(zip_longest(runs, range(len(calls))))
+            if (wrong := next((at for at, (call, due) in pairs if call != due), None)) is not None:
+                name = f" ({calls[wrong]!r})" if wrong < len(calls) and calls[wrong] else ""
+                raise ValueError(
+                    f"plan: the {direction} pass must run each of the {plural(len(calls), 'call')} of the trace once, "
+                    f"in order, and does not where call {wrong}{name} is due. Forward stages ascend, backward stages "
+                    f"stand deepest calls first, and the fused stage ends the trace, as in {_EXAMPLE}; or leave plan= "
+                    "unset to have one made."
+                )
 
     def side_by_side(self, workers: int, microbatches: int) -> bool:
         """Whether rounds run side by side, as in data parallelism: each is one microbatch.
@@ -184,48 +197,11 @@ class Plan:
         return tuple(held[call] for call in range(self.fused.last + 1))
 
 
-def _split(text: str) -> dict[str, list[str]]:
-    """The words after each keyword, every keyword exactly once."""
-    example = "expected text like 'forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4'"
-    parts: dict[str, list[str]] = {}
-    words: list[str] | None = None
-    for word in text.replace(";", " ").split():
-        if word in parts:
-            raise ValueError(f"plan: {text!r} says {word!r} twice: {example}.")
-        if word in (*_KEYWORDS, _OPTION, _SINGLE, _UNPACK):
-            words = parts[word] = []
-        elif words is None:
-            raise ValueError(f"plan: {text!r} starts with {word!r}: {example}.")
-        else:
-            words.append(word)
-    if missing := [keyword for keyword in _KEYWORDS if keyword not in parts]:
-        raise ValueError(f"plan: {text!r} lacks {missing[0]!r}: {example}.")
-    return parts
-
-
-def _spans(keyword: str, words: list[str]) -> tuple[Span, ...]:
-    if words == ["none"]:
-        return ()
-    if not words:
-        raise ValueError(f"plan: nothing follows {keyword!r}: name spans of calls, or write '{keyword} none'.")
+def _spans(text: str) -> tuple[Span, ...]:
     try:
-        return tuple(Span.parse(word) for word in words)
+        return () if text == "none" else tuple(map(Span.parse, text.split()))
     except ValueError as error:
-        raise ValueError(f"plan: after {keyword!r}, {error}") from None
-
-
-def _positions(words: list[str], stages: int) -> tuple[int, ...]:
-    """Numbers of ``stages``, each once."""
-    spans = _spans("unpack once", words)
-    if last := max((span.last for span in spans if span.last >= stages), default=0):
-        raise ValueError(
-            f"plan: unpack once names stage {last}, and there are {plural(stages, 'stage')}, 0 to {stages - 1}: leave "
-            "it out."
-        )
-    found = [position for span in spans for position in span.calls()]
-    if len(set(found)) < len(found) or not found:
-        raise ValueError(f"plan: unpack once {_shown(words)} must name stages, each once, like 'unpack once 0-2 5'.")
-    return tuple(sorted(found))
+        raise ValueError(f"plan: {error}") from None
 
 
 def _runs(positions: Iterable[int]) -> tuple[Span, ...]:
@@ -237,7 +213,3 @@ def _runs(positions: Iterable[int]) -> tuple[Span, ...]:
         else:
             spans.append(Span(position, position))
     return tuple(spans)
-
-
-def _shown(words: list[str]) -> str:
-    return repr(" ".join(words))

@@ -8,9 +8,8 @@ by the engine's own rules (`batch`), and the best of them are improved by moving
 
 The improvement is a tabu search: from a plan always to its best neighbour that was not visited yet, also when that is
 worse, until nothing better was found for a while. Many plans take equally long (whatever is not on the slowest chain
-can be moved freely), and a search that only climbs would stop on the first such plateau. With staleness 0 the best plan
-then wanders (`anneal`); with staleness 1, where a plan is timed by many steps, that would take too long. What work is
-left goes to plans of other shapes near the best ones.
+can be moved freely), and a search that only climbs would stop on the first such plateau. What work is left goes to
+plans of other shapes near the best ones.
 
 A caller may know what the search leaves out, such as copies and updates. It then judges the plans that were found, and
 the neighbours of the best of these.
@@ -27,17 +26,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
-from random import Random
 
 import numpy as np
 
-from lightning_roundpipe.planning.anneal import PlanTimer, anneal
 from lightning_roundpipe.planning.batch import Pace, Sizes
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
 from lightning_roundpipe.planning.memory import BESIDE, ahead_within, fits, partition_within, unpacked_within
-from lightning_roundpipe.planning.moves import Neighbours, evened, kicked, recuts
+from lightning_roundpipe.planning.moves import Neighbours, kicked, recuts
 from lightning_roundpipe.planning.pipeline import Staleness
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.seeds import seeds
@@ -48,7 +45,7 @@ from lightning_roundpipe.planning.timing import Timing
 SEARCH_SECONDS = 10.0
 """The default length of a search. It is a measure of work: no clock ends a search."""
 
-_WORK_PER_SECOND = 0.25
+_WORK_PER_SECOND = 0.375
 """Work in estimated seconds of an ordinary core, for each second. A search where memory decides takes several times so
 much, and the judge some."""
 _SEEDING = 0.4
@@ -317,9 +314,7 @@ class _PlanSearch:
         """Yield plans that differ by one move, fastest first, and few of those that take equally long."""
         shape, calls = sizes_of(plan)
         sizes, found = np.array(calls), dict[Plan, float]()
-        pace = self._timing.pace
-        even = evened(shape, sizes, pace.forward, pace.recompute + pace.backward)
-        for other, rows in chain([(shape, self._near(shape, sizes))], even, self._recuts(shape, sizes)):
+        for other, rows in chain([(shape, self._near(shape, sizes))], self._recuts(shape, sizes)):
             if not self._timing.is_over():
                 found |= {plan_of(one.shape, one.sizes.tolist()): one.score for one in self._best(other, rows, _NEAR)}
         alike, last = 0, -1.0
@@ -343,51 +338,17 @@ class _PlanSearch:
     def _improved(self, starts: list[_Found]) -> list[_Found]:
         """Search shortly from many starts, longer from the best of them, then from plans nearby until work is over."""
         ends = _distinct(starts)
-        anneals = not self._timing.staleness
-        for patience, most in ((3, 40), (12, 8)) if anneals else ((3, 40), (12, 8), (30, 4)):
+        longer = ((30, 4),) if self._timing.staleness else ()
+        for patience, most in ((3, 40), (12, 8), *longer):
             ends = _distinct(
                 [self._tabu(start, patience) for start in ends[:most] if not self._timing.is_over()] + ends
             )
-        if anneals:
-            ends = _distinct([*self._annealed(ends), *ends])
         while ends and not self._timing.is_over():
             for start in ends[:6]:
                 for shape, sizes in self._around(start):
                     ends.extend(self._tabu(near, 8) for near in self._best(shape, sizes, 1))
             ends = _distinct(ends)
         return ends
-
-    def _annealed(self, ends: list[_Found]) -> list[_Found]:
-        """Anneal the best plan with a single round, and the best plan.
-
-        Each takes a third of the work that is left, or the one takes half of it if they are the same plan.
-        """
-        timing, found = self._timing, []
-        whole = next((end for end in ends if len(end.shape.rounds(timing.microbatches)) == 1), None)
-        starts = [start for start in (whole, *ends[:1]) if start is not None]
-        if len(starts) > 1 and starts[0] is starts[1]:
-            starts.pop()
-        clock = PlanTimer(timing.pace, timing.workers)
-        for left, start in zip(range(len(starts), 0, -1), starts, strict=True):
-            goal = timing.work_left * (1 - 1 / (left + 1))
-            shape, sizes, score = anneal(
-                clock, start.shape, start.sizes.tolist(), timing.microbatches, self._keeps, Random(0), self._spend(goal)
-            )
-            found.append(self._found(score, shape, np.array(sizes)))
-        return found
-
-    def _spend(self, goal: float) -> Callable[[float], float]:
-        """Return a function that counts work, for `anneal`, until only ``goal`` of it is left."""
-        timing, begin = self._timing, self._timing.work_left
-
-        def spend(seconds: float) -> float:
-            timing.work_left -= seconds
-            return 1.0 if self._timing.is_over() else (begin - timing.work_left) / (begin - goal)
-
-        return spend
-
-    def _keeps(self, shape: PlanShape, sizes: list[int]) -> bool:
-        return bool(len(self._allowed(shape, np.array([sizes]))))
 
     def _around(self, start: _Found) -> Iterable[tuple[PlanShape, Sizes]]:
         """Return plans of other shapes nearby: all of them the first time, later a random one."""

@@ -22,40 +22,51 @@ from lightning_roundpipe.engine.events import COMPUTE
 from lightning_roundpipe.extras import need
 from lightning_roundpipe.messages import gib, plural, seconds
 from lightning_roundpipe.reports.diagnosis import Diagnosis
-from lightning_roundpipe.reports.pictures import draw_charts, save
-from lightning_roundpipe.reports.timeline import chart_of, stage_names
+from lightning_roundpipe.reports.pictures import draw_steps, save, stage_names
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _PACKAGES = ("lightning-roundpipe", "torch", "lightning", "transformers", "peft", "bitsandbytes", "numpy")
 _CURVES = {
-    "loss": {"loss": "loss"},
-    "speed (1/s)": {"tokens_per_s": "tokens", "samples_per_s": "samples"},
-    "step time (s)": {"step_time_s": "step", "planned_step_time_s": "planned"},
-    "workers' time (%)": {
-        "bubble_pct": "bubble",
-        **{f"stall_{kind}_pct": f"waiting for {kind}" for kind in ("weights", "activations", "gradients")},
-    },
-    "device memory (GiB)": {"device_peak_gib": "peak", "device_planned_gib": "planned"},
-    "host memory (GiB)": {"host_gib": "process", "host_planned_gib": "weights, gradients, optimizer"},
+    "loss": ["loss"],
+    "speed (1/s)": ["tokens_per_s", "samples_per_s"],
+    "step time (s)": ["step_time_s", "planned_step_time_s"],
+    "workers' time (%)": ["bubble_pct", "stall_weights_pct", "stall_activations_pct", "stall_gradients_pct"],
+    "device memory (GiB)": ["device_peak_gib", "device_planned_gib"],
+    "host memory (GiB)": ["host_gib", "host_planned_gib"],
 }
-"""Figures of the monitor's history by the unit of their curve, with their names in the legend."""
-_STYLE = """
-:root { color-scheme: light dark; --card: #f5f6f8; --quiet: #5c6570; --line: #d9dde3; }
-@media (prefers-color-scheme: dark) { :root { --card: #1f242b; --quiet: #a3acb8; --line: #363d47; } }
-body { max-width: 1280px; margin: 0 auto; padding: 20px 16px 60px; font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 26px; margin: 0; }
-h2 { font-size: 19px; margin: 34px 0 8px; border-bottom: 1px solid var(--line); }
-code { overflow-wrap: anywhere; font-size: 13px; }
-img { width: 100%; background: white; border-radius: 6px; margin: 6px 0; }
-.quiet, .tile span, .tile small, th { color: var(--quiet); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(145px, 1fr)); gap: 10px; }
-.tile { background: var(--card); border-radius: 8px; padding: 10px 14px; display: flex; flex-direction: column; }
-.tile b { font-size: 21px; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 13.5px; }
-th, td { text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+"""Figures of the monitor's history by the unit of their curve."""
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<link rel="icon" href="data:,">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>RoundPipe report</title>
+<style>
+:root {{ color-scheme: light dark; --card: #f5f6f8; --quiet: #5c6570; --line: #d9dde3; }}
+@media (prefers-color-scheme: dark) {{ :root {{ --card: #1f242b; --quiet: #a3acb8; --line: #363d47; }} }}
+body {{ max-width: 1280px; margin: 0 auto; padding: 20px 16px 60px; font: 15px/1.5 system-ui, sans-serif; }}
+h2 {{ font-size: 19px; margin: 34px 0 8px; border-bottom: 1px solid var(--line); }}
+code {{ overflow-wrap: anywhere; font-size: 13px; }}
+img {{ width: 100%; background: white; border-radius: 6px; margin: 6px 0; }}
+.quiet, .tile span, .tile small, th {{ color: var(--quiet); }}
+.tiles {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(145px, 1fr)); gap: 10px; }}
+.tile {{ background: var(--card); border-radius: 8px; padding: 10px 14px; display: flex; flex-direction: column; }}
+.tile b {{ font-size: 21px; }}
+.wide {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; font-size: 13.5px; }}
+th, td {{ text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top; }}
+</style>
+</head>
+<body>
+<h1>RoundPipe report</h1>
+<p class="quiet">{when}</p>
+<div class="tiles">{tiles}</div>
+{body}</body>
+</html>
 """
 
 
@@ -83,39 +94,30 @@ def write_page(
         ValueError: no training step has finished yet.
     """
     need("matplotlib", "The report page has pictures, which are drawn with matplotlib")
-    charts = [chart_of(report, "The last step")]
-    if replayed:
-        charts.append(chart_of(replayed, "Its replay: each device computes alone"))
+    steps = {"The last step": report} | ({"Its replay: each device computes alone": replayed} if replayed else {})
     with tempfile.TemporaryDirectory() as folder:
-        draw_charts(charts, step := Path(folder) / "step.png")
+        draw_steps(steps, picture := Path(folder) / "step.png")
+        shown = _image(picture, "The last step on all workers")
         curves = "<p>Curves need a <code>RoundPipeMonitor</code> among the callbacks, and two of its logs.</p>"
         if len(history) > 1:
-            save(_curves(history), Path(folder) / "curves.png")
-            curves = _image(Path(folder) / "curves.png", "Curves over the optimizer steps")
-        shown = _image(step, "The last step on all workers")
-    waits = f"<p>From the last log: {_text(diagnosis)}</p>" if diagnosis is not None else ""
+            save(_curves(history), picture)
+            curves = _image(picture, "Curves over the optimizer steps")
     sections = {
-        "The last step": shown + waits,
+        "The last step": shown + (f"<p>From the last log: {_text(diagnosis)}</p>" if diagnosis else ""),
         "The plan": f"<p><code>{_text(report['plan'])}</code></p>{_plan(report)}",
         "Over time": curves,
         "Settings": _table(("setting", "value"), _flat(settings)) if settings else "<p>All have their defaults.</p>",
         "Versions": _table(("package", "version"), _versions()),
     }
-    body = "".join(f"<h2>{title}</h2>\n{part}\n" for title, part in sections.items())
-    when = f"{plural(report['microbatches'], 'microbatch')} on {plural(report['workers'], 'worker')}"
-    steps = f"{plural(history[-1]['step'], 'step')}, " if history else ""
-    tiles = "".join(
+    count = f"{plural(history[-1]['step'], 'step')}, " if history else ""
+    of = f"{plural(report['microbatches'], 'microbatch')} on {plural(report['workers'], 'worker')}"
+    tiles = (
         f'<div class="tile"><span>{_text(name)}</span><b>{_text(value)}</b><small>{_text(note)}</small></div>'
         for name, value, note in _tiles(report, history[-1] if history else {})
     )
-    path.write_text(
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<link rel="icon" href="data:,">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>RoundPipe report</title>\n'
-        f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>RoundPipe report</h1>\n"
-        f'<p class="quiet">{steps}{when}, written {datetime.now():%Y-%m-%d %H:%M}</p>\n'
-        f'<div class="tiles">{tiles}</div>\n{body}</body>\n</html>\n',
-        encoding="utf-8",
-    )
+    body = "".join(f"<h2>{title}</h2>\n{part}\n" for title, part in sections.items())
+    when = f"{count}{of}, written {datetime.now():%Y-%m-%d %H:%M}"
+    path.write_text(_PAGE.format(when=when, tiles="".join(tiles), body=body), encoding="utf-8")
 
 
 def _tiles(report: Mapping[str, Any], last: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
@@ -156,29 +158,21 @@ def _plan(report: Mapping[str, Any]) -> str:
 
 
 def _curves(history: Sequence[Mapping[str, Any]]) -> Figure:
-    """Return a figure with a curve for each of `_CURVES` that ``history`` has."""
+    """Return a figure with a panel for each of `_CURVES` that ``history`` has."""
     from matplotlib.figure import Figure
 
-    found = {
-        unit: {name: [record.get(key) for record in history] for key, name in lines.items() if key in history[-1]}
-        for unit, lines in _CURVES.items()
-    }
-    found = {unit: lines for unit, lines in found.items() if lines}
+    found = {unit: [name for name in names if name in history[-1]] for unit, names in _CURVES.items()}
+    found = {unit: names for unit, names in found.items() if names}
     figure = Figure(figsize=(12, 2.4 * -(-len(found) // 2)), layout="constrained")
-    panels = figure.subplots(-(-len(found) // 2), 2, squeeze=False).flat
-    steps = [record["step"] for record in history]
-    for (unit, lines), axes in zip(found.items(), panels, strict=False):
-        for name, values in lines.items():
-            axes.plot(
-                steps,
-                [float("nan") if v is None else v for v in values],
-                "--" if name == "planned" else "-",
-                label=name,
-            )
+    panels = list(figure.subplots(-(-len(found) // 2), 2, squeeze=False).flat)
+    for (unit, names), axes in zip(found.items(), panels, strict=False):
+        for name in names:
+            values = [float("nan") if record.get(name) is None else record[name] for record in history]
+            axes.plot([record["step"] for record in history], values, "--" if "planned" in name else "-", label=name)
         axes.set_title(unit, loc="left", fontsize=9)
         axes.set_ylim(bottom=None if unit == "loss" else 0)
         axes.legend(fontsize=8, frameon=False)
-    for axes in panels:
+    for axes in panels[len(found) :]:
         axes.set_axis_off()
     figure.supxlabel("optimizer steps", fontsize=9)
     return figure

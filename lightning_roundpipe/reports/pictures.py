@@ -1,9 +1,6 @@
-"""Draws schedules: one or more charts below each other, with a row for each worker.
+"""Draws steps below each other, with a row for each worker: what it computes, and what its links carry.
 
-A step that ran (`timeline`) and simulated steps are drawn alike, so a reader who knows one picture knows the other. A
-block is one stage for one microbatch, with the microbatch's number where there is room. Every second stage of a worker
-is paler. A chart with copies has two lanes below each row of blocks: copies to the device, and back to the host.
-
+A step that ran and a simulated one have the same form (`timeline`), so a reader who knows one picture knows the other.
 matplotlib is imported inside functions, so programs that draw nothing do not load it.
 """
 
@@ -11,14 +8,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_roundpipe.messages import plural
+from lightning_roundpipe.engine.events import COMPUTE, UPLOADS
+from lightning_roundpipe.messages import plural, seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,275 +28,178 @@ COLOURS = {
     "forward": "#56B4E9",
     "recompute": "#F0D442",
     "backward": "#009E73",
-    "head forward": "#E6BBD3",
-    "head backward": "#CC79A7",
+    "copies of weights": "#8C6BB1",
+    "copies of activations": "#8A8A8A",
+    "copies of gradients": "#D55E00",
+    "idle": "#EFEFEF",
 }
-"""Colour per kind of computation."""
-COPIES = {"weights": "#8C6BB1", "activations": "#8A8A8A", "gradients": "#D55E00"}
-"""Colour per kind of copy."""
-WAITS = {"waits for weights": "#B5A88F", "waits for the optimizer": "#E9A178"}
-"""Colour per reason why a worker is idle."""
-PAUSE = ""
-"""The kind of a part of a block in which nothing is computed."""
-_IDLE, _QUIET = "#EFEFEF", "#555555"
-
+_QUIET = "#555555"
 _WIDTH = 12.0
-_LANES = {"compute": (0.04, 0.96), "up": (0.74, 0.83), "down": (0.87, 0.96)}
-"""Top and bottom of each lane within a row."""
-_BELOW_NAMES, _ABOVE_COPIES = 0.24, 0.7
-"""Top of the compute lane in charts with names of stages, and its bottom in charts with copies."""
+_ROW = 0.65
+"""Inches of a worker's row."""
+_LANES = {"compute": (0.24, 0.7), "up": (0.74, 0.83), "down": (0.87, 0.96)}
+"""Top and bottom of each lane within a row. Names of stages stand above the first one."""
 
 
-@dataclass(frozen=True)
-class TimeUnit:
-    """The unit of all times in a picture: in titles and along axes."""
-
-    name: str
-    seconds: float
-
-    @classmethod
-    def of(cls, longest_s: float, seconds_from: float = 1.0) -> TimeUnit:
-        """Return the unit for a picture whose longest time is ``longest_s``: seconds from ``seconds_from`` on."""
-        return cls("s", 1.0) if longest_s >= seconds_from else cls("ms", 1e-3)
-
-    def show(self, seconds: float) -> str:
-        """Return a time with its unit, to four significant digits, but at least to whole units."""
-        value = seconds / self.seconds
-        digits = next((digits for digits, limit in ((3, 10), (2, 100), (1, 1000)) if abs(value) < limit), 0)
-        return f"{value:,.{digits}f} {self.name}"
-
-
-@dataclass(frozen=True)
-class Block:
-    """One stage for one microbatch on one worker.
-
-    Args:
-        worker: the row.
-        microbatch: the number in the block.
-        stage: its name.
-        turn: the number of the stage on its worker, from 0. Odd ones are paler.
-        start_ms: when the block begins.
-        parts: kinds (of `COLOURS`, or `PAUSE`) and durations, in milliseconds, of its parts in order.
-    """
+class Bar(NamedTuple):
+    """An event of a report in a picture, in seconds."""
 
     worker: int
-    microbatch: int
-    stage: str
-    turn: int
-    start_ms: float
-    parts: tuple[tuple[str, float], ...]
-
-    @property
-    def end_ms(self) -> float:
-        return self.start_ms + sum(length for _, length in self.parts)
-
-    def spread(self) -> list[tuple[str, float, float]]:
-        """Return the kind, begin and end of each part."""
-        ends = accumulate((length for _, length in self.parts), initial=self.start_ms)
-        return [(kind, begin, end) for (kind, _), (begin, end) in zip(self.parts, pairwise(ends), strict=True)]
-
-
-@dataclass(frozen=True)
-class IdleBlock:
-    """A span in which a worker waits for one of `WAITS`."""
-
-    worker: int
-    why: str
-    start_ms: float
-    end_ms: float
-
-
-class CopySpan(NamedTuple):
-    """A copy of one of `COPIES`, on the link ``"up"`` to a device or ``"down"`` from it."""
-
-    worker: int
+    lane: str
     kind: str
-    way: str
-    start_ms: float
-    end_ms: float
+    slot: int
+    microbatch: int
+    start_s: float
+    end_s: float
 
 
-@dataclass(frozen=True)
-class Chart:
-    """One schedule.
+def draw_steps(reports: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Draw reports of steps below each other to ``path``, each under its title, on one scale.
+
+    Every second slot of a worker is paler. A number is that of a microbatch.
 
     Args:
-        title: printed in bold.
-        step_ms: step time, shown beside the title in the picture's unit.
-        facts: text after the step time.
-        group: charts of one group share the scale of their time axes.
-        workers: how many workers there are.
-        span_ms: the end of the axis.
-        blocks: what the workers compute.
-        waits: why they are idle.
-        copies: what the links carry.
-        begin_ms: the begin of the axis.
-        named: whether the names of stages stand above them.
+        reports: by title, what ``RoundPipeStrategy.report()`` or `planned.report_of` returns.
+        path: the file to write; its suffix is the format (png, pdf, svg).
     """
-
-    title: str
-    step_ms: float
-    facts: str
-    group: str
-    workers: int
-    span_ms: float
-    blocks: Sequence[Block]
-    waits: Sequence[IdleBlock] = ()
-    copies: Sequence[CopySpan] = ()
-    begin_ms: float = 0.0
-    named: bool = False
-
-    @cached_property
-    def rows(self) -> dict[int, int]:
-        """The row of each worker that has a stage. The others have none."""
-        working = sorted({block.worker for block in self.blocks if block.parts})
-        return {worker: row for row, worker in enumerate(working or range(self.workers))}
-
-    @property
-    def lanes(self) -> dict[str, tuple[float, float]]:
-        """Top and bottom of each lane within a row."""
-        top, bottom = _LANES["compute"]
-        compute = _BELOW_NAMES if self.named else top, _ABOVE_COPIES if self.copies else bottom
-        return {**_LANES, "compute": compute} if self.copies else {"compute": compute}
-
-    def described(self, unit: TimeUnit) -> str:
-        """Return the text beside the title."""
-        idle = self.workers - len(self.rows)
-        left_out = f"; {idle:,} of {plural(self.workers, 'worker')} without a stage" if idle else ""
-        return f"{unit.show(self.step_ms / 1e3)}{self.facts}{left_out}"
-
-
-def draw_charts(charts: Sequence[Chart], path: Path) -> None:
-    """Draw the charts below each other to ``path``. Its suffix is the format (png, pdf, svg)."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    rows = sum(len(chart.rows) for chart in charts)
-    room = max(MOST_PIXELS / DPI - 0.6 - 0.7 * len(charts), 1.0)
-    usual = [0.3 + 0.1 * chart.named + 0.25 * bool(chart.copies) for chart in charts]
-    heights = [len(chart.rows) * min(height, room / rows) for chart, height in zip(charts, usual, strict=True)]
-    unit = TimeUnit.of(max(chart.span_ms for chart in charts) / 1e3)
-    figure = Figure(figsize=(_WIDTH, sum(heights) + 0.7 * len(charts) + 0.6), dpi=DPI, layout="constrained")
-    panels = figure.subplots(len(charts), 1, squeeze=False, height_ratios=heights)[:, 0]
-    groups = {chart.group: max(one.span_ms for one in charts if one.group == chart.group) for chart in charts}
-    for axes, chart, height in zip(panels, charts, heights, strict=True):
-        axes.set_xlim(chart.begin_ms / 1e3 / unit.seconds, (groups[chart.group] or 1.0) / 1e3 / unit.seconds)
-        _draw(axes, chart, unit, 72 * height / len(chart.rows))
-    panels[-1].set_xlabel(f"time ({unit.name}); every second stage of a worker is paler", color=_QUIET, fontsize=9)
-    kinds = {kind for chart in charts for block in chart.blocks for kind, _ in block.parts}
-    kinds |= {wait.why for chart in charts for wait in chart.waits}
-    copied = {copy.kind for chart in charts for copy in chart.copies}
-    colours = {kind: colour for kind, colour in (COLOURS | WAITS).items() if kind in kinds}
-    colours |= {f"copies of {kind}": colour for kind, colour in COPIES.items() if kind in copied} | {"idle": _IDLE}
+    bars = {title: bars_of(report) for title, report in reports.items()}
+    rows = {title: sorted({bar.worker for bar in drawn if bar.lane == "compute"}) for title, drawn in bars.items()}
+    room = max(MOST_PIXELS / DPI - 0.6 - 0.7 * len(reports), 1.0)
+    height = min(_ROW, room / sum(map(len, rows.values())))
+    heights = [len(workers) * height for workers in rows.values()]
+    figure = Figure(figsize=(_WIDTH, sum(heights) + 0.7 * len(reports) + 0.6), dpi=DPI, layout="constrained")
+    panels = figure.subplots(len(reports), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    begin_s = min(bar.start_s for drawn in bars.values() for bar in drawn)
+    end_s = max(bar.end_s for drawn in bars.values() for bar in drawn)
+    scale, unit = (1.0, "s") if end_s >= 1 else (1e3, "ms")
+    for axes, (title, report) in zip(panels, reports.items(), strict=True):
+        axes.set_xlim(scale * begin_s, scale * end_s)
+        _draw(axes, bars[title], rows[title], stage_names(report), scale, 72 * height)
+        heading = axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+        heading.set_parse_math(False)  # "$" in a model's name does not begin a formula
+        axes.annotate(f"  {_facts(report)}", (1, 0), xycoords=heading, va="bottom", fontsize=9, color=_QUIET)
+    panels[-1].set_xlabel(f"time ({unit}); every second stage of a worker is paler", color=_QUIET, fontsize=9)
+    kinds = {bar.kind for drawn in bars.values() for bar in drawn} | {"idle"}
     figure.legend(
-        handles=[Patch(facecolor=colour, label=label) for label, colour in colours.items()],
-        loc="outside lower center", ncols=len(colours), frameon=False, fontsize=9, handlelength=1.2,
+        handles=[Patch(facecolor=colour, label=kind) for kind, colour in COLOURS.items() if kind in kinds],
+        loc="outside lower center", ncols=len(kinds), frameon=False, fontsize=9, handlelength=1.2,
     )  # fmt: skip
     save(figure, path)
 
 
-def _draw(axes: Axes, chart: Chart, unit: TimeUnit, row_points: float) -> None:
-    from matplotlib.collections import PolyCollection
+def bars_of(report: Mapping[str, Any]) -> list[Bar]:
+    """Return the bars of a report, without what was uploaded before its first computation.
 
-    scale = 1e-3 / unit.seconds
-    lanes = chart.lanes
-    boxes: dict[tuple[str, bool, int], list[list[tuple[float, float]]]] = defaultdict(list)
-
-    def box(worker: int, lane: str, begin_ms: float, end_ms: float) -> list[tuple[float, float]]:
-        top, low = (chart.rows[worker] + edge for edge in lanes[lane])
-        begin, end = begin_ms * scale, end_ms * scale
-        return [(begin, top), (end, top), (end, low), (begin, low)]
-
-    def add(
-        colour: str, worker: int, lane: str, begin_ms: float, end_ms: float, pale: bool = False, z: int = 2
-    ) -> None:
-        if worker in chart.rows:
-            boxes[colour, pale, z].append(box(worker, lane, begin_ms, end_ms))
-
-    for worker in chart.rows:
-        for lane in lanes:
-            add(_IDLE, worker, lane, chart.begin_ms, chart.span_ms, z=0)
-    for wait in chart.waits:
-        add(WAITS[wait.why], wait.worker, "compute", wait.start_ms, wait.end_ms, z=1)
-    for copy in chart.copies:
-        add(COPIES[copy.kind], copy.worker, copy.way, copy.start_ms, copy.end_ms)
-    for block in chart.blocks:
-        for kind, begin, end in block.spread():
-            if kind != PAUSE:
-                add(COLOURS[kind], block.worker, "compute", begin, end, bool(block.turn % 2))
-    for (colour, pale, z), corners in boxes.items():  # one collection per colour: a patch per box would be too slow
-        edges = {"edgecolors": colour, "linewidths": 0.4} if colour in COPIES.values() else {"linewidths": 0}
-        axes.add_collection(
-            PolyCollection(corners, facecolors=colour, alpha=0.6 if pale else None, zorder=z, **edges), autolim=False
+    Raises:
+        ValueError: no training step has finished yet.
+    """
+    events = report.get("events")
+    if not events:
+        raise ValueError("The report has no events, as no training step has finished yet: call fit() first.")
+    bars = []
+    for event in events:
+        kind, lane = event["kind"], "compute"
+        if kind not in COMPUTE:
+            kind, lane = f"copies of {kind.rpartition('_')[2]}", "up" if kind in UPLOADS else "down"
+        bars.append(
+            Bar(event["worker"], lane, kind, event["slot"], event["microbatch"], event["start_s"], event["end_s"])
         )
-    # Outlines take at most an eighth of a block: a narrow block would be all outline otherwise.
+    begin_s = min([0.0, *(bar.start_s for bar in bars if bar.lane == "compute")])
+    return [bar._replace(start_s=max(bar.start_s, begin_s)) for bar in bars if bar.end_s >= begin_s]
+
+
+def stage_names(report: Mapping[str, Any]) -> dict[int, str]:
+    """Return the name of each slot's stage: ``F1``, ``F2``, …, ``fused``, ``B1``, …; empty without slots."""
+    counts: dict[tuple[int, str], int] = defaultdict(int)
+    names = {}
+    for slot in sorted(report.get("slots", ()), key=lambda slot: int(slot["slot"])):
+        counts[slot["round"], slot["phase"]] += 1
+        letter = {"forward": "F", "backward": "B"}.get(slot["phase"])
+        if letter or slot["phase"] == "fused":
+            names[slot["slot"]] = f"{letter}{counts[slot['round'], slot['phase']]}" if letter else "fused"
+    return names
+
+
+def _facts(report: Mapping[str, Any]) -> str:
+    of = f"{plural(report['microbatches'], 'microbatch')} on {plural(report['workers'], 'worker')}"
+    return f"{seconds(report['step_time_s'])} a step, {of}, bubble {report['bubble_pct']:.1f} %"
+
+
+def _draw(
+    axes: Axes, bars: Sequence[Bar], workers: Sequence[int], names: Mapping[int, str], scale: float, row_points: float
+) -> None:
+    """Draw a report. ``scale``: units of the axis in a second; ``row_points``: height of a row."""
     begin, end = axes.get_xlim()
     points = 72 * 0.9 * _WIDTH * scale / (end - begin)
-    blocks = [block for block in chart.blocks if block.parts]
-    axes.add_collection(
-        PolyCollection(
-            [box(block.worker, "compute", block.start_ms, block.end_ms) for block in blocks],
-            facecolors="none", edgecolors="white", zorder=3,
-            linewidths=[min(0.8, points * (block.end_ms - block.start_ms) / 8) for block in blocks],
-        ),
-        autolim=False,
-    )  # fmt: skip
-    _write_numbers(axes, chart, scale, points, row_points)
-    if chart.named and row_points > 20:
-        _write_names(axes, chart, scale, points)
-    axes.set_ylim(len(chart.rows), 0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="x", labelsize=8, color=_QUIET, labelcolor=_QUIET)
-    axes.tick_params(axis="y", length=0, labelsize=8)
-    every = -(-9 // max(1, int(row_points)))  # a label is as high as this many rows
-    named = list(chart.rows.items())[::every]
-    middle = sum(lanes["compute"]) / 2
-    axes.set_yticks([row + middle for _, row in named], [f"worker {worker}" for worker, _ in named])
-    heading = axes.set_title(chart.title, loc="left", fontsize=10, fontweight="bold")
-    heading.set_parse_math(False)  # "$" in a model's name does not begin a formula
-    axes.annotate(f"  {chart.described(unit)}", (1, 0), xycoords=heading, va="bottom", fontsize=9, color=_QUIET)
-
-
-def _write_names(axes: Axes, chart: Chart, scale: float, points: float) -> None:
-    """Write the name of each stage above its blocks, with a line as long as they take."""
-    stages: dict[tuple[int, int, str], list[Block]] = defaultdict(list)
-    for block in chart.blocks:
-        stages[block.worker, block.turn, block.stage].append(block)
-    for (worker, _, name), blocks in stages.items():
-        start, end = min(block.start_ms for block in blocks), max(block.end_ms for block in blocks)
-        top, inset = chart.rows[worker] + chart.lanes["compute"][0] - 0.03, min(1.0 / points, (end - start) / 4)
-        axes.plot([(start + inset) * scale, (end - inset) * scale], [top, top], color=_QUIET, linewidth=0.7)
-        if points * (end - start) > 5 * len(name):
-            axes.text((start + end) / 2 * scale, top, name, fontsize=7, color=_QUIET, ha="center", va="bottom")
-
-
-def _write_numbers(axes: Axes, chart: Chart, scale: float, points: float, row_points: float) -> None:
-    """Write its microbatch's number into the longest part of each block that has room.
-
-    ``points``: of a millisecond along the axis.
-    """
-    top, bottom = chart.lanes["compute"]
-    digits = max((len(str(block.microbatch)) for block in chart.blocks), default=1)
-    for block in chart.blocks:
-        computed = [part for part in block.spread() if part[0] != PAUSE]
-        if not computed or block.microbatch < 0:
+    """Of a second along the axis."""
+    turns: dict[int, dict[int, int]] = defaultdict(dict)
+    boxes: dict[tuple[int, str, str, bool], list[tuple[float, float]]] = defaultdict(list)
+    blocks: dict[tuple[int, int, int, bool], list[Bar]] = defaultdict(list)
+    """Computation of a slot for one microbatch in one direction."""
+    for bar in bars:
+        if bar.worker not in workers:
             continue
-        kind, start, stop = max(computed, key=lambda part: part[2] - part[1])
-        dark = kind == "backward" and not block.turn % 2
-        size = min(8.5, 0.7 * (bottom - top) * row_points, (points * (stop - start) - 1.5) / (0.65 * digits))
-        if size >= 4.5:
+        turn = turns[bar.worker].setdefault(bar.slot, len(turns[bar.worker])) if bar.lane == "compute" else 0
+        span = scale * bar.start_s, scale * (bar.end_s - bar.start_s)
+        boxes[workers.index(bar.worker), bar.lane, bar.kind, bool(turn % 2)].append(span)
+        if bar.lane == "compute":
+            blocks[bar.worker, bar.slot, bar.microbatch, bar.kind == "forward"].append(bar)
+    for row in range(len(workers)):
+        for top, bottom in _LANES.values():
+            axes.broken_barh([(begin, end - begin)], (row + top, bottom - top), facecolors=COLOURS["idle"])
+    for (row, lane, kind, pale), spans in boxes.items():
+        top, bottom = _LANES[lane]
+        axes.broken_barh(
+            spans, (row + top, bottom - top), facecolors=COLOURS[kind], alpha=0.6 if pale else None, linewidths=0
+        )
+    top, bottom = _LANES["compute"]
+    stages: dict[tuple[int, int], list[float]] = defaultdict(list)
+    outlines: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for (worker, slot, microbatch, _), block in blocks.items():
+        row, start_s, end_s = workers.index(worker), block[0].start_s, max(bar.end_s for bar in block)
+        stages[row, slot] += [start_s, end_s]
+        outlines[row].append((scale * start_s, scale * (end_s - start_s)))
+        longest = max(block, key=lambda bar: bar.end_s - bar.start_s)
+        width = (points * (longest.end_s - longest.start_s) - 1.5) / (0.65 * len(str(microbatch)))
+        if (size := min(8.5, 0.7 * (bottom - top) * row_points, width)) >= 4.5:
             axes.text(
-                (start + stop) / 2 * scale, chart.rows[block.worker] + (top + bottom) / 2, str(block.microbatch),
-                fontsize=size, ha="center", va="center_baseline", color="white" if dark else "black",
+                scale * (longest.start_s + longest.end_s) / 2, row + (top + bottom) / 2, str(microbatch),
+                fontsize=size, ha="center", va="center_baseline",
             )  # fmt: skip
+    for row, spans in outlines.items():
+        # An outline takes at most an eighth of a block: a narrow block would be all outline otherwise.
+        widths = [min(0.8, points / scale * length / 8) for _, length in spans]
+        axes.broken_barh(
+            spans, (row + top, bottom - top), facecolors="none", edgecolors="white", linewidths=widths, zorder=3
+        )
+    for (row, slot), edges in stages.items():
+        name, (start_s, end_s) = names.get(slot, ""), (min(edges), max(edges))
+        if row_points > 20 and points * (end_s - start_s) > 5 * len(name):
+            axes.plot([scale * start_s, scale * end_s], [row + top - 0.03] * 2, color=_QUIET, linewidth=0.7)
+            axes.text(
+                scale * (start_s + end_s) / 2, row + top - 0.03, name,
+                fontsize=7, color=_QUIET, ha="center", va="bottom",
+            )  # fmt: skip
+    axes.set_ylim(len(workers), 0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="both", labelsize=8, color=_QUIET, labelcolor=_QUIET)
+    axes.tick_params(axis="y", length=0)
+    every = -(-9 // max(1, int(row_points)))  # a label is as high as this many rows
+    axes.set_yticks(
+        [row + (top + bottom) / 2 for row in range(0, len(workers), every)],
+        [f"worker {worker}" for worker in workers[::every]],
+    )
 
 
-def save(figure: Figure, path: Path, dpi: int = DPI) -> None:
+def save(figure: Figure, path: Path) -> None:
     """Write the figure in the format of ``path``'s suffix (png, pdf, svg; PNG without one).
 
     No side is longer than `MOST_PIXELS`. Uses no matplotlib backend of the user's program.
     """
-    fitting = min(dpi, MOST_PIXELS / max(figure.get_size_inches()))
+    fitting = min(DPI, MOST_PIXELS / max(figure.get_size_inches()))
     figure.savefig(path, format=None if path.suffix else "png", dpi=fitting)
 
 

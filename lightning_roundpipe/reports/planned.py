@@ -1,4 +1,4 @@
-"""What a step takes by its plan: simulated with the costs that the plan was made from, or replayed with its own times.
+"""Simulated steps in the form of a report: the first steps of a plan, and a step replayed with its own times.
 
 Emulated devices share the cores of one machine: while one computes, others wait for its cores. So a picture of the step
 as it ran is mostly idle, and its bubble shows how many devices share the cores, not how good the plan is. `replay` runs
@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 from lightning_roundpipe.config import Emulation
@@ -26,17 +25,13 @@ from lightning_roundpipe.engine.events import bubble_percent
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.links import Links
-from lightning_roundpipe.planning.pipeline import Rules, SimulatedEvent, SimulatedRun, run_steps
+from lightning_roundpipe.planning.pipeline import Rules, SimulatedRun, run_steps
 from lightning_roundpipe.planning.schedule import Plan
 
 _KINDS = {
-    "forward": "forward",
-    "recompute": "recompute",
-    "backward": "backward",
-    "upload_weights": "upload_weights",
+    **{kind: kind for kind in ("forward", "recompute", "backward", "upload_weights", "download_gradients")},
     "upload_boundary": "upload_activations",
     "download_boundary": "download_activations",
-    "download_gradients": "download_gradients",
 }
 """The report's names of the simulator's events. A fused turn becomes two events; host time becomes none."""
 
@@ -80,9 +75,7 @@ def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dic
         emulation: the speed of copies.
 
     Returns:
-        ``plan``, ``workers``, ``microbatches``, ``slots``, ``events``, ``step_time_s`` and ``bubble_pct``, which
-        `timeline.draw_timeline` needs. None if the step did not follow the plan's stages in order, or had one worker,
-        which shares no cores anyway.
+        None if the step did not follow the plan's stages in order, or had one worker, which shares no cores anyway.
     """
     if (followed := plan_and_costs(report)) is None or report["workers"] == 1:
         return None
@@ -96,29 +89,55 @@ def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dic
         host=HostTime(hop_s=2 * emulation.latency),  # from the device to the host, and to the next device
     )
     run = run_steps(plan, costs, report["workers"], report["microbatches"], rules)
+    found = report_of(run, costs, report["microbatches"], run.makespan_s)
     first = min(report["slots"], key=lambda slot: int(slot["slot"]))
-    events = [
-        {
-            "kind": kind,
-            "phase": stage.phase,
-            "worker": (event.worker + first["worker"]) % run.workers,
-            "slot": event.slot + first["slot"],
-            "layer": " … ".join(dict.fromkeys((costs.layers[stage.first], costs.layers[stage.last]))),
-            "microbatch": event.microbatch,
-            "start_s": start_s,
-            "end_s": end_s,
-        }
-        for event in run.events
-        if event.kind in ("fused", *_KINDS)
-        for stage in (plan.stages()[event.position],)
-        for kind, start_s, end_s in _parts(event, run, costs.on(event.worker))
-    ]
+    for event in found["events"]:
+        event["worker"] = (event["worker"] + first["worker"]) % run.workers
+        event["slot"] += first["slot"]
+    return found | {"slots": report["slots"], "bubble_pct": bubble_percent(found["events"], run.workers)}
+
+
+def report_of(run: SimulatedRun, costs: Costs, microbatches: int, step_s: float, steps: int = 1) -> dict[str, Any]:
+    """Return the first steps of a simulation in the form of a report, for `timeline`.
+
+    Args:
+        run: the simulated steps.
+        costs: costs of the calls.
+        microbatches: number of microbatches of a step.
+        step_s: the step time that it names, of which the bubble is a share.
+        steps: number of steps.
+    """
+    stages, rounds = run.plan.stages(), -(-microbatches // run.plan.round_microbatches)
+    events: list[dict[str, Any]] = []
+    slots: dict[int, dict[str, Any]] = {}
+    for event in run.events:
+        if event.step >= steps or event.kind not in ("fused", *_KINDS):
+            continue
+        stage = stages[event.position]
+        layers = costs.layers[stage.first : stage.last + 1]
+        parts = [(_KINDS.get(event.kind, ""), event.start_s, event.end_s)]
+        if event.kind == "fused":
+            forward_s = sum(call.forward_s for call in costs.on(event.worker).calls[stage.first :])
+            middle_s = min(event.start_s + forward_s, event.end_s)
+            parts = [("forward", event.start_s, middle_s), ("backward", middle_s, event.end_s)]
+        about = {"worker": event.worker, "slot": event.slot, "phase": stage.phase}
+        if event.microbatch >= 0:
+            round_ = event.step * rounds + event.microbatch // run.plan.round_microbatches
+            slots.setdefault(event.slot, {**about, "round": round_, "layers": list(layers)})
+        layer = " … ".join(dict.fromkeys((layers[0], layers[-1])))
+        events += [
+            {**about, "kind": kind, "layer": layer, "microbatch": event.microbatch, "start_s": start_s, "end_s": end_s}
+            for kind, start_s, end_s in parts
+            if end_s > start_s
+        ]
     return {
-        **{key: report[key] for key in ("plan", "microbatches", "slots")},
+        "plan": str(run.plan),
         "workers": run.workers,
+        "microbatches": microbatches,
+        "slots": list(slots.values()),
         "events": events,
-        "step_time_s": run.makespan_s,
-        "bubble_pct": bubble_percent(events, run.workers),
+        "step_time_s": step_s,
+        "bubble_pct": 100 * (1 - run.busy_s / len(run.ends_s) / (run.workers * step_s)),
     }
 
 
@@ -139,16 +158,3 @@ def _with_shortest_times(costs: Costs, report: Mapping[str, Any]) -> Costs:
             for number, call in enumerate(costs)
         )
     )
-
-
-def _parts(event: SimulatedEvent, run: SimulatedRun, costs: Costs) -> Iterator[tuple[str, float, float]]:
-    """Yield the event under its names in a report. A fused turn yields its forward and its backward."""
-    if event.kind != "fused":
-        yield _KINDS[event.kind], event.start_s, event.end_s
-        return
-    forward_s = sum(call.forward_s for call in costs.calls[run.plan.fused.first :])
-    for kind, (start_s, end_s) in zip(
-        ("forward", "backward"), pairwise((event.start_s, event.start_s + forward_s, event.end_s)), strict=True
-    ):
-        if end_s > start_s:
-            yield kind, start_s, end_s

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_roundpipe.config import parse_bytes
 from lightning_roundpipe.extras import is_installed, remedy
 from lightning_roundpipe.reports.pictures import save, setting_names
 
@@ -42,8 +40,6 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 _PANELS = {"step_time_s": "step time (s)", "peak_device_gib": "device peak (GiB)", "peak_host_gib": "host peak (GiB)"}
 _MICROBATCHES = "microbatches"
-_CUTS = ("data.batch_size", "strategy.num_microbatches", "strategy.microbatch_size")
-"""Settings that determine the number of microbatches."""
 
 _current: list[Path] = []
 
@@ -97,7 +93,7 @@ def present(rows: Sequence[Row], folder: Path) -> None:
     if not is_installed("matplotlib"):
         console.print(f"No picture of it is drawn, as {remedy('matplotlib')}", soft_wrap=True, markup=False)
     elif finished := [row for row in rows if not row["error"] and row["step_time_s"] is not None]:
-        save(figure_of(finished), folder / "sweep.png", 130)
+        save(figure_of(finished), folder / "sweep.png")
         console.print(f"The picture of it: {folder / 'sweep.png'}", soft_wrap=True, highlight=False)
 
 
@@ -143,58 +139,23 @@ def draw_table(rows: Sequence[Row]) -> Table:
 
 
 def figure_of(finished: Sequence[Row]) -> Figure:
-    """Return a picture of finished runs: step time and memory over the number of microbatches.
-
-    The numbers are those that the runs had, so sweeps over their size and over their number look alike. Where all runs
-    have the same, the first varied setting takes their place. Each combination of the other settings has a line.
-    """
+    """Return a picture of finished runs: a bar for each run in a panel for each of `_PANELS`."""
     from matplotlib.figure import Figure
 
-    varied = varied_settings(finished)
-    counts = {row[_MICROBATCHES] for row in finished}
-    others = [key for key in varied if key not in _CUTS or None in counts]  # plain Lightning has no microbatches
-    along = others[0] if others and (len(counts) == 1 or None in counts) else _MICROBATCHES
-    keys = [key for key in varied if key != along and not (along == _MICROBATCHES and key in _CUTS)]
-    names = setting_names(varied)
-
-    def label_of(row: Row) -> str:
-        return str(row.get(along, "default"))
-
-    ordered = sorted(finished, key=lambda row: _order(label_of(row)))
-    lines: dict[str, list[Row]] = defaultdict(list)
-    for row in ordered:
-        lines[", ".join(f"{names[key]} {row.get(key, 'default')}" for key in keys)].append(row)
-    places = list(dict.fromkeys(label_of(row) for row in ordered))
+    names = setting_names(varied_settings(finished))
+    labels = [", ".join(f"{name} {row.get(key, 'default')}" for key, name in names.items()) for row in finished]
     panels = {key: name for key, name in _PANELS.items() if any(row[key] is not None for row in finished)}
-    figure = Figure(figsize=(8.0, 2.2 * len(panels) + 0.2 * len(lines)), layout="constrained")
-    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    figure = Figure(figsize=(3.2 * len(panels) + 2, 0.35 * len(finished) + 1), layout="constrained")
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (key, heading) in zip(grid, panels.items(), strict=True):
-        largest = max(row[key] or 0.0 for row in finished)
-        scale = 1024 if key.endswith("_gib") and largest < 1 else 1
-        for label, rows in lines.items():
-            shown = [row for row in rows if row[key] is not None]
-            at = [places.index(label_of(row)) for row in shown]
-            axes.plot(at, [scale * row[key] for row in shown], "o-", label=label)
+        values = [row[key] or 0.0 for row in finished]
+        scale = 1024 if key.endswith("_gib") and max(values) < 1 else 1
+        axes.barh(range(len(finished)), [scale * value for value in values], color="#56B4E9")
         axes.set_title(heading.replace("GiB", "MiB") if scale > 1 else heading, loc="left", fontsize=9)
-        axes.set_ylim(0, 1.1 * scale * largest or 1.0)
-        axes.grid(axis="y", color="#E5E5E5")
         axes.spines[["top", "right"]].set_visible(False)
-    slanted = len(" ".join(places)) > 70
-    axes.set_xticks(range(len(places)), places, rotation=30 if slanted else 0, ha="right" if slanted else "center")
-    axes.set_xlabel(names.get(along, along))
-    if len(lines) > 1:
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", frameon=False, fontsize=8)
+    grid[0].set_yticks(range(len(finished)), labels)
+    grid[0].invert_yaxis()
     return figure
-
-
-def _order(value: str) -> tuple[bool, float, str]:
-    """Return the sort key of a setting's value: numbers and sizes before texts."""
-    for number in (float, lambda text: parse_bytes(text, "")):
-        try:
-            return False, float(number(value)), ""
-        except ValueError:
-            continue
-    return True, 0.0, value
 
 
 def memory(gib: float) -> str:

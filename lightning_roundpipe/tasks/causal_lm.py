@@ -24,14 +24,11 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_roundpipe.model.adapters import add_adapters
-from lightning_roundpipe.model.fused_attention import attend_without_masks
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
 from lightning_roundpipe.model.packed_rows import check_packed_rows, document_masks
 from lightning_roundpipe.model.quantize import refuse_adapted_experts, refuse_full_training, stored_beside
 
 Batch = dict[str, Tensor]
-LONG_ROW = 8192
-"""Tokens of a packed row whose mask takes longer to read than the host to learn where documents end: 64 MB."""
 
 
 class MeanPerplexity(MeanMetric):
@@ -53,8 +50,8 @@ class CausalLM(LightningModule):
         max_new_tokens: length of the completions of ``predict_step``.
         lean_loss: compute the loss without ever holding all logits. The loss is the same up to rounding; see
             `model.lean_loss` for the conditions on an output layer.
-        fused_attention: compute attention with sliding windows or sinks without masks of length x length. Numbers are
-            the same up to rounding; see `model.fused_attention`.
+        attn_implementation: one of transformers', such as ``"flex_attention"``, which needs no masks of length x
+            length. ``None``: the model's own.
     """
 
     def __init__(
@@ -65,18 +62,17 @@ class CausalLM(LightningModule):
         lora: PeftConfig | None = None,
         max_new_tokens: int = 32,
         lean_loss: bool = True,
-        fused_attention: bool = True,
+        attn_implementation: str | None = None,
     ) -> None:
         super().__init__()
         if lora is None:
             refuse_full_training(model)
+        if attn_implementation is not None:
+            model.set_attn_implementation(attn_implementation)
         self.model: PreTrainedModel | PeftModel = model if lora is None else add_adapters(model, lora)
         if lora is not None:
             refuse_adapted_experts(self.model, lora)
         self.model.train()  # Hugging Face loads models in eval mode, and Lightning keeps the mode
-        self.fused_attention = fused_attention
-        if fused_attention:
-            attend_without_masks(self.model)
         if lean_loss:
             make_lean(self.model)
         self.lean_loss = lean_loss
@@ -88,17 +84,12 @@ class CausalLM(LightningModule):
         self.val_perplexity = MeanPerplexity()
         self.strict_loading = lora is None  # see on_save_checkpoint
 
-    def keep_documents_apart(self, length: int = 0) -> None:
+    def keep_documents_apart(self) -> None:
         """Give the model masks that keep documents of packed rows apart.
-
-        Args:
-            length: tokens of a row. From `LONG_ROW` on, the model attends to each document on its own, without masks.
 
         Raises:
             ValueError: documents of a packed row would see each other; see `check_packed_rows`.
         """
-        if self.fused_attention and length >= LONG_ROW:
-            attend_without_masks(self.model, packed=True)
         check_packed_rows(self.model)
         self.document_masks = True
 

@@ -83,7 +83,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         scheduler=_make(cfg.scheduler) if cfg.scheduler else None,
     )
     if isinstance(data, TextFiles) and data.rows == "packed" and isinstance(task, CausalLM):
-        task.keep_documents_apart(data.sequence_length)
+        task.keep_documents_apart()
     measurements, settings = Measurements(), cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     return Job(
         name=cfg.name,

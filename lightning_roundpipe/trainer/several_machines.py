@@ -27,12 +27,12 @@ from torch.optim import LBFGS
 from typing_extensions import override
 
 from lightning_roundpipe.config import Options, RoundPipeError
+from lightning_roundpipe.devices.thread_owner import context_of_thread
 from lightning_roundpipe.engine.evaluation import Batch
 from lightning_roundpipe.machines.peers import Peers, is_main_thread, meet
 from lightning_roundpipe.messages import PREFIX
 from lightning_roundpipe.trainer.refusals import refuse_launch, refuse_several_machines
 from lightning_roundpipe.trainer.shared_settings import learning_rates, of_modules, of_optimizers, of_trainer
-from lightning_roundpipe.user_code.interception import current
 
 _PACKAGES = ("lightning-roundpipe", "torch", "lightning", "pytorch-lightning")
 _PATH = "roundpipe_path"
@@ -326,7 +326,7 @@ class SeveralMachines(ParallelStrategy):
         peers = self._peers
         if peers is None or self._tell_of_an_error():
             return None
-        if not is_main_thread() and not (isinstance(batch := current(), Batch) and batch.may_exchange()):
+        if not is_main_thread() and not (isinstance(batch := context_of_thread(), Batch) and batch.may_exchange()):
             raise RoundPipeError(
                 f"{name}() was called within a step, where microbatches of several machines would meet in any order: "
                 "call it in a hook such as on_train_batch_end, or log with self.log(..., sync_dist=True)."

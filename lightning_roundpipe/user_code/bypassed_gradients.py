@@ -12,11 +12,8 @@ functions. Some uses are not such calls:
       a microbatch, or a layer on a worker ── the microbatch takes it, and the master gets nothing ── [1]
       the loss's own backward, manual optimization, code outside of a step ── to ``.grad``, as usual ── [2]
 
-A parameter that training_step registers outside the layers is no master yet, and has no stand-in. The microbatch takes
-its gradient in the same way ([1]), with a hook of its own.
-
 Such code has read the master. If the step computes with another copy of it, or if it may be written to meanwhile, [1]
-is refused (`UserCodeSections.used_unseen`).
+is refused (`Microbatch.passed_by`).
 """
 
 from __future__ import annotations
@@ -31,9 +28,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from lightning_roundpipe.devices.process_context import shared_context
-from lightning_roundpipe.user_code.interception import current
+from lightning_roundpipe.devices.thread_owner import context_of_thread
 from lightning_roundpipe.user_code.mode import ACCESSORS, DATA, DTYPE, VIEWS, UserCodeMode
-from lightning_roundpipe.user_code.writes import IN_PLACE, witness
+from lightning_roundpipe.user_code.torch_functions import IN_PLACE, witness
 
 
 class Lender(Protocol):
@@ -149,7 +146,7 @@ class Accumulators:
 
 def _arriving(master: nn.Parameter, grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
     """Return the gradients for the accumulator; None leaves them as they are."""
-    passed_by = getattr(current(), "passed_by", None)
+    passed_by = getattr(context_of_thread(), "passed_by", None)
     if passed_by is None or grads[0] is None:
         return None  # [2]
     with torch._C.DisableTorchFunction():  # user code's mode is active in its backward

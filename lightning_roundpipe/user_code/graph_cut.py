@@ -9,6 +9,7 @@ memory alive. The engine walks the calls of a microbatch, deepest first: that is
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -165,6 +166,23 @@ def run_backward(roots: Sequence[Any], gradients: Sequence[Tensor], *, retain_gr
     _engine_run_backward(
         tuple(roots), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def seed_of(scale: float, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the seed of a loss's backward, and the factor by which its gradients are multiplied when summed.
+
+    Their product is ``scale``. In half precision, of the loss or of the gradients behind it, a seed such as 1/3 would
+    be rounded, so the seed is a power of two.
+    """
+    if not scale or dtype not in (torch.bfloat16, torch.float16):
+        return scale, 1.0
+    rest, exponent = math.frexp(scale)
+    return (math.ldexp(1.0, exponent - 1), 1.0) if rest == 0.5 else (math.ldexp(1.0, exponent), rest)
+
+
+def filled_like(loss: Tensor, seed: float) -> Tensor:
+    """Return a tensor of ``seed`` for the backward of ``loss``; infinity where the format does not reach so far."""
+    return torch.full_like(loss, seed, dtype=torch.float64).to(loss.dtype)  # in fp16, CUDA refuses to fill with 2**17
 
 
 class InputEdge:

@@ -12,34 +12,18 @@ import copy
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices.thread_owner import context_of_thread, working
+from lightning_roundpipe.devices.thread_owner import context_of_thread
 from lightning_roundpipe.memory.host_layer import HostLayer
 
 
-class CallContext(Protocol):
-    """Decides what becomes of the layer calls of a thread."""
-
-    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-
-def calling(context: CallContext) -> contextlib.AbstractContextManager[None]:
-    """Send layer calls on this thread, and on the autograd threads that run its backward, to ``context``."""
-    return working(context)
-
-
-def current() -> Any:
-    """Return the calling thread's context; None on a thread that the engine does not run."""
-    return context_of_thread()
-
-
-class _ForwardStandIn:
-    """Stands in for the ``forward`` of ``module``.
+class Interceptor:
+    """Stands in for one layer's ``forward``. It asks the thread's context, a microbatch or `Inside`, to `call`.
 
     Attributes:
         own: the module's own instance attribute ``forward``, if it was patched; restored after the step.
@@ -47,48 +31,22 @@ class _ForwardStandIn:
 
     is_interceptor = True
 
-    def __init__(self, module: nn.Module) -> None:
-        self.own: Any = None
-        self._module = module
-
-    @property
-    def _forward(self) -> Callable[..., Any]:
-        return type(self._module).forward
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own ``forward`` in place."""
-        return self.own(*args, **kwargs) if self.own is not None else self._forward(self._module, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the module for user code: within a step, the copy is an ordinary module."""
-        return copy.deepcopy(self.own, memo) or types.MethodType(self._forward, copy.deepcopy(self._module, memo))
-
-    def install(self, fail: Callable[[BaseException], None] | None) -> None:
-        """Replace ``forward``. ``fail`` is told of calls from foreign threads; None (evaluation) runs them in place."""
-        self.own = self._module.__dict__.get("forward")
-        self._module.__dict__["forward"] = self
-
-    def remove(self) -> None:
-        if self.own is not None:
-            self._module.__dict__["forward"] = self.own  # in its place: attributes are compared in order
-        else:
-            self._module.__dict__.pop("forward", None)
-
-
-class Interceptor(_ForwardStandIn):
-    """Stands in for one layer's ``forward``."""
-
     def __init__(self, layer: HostLayer) -> None:
-        super().__init__(layer.module)
-        self._layer = layer
+        self.own: Any = None
+        self._layer, self._module = layer, layer.module
         self._fail: Callable[[BaseException], None] | None = None
         self._ask = self._hand_over
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._ask(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the module for user code: within a step, the copy is an ordinary module."""
+        own = copy.deepcopy(self.own, memo)
+        return own or types.MethodType(type(self._module).forward, copy.deepcopy(self._module, memo))
+
     def _hand_over(self, *args: Any, **kwargs: Any) -> Any:
-        context = current()
+        context = context_of_thread()
         if context is not None:
             return context.call(self._layer, args, kwargs)
         if self._fail is not None:
@@ -100,16 +58,26 @@ class Interceptor(_ForwardStandIn):
             raise error
         return self.run(*args, **kwargs)
 
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own ``forward`` in place."""
+        own = self.own or types.MethodType(type(self._module).forward, self._module)
+        return own(*args, **kwargs)
+
     def install(self, fail: Callable[[BaseException], None] | None) -> None:
+        """Replace ``forward``. ``fail`` is told of calls from foreign threads; None (evaluation) runs them in place."""
         self._fail = fail
         # Compiled user code must not be traced through the engine. Compiling it has imported dynamo by now.
         if "torch._dynamo" in sys.modules and self._ask == self._hand_over:
             self._ask = torch.compiler.disable(self._hand_over)  # type: ignore[no-untyped-call]
-        super().install(fail)
+        self.own = self._module.__dict__.get("forward")
+        self._module.__dict__["forward"] = self
 
     def remove(self) -> None:
         self._fail = None
-        super().remove()
+        if self.own is not None:
+            self._module.__dict__["forward"] = self.own  # in its place: attributes are compared in order
+        else:
+            self._module.__dict__.pop("forward", None)
 
 
 class Inside:
@@ -154,21 +122,6 @@ def intercepted(
             interceptor.remove()
 
 
-class _Off(int):
-    """Replaces ``use_cache=True`` of a configuration: false, and records that it was read.
-
-    Encoders have the setting too but never read it, and a caller may pass ``use_cache=False`` anyway. The setting
-    counts as switched off only if the model reads it.
-    """
-
-    asked: list[str]
-
-    def __bool__(self) -> bool:
-        if "use_cache" not in self.asked:
-            self.asked.append("use_cache")
-        return False
-
-
 @contextlib.contextmanager
 def without_caches(root: nn.Module) -> Iterator[list[str]]:
     """Switch off key-value caches and gradient checkpointing of Hugging Face models.
@@ -176,22 +129,18 @@ def without_caches(root: nn.Module) -> Iterator[list[str]]:
     The recomputation would fill a cache a second time. Checkpointing would recompute what is recomputed anyway.
 
     Yields:
-        What was switched off; complete at the end of the step.
+        The names of the settings that are off.
     """
-    configs = [getattr(m, "config", None) for m in root.modules()]
-    caches: dict[int, Any] = {id(c): c for c in configs if getattr(c, "use_cache", False) is True}
-    checkpointed: list[Any] = [m for m in root.modules() if getattr(m, "gradient_checkpointing", False) is True]
-    switched_off = ["gradient_checkpointing"] * bool(checkpointed)
-    off = _Off()
-    off.asked = switched_off
-    for config in caches.values():
-        object.__setattr__(config, "use_cache", off)  # bypasses the configuration's check for a bool
-    for module in checkpointed:
-        module.gradient_checkpointing = False
+    configs = {
+        id(config): config for module in root.modules() if (config := getattr(module, "config", None)) is not None
+    }
+    on: list[tuple[Any, str]] = [(c, "use_cache") for c in configs.values() if getattr(c, "use_cache", False) is True]
+    name = "gradient_checkpointing"
+    on += [(module, name) for module in root.modules() if getattr(module, name, False) is True]
+    for owner, name in on:
+        setattr(owner, name, False)
     try:
-        yield switched_off
+        yield sorted({name for _, name in on})
     finally:
-        for config in caches.values():
-            config.use_cache = True
-        for module in checkpointed:
-            module.gradient_checkpointing = True
+        for owner, name in on:
+            setattr(owner, name, True)

@@ -32,9 +32,8 @@ from lightning_roundpipe.user_code.graph_cut import hook_gradient, keep_gradient
 from lightning_roundpipe.user_code.host_to_device import HostToDeviceCopier
 from lightning_roundpipe.user_code.module_state import about_to_write, about_to_write_in_place
 from lightning_roundpipe.user_code.stand_ins import Proxies
+from lightning_roundpipe.user_code.torch_functions import IN_PLACE, waits, witness
 from lightning_roundpipe.user_code.untraced import leave_untraced
-from lightning_roundpipe.user_code.waits import waits
-from lightning_roundpipe.user_code.writes import IN_PLACE, witness
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SETS_TRAINED = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.cuda import CudaDevice
-from lightning_roundpipe.user_code.interception import current
+from lightning_roundpipe.devices.thread_owner import context_of_thread
 
 PLAN = harness.per_call(5, 4)
 
@@ -65,7 +65,7 @@ def test_autograds_threads_know_which_layer_they_run(gpus: list[CudaDevice], mon
     def slowly(self: Any, x: Tensor) -> Tensor:
         import threading
 
-        seen.append((threading.current_thread().name, getattr(current(), "name", "")))
+        seen.append((threading.current_thread().name, getattr(context_of_thread(), "name", "")))
         return real(self, x)
 
     module = CheckpointedModule()

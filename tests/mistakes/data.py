@@ -76,18 +76,21 @@ DATA = [
     Mistake(
         SECTION,
         "records that are none, or cannot be learnt from",
-        "data.path: … of … cannot be used: … line …: …",
+        "data.path: … has records that cannot be used: record …: …",
         "Correct or remove",
-        (
-            _reading(QUESTION, "{"),
-            _reading(QUESTION, {"messages": [{"role": "user", "content": "what?"}]}),
-            _reading(name="a.txt"),
-        ),
+        (_reading(QUESTION, {"messages": [{"role": "user", "content": "what?"}]}),),
+    ),
+    Mistake(
+        SECTION,
+        "files that are broken, or empty",
+        "data.path: …",
+        "Correct it, or save it again",
+        (_reading(QUESTION, "{"), _reading(name="a.txt")),
     ),
     Mistake(
         SECTION,
         "records whose fields have names of their own, or misspelt ones",
-        "data.path: … of … cannot be used: … line …: …",
+        "data.path: … has records that cannot be used: record …: …",
         "data.fields.…=…",
         (
             _reading(QUESTION, {"question": "what?", "answer": "that"}),
@@ -97,7 +100,7 @@ DATA = [
     Mistake(
         SECTION,
         "records with the fields of several formats",
-        "data.path: … of … cannot be used: … line …: the record has the fields of several formats",
+        "data.path: … has records that cannot be used: record …: the record has the fields of several formats",
         "set data.format to one of",
         (_reading(QUESTION | {"text": "what?"}), _reading(QUESTION | {"messages": []})),
     ),
@@ -125,7 +128,7 @@ DATA = [
     Mistake(
         SECTION,
         "conversations or instructions for a tokenizer without a chat template",
-        "data.path: … line …: it is a conversation, and the tokenizer has no chat template",
+        "data.path: … record …: it is a conversation, and the tokenizer has no chat template",
         "Set data.chat_template to plain or to a file with a template",
         (_reading({"instruction": "a", "output": "b"}, tokenizer=tokenizers.tiny_tokenizer(None)),),
     ),
@@ -146,14 +149,14 @@ DATA = [
     Mistake(
         SECTION,
         "records that are too long",
-        "data.sequence_length=… is too short for … of more than … tokens, … line … first",
+        "data.sequence_length=… is too short for … of more than … tokens, … record … first",
         "Raise it, or set data.too_long to truncate or drop, or data.rows=joined for texts",
         (_reading(QUESTION, {"text": "x" * 99}), _reading(QUESTION, {"text": "x" * 99}, rows="padded")),
     ),
     Mistake(
         SECTION,
         "a record whose prompt alone is too long, truncated",
-        "data.too_long='truncate' leaves nothing to be learnt of … line …",
+        "data.too_long='truncate' leaves nothing to be learnt of … record …",
         "Raise that, or set data.too_long=drop",
         (_reading(QUESTION, {"prompt": "x" * 99, "completion": "y"}, too_long="truncate"),),
     ),

@@ -196,25 +196,6 @@ def _one_file(user: User) -> Pretrained:
     return from_config("llama", weights=user.folder / "model.safetensors", **LLAMA)
 
 
-def _gguf_as_it_is(user: User) -> Pretrained:
-    (user.folder / "a.gguf").write_bytes(b"GGUF")
-    return from_folder(user.folder, "a.gguf", dtype="auto")
-
-
-def _gguf_with_a_scaling(user: User) -> Pretrained:
-    gguf: Any = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(user.folder / "a.gguf", "llama")
-    writer.add_embedding_length(16)
-    writer.add_head_count(2)
-    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-    writer.add_tensor("output_norm.weight", torch.ones(16).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return from_folder(user.folder, "a.gguf")
-
-
 def _without_configuration(change: Callable[[Path], Any] = _nothing) -> Callable[[Path], Any]:
     return lambda folder: (change(folder), (folder / "config.json").unlink())
 
@@ -327,10 +308,9 @@ MODELS = [
         SECTION,
         "`model.folder` without a model",
         "model.folder='…' holds no …",
-        "Name the folder that save_pretrained() wrote, or set model.gguf_file",
+        "Name the folder that save_pretrained() wrote",
         (
             lambda user: from_folder(user.folder),
-            lambda user: from_folder(user.folder, gguf_file="x.gguf"),
             _folder(lambda folder: (folder / "config.json").unlink()),
         ),
     ),
@@ -378,7 +358,7 @@ MODELS = [
         SECTION,
         "`model.name` of a folder without a configuration",
         "model.name='…' holds no config.json",
-        "name a model as save_pretrained() writes it",
+        "Name the folder that save_pretrained() wrote",
         (lambda user: from_name(str(user.folder)),),
     ),
     Mistake(
@@ -423,20 +403,6 @@ MODELS = [
             lambda user: from_config("llama", dtype="int8", **LLAMA),
             _folder(_nothing, dtype="float64"),
         ),
-    ),
-    Mistake(
-        SECTION,
-        "`model.dtype` with a GGUF file",
-        "model.dtype='…' must be 'float32'",
-        "which model.gguf_file='…' becomes",
-        (_gguf_as_it_is,),
-    ),
-    Mistake(
-        SECTION,
-        "a GGUF file with a rotary scaling",
-        "model.folder='…' has a rotary scaling (…) that transformers does not read from GGUF files",
-        "Take the same model as safetensors",
-        (_gguf_with_a_scaling,),
     ),
     Mistake(
         SECTION,

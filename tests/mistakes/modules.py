@@ -336,18 +336,13 @@ MODULES = [
     ),
     Mistake(
         SECTION,
-        "a parameter that `training_step` registers outside the layers, with `staleness=1`",
+        "a parameter that `training_step` registers or replaces outside the layers",
         "training_step registered parameter '…' and computes with it",
         "Register it between steps, for example in on_train_batch_start",
-        (lambda user: user.fit(_RegistersLate(), num_microbatches=2, staleness=1),),
-        finished=2,
-    ),
-    Mistake(
-        SECTION,
-        "a parameter outside the layers that `training_step` replaces, when other microbatches have computed with it",
-        "training_step registered parameter '…' and replaced '…'",
-        "Replace it between steps, for example in on_train_batch_start, or set overlap=False",
-        (lambda user: user.fit(_RegistersLate(replaces=True), num_microbatches=2),),
+        (
+            lambda user: user.fit(_RegistersLate(), num_microbatches=2),
+            lambda user: user.fit(_RegistersLate(replaces=True)),
+        ),
         finished=2,
     ),
     Mistake(

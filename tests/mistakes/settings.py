@@ -117,97 +117,44 @@ PLANS = [
     ),
     Mistake(
         SECTION,
-        "`plan` leaves out a call of the trace",
-        "plan: call … is missed by the … pass",
-        "Add it to that stage, or give it one of its own",
+        "`plan` leaves out a call, has one twice, has more than the trace, or has stages in another order",
+        "plan: the … pass must run each of the … of the trace once, in order",
+        "leave plan= unset to have one made",
         tuple(
             options(plan=f"{stages}; round 2")
             for stages in (
                 "forward 0-1; fused 3-5; backward 0-2",
                 "forward 0-1; fused 2-4; backward 0-1",  # and ends before the trace does
+                "forward 0-2; fused 2-5; backward 0-1",
+                "forward 0-2; fused 3-5; backward 1-2 0-1",
+                "forward 2-3 0-1; fused 4-5; backward 2-3 0-1",
+                "forward 0-1 2-3; fused 4-5; backward 0-1 2-3",
+                "forward 0-3; fused 4-9; backward 0-3",
             )
         ),
     ),
     Mistake(
         SECTION,
-        "`plan` has a call twice",
-        "plan: … repeats call … in the … pass",
-        "Take it out of one of the two",
-        (
-            options(plan="forward 0-2; fused 2-5; backward 0-1; round 2"),
-            options(plan="forward 0-2; fused 3-5; backward 1-2 0-1; round 2"),
-        ),
-    ),
-    Mistake(
-        SECTION,
-        "`plan` has stages in another order than they run in",
-        "plan: … is reordered: it runs after …",
-        "Exchange them",
-        (
-            options(plan="forward 2-3 0-1; fused 4-5; backward 2-3 0-1; round 2"),
-            options(plan="forward 0-1 2-3; fused 4-5; backward 0-1 2-3; round 2"),
-        ),
-    ),
-    Mistake(
-        SECTION,
-        "`plan` has more calls than the trace",
-        "plan: … is out of range: the trace has … calls",
-        "End the plan there, or leave plan= unset to have one made",
-        (options(plan="forward 0-3; fused 4-9; backward 0-3; round 2"),),
-    ),
-    Mistake(
-        SECTION,
         "`plan` lacks a part, has one twice, or is no plan at all",
-        "plan: '…' …",
+        "plan: '…' is no plan",
         "expected text like 'forward …; fused …; backward …; round 4'",
         tuple(
             options(plan=text)
             for text in (
                 "first this, then that",
                 "forward 0-3; fused 4-5; backward 0-3; round 2; round 3",
+                "forward; fused 0-5; backward none; round 2",
+                "forward 0-3; fused 4 5; backward 0-3; round 2",
+                "forward 0-3; fused 4-5; backward 0-3; round two",
             )
         ),
     ),
     Mistake(
         SECTION,
-        "`plan` has something other than calls after forward, fused or backward",
-        "plan: after '…', '…' is not a span of calls",
-        "write a call's number, like 5, or a range, like 4-7",
-        tuple(
-            options(plan=f"{stages}; round 2")
-            for stages in (
-                "forward 0-x; fused 4-5; backward 0-3",
-                "forward 0-99999999999; fused 4-5; backward 0-3",
-            )
-        ),
-    ),
-    Mistake(
-        SECTION,
-        "`plan` has nothing after forward, fused or backward",
-        "plan: nothing follows '…'",
-        "name spans of calls, or write '… none'",
-        (options(plan="forward; fused 0-5; backward none; round 2"),),
-    ),
-    Mistake(
-        SECTION,
-        "`plan` has no fused stage, or several",
-        "plan: fused '…' must be",
-        "exactly one span, like 'fused 8-11'",
-        tuple(options(plan=f"forward 0-3; fused {spans}; backward 0-3; round 2") for spans in ("none", "4 5")),
-    ),
-    Mistake(
-        SECTION,
-        "`plan` has a range backwards",
-        "plan: after '…', …-… is not a span of calls",
-        "write the lower call first, counting from 0",
-        (options(plan="forward 0-3; fused 4-5; backward 3-0; round 2"),),
-    ),
-    Mistake(
-        SECTION,
-        "`plan` has no number of microbatches, or something after it",
-        "plan: round '…' must be",
-        "one number of microbatches, like 'round 4'",
-        tuple(options(plan=f"forward 0-3; fused 4-5; backward 0-3; round {end}") for end in ("two", "2 or so")),
+        "`plan` has a range backwards, or something else than a range",
+        "plan: … is not a span of calls",
+        "write",
+        tuple(options(plan=f"forward 0-3; fused 4-5; backward {span}; round 2") for span in ("3-0", "0-99999999999")),
     ),
     Mistake(
         SECTION,

@@ -78,17 +78,15 @@ def test_stages_stand_in_slot_order() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "lacks 'forward'"),
-        ("forward 0; fused 1; round 2", "lacks 'backward': expected text like 'forward 0-3"),
-        ("forward 0; fused 1; backward 0; round 2; round 3", "says 'round' twice"),
-        ("forward 0; fused 1 2; backward 0; round 2", "fused '1 2' must be exactly one span"),
-        (
-            "forward 0; fused 1; backward 0; round 2; single weights",
-            "leave out 'single weights': a worker has",
-        ),
-        ("forward 0; fused 1; backward 0; round 2; unpack 0", "unpack '0' must be 'unpack once'"),
-        ("forward 0; fused 1; backward 0; round 2; unpack once 0-1 1", "must name stages, each once"),
-        ("forward 0; fused 1; backward 0; round 2; unpack once 1-99", "names stage 99, and there are 3 stages, 0 to 2"),
+        ("", "is no plan: expected text like 'forward 0-3"),
+        ("forward 0; fused 1; round 2", "is no plan"),
+        ("forward 0; fused 1; backward 0; round 2; round 3", "is no plan"),
+        ("forward 0; fused 1 2; backward 0; round 2", "is no plan"),
+        ("forward 0; fused none; backward 0; round 2", "is no plan"),
+        ("forward 0; fused 1; backward 0; round 2; unpack 0", "is no plan"),
+        ("forward 0; fused 1; backward 0; round 2; unpack once 0-1 1", "must name stages, each once, from 0 to 2"),
+        ("forward 0; fused 1; backward 0; round 2; unpack once 1-99", "must name stages, each once, from 0 to 2"),
+        ("forward 3-0; fused 4; backward 0-3; round 2", "plan: 3-0 is not a span of calls: write the lower call first"),
     ],
 )
 def test_text_that_is_no_plan(text: str, message: str) -> None:
@@ -101,3 +99,22 @@ def test_stages_that_unpack_once_print_and_parse() -> None:
     plan = Plan.parse(text.replace("0-2 4", "4 1-2 0"))
     assert str(plan) == text and Plan.parse(text) == plan
     assert [stage.unpacks_once for stage in plan.stages()] == [True, True, True, False, True]
+
+
+CALLS = ["embed", *(f"layers.{number}" for number in range(6)), "head"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("forward 0-3; fused 4-9; backward 0-3; round 4", "the forward pass .* of the 8 calls .* where call 8 is due"),
+        ("forward 0-3 3-4; fused 5-7; backward 0-4; round 4", r"the forward pass .* call 4 \('layers.3'\) is due"),
+        ("forward 0-3; fused 4-7; backward 2-4 0-1; round 4", r"the backward pass .* call 5 \('layers.4'\) is due"),
+        ("forward 1-3; fused 4-7; backward 0-3; round 4", r"the forward pass .* call 0 \('embed'\) is due"),
+        ("forward 2-3 0-1; fused 4-7; backward 0-3; round 4", r"call 0 \('embed'\) is due. Forward stages ascend"),
+        ("forward 0-3; fused 4-7; backward 0-1 2-3; round 4", r"the backward pass .* call 0 \('embed'\) is due"),
+    ],
+)
+def test_a_plan_that_does_not_run_the_trace(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan.parse(text).validate(CALLS)

@@ -1,12 +1,26 @@
-"""Which torch functions make the host wait for a device."""
+"""What torch functions do beside computing: which write to a tensor, and which make the host wait for a device."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
+
+IN_PLACE = re.compile(
+    r"[a-z].*[^_]_|__(setitem|i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))__"
+)
+"""Names of tensor methods that write to their first argument."""
+
+
+def witness(tensor: Tensor) -> Tensor:
+    """Return an empty tensor that shares the version counter of ``tensor`` but not its memory."""
+    same = tensor.detach()
+    same.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return same
+
 
 _READS = {
     "item", "tolist", "is_nonzero", "__bool__", "__int__", "__float__", "__index__",
