@@ -195,9 +195,17 @@ class RoundPipePrecision(Precision):
 
     @override
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        super().backward(tensor, model, optimizer, *args, **kwargs)
-        if self.after_backward is not None and model.automatic_optimization:
-            self.after_backward()
+        """Run backward as the base class does. In 16-true, the engine scales the loss given to ``manual_backward``."""
+        if self.scaler is None or self._half is None or model.automatic_optimization:
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+            if self.after_backward is not None:
+                self.after_backward()
+            return
+        self._scales.manual = float(self.scaler.get_scale())
+        try:
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+        finally:
+            self._scales.manual = 1.0
 
     @override
     def optimizer_step(  # type: ignore[override]

@@ -307,7 +307,7 @@ class RoundPipeStrategy(SeveralMachines):
         assert module is not None
         refuse_layer_sync(self._layer_sync)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        refuse_module(module, self.options, str(self.precision_plugin.precision), fitting=fitting)
+        refuse_module(module, self.options, fitting=fitting)
         refuse_unscaled(self.options.reduce_dtype, str(self.precision_plugin.precision))
         prepare(module)
         self.model = self._precision.prepare(module, fitting=fitting)

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import assert_identical, assert_same, ours
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
@@ -401,12 +400,6 @@ def test_refused(what: str) -> None:
     step, message = REFUSED[what]
     with pytest.raises(RoundPipeError, match=message):
         run(ours(), Manual(step, lambda parameters: torch.optim.SGD(list(parameters)[1:], lr=0.1)))  # not self.scale
-
-
-@pytest.mark.parametrize(("precision", "remedy"), [("bf16-true", "bf16-mixed"), ("16-true", "16-mixed")])
-def test_true_precisions_are_refused(precision: str, remedy: str) -> None:
-    with pytest.raises(MisconfigurationException, match=f"Set precision='{remedy}'"):
-        run(ours(), Manual(_shared_trunk), precision=precision)
 
 
 class Bomb(nn.Linear):

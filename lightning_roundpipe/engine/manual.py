@@ -7,7 +7,9 @@ It is one microbatch without a plan, on a thread of its own:
                     ── the gradients arrive and are added to ``.grad`` ── [3]
     a call stays on the tape until a backward has used it, or longer with ``retain_graph`` ── [4]
 
-User code reads and writes masters themselves, and so do its optimizers.
+User code reads masters themselves. Under a ``*-true`` precision of 16 bits it reads a low-precision copy of each, made
+anew when the master has changed. What is written, and what an optimizer does, goes to the masters; optimizers see the
+default dtype outside of a step.
 
 A call is recomputed for its backward, so its weights must not change in between. Plain training raises, too, if a
 tensor that backward needs was written to.
@@ -17,11 +19,14 @@ User code draws from the caller's own generators, as in plain training. Layers h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import RoundPipeError
@@ -39,7 +44,9 @@ from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 from lightning_roundpipe.updates.loss_handle import StepGradients
+from lightning_roundpipe.user_code.graph_cut import filled_like, seed_of
 from lightning_roundpipe.user_code.mode import DATA, UserCodeMode
+from lightning_roundpipe.user_code.stand_ins import Proxies
 
 
 class ManualSlots(StepSlots):
@@ -124,7 +131,8 @@ class ManualMicrobatch(Microbatch):
 
     def _run(self, function: Callable[[], Any]) -> None:
         """Run ``training_step``."""
-        with working(self), self.spec.thread_state.entered(), self.mode:
+        mode = self.mode
+        with working(self), self.spec.thread_state.entered(), mode.watching_optimizers(), mode:
             self.output = self._run_user_code(function)
 
     def _end(self) -> None:
@@ -151,7 +159,8 @@ class ManualMicrobatch(Microbatch):
 
     def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
         """Return ``master``, or a differentiable copy, for a layer on ``device``."""
-        return master.to(device)
+        lent: Tensor = self.mode.stand_in(master).to(device)
+        return lent
 
     def _touched(self, master: nn.Parameter) -> None:
         """Note that user code may write to a master without raising its version."""
@@ -204,11 +213,16 @@ class ManualMicrobatch(Microbatch):
             )
         with torch._C.DisableTorchFunction():
             self._phase, self.mode.returning = "backward", True
+            seeds, formats = list(gradients), self.context.model.formats
+            if (scale := formats.scales.manual) != 1.0:
+                seed, self.mode.proxies.factor = seed_of(scale, formats.low or losses[0].dtype)
+                pairs = zip(losses, gradients, strict=True)
+                seeds = [filled_like(loss, seed) if given is None else given * seed for loss, given in pairs]
             for call in self._tape:
                 call.gradients.expected = True
             one_thread = torch.autograd.set_multithreading_enabled(False)  # user code in it may call layers
             with self._noted(), one_thread, torch._C._EnableTorchFunction():
-                self.mode.run_backward(losses, gradients)
+                self.mode.run_backward(losses, seeds)
             self._close_section()
             self._walk(retain=bool(retain_graph))
             self._manual.hand_out()
@@ -269,13 +283,19 @@ class _ManualUserCode(UserCodeMode):
     def __init__(
         self, context: Context, differentiate: Callable[..., None], touched: Callable[[nn.Parameter], None]
     ) -> None:
+        formats, pool = context.model.formats, context.pool
+        seen = context.model.bucket_of if formats.low is not None else ()
         super().__init__(
-            (), lambda master: master, context.model.formats, train=True, accelerator=context.pool.accelerator,
-            devices=context.pool.devices, buffers=context.model.buffers,
+            seen, lambda master: master, formats, train=True, accelerator=pool.accelerator, devices=pool.devices,
+            buffers=context.model.buffers,
         )  # fmt: skip
         self._all = context.model.bucket_of
         self._differentiate, self._touched = differentiate, touched
+        self._copies: dict[int, tuple[tuple[int, int, bool], Tensor]] = {}
+        """Low-precision copies by id of the master, with its version, address and ``requires_grad`` at that time."""
         self.unversioned: set[int] = set()
+        self._steps = False
+        """Whether an optimizer's own code is running."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -285,6 +305,8 @@ class _ManualUserCode(UserCodeMode):
         if func == DATA and isinstance(args[0], nn.Parameter) and id(args[0]) in self._all:
             self.unversioned.add(id(args[0]))
             self._touched(args[0])
+        if self._steps:
+            return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
     def _begin_backward(
@@ -300,3 +322,77 @@ class _ManualUserCode(UserCodeMode):
     def run_backward(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Run backward through user code, under this mode."""
         super()._backward(tuple(losses), tuple(gradients), True, False, None)
+
+    # -- in low precision ---------------------------------------------------------------------------------------------
+
+    def refuse_write(self, does: str, master: nn.Parameter) -> None:
+        """Allow it: the write goes to the master itself."""
+
+    def stand_in(self, value: Any) -> Any:
+        """Return a low-precision copy if ``value`` is a master that is read as one, else ``value``."""
+        if not (isinstance(value, nn.Parameter) and id(value) in self._masters and self._formats.differ(value)):
+            return value
+        now, known = (value._version, value.data_ptr(), value.requires_grad), self._copies.get(id(value))
+        if known is not None and known[0] == now and not self._has_moved(value, known[1]):
+            return known[1]
+        with torch.inference_mode(False), torch.enable_grad():
+            copied = _Seen.apply(value, self._formats.of(value), self.proxies)  # type: ignore[no-untyped-call]
+        self._copies[id(value)] = (now, copied)
+        return copied
+
+    def _has_moved(self, master: nn.Parameter, copied: Tensor) -> bool:
+        """Return whether ``master`` has changed without raising its version since the copy was made."""
+        return id(master) in self.unversioned and not torch.equal(master.detach().to(copied.dtype), copied.detach())
+
+    @contextmanager
+    def watching_optimizers(self) -> Iterator[None]:
+        """Let optimizers that are stepped meanwhile work on masters, in the dtypes of plain code."""
+        if self._formats.low is None:
+            yield
+            return
+        before = register_optimizer_step_pre_hook(self._before_step)
+        after = register_optimizer_step_post_hook(lambda *_: self._stepping(False))
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+            self._steps = False
+
+    def _stepping(self, steps: bool) -> None:
+        self._steps = steps
+        assert self._formats.low is not None
+        torch.set_default_dtype(self._formats.outside if steps else self._formats.low)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Enter the optimizer's code, and return its arguments with closures that run as training_step does."""
+        self._stepping(True)
+
+        def wrapped(argument: Any) -> Any:
+            if not callable(argument):
+                return argument
+
+            def closure(*args: Any, **kwargs: Any) -> Any:
+                self._stepping(False)
+                try:
+                    return argument(*args, **kwargs)
+                finally:
+                    self._stepping(True)
+
+            return closure
+
+        return (args[0], *map(wrapped, args[1:])), {key: wrapped(value) for key, value in kwargs.items()}
+
+
+class _Seen(torch.autograd.Function):
+    """Cast a master to low precision; cast its gradient back, and multiply it by the pending ``Proxies.factor``."""
+
+    @staticmethod
+    def forward(ctx: Any, master: Tensor, low: torch.dtype, proxies: Proxies) -> Tensor:
+        ctx.dtype, ctx.proxies = master.dtype, proxies
+        return master.to(low)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = grad.to(ctx.dtype)
+        return grad if ctx.proxies.factor == 1.0 else grad * ctx.proxies.factor, None, None

@@ -21,12 +21,14 @@ class Scales(Versioned):
 
     Attributes:
         last: factor of the last step that had a loss.
+        manual: factor of a loss that ``manual_backward`` differentiates; 1 if the loss is multiplied already.
     """
 
     def __init__(self, scale: LossScale | None = None, *, outer: bool = False) -> None:
         super().__init__()
         self.scale = scale
         self.last = scale.now() if scale is not None else 1.0
+        self.manual = 1.0
         self._outer = outer
         self._known: dict[int, float] = {}
 

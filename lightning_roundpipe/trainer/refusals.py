@@ -114,16 +114,10 @@ def refuse_scripted(module: nn.Module, kind: str) -> None:
             )
 
 
-def refuse_module(module: LightningModule, options: Options, precision: str, *, fitting: bool) -> None:
+def refuse_module(module: LightningModule, options: Options, *, fitting: bool) -> None:
     """Raise for what the engine cannot run of a module, as far as it is known before the first batch."""
     if fitting and not module.automatic_optimization:
         _refuse_parts(options)
-        if precision in ("bf16-true", "16-true"):
-            raise MisconfigurationException(
-                f"precision={precision!r} with automatic_optimization=False: training_step would find copies of the "
-                f"weights, and its optimizers the fp32 masters. Set precision='{precision.replace('true', 'mixed')}', "
-                "which takes as much memory."
-            )
     lazy = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise MisconfigurationException(
