@@ -25,6 +25,7 @@ class Formats:
         low: dtype of the whole computation (``bf16-true``, ``16-true``). None: each master's own.
         mixed: whether autocast casts masters where they are used, so that some may be uploaded already cast.
         sets_default: whether torch's default dtype differs within a step. It is process-wide, so steps do not overlap.
+        outside: torch's default dtype while no step runs. Within a step the process-wide default is ``low``, if given.
         scales: the factors that losses are multiplied by.
 
     Attributes:
@@ -34,6 +35,7 @@ class Formats:
     low: torch.dtype | None = None
     mixed: bool = False
     sets_default: bool = False
+    outside: torch.dtype = field(default_factory=torch.get_default_dtype)
     scales: Scales = field(default_factory=Scales)
     hidden: set[int] = field(default_factory=set, init=False)
 
