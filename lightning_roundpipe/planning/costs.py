@@ -46,6 +46,10 @@ _NUMBERS = (
 )  # fmt: skip
 
 
+_OF_WEIGHTS = ("weight_bytes", "gradient_bytes", "reduced_bytes", "unpacked_bytes")
+"""Sizes that do not depend on the microbatch."""
+
+
 @dataclass(frozen=True)
 class CallCost:
     """One call of one microbatch.
@@ -332,6 +336,21 @@ class Costs:
             tuple(
                 replace(call, weight_bytes=call.weight_bytes + -(-call.unpacked_bytes // stages), unpacked_bytes=0)
                 for call in found.calls
+            )
+        )
+
+    def of_part(self, parts: int) -> Costs:
+        """Return the calls of a microbatch with a ``parts``-th of the samples, whose activations take as much less."""
+        sizes = [name for name in _NUMBERS if name.endswith("_bytes") and name not in _OF_WEIGHTS]
+        return Costs(
+            tuple(
+                replace(
+                    call,
+                    shared=tuple((distance, size // parts) for distance, size in call.shared),
+                    passed=tuple((distance, size // parts) for distance, size in call.passed),
+                    **{name: -(-value // parts) for name in sizes if (value := getattr(call, name)) is not None},
+                )
+                for call in self.calls
             )
         )
 
