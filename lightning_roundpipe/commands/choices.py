@@ -200,7 +200,7 @@ def _choice(group: str, text: str) -> dict[str, Any]:
         data = _load(Path(text).expanduser(), group)
     else:
         usable = _usable(group)
-        allowed = f"{', '.join(usable)}, and {_FILES[group]}"
+        allowed = f"{', '.join(name for name in usable if not name.startswith('tiny_'))}, and {_FILES[group]}"
         if text in shipped_files(group) and text not in usable:
             raise ValueError(f"{group}={text} has no shape of its own, as it reads weights. Take one of {allowed}.")
         if text not in usable:
