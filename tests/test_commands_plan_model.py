@@ -378,7 +378,10 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
             "Target modules {'qproj'} not found in the base model. Its linear layers are q_proj, k_proj, v_proj",
         ),
         ((*TINY[:2], "model.hiden_size=4"), "Did you mean hidden_size?"),
-        (("model=qwen3_31b", "hardware=cpu"), "Did you mean qwen3_32b? Allowed are gemma3_12b, gemma3_27b, gpt_oss_20b"),
+        (
+            ("model=qwen3_31b", "hardware=cpu"),
+            "Did you mean qwen3_32b? Allowed are gemma3_12b, gemma3_27b, gpt_oss_20b",
+        ),
         (("model=smollm2", "hardware=cpu"), "has no shape of its own"),
         (("model=tiny_llama", "hardware=nowhere.yaml"), "nowhere.yaml cannot be read"),
         ((*TINY[:2], "lora=all"), "Allowed are all_linear, attention, moe_experts, none"),
