@@ -169,7 +169,6 @@ class StageBytes:
         copies: of packed weights, if the stage unpacks them once.
         activations: of one microbatch in the stage, at its worst, with what its user code holds.
         crowded: the same with the inputs of its next call, which come while one runs.
-        worst: which of the calls that were added runs then.
     """
 
     def __init__(self, phase: Phase, ahead: bool = False) -> None:
@@ -190,7 +189,6 @@ class StageBytes:
         self._copied: dict[str, int] = {}
         self.activations = 0
         self.crowded = 0
-        self.worst = 0
 
     @property
     def total(self) -> int:
@@ -215,8 +213,7 @@ class StageBytes:
                 self._kept += max(0, call.graph_bytes - self._there(call))
                 beside -= call.graph_bytes
             beside += self._kept + self._held(call)
-            if beside > self.activations:
-                self.activations, self.worst = beside, len(self._calls)
+            self.activations = max(self.activations, beside)
             self.crowded = max(self.crowded, beside + self._following(call))
             self._before = call.input_bytes
         self._calls.append(keeps)
