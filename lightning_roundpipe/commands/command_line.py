@@ -168,6 +168,13 @@ def seconds(text: str, name: str) -> float:
     return float(text)
 
 
+def positive(text: str, name: str) -> float:
+    """Return a number of more than 0."""
+    if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", text) or not float(text):
+        raise ValueError(f"{name}={text} must be a number of more than 0.")
+    return float(text)
+
+
 def one_of(*choices: str) -> Reader:
     """Return a reader of one of ``choices``."""
 

@@ -15,13 +15,20 @@ from lightning_roundpipe.commands.command_line import (
     Reader,
     add_option,
     one_of,
+    positive,
     run,
     seconds,
     whole,
 )
 from lightning_roundpipe.commands.console import console_command, waiting
 from lightning_roundpipe.commands.machines import AUTO
-from lightning_roundpipe.config import PRECISION_ALIASES, parse_bytes, reduce_dtype_of, refuse_unscaled
+from lightning_roundpipe.config import (
+    PRECISION_ALIASES,
+    optimizer_state_of,
+    parse_bytes,
+    reduce_dtype_of,
+    refuse_unscaled,
+)
 from lightning_roundpipe.extras import is_installed, remedy
 from lightning_roundpipe.planning.network import parse_rate
 from lightning_roundpipe.planning.profile import Precision
@@ -98,6 +105,8 @@ def parser() -> Parser:
     add(group, "memory", "of a worker (default: 90 %% of a GPU's)", parse_bytes, "SIZE")
     add(group, "token_tiles", "tokens of a tile, or as mlp:1024 (default: none)", read_tiles, "N")
     add(group, "reduce_dtype", "gradients travel in (default: float32)", reduce_dtype_of, "NAME")
+    add(group, "optimizer_state", "Adam's moments: fp32, bf16 or int8 (default: fp32)", optimizer_state_of, "NAME")
+    add(group, "gradient_clip_val", "norm that gradients are clipped to", positive, "N", False)
     group = made.add_argument_group("plan")
     add(group, "plan", "judge this one: 'forward 0-3; ...'", None, "TEXT", False)
     add(group, "min_round", "least microbatches of a round", whole(), "N", False)

@@ -109,6 +109,8 @@ def _notes(found: Outlook) -> list[str]:
     """Return sentences about the model, the machine, and what the estimate assumes."""
     wish, parameters = found.wish, found.parameters
     reduced = "" if wish.reduce_dtype is None else f", gradients travel in {wish.reduce_dtype}"
+    reduced += "" if wish.optimizer_state == "fp32" else f", moments in {wish.optimizer_state}"
+    reduced += "" if wish.gradient_clip_val is None else ", gradients are clipped"
     each = f"{wish.machines} machines, each {found.hardware.title}" if wish.machines > 1 else found.hardware.title
     adapters = "" if wish.lora == "none" else f", lora={wish.lora}"
     lines = [
@@ -257,6 +259,8 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "precision": wish.precision,
         "staleness": wish.staleness,
         "reduce_dtype": wish.reduce_dtype,
+        "optimizer_state": wish.optimizer_state,
+        "gradient_clip_val": wish.gradient_clip_val,
         "partitioner": "paper" if wish.like_paper else "search",
         "max_positions": wish.max_positions,
         "token_tiles": dict(wish.token_tiles) if isinstance(wish.token_tiles, tuple) else wish.token_tiles,
@@ -329,7 +333,7 @@ def csv_row(given: Mapping[str, str], wish: Wish, found: Mapping[str, Any] | Non
         row[f"{name}_gib"] = _rounded(sizes.get("needed_bytes"), 4, 2**30)
         row[f"{name}_limit_gib"] = _rounded(sizes.get("limit_bytes"), 4, 2**30)
     row |= {"longest_sequence": found.get("longest_sequence"), "precision": wish.precision}
-    row |= {"reduce_dtype": wish.reduce_dtype, "staleness": wish.staleness}
+    row |= {"reduce_dtype": wish.reduce_dtype, "optimizer_state": wish.optimizer_state, "staleness": wish.staleness}
     row["partitioner"] = "paper" if wish.like_paper else "search"
     for name in ("sequence_length", "microbatches", "microbatch_size", "workers"):
         row[name] = found.get(name, given.get(name))

@@ -145,7 +145,7 @@ class Trial:
         usual = Limits.usual(self.costs, self.workers, self.microbatches, memory if searches else None)
         fused = usual.max_fused if wish.max_fused is None else wish.max_fused
         lowest = min(wish.min_round or min(usual.min_round, wish.max_round or usual.min_round), self.microbatches)
-        most = _host_round(self.costs, self.shape, self.microbatches)
+        most = _host_round(self.costs, self.shape, self.workers, self.microbatches)
         if wish.max_round is not None:
             most = min(most, wish.max_round)
         beside = wish.search and wish.min_round is None and wish.max_fused is None
@@ -153,11 +153,18 @@ class Trial:
 
     @property
     def smallest(self) -> Plan:
-        """The plan that takes the least memory, or rounds side by side if only these fit."""
+        """The plan that takes the least memory, or rounds side by side if only these fit.
+
+        On the host, a single round has boundary tensors of all microbatches, but may not have gradients of all layers.
+        """
         costs, limits = self.costs, self.limits
         cut = smallest_within(costs, self.workers, self.microbatches, limits.min_round, limits.memory, limits.max_round)
         beside = limits.beside(costs, self.workers, self.microbatches)
-        return next((plan for plan in (cut, *beside) if self.has_room_for(plan)), cut)
+        plans, whole = [cut], Plan.per_call(len(costs), self.microbatches)
+        if self.wish.max_round is None and fits(whole, costs, self.workers, limits.memory):
+            plans.append(whole)
+        smallest = min(plans, key=lambda plan: total(self.host_items_of(plan)))
+        return next((plan for plan in (cut, *beside) if self.has_room_for(plan)), smallest)
 
     def host_items_of(self, plan: Plan) -> list[Item]:
         """Return the parts of the memory of each host."""
@@ -474,12 +481,17 @@ def _fastest(trials: list[Trial]) -> tuple[Trial, Plan]:
     return best, plan
 
 
-def _host_round(costs: Costs, shape: ModelShape, microbatches: int) -> int:
+def _host_round(costs: Costs, shape: ModelShape, workers: int, microbatches: int) -> int:
     """Return the most microbatches of a round whose boundary tensors fit in host memory; 0 if the rest does not fit."""
-    others = total(host_items(Plan.per_call(len(costs), 1), costs, shape.parameters))
     each = sum(call.boundary_bytes for call in costs.calls[:-1] if call.needs_backward)
-    room = shape.hardware.host_memory - (others - each)
-    return microbatches if each == 0 else max(0, min(microbatches, room // each))
+    for one_round in (True, False):
+        plan = Plan.per_call(len(costs), microbatches if one_round else 1)
+        held = total(host_items(plan, costs, shape.parameters, workers, microbatches))
+        room = shape.hardware.host_memory - (held - plan.round_microbatches * each)
+        found = microbatches if each == 0 else max(0, min(microbatches, room // each))
+        if found == microbatches or not one_round:
+            return found
+    return 0
 
 
 def find_longest(
@@ -515,7 +527,7 @@ def plan_of_longest(
 ) -> Plan:
     """Return the plan that `find_longest` checks."""
     lowest = min_round or workers
-    most = max(lowest, _host_round(costs, shape, microbatches))
+    most = max(lowest, _host_round(costs, shape, workers, microbatches))
     return smallest_within(costs, workers, microbatches, lowest, memory, most)
 
 
@@ -527,7 +539,7 @@ def _why_not(
     if memory is not None and device_bytes(plan, costs, workers) > memory:
         item = max(device_items(plan, costs, workers, memory), key=lambda item: item.nbytes)
         return f"memory={_size(memory)} of each worker, the largest part for {_without_stage(item)}"
-    items = host_items(plan, costs, shape.parameters)
+    items = host_items(plan, costs, shape.parameters, workers, microbatches)
     if total(items) > shape.hardware.host_memory:
         item = max(items, key=lambda item: item.nbytes)
         limit = f"host_memory={_size(shape.hardware.host_memory)} of {shape.hardware.title}"

@@ -72,6 +72,8 @@ class Wish:
     lora_settings: Settings = ()
     model_settings: Settings = ()
     reduce_dtype: str | None = None
+    optimizer_state: str = "fp32"
+    gradient_clip_val: float | None = None
     like_paper: bool = False
     max_positions: int | None = None
     machines: int = 1
@@ -151,7 +153,9 @@ class ModelShape:
         self.parameters = Parameters(
             trained, frozen, weights[0].element_size(), bool(wish.staleness), sum(p.numel() for p in self._packed),
             sum(one.nbytes for one in self._packed.values()), self.quantization.words if self.quantization else "",
-            any(weight.dim() == 3 for weight in self._packed), wish.machines,
+            any(weight.dim() == 3 for weight in self._packed), wish.machines, wish.optimizer_state,
+            shares=wish.precision.startswith("bf16") and not wish.staleness and wish.machines == 1,
+            by_layer=_goes_by_layer(wish),
         )  # fmt: skip
 
     def _size(self, layer: nn.Module) -> Size:
@@ -255,6 +259,16 @@ def _untrained(model: str, quantization: Quantization) -> str:
         f"model.quantization={quantization.form}: weights in few bits are not trained themselves, and lora=none has no "
         f"adapters. Choose some, as lora=all_linear, or train model={model} in full with model.quantization=null."
     )
+
+
+def _goes_by_layer(wish: Wish) -> bool:
+    """Return whether the optimizer steps a layer as soon as its gradients are complete, in one round of microbatches.
+
+    Clipping and loss scaling need all gradients first, and so do sums over machines. Under ``*-true`` precisions, steps
+    do not overlap.
+    """
+    scaled = wish.precision.startswith("16-") or wish.precision in ("bf16-true", "64-true")
+    return not (scaled or wish.gradient_clip_val or wish.machines > 1)
 
 
 def _is_lean(module: nn.Module) -> bool:

@@ -27,6 +27,7 @@ from lightning_roundpipe.commands.plan_model import (
     total,
 )
 from lightning_roundpipe.commands.plan_shape import USUAL_TILE, ModelShape, Wish
+from lightning_roundpipe.config import OPTIMIZER_STATES
 from lightning_roundpipe.planning.memory import least, size_text
 from lightning_roundpipe.planning.profile import Hardware
 
@@ -149,6 +150,11 @@ class _Tries:
             yield [{"microbatches": count >> n} for n in range(1, 6) if 0 < count >> n < found.workers]
         if wish.precision in _NARROWER:
             yield [{"precision": _NARROWER[wish.precision]}]
+        if not found.fits_host:
+            if wish.gradient_clip_val is not None:
+                yield [{"gradient_clip_val": None}]
+            forms = list(OPTIMIZER_STATES)
+            yield [{"optimizer_state": form} for form in forms[forms.index(wish.optimizer_state) + 1 :]]
         if wish.lora == "none":
             yield [{"lora": lora} for lora in self._adapters()]
         elif self._shape(wish).quantization is None:
@@ -262,7 +268,10 @@ class _Tries:
         return {"sequence_length": longest.tokens, "microbatch_size": 1}
 
     def _shape(self, wish: Wish) -> ModelShape:
-        key = wish.lora, wish.precision, wish.staleness, wish.model_settings, wish.token_tiles
+        key = (
+            wish.lora, wish.precision, wish.staleness, wish.model_settings, wish.token_tiles, wish.optimizer_state,
+            wish.gradient_clip_val,
+        )  # fmt: skip
         if key not in self._shapes:
             self._shapes[key] = shape_of(wish, self._outlook.hardware)
         shape, machine = self._shapes[key], self._machine(wish)

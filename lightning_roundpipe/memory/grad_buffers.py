@@ -23,6 +23,7 @@ way. Those that land are added part by part, while the next part lands.
 
 from __future__ import annotations
 
+import heapq
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ from lightning_roundpipe.devices.errors import raise_kept, without_frames
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.memory.flat_params import ParamSlice, holders, in_a_row
 from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.planning.memory import layers_in_flight
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.threads.task_thread import TaskThread
 
@@ -401,9 +403,8 @@ class GradientMemory:
         self._trained: dict[int, tuple[bool, ...]] = {}
         self._see_trained()
         self._buffers: dict[tuple[int, int, tuple[bool, ...] | None], HostGradBuffers] = {}
-        largest = max((sum(master.nbytes for master in layer.masters) for layer in layers), default=0)
-        self.pool = GradientPool(device, (2 * workers + 2) * largest)
-        """While one layer's gradients of each worker arrive, the optimizer has one of each to go on with."""
+        sizes = (sum(master.nbytes for master in layer.masters) for layer in layers)
+        self.pool = GradientPool(device, sum(heapq.nlargest(layers_in_flight(workers), sizes)))
 
     def of(self, layer: HostLayer, use: int, trainable: tuple[bool, ...] | None = None) -> HostGradBuffers:
         """Return what one call needs.

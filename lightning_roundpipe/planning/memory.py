@@ -18,11 +18,13 @@ The host holds what outlives a stage: weights, gradients, the optimizer's state,
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from lightning_roundpipe.config import OPTIMIZER_STATES
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.costs import Costs, StageBytes
 from lightning_roundpipe.planning.partition import check_calls_are_short, greedy_partition
@@ -78,6 +80,9 @@ class Parameters:
         packed_as: their format in words.
         packed_experts: whether weights of experts are packed.
         machines: number of machines that share the optimizer's state.
+        optimizer_state: form of AdamW's moments, one of `config.OPTIMIZER_STATES`.
+        shares: whether masters and their copies in compute precision share memory (`optim.split_masters`).
+        by_layer: whether a layer is updated as its gradients are complete, so that they need memory only until then.
     """
 
     trained: int
@@ -89,6 +94,9 @@ class Parameters:
     packed_as: str = ""
     packed_experts: bool = False
     machines: int = 1
+    optimizer_state: str = "fp32"
+    shares: bool = False
+    by_layer: bool = False
 
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -120,15 +128,20 @@ class HostBytes(NamedTuple):
     moments: float
 
 
-def host_bytes_per_parameter(compute_bytes: int, *, apart: bool = False) -> HostBytes:
-    """Return what a trained element takes on the host under AdamW.
+def host_bytes_per_parameter(parameters: Parameters) -> HostBytes:
+    """Return what a trained element takes on the host under AdamW. Its gradient may not be there all the time."""
+    size = parameters.compute_bytes
+    copied = (size != MASTER_BYTES or parameters.apart) and not parameters.shares
+    moments = 2 * OPTIMIZER_STATES[parameters.optimizer_state]
+    return HostBytes(MASTER_BYTES, size if copied else 0, MASTER_BYTES, moments)
 
-    Args:
-        compute_bytes: bytes of an element in the compute dtype.
-        apart: whether updates run while a step computes with the weights (staleness 1), so that these need a copy.
+
+def layers_in_flight(workers: int) -> int:
+    """Return of how many layers gradients are on the host at most, where updates go layer by layer.
+
+    While one layer's gradients of each worker arrive, the optimizer has one of each to go on with.
     """
-    copied = compute_bytes != MASTER_BYTES or apart
-    return HostBytes(MASTER_BYTES, compute_bytes if copied else 0, MASTER_BYTES, 2 * MASTER_BYTES)
+    return 2 * workers + 2
 
 
 def device_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None, *, most: bool = False) -> int:
@@ -439,6 +452,8 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 
 
     Gradients are summed call by call, so a weight that several layers share, or a layer that is called twice, has
     several gradients. Gradients of rounds side by side arrive beside the sums, and so do gradients of a narrower dtype.
+
+    In the first window there are gradients of all layers and no moments yet. That counts if it is more than later.
     """
     trained, frozen, size = parameters.trained, parameters.frozen, parameters.compute_bytes
     trains = [call for call in costs.calls if call.needs_backward]
@@ -448,17 +463,29 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 
     if plan.side_by_side(workers, microbatches):
         landings += sum(call.gradient_bytes for call in trains if call.reduced_bytes is None)
     machines = parameters.machines
-    each = host_bytes_per_parameter(size, apart=parameters.apart)
+    each = host_bytes_per_parameter(parameters)
     owned = -(-trained // machines)
     whose = f", 1/{machines} of them" if machines > 1 else ""
+    moments = math.ceil(each.moments * owned)
+    all_gradients = held = max(math.ceil(each.gradient * trained), gradients)
+    named = "gradients, fp32"
+    if parameters.by_layer and microbatches <= plan.round_microbatches:
+        in_flight = heapq.nlargest(layers_in_flight(workers), (call.gradient_bytes for call in trains))
+        held, named = min(all_gradients, sum(in_flight)), "gradients in flight, fp32"
+        if held + moments < all_gradients:
+            held, moments, named = all_gradients, 0, "gradients of the first window, fp32, where moments come to lie"
     items = [
-        Item("trained weights, fp32", math.ceil(each.weight * trained), locked=not each.working),
+        Item(
+            f"trained weights, fp32{', with their working copy' if parameters.shares else ''}",
+            math.ceil(each.weight * trained),
+            locked=not each.working,
+        ),
         Item("their working copy in compute precision", math.ceil(each.working * trained), locked=True),
         Item(f"frozen weights, {parameters.packed_as}", parameters.packed_bytes, locked=True),
         Item("frozen weights in compute precision", size * (frozen - parameters.packed), locked=True),
-        Item("gradients, fp32", max(math.ceil(each.gradient * trained), gradients), locked=not narrow),
+        Item(named, held, locked=not narrow),
         Item("gradients as they arrive", landings, locked=True),
-        Item(f"AdamW's two moments, fp32{whose}", math.ceil(each.moments * owned)),
+        Item(f"AdamW's two moments, {parameters.optimizer_state}{whose}", moments),
         Item(f"boundary tensors of {plural(plan.round_microbatches, 'microbatch')}", boundary_bytes(plan, costs), True),
     ]
     return [item for item in items if item.nbytes]
