@@ -1,10 +1,12 @@
 """Host memory at its peak, against what it should be: of the main job (SmolLM2-135M with LoRA), or of full fine-tuning.
 
-By design: 4 bytes a frozen parameter (fp32: the master is the working copy), 16 bytes a trained one (weight, gradient,
-two moments of AdamW), and a step's boundary tensors. On a machine without a GPU three things come on top: the process
-itself, what loading left behind, and the memory of the emulated devices, of which a part is not counted there: what a
-layer takes while it computes. What is measured beyond that sum is user code (the logits and the loss are computed
-there) and what the allocator keeps.
+By design: 4 bytes a frozen parameter (fp32: the master is the working copy), and a step's boundary tensors. A trained
+one has 4 bytes of weight, in which its copy in bf16 lies, two moments of AdamW in the form of ``--optimizer_state``,
+and a gradient of 4 bytes while it is on its way; all gradients at once in the first window, which has no moments yet.
+
+On a machine without a GPU three things come on top: the process itself, what loading left behind, and the memory of the
+emulated devices, of which a part is not counted there: what a layer takes while it computes. What is measured beyond
+that sum is user code (the logits and the loss are computed there) and what the allocator keeps.
 
     .venv/bin/python benchmarks/bench_memory.py [--full] [--steps 6]
 """
@@ -28,6 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lightning_roundpipe.train  # noqa: F401  (names that configurations use)
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.callbacks.peak_host_memory import forget_peak, peak_bytes
+from lightning_roundpipe.config import OPTIMIZER_STATES
 from lightning_roundpipe.devices.heap import give_back
 from lightning_roundpipe.tasks.fine_tuning import build
 
@@ -49,18 +52,20 @@ def trimmed() -> int:
 class Growth(pl.Callback):
     """Resident bytes after each step, and at the end: of the process, and of what emulated devices count."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self) -> None:
         self.after: list[int] = []
-        self.at_rest = self.on_devices = 0
+        self.at_rest = self.on_devices = self.in_flight = 0
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.after.append(resident())
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.at_rest = trimmed()
-        self.on_devices = sum(device.resident_bytes() for device in trainer.strategy._engine.worker_pool.devices)
+        engine = trainer.strategy._engine
+        self.on_devices = sum(device.resident_bytes() for device in engine.worker_pool.devices)
+        self.in_flight = engine.context.gradients.pool.limit
 
 
 def items(task: Any, report: dict[str, Any], before: int, loaded: int) -> list[tuple[str, int]]:
@@ -71,7 +76,7 @@ def items(task: Any, report: dict[str, Any], before: int, loaded: int) -> list[t
     activations = sum(row["nbytes"] for row in report["events"] if row["kind"] == "download_activations")
     return [
         (f"{frozen / 1e6:.1f} M frozen parameters, 4 bytes each", 4 * frozen),
-        (f"{trained / 1e6:.1f} M trained parameters, 16 bytes each", 16 * trained),
+        (f"{trained / 1e6:.1f} M trained parameters, 12 bytes each, and all gradients", 16 * trained),
         ("boundary tensors of a step", activations),
         ("process before the model", before),
         ("left behind by loading the model", max(0, loaded - before - 4 * (frozen + trained))),
@@ -105,7 +110,7 @@ def main_job(options: argparse.Namespace) -> None:
 class Full(pl.LightningModule):
     """A model of random weights, all of which are trained."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self, hidden: int, layers: int) -> None:
         super().__init__()
@@ -117,8 +122,8 @@ class Full(pl.LightningModule):
             self.model = LlamaForCausalLM(config)
 
     def configure_model(self) -> None:
-        if self.model.device.type == "meta":  # as if it came from a file in the format that it computes in
-            self.model.to(torch.bfloat16).to_empty(device="cpu")
+        if self.model.device.type == "meta":
+            self.model.to_empty(device="cpu")
             with torch.no_grad():
                 for parameter in self.model.parameters():
                     parameter.normal_(0.0, 0.02)
@@ -133,7 +138,7 @@ class Full(pl.LightningModule):
 
 
 def full(options: argparse.Namespace) -> None:
-    """All weights of a model in bf16 with AdamW: 16 bytes a parameter and a working copy of 2."""
+    """All weights of a model, with AdamW."""
     steps = options.steps or 3
     fit_full(64, 2, 2, options)  # all that is imported and started once
     before = trimmed()
@@ -143,20 +148,24 @@ def full(options: argparse.Namespace) -> None:
     report = strategy.report()
     trained = sum(p.numel() for p in module.parameters())
     activations = sum(row["nbytes"] for row in report["events"] if row["kind"] == "download_activations")
+    moments = 2 * OPTIMIZER_STATES[options.optimizer_state]
+    in_flight = min(growth.in_flight, 4 * trained)
     design = [
-        (f"{trained / 1e6:.1f} M parameters, 16 bytes each", 16 * trained),
-        ("their working copy in bf16", 2 * trained),
+        (f"{trained / 1e6:.1f} M parameters, {4 + moments:.2f} bytes each", round((4 + moments) * trained)),
+        ("gradients in flight", in_flight),
         ("boundary tensors of a step", activations),
     ]
+    if in_flight + moments * trained < 4 * trained:
+        design[:2] = [(f"{trained / 1e6:.1f} M parameters and all gradients, 8 bytes each", 8 * trained)]
     apart = [
         ("process before the model", before),
         ("memory of the two emulated devices", sum(report["peak_device_bytes"])),
         ("what their layers take while they compute: the peak over the steps' ends", most - max(growth.after)),
     ]
     show_memory(f"full fine-tuning, {report['plan']}", design, apart, most)
-    own = most - sum(size for _, size in apart) - sum(size for _, size in design[1:])
-    print(f"bytes a parameter at the peak, beside all that: {own / trained:.2f}")
-    rest = growth.at_rest - growth.on_devices - before - 2 * trained
+    own = most - sum(size for _, size in apart) - activations
+    print(f"bytes a parameter at the peak, beside activations, process and devices: {own / trained:.2f}")
+    rest = growth.at_rest - growth.on_devices - before
     sizes = f"{growth.at_rest / MIB:,.0f} MiB, of which the devices hold {growth.on_devices / MIB:,.0f}"
     print(f"at the end, when no layer computes and free memory was given back: {rest / trained:.2f} ({sizes})")
     print("resident after each step (MiB): " + " ".join(f"{size / MIB:,.0f}" for size in growth.after))
@@ -165,12 +174,16 @@ def full(options: argparse.Namespace) -> None:
 def fit_full(
     hidden: int, layers: int, steps: int, options: argparse.Namespace
 ) -> tuple[Full, RoundPipeStrategy, Growth]:
-    """Train a model of this shape on two emulated devices, four sequences a step."""
+    """Train a model of this shape on two emulated devices, a sequence a microbatch."""
     module, growth = Full(hidden, layers), Growth()
     emulation = {"poison": True}  # or pages of a device's memory would count that were never touched
-    strategy = RoundPipeStrategy(num_microbatches=4, memory_budget=options.budget, emulation=emulation)
-    tokens = torch.randint(0, 32_000, (4 * steps, options.tokens))
-    trainer(strategy, 2, precision="bf16-true", callbacks=growth).fit(module, batches(tokens, 4))
+    strategy = RoundPipeStrategy(
+        memory_budget=options.budget, optimizer_state=options.optimizer_state, emulation=emulation
+    )  # fmt: skip
+    tokens = torch.randint(0, 32_000, (options.window * steps, options.tokens))
+    trainer(
+        strategy, 2, precision=options.precision, callbacks=growth, accumulate_grad_batches=options.window
+    ).fit(module, batches(tokens, 1))  # fmt: skip
     return module, strategy, growth
 
 
@@ -187,6 +200,9 @@ def main() -> None:
     parser = parser_of(__doc__, steps=0, hidden=1280, layers=20, tokens=64)
     parser.add_argument("--full", action="store_true", help="full fine-tuning in bf16 instead of the main job")
     parser.add_argument("--budget", default="600MiB")
+    parser.add_argument("--precision", default="bf16-mixed")
+    parser.add_argument("--optimizer_state", default="fp32", choices=OPTIMIZER_STATES)
+    parser.add_argument("--window", type=int, default=4, help="batches of a window")
     options = parser.parse_args()
     quiet()
     full(options) if options.full else main_job(options)

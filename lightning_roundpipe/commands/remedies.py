@@ -49,7 +49,7 @@ _FASTER = 1.05
 _MOST_GPUS = 8
 """Most GPUs of a proposed machine."""
 
-_NARROWER = {"32-true": "bf16-true"}
+_NARROWER = {"32-true": "bf16-mixed"}
 """Precision to try, by that of the wish. Mixed precision is estimated as if all were in 16 bits, so ``*-true`` would
 change no figure of it."""
 

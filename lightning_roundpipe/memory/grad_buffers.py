@@ -173,7 +173,7 @@ class GradientPool:
     """
 
     def __init__(self, device: Device, limit: int) -> None:
-        self._device, self._limit = device, limit
+        self._device, self.limit = device, limit
         self.keeps = False
         self.draining: Ready | None = None
         self.held = 0
@@ -188,7 +188,7 @@ class GradientPool:
     def is_full(self) -> bool:
         """Whether a download that needs a block waits for an update."""
         draining = self.draining
-        return draining is not None and self.held >= self._limit and draining.has_ready
+        return draining is not None and self.held >= self.limit and draining.has_ready
 
     def wait(self, cancel_scope: CancelScope) -> None:
         """Wait until the pool is not full."""
