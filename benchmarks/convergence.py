@@ -40,6 +40,8 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "staleness 0": {},
     "staleness 1": {"staleness": 1},
     "bfloat16 gradients": {"reduce_dtype": "bfloat16"},
+    "bf16 moments": {"optimizer_state": "bf16"},
+    "int8 moments": {"optimizer_state": "int8"},
 }
 """Name and settings of the strategy."""
 LINES = {
@@ -47,6 +49,8 @@ LINES = {
     "staleness 0": ("#1f77b4", "--"),
     "staleness 1": ("#d95f02", "-"),
     "bfloat16 gradients": ("#1b9e77", "-."),
+    "bf16 moments": ("#7570b3", "-."),
+    "int8 moments": ("#e7298a", ":"),
 }
 """Colour and style. Staleness 0 is dashed, for it lies on plain training."""
 LENGTH, BATCH, MICROBATCHES, WORKERS = 64, 4, 2, 2
@@ -72,7 +76,7 @@ class Bytes:
 class Curve(BatchEnds):
     """Training losses of all steps, validation losses with their steps."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self) -> None:
         super().__init__()
