@@ -39,9 +39,10 @@ def semaphore() -> Semaphore:
     permits = concurrent_devices()
     with _semaphores_lock:
         if permits not in _semaphores:
-            _semaphores[permits] = made = queue.SimpleQueue()
+            made: Semaphore = queue.SimpleQueue()
             for _ in range(permits):
                 made.put(None)
+            _semaphores[permits] = made
         return _semaphores[permits]
 
 
