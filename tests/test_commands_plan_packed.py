@@ -82,7 +82,11 @@ def test_packed_weights_travel_in_less_time_and_take_more_to_compute(command: An
 def test_the_answer_says_how_they_are_counted(command: Any) -> None:
     text = " ".join(command(*TINY, "model.quantization=nf4")[1].split())
     assert re.search(r"frozen weights are in nf4 with scales in 8 bits \(model.quantization=\), [\d.]+ bits each", text)
-    assert "Every product reads a copy that is made for it. The others are counted in 16 bits" in text
+    assert "In each stage, products of all microbatches read one copy (unpack once). The others are counted" in text
+    options = tuple(option for option in TINY if not option.startswith("search"))
+    plan = "plan=forward 0-2 3-5; fused 6-8; backward 4-5 2-3 0-1; round 16"
+    cut = " ".join(command(*options, "model.quantization=nf4", plan)[1].split())
+    assert "Every product reads a copy that is made for it. The others are counted in 16 bits" in cut
     assert "GPUs multiply int8" in " ".join(command(*TINY, "model.quantization=int8")[1].split())
     experts = ("model=tiny_qwen3_235b_a22b", *TINY[1:4], "lora=attention", "model.quantization=nf4")
     assert "Experts are computed together" in " ".join(command(*experts)[1].split())

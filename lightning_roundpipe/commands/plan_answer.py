@@ -148,12 +148,17 @@ def _notes(found: Outlook) -> list[str]:
 
 def _packed(found: Outlook) -> list[str]:
     """Return sentences about packed weights: their format, and how copies of them are counted."""
-    parameters = found.parameters
+    parameters, once, stages = found.parameters, len(found.plan.unpack_once), len(found.plan.stages())
+    copied = "Every product reads a copy that is made for it."
+    if once:
+        where = f"In {once} of {plural(stages, 'stage')}" if once < stages else "In each stage"
+        copied = f"{where}, products of all microbatches read one copy (unpack once)."
+        copied += " In the others, every product reads a copy that is made for it." if once < stages else ""
     others = " The others are counted in 16 bits: load them so (model.dtype=bfloat16)."
     lines = [
         f"{_count(parameters.packed)} of the frozen weights are in {parameters.packed_as} (model.quantization=), "
         f"{8 * parameters.packed_bytes / parameters.packed:.2f} bits each. "
-        f"Every product reads a copy that is made for it.{others if parameters.compute_bytes < 4 else ''}"
+        f"{copied}{others if parameters.compute_bytes < 4 else ''}"
     ]
     if parameters.packed_as == "int8":
         lines.append("GPUs multiply int8 in forward; that is counted as if each product made a copy there as well.")

@@ -38,12 +38,13 @@ from lightning_roundpipe.planning.memory import (
     boundary_bytes,
     partition_within,
     reserved_within,
+    unpacked_within,
 )
 from lightning_roundpipe.planning.nominal import nominal, with_times_of_bytes
 from lightning_roundpipe.planning.pipeline import Rules, period_of_ends, step_ends
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.search import SEARCH_SECONDS, partly_fused, search_partition
+from lightning_roundpipe.planning.search import SEARCH_SECONDS, partly_fused, search_partition, unpacking_plans
 
 WORTH_S = 0.5
 """A step that takes at least this many seconds is worth a search for a better plan, however few steps follow."""
@@ -128,7 +129,7 @@ class Planner:
             self.reserve_for_layers()
         self._devices[0].settle_libraries(self._devices, len(traces))
         dtype, rates = self._context.gradients.reduction.dtype, rates_of(self._devices[0])
-        costs = Costs(tuple(c.cost(dtype) for c in trace.calls))
+        costs = Costs(tuple(c.cost(dtype, lambda nbytes: rates.product_s(0.0, nbytes, "fp32")) for c in trace.calls))
         if static:
             costs = with_times_of_bytes(costs, rates)
         elif speeds:
@@ -142,6 +143,8 @@ class Planner:
             try:
                 with interrupts_allowed():  # the search may be long, and an interrupt leaves nothing half done
                     plan = self._cut(costs, len(traces), limit)
+                if not plan.unpack_once:  # beside the largest arena, stages unpack once wherever there is room
+                    plan = unpacked_within(plan, costs, workers, len(traces), limit, most=True)
             except ValueError as error:
                 raise DoesNotFit(f"{error}{libraries_note(options, self._devices)}") from None
         if len(traces) > 1 and (buffer := _torn(plan, trace)):
@@ -177,8 +180,10 @@ class Planner:
         plan = ahead_within(plan, costs, workers, limit)
         [seconds] = step_ends(plan, costs, workers, microbatches)
         limits = Limits.usual(costs, workers, microbatches, limit)
-        if size is None and stage_s is None and not plan.forward:
-            plan = min([plan, *partly_fused(costs, workers, microbatches, limits)], key=step_s)
+        if size is None and stage_s is None:
+            plan = min(unpacking_plans([plan], costs, workers, microbatches, limits, ahead=True), key=step_s)
+            if not plan.forward:
+                plan = min([plan, *partly_fused(costs, workers, microbatches, limits)], key=step_s)
         if workers == 1 or size is not None or stage_s is not None:
             return plan
         if beside := limits.beside(costs, workers, microbatches):

@@ -44,6 +44,7 @@ class Slot:
         cancel_scope: the step's.
         round: number of its round.
         apart: whether it starts sums of its own, which the host adds to those of the slots before.
+        unpacks_once: whether packed weights are unpacked once for all its microbatches.
         place: its part of an arena, once that is known.
         segments: memory of each layer's weights, by the layer's number.
         uploads: for each layer, reached once the upload is enqueued; `uploaded` then has its end.
@@ -69,6 +70,7 @@ class Slot:
     cancel_scope: CancelScope
     round: int = 0
     apart: bool = False
+    unpacks_once: bool = False
     place: Place | None = None
     segments: dict[int, Tensor] = field(default_factory=dict)
     uploads: dict[int, Signal] = field(init=False)

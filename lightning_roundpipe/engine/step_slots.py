@@ -81,7 +81,7 @@ class StepSlots:
         slot = Slot(
             index, index % len(self._context.pool.workers), stage.phase, calls, [*dict.fromkeys(needed)], sums,
             microbatches, self.spec.version, self.spec.recorder, self.spec.scope, number,
-            apart=self._apart,
+            apart=self._apart, unpacks_once=stage.unpacks_once,
         )  # fmt: skip
         self._follow(slot)
         return slot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,14 +46,16 @@ class TracedCall:
     backward_held_bytes: int = 0
     crossed: Crossed = field(default_factory=Crossed)
 
-    def cost(self, dtype: torch.dtype | None) -> CallCost:
+    def cost(self, dtype: torch.dtype | None, unpack_s: Callable[[int], float]) -> CallCost:
         """Return its cost for the planner.
 
         Args:
             dtype: in which gradients travel; None: in their own.
+            unpack_s: seconds in which packed weights are unpacked, by the bytes that are read and written.
         """
-        layer = self.layer
+        layer, copies = self.layer, self.layer.copies_nbytes
         gradients = GradientLayout(layer, dtype=dtype) if self.taped else None
+        unpacking_s = unpack_s(copies + layer.nbytes) if copies else 0.0
 
         return CallCost(
             layer=layer.name,
@@ -69,6 +71,9 @@ class TracedCall:
             returning_bytes=self.returning_bytes,
             backward_held_bytes=self.backward_held_bytes,
             reduced_bytes=gradients.travel_nbytes if gradients is not None and gradients.narrowed else None,
+            unpacked_bytes=copies,
+            unpack_s=unpacking_s,
+            backward_unpack_s=unpacking_s if self.taped else 0.0,
             **dataclasses.asdict(self.crossed),
         )
 

@@ -66,6 +66,7 @@ class Worker:
         turns: the order of its slots.
         planned: memory for slots in turn.
         spare: memory for calls that no slot in turn was made for.
+        copies: memory for packed weights that the open slot unpacks once.
         sender: the thread that sends gradients.
     """
 
@@ -74,6 +75,7 @@ class Worker:
         self._baton, self._prefetch = baton, prefetch
         self.turns = SlotTurns(baton, self.close_slot)
         self.planned, self.spare = SlotMemory(device), SlotMemory(device)
+        self.copies = Arena(device, "unpacked weights")
         self._replicas: dict[int, Replica] = {}
         self._bound: dict[int, Tensor] = {}
         """The weights that each copy of a layer has, by number of the layer."""
@@ -90,7 +92,7 @@ class Worker:
     def reserve(self, reserved: Reserved, *, at_least: bool = False) -> None:
         """Make the arena of the given size. Nothing runs."""
         self.lead, self.room.limit = reserved.lead, reserved.room
-        needed: dict[Arena, int] = {self.planned.arena: reserved.arena}
+        needed = {self.planned.arena: reserved.arena, self.copies: reserved.copies}
         needed |= {self.spare.arena: 0, self.planned.late: 0, self.spare.late: 0}
         changing = [arena for arena, nbytes in needed.items() if not arena.suits(nbytes, at_least=at_least)]
         if changing:
@@ -109,7 +111,7 @@ class Worker:
         if (known := self._replicas.get(layer.index)) is None:
             with torch.inference_mode(False):
                 known = self._replicas[layer.index] = Replica(
-                    layer.module, self.device.torch_device, layer.state, layer.rounded
+                    layer.module, self.device.torch_device, layer.state, layer.rounded, layer.copies_wanted
                 )
         if self._bound.get(layer.index) is not (segment := slot.segments[layer.index]):
             with torch.inference_mode(False):  # or the weights were no tensors of the parameters' kind
@@ -128,7 +130,7 @@ class Worker:
         if isinstance(tensor, RoundedWeight):
             return True
         found = address_of(tensor)
-        return found in (self.planned.arena.address, self.spare.arena.address) and found != 0
+        return found in (self.planned.arena.address, self.spare.arena.address, self.copies.address) and found != 0
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -176,6 +178,13 @@ class Worker:
             memory.uploads.prepare(slot)
         slot.opened = True
         self._open_gradients(slot, memory)
+        if slot.unpacks_once and self.copies.buffer is not None:
+            left, sizes = self.copies.buffer.numel(), []
+            for layer in slot.layers:  # those that have come to want more since the plan was made find what is left
+                sizes.append(min(left, layer.copies_nbytes))
+                left -= sizes[-1]
+            for layer, room in zip(slot.layers, self.copies.cut(sizes), strict=True):
+                self.replica(slot, layer).copies.open(room)
 
     def _share(self, slot: Slot, present: Slot, runner: Runner) -> None:
         """Let a slot have the weights of the present one."""
@@ -318,6 +327,11 @@ class Worker:
                 compute.wait(slot.uploaded[layer.index])
         self._wait_for_gradients(slot)  # a slot may close without a backward
         self.send(slot, list(slot.gradients))
+        if slot.unpacks_once and self.copies.buffer is not None:
+            for layer in slot.layers:
+                self.replica(slot, layer).copies.open(None)
+            compute.poison(self.copies.buffer)
+            self.copies.last_use = compute.record()
         with memory.uploads.lock:
             if not pending:
                 compute.poison(memory.arena.bytes_of(place.weights.start, place.weights.end))

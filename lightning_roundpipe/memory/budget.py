@@ -157,8 +157,18 @@ def check_plan_fits(plan: Plan, costs: Costs, options: Options, devices: Sequenc
         return
     if (need := device_bytes(plan, costs, len(devices))) > limit:
         raise ValueError(
-            f"plan: it needs {need:,} bytes on each worker (weights and gradients of the largest stage, "
+            f"plan: it needs {need:,} bytes on each worker (weights and gradients of the largest stage, {_copies(plan)}"
             f"activations, and boundary tensors of microbatches that wait), but memory_budget allows {limit:,}. Cut it "
-            f"into more stages or smaller rounds, or raise memory_budget."
+            f"into more stages or smaller rounds, {_fewer_copies(plan)}or raise memory_budget."
             f"{libraries_note(options, devices)}"
         )
+
+
+def _copies(plan: Plan) -> str:
+    return "unpacked weights, " if plan.unpack_once else ""
+
+
+def _fewer_copies(plan: Plan) -> str:
+    """Return the part of a remedy that has each use unpack its weights; empty if it does."""
+    once = str(plan).partition("; unpack once ")[2]
+    return f"leave out '; unpack once {once}', " if once else ""

@@ -33,6 +33,7 @@ from lightning_roundpipe.model.cast_weights import Uses
 from lightning_roundpipe.model.forward_hooks import Observers
 from lightning_roundpipe.model.quantized import aliases, follow
 from lightning_roundpipe.model.replica import parameter_places, unique_parameters
+from lightning_roundpipe.model.unpacked import Key, room_for
 
 _PORTIONS, _LEAST_PORTION = 16, 2**22
 """How often freed memory is returned to the system while weights move, at most, and the least bytes worth it."""
@@ -97,6 +98,8 @@ class HostLayer:
         self.uses = Uses(module, self.masters)
         self.rounded: frozenset[int] = frozenset()
         """Positions of masters whose uploads are rounded copies."""
+        self.copies_wanted: dict[Key, int] = {}
+        """Bytes of each unpacked copy of a packed master that the layer's code has asked for."""
         self.bucket: ParamBucket  # set by `make_buckets` once all layers are known
         mine = [p for p in self.masters if id(p) not in owned]
         formats = formats or Formats()
@@ -144,6 +147,11 @@ class HostLayer:
             for i, (p, place) in enumerate(zip(self.masters, self.places, strict=True))
             if place.dtype is not self.read(p).dtype
         )
+
+    @property
+    def copies_nbytes(self) -> int:
+        """Bytes of all of its packed masters, unpacked as the layer's code has asked for them."""
+        return room_for(self.copies_wanted)
 
     def launched(self, seconds: float) -> None:
         """Record that the layer's code ran for ``seconds``.

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.quantize_weight import BLOCK, UnfitModelError, shape_to_unpack
+from lightning_roundpipe.model.unpacked import autocast_dtype, find_copy
 
 IMPLEMENTATION = "grouped_mm"
 """The only one of transformers' ``experts_implementation`` that takes packed experts."""
@@ -87,9 +88,7 @@ class ExpertWeights(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """That of the products: the format that the weight was packed from, or what autocast makes of it."""
-        if torch.is_autocast_enabled(self.device.type):
-            return torch.get_autocast_dtype(self.device.type)
-        return cast(torch.dtype, cast(Any, self.weight).quant_state.dtype)
+        return autocast_dtype(self.device.type) or cast(Any, self.weight).quant_state.dtype
 
     def transpose(self, first: int, second: int) -> TransposedExperts:
         """Return the weight with the matrices of all experts transposed."""
@@ -194,18 +193,21 @@ def unpack_experts(packed: Tensor, state: Any, ends: Tensor, dtype: torch.dtype)
         ends: where the rows of each expert end.
         dtype: of the matrices.
     """
+    found = find_copy(state, dtype, dtype)
     experts, rows, columns = state.shape
+    there: set[int] = set() if found is None else found.there
     if ends.device.type != "cpu" or torch.compiler.is_compiling():
         most = max(1, _MOST_AT_ONCE // (rows * columns))
-        runs = [(first, min(most, experts - first)) for first in range(0, experts, most)]
+        runs = [] if there else [(first, min(most, experts - first)) for first in range(0, experts, most)]
     else:
         last = [0, *ends.tolist()]
-        runs = [(e, 1) for e in range(experts) if last[e] < last[e + 1]]
-    if runs == [(0, experts)]:
+        runs = [(e, 1) for e in range(experts) if last[e] < last[e + 1] and e not in there]
+    if runs == [(0, experts)] and found is None:
         return _unpack(packed, state, 0, experts, dtype)
-    matrices = torch.empty(*state.shape, dtype=dtype, device=packed.device)
+    matrices = torch.empty(*state.shape, dtype=dtype, device=packed.device) if found is None else found.values
     for first, count in runs:
         matrices[first : first + count] = _unpack(packed, state, first, count, dtype)
+        there.update(range(first, first + count))
     return matrices
 
 

@@ -32,6 +32,7 @@ from lightning_roundpipe.model.attributes import (
 from lightning_roundpipe.model.quantized import aliases, companions, empty_like, follow, is_packed
 from lightning_roundpipe.model.rebind import Rebinder
 from lightning_roundpipe.model.rounded import RoundedWeight
+from lightning_roundpipe.model.unpacked import Key, UnpackedCopies, class_in_replica, keep_copies
 from lightning_roundpipe.model.unregistered_tensors import UnregisteredTensors
 
 
@@ -56,6 +57,7 @@ class Replica:
         device: the device of the copy's parameters and buffers.
         state: the layer's attributes when it was first seen, to which differences refer. Default: its present ones.
         rounded: positions of parameters that are uploaded rounded.
+        wanted: told of each copy of a packed weight that the layer's code asks for; see `UnpackedCopies`.
     """
 
     def __init__(
@@ -64,20 +66,25 @@ class Replica:
         device: torch.device,
         state: ModuleState | None = None,
         rounded: Collection[int] = (),
+        wanted: dict[Key, int] | None = None,
     ) -> None:
         self.device = device
+        self.copies = UnpackedCopies({} if wanted is None else wanted)
+        """Of packed weights, within a stage."""
         self.originals = list(layer.modules())
         # Not with the class's own __new__: torch.fx's creates another class for each instance.
-        memo: dict[int, Any] = {id(m): object.__new__(type(m)) for m in self.originals}
+        memo: dict[int, Any] = {id(m): object.__new__(class_in_replica(m)) for m in self.originals}
         self.modules: list[nn.Module] = [memo[id(m)] for m in self.originals]
         parameters = unique_parameters(layer)
         self.parameters = [_placeholder(p, device, i in rounded) for i, p in enumerate(parameters)]
         # Some modules (recurrent ones) keep lists of their parameters.
         memo.update({id(p): q for p, q in zip(parameters, self.parameters, strict=True)})
         self._rebound = Rebinder(memo)
-        for parameter, mine in zip(parameters, self.parameters, strict=True):
+        for position, (parameter, mine) in enumerate(zip(parameters, self.parameters, strict=True)):
             if is_packed(parameter):
                 mine.__dict__.update({k: self._rebound(v) for k, v in parameter.__dict__.items()})
+                if (packing := mine.__dict__.get("quant_state")) is not None:
+                    keep_copies(packing, self.copies, position)
         self.original = Rebinder({id(memo[id(m)]): m for m in self.originals})
         """Translates references to the copy's modules back to the layer's."""
         state = state or ModuleState(type(layer).__name__, layer)
@@ -141,6 +148,7 @@ class Replica:
         Dropping the copy is not enough: it has reference cycles, so only Python's next garbage collection would free
         the memory.
         """
+        self.copies.open(None)
         for parameter in self.parameters:
             parameter.grad = None
             if isinstance(parameter, RoundedWeight):

@@ -41,7 +41,8 @@ Phase = Literal["forward", "fused", "backward"]
 _NUMBERS = (
     "forward_s", "backward_s", "weight_bytes", "gradient_bytes", "boundary_bytes", "activation_bytes", "kept_bytes",
     "input_bytes", "forward_bytes", "waiting_bytes", "held_bytes", "returning_bytes",
-    "backward_held_bytes", "reduced_bytes", "issue_s", "backward_issue_s",
+    "backward_held_bytes", "reduced_bytes", "issue_s", "backward_issue_s", "unpacked_bytes", "unpack_s",
+    "backward_unpack_s",
 )  # fmt: skip
 
 
@@ -76,6 +77,9 @@ class CallCost:
             as they are on the worker, and a later round goes on from the sum of those before.
         backward_issue_s: seconds of the interpreter that its backward takes: autograd issues operations without it, but
             for those that dequantise packed weights.
+        unpacked_bytes: copies of its packed weights, where a stage unpacks them once.
+        unpack_s: seconds of a forward in which these are made, where each use makes its own. 0: only backward does.
+        backward_unpack_s: the same of its backward.
     """
 
     layer: str
@@ -99,6 +103,9 @@ class CallCost:
     issue_s: float = 0.0
     is_synchronous: bool = False
     backward_issue_s: float = 0.0
+    unpacked_bytes: int = 0
+    unpack_s: float = 0.0
+    backward_unpack_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
@@ -121,6 +128,20 @@ class CallCost:
             return self.forward_s if phase == "fused" else 0.0
         return self.forward_s + self.backward_s
 
+    def unpacked_once(self, microbatches: int) -> CallCost:
+        """What the call costs on average in a stage that unpacks its weights in the first of ``microbatches`` only."""
+        if not self.unpacked_bytes:
+            return self
+        later = 1 - 1 / microbatches
+        issued = self.backward_issue_s if self.backward_unpack_s else 0.0  # the forward issues as many of these
+        return replace(
+            self,
+            forward_s=max(0.0, self.forward_s - later * self.unpack_s),
+            backward_s=max(0.0, self.backward_s - self.backward_unpack_s),
+            issue_s=max(0.0, self.issue_s - later * issued),
+            backward_issue_s=self.backward_issue_s - issued,
+        )
+
     def is_loaded(self, phase: Phase) -> bool:
         """Return whether a stage of this phase needs the call's weights on the worker."""
         return self.needs_backward or phase != "backward"
@@ -141,6 +162,7 @@ class StageBytes:
         gradients: bytes of gradients on the worker.
         downloads: bytes of gradients that a round sends to the host.
         resumed: bytes of gradients of earlier rounds that it starts from.
+        copies: of packed weights, if the stage unpacks them once.
         activations: of one microbatch in the stage, at its worst, with what its user code holds.
         crowded: the same with the inputs of its next call, which come while one runs.
         worst: which of the calls that were added runs then.
@@ -160,6 +182,8 @@ class StageBytes:
         self.weights = 0
         self.gradients = 0
         self.resumed = 0
+        self.copies = 0
+        self._copied: dict[str, int] = {}
         self.activations = 0
         self.crowded = 0
         self.worst = 0
@@ -176,6 +200,9 @@ class StageBytes:
             before = self._resident.get(call.layer, 0)
             self._resident[call.layer] = max(before, call.weight_bytes)
             self.weights += max(call.weight_bytes - before, 0)
+            copied = self._copied.get(call.layer, 0)
+            self._copied[call.layer] = max(copied, call.unpacked_bytes)
+            self.copies += max(call.unpacked_bytes - copied, 0)
             if self._phase != "forward" and call.needs_backward:
                 self.gradients += call.gradient_bytes
                 self.resumed += call.gradient_bytes if call.reduced_bytes is None else 0
@@ -288,6 +315,25 @@ class Costs:
     def on(self, worker: int) -> Costs:
         """Return the costs on one worker. Equal workers share one object."""
         return self._each[worker] if self.times else self
+
+    def unpacked_once(self, microbatches: int) -> Costs:
+        """What the calls cost in stages that unpack packed weights once for ``microbatches``."""
+        if not any(call.unpacked_bytes for call in self.calls):
+            return self
+        return Costs(tuple(call.unpacked_once(microbatches) for call in self.calls))
+
+    def holding_copies(self, microbatches: int, stages: int) -> Costs:
+        """`unpacked_once`, with the copies counted as weights: for cutting stages that have room for them.
+
+        ``stages``: how many have room in the arena for weights, so that each has its part of the one for copies.
+        """
+        found = self.unpacked_once(microbatches)
+        return Costs(
+            tuple(
+                replace(call, weight_bytes=call.weight_bytes + -(-call.unpacked_bytes // stages), unpacked_bytes=0)
+                for call in found.calls
+            )
+        )
 
     @cached_property
     def _each(self) -> list[Costs]:

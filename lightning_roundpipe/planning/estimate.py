@@ -202,6 +202,7 @@ class _Walk:
         found, after = call.measured, call.after
         again = 0 if call is self.calls[-1] else found.recomputing
         weights, gradients = layer_bytes(call.layer, self.packed)
+        copied = (p.nbytes for p in call.layer.parameters() if p in self.packed and self.packed[p].kept)
         return CallCost(
             layer=call.name,
             forward_s=found.forward.seconds + after.seconds - loss_backward_s,
@@ -218,6 +219,9 @@ class _Walk:
             issue_s=found.issue_s,
             backward_issue_s=found.backward_issue_s,
             is_synchronous=found.is_synchronous,
+            unpacked_bytes=sum(map(_aligned, copied)),
+            unpack_s=found.forward.unpack_s,
+            backward_unpack_s=found.backward.unpack_s,
             **asdict(call.crossed),
         )
 

@@ -1,6 +1,6 @@
 """Memory of a plan on each worker and on the host, before anything is allocated.
 
-A worker holds one arena for weights and gradients, the activations of the
+A worker holds one arena for weights and gradients, another one for what a stage unpacks once, the activations of the
 running stage, and tensors between stages: those that user code still holds of microbatches which wait for their next
 stage, and those that were brought for the microbatch whose turn is next. Workers that have equal memory reserve the
 same, whatever stages come to them. Where each has a budget of its own, it reserves what its own stages need, and what a
@@ -41,11 +41,13 @@ class Reserved(NamedTuple):
 
     Attributes:
         arena: bytes of the arena for weights and gradients.
+        copies: bytes of the arena for unpacked weights.
         room: bytes that are left for tensors brought ahead; None: no limit.
         lead: bytes of calls that the host may enqueue before the device reaches them.
     """
 
     arena: int
+    copies: int = 0
     room: int | None = 0
     lead: int = 0
 
@@ -138,7 +140,8 @@ def device_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = No
 
 def _beside_arena(plan: Plan, costs: Costs, workers: int, worker: int | None) -> int:
     needs, waiting = _needs(plan, costs), waiting_bytes(plan, costs, workers)
-    return max(needs[position].activations + waiting[position] for position in of_worker(plan, workers, worker))
+    activations = max(needs[position].activations + waiting[position] for position in of_worker(plan, workers, worker))
+    return copies_bytes(plan, costs, workers, worker) + activations
 
 
 def of_worker(plan: Plan, workers: int, worker: int | None = None) -> range:
@@ -188,13 +191,44 @@ def reserved_within(
         worker: the worker, if workers are unequal.
     """
     lowest, most = arena_bytes(plan, costs, workers, worker)
+    copies = copies_bytes(plan, costs, workers, worker)
     if budget is None:
-        return Reserved(most, None, lead)
+        return Reserved(most, copies, None, lead)
     beside = _beside_arena(plan, costs, workers, worker)
     ahead = ahead_bytes(plan, costs, workers, worker)
     lead = min(lead, max(0, budget - beside - lowest - ahead))
     arena = min(most, max(lowest, budget - beside - ahead - lead))
-    return Reserved(arena, max(0, budget - beside - lead - arena), lead)
+    return Reserved(arena, copies, max(0, budget - beside - lead - arena), lead)
+
+
+def copies_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:
+    """Bytes of a worker's arena for the packed weights that stages unpack once."""
+    own, stages = of_worker(plan, workers, worker), plan.stages()
+    return max((_copies(stages[position], costs) for position in own if stages[position].unpacks_once), default=0)
+
+
+def _copies(stage: Stage, costs: Costs) -> int:
+    return costs.stage_bytes(stage.first, stage.last, stage.phase).copies
+
+
+def unpacked_within(
+    plan: Plan, costs: Costs, workers: int, microbatches: int, budget: Memory | None, *, most: bool = False
+) -> Plan:
+    """``plan`` with as many of its stages as ``budget`` has room for unpacking packed weights once.
+
+    All of these are faster, but only memory says how many a worker can hold, so without a budget there are none. What
+    is brought ahead keeps its room, and with ``most`` so does the largest arena.
+    """
+    if budget is None:
+        return plan
+    rounds = min(plan.round_microbatches, microbatches)
+    sizes = {stage.position: _copies(stage, costs) for stage in plan.stages() if rounds > 1 or stage.phase != "forward"}
+    for largest in sorted({size for size in sizes.values() if size}, reverse=True):
+        chosen = tuple(position for position, size in sizes.items() if 0 < size <= largest)
+        found = replace(plan, unpack_once=chosen)
+        if fits(found, costs, workers, budget, ahead=True, most=most):
+            return found
+    return plan
 
 
 def fits(
@@ -291,6 +325,8 @@ def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None, wor
     stages, needs, waiting = plan.stages(), _needs(plan, costs), waiting_bytes(plan, costs, workers)
     arena = reserved_within(plan, costs, workers, budget, worker=worker).arena
     items = _arena_items(plan, needs, arena, workers, worker)
+    if copies := copies_bytes(plan, costs, workers, worker):
+        items.append(Item("arena for unpacked weights", copies))
     position = worst_stage(plan, costs, workers, worker)
     stage, size = stages[position], needs[position].activations
     last = min(costs.calls[-1].activation_bytes, size) if stage.phase == "fused" else 0
@@ -363,6 +399,8 @@ def stage_rows(plan: Plan, costs: Costs, workers: int) -> list[StageRow]:
 
     def seconds(stage: Stage) -> float:
         found = _on_its_workers(stage, plan, costs, workers)
+        if stage.unpacks_once:
+            found = found.unpacked_once(plan.round_microbatches)
         return found.stage_time_s(stage.first, stage.last, stage.phase)
 
     parts = zip(plan.stages(), _needs(plan, costs), waiting_bytes(plan, costs, workers), strict=True)

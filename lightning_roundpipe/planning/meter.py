@@ -98,6 +98,7 @@ class Work:
         nbytes: memory traffic.
         operations: how many there were, views included.
         unpackings: operations that dequantise packed weights, which ``operations`` leaves out.
+        unpack_s: seconds of those whose copies a stage may keep.
         memory: the storages that were made in it, and in other scopes that share it.
     """
 
@@ -106,6 +107,7 @@ class Work:
     nbytes: float = 0.0
     operations: int = 0
     unpackings: int = 0
+    unpack_s: float = 0.0
     memory: Memory = field(default_factory=Memory)
 
 
@@ -211,9 +213,11 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
                 continue
             weight, packed = found
             work = self._scopes[-1]
+            before_s = work.seconds
             self.add(0.0, packed.nbytes + weight.nbytes + packed.scratch_bytes, "fp32")
             launching = self.times * (packed.kernels - 1) * self._hardware.kernel_s
             work.seconds += launching
+            work.unpack_s += work.seconds - before_s if packed.kept else 0.0
             work.unpackings += self.times * (packed.kernels + packed.views)
             copies += weight.nbytes + packed.buffer_bytes
         return copies

@@ -32,6 +32,7 @@ class Packed:
         views: operations of the interpreter that come with these and compute nothing.
         scratch_bytes: memory traffic of dequantising it, beside reading ``parts`` and writing the copy.
         buffer_bytes: that dequantising it takes beside the copy.
+        kept: whether a stage may keep the copy, for all its microbatches. Those of eight bits are made for each use.
     """
 
     parts: tuple[int, ...]
@@ -39,6 +40,7 @@ class Packed:
     views: int
     scratch_bytes: int = 0
     buffer_bytes: int = 0
+    kept: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +61,7 @@ def pack(shape: Sequence[int], form: PackedFormat, double: bool, copy_itemsize: 
     if form == "int8":
         scratch = 2 * numbers * copy_itemsize  # the copy is written unscaled, then read and written once more
         parts = (numbers, _FP32 * (numbers // shape[-1]))
-        return Packed(parts, kernels=3, views=2, scratch_bytes=scratch)
+        return Packed(parts, kernels=3, views=2, scratch_bytes=scratch, kept=False)
     data, scales, table = -(-numbers // 2), -(-numbers // BLOCK), 16 * _FP32
     if not double:
         return Packed((data, _FP32 * scales, table), kernels=1, views=3)

@@ -311,6 +311,11 @@ class _SimulatedStage:
         self.bytes_out = outputs if stage.phase == "forward" else calls[0].boundary_bytes
 
 
+def _costs_in(stage: Stage, plan: Plan, costs: Costs, microbatches: int) -> Costs:
+    """Return the costs of calls in ``stage``: a microbatch bears its share of what is unpacked once for the round."""
+    return costs.unpacked_once(min(plan.round_microbatches, microbatches)) if stage.unpacks_once else costs
+
+
 def _lag_s(costs: Costs, stage: Stage, host: HostTime) -> float:
     """Return the seconds that a microbatch stays behind another one beside it: the longest call of the stage.
 
@@ -384,7 +389,7 @@ def _stages_of(plan: Plan, costs: Costs, workers: int, microbatches: int, rules:
     """By worker, what every stage is on it. Equal workers share one list. [13]"""
 
     def stages(one: Costs) -> list[_SimulatedStage]:
-        return [_SimulatedStage(stage, one, rules) for stage in plan.stages()]
+        return [_SimulatedStage(stage, _costs_in(stage, plan, one, microbatches), rules) for stage in plan.stages()]
 
     return for_each([costs.on(worker) for worker in range(workers)], stages)
 

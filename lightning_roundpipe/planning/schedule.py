@@ -8,7 +8,7 @@ A plan's text names the calls of the trace by number::
     forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4
 
     plan     = "forward" spans ";" "fused" span ";" "backward" spans ";" "round" number { ";" option }
-    option   = "recompute" "ahead"
+    option   = "recompute" "ahead" | "unpack" "once" spans
     spans    = "none" | span { " " span }
     span     = number | number "-" number            (first and last call, both included; 5 is short for 5-5)
 
@@ -16,14 +16,15 @@ Stages stand in the order in which they run: forward stages from the first call 
 ends with the last call, then backward stages from the deepest call down. ``none`` is a pass without stages of its own,
 which happens when the fused stage holds the whole model. Semicolons are for the reader: parsing needs only white space
 (and Hydra's command line takes the text unquoted without them). With ``recompute ahead`` a backward stage recomputes a
-microbatch before its gradient is there, and keeps the graph of the whole stage until it is. With ``round 1`` and
-several workers, rounds run side by side.
+microbatch before its gradient is there, and keeps the graph of the whole stage until it is. ``unpack once`` names
+stages, counted from 0 in the order in which they run: what the first microbatch unpacks of their packed weights is kept
+for the round's others. With ``round 1`` and several workers, rounds run side by side.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -34,20 +35,24 @@ from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.span import Span
 
 _TEXT = re.compile(
-    r"forward (?P<forward>[^a-z]+|none) fused (?P<fused>[^a-z ]+) backward (?P<backward>[^a-z]+|none) "
-    r"round (?P<round>\d+)(?P<ahead> recompute ahead)?"
+    r"forward (?P<forward>[^a-z]+|none) fused (?P<fused>[^a-z ]+) backward (?P<backward>[^a-z]+|none) round (?P<round>\d+)"
+    r"(?P<ahead> recompute ahead)?(?: unpack once (?P<once>[^a-z]+))?"
 )
 _EXAMPLE = "'forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4'"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One slot's work: calls ``first`` to ``last`` in one phase; ``position`` counts the slots of a round from 0."""
+    """One slot's work: calls ``first`` to ``last`` in one phase; ``position`` counts the slots of a round from 0.
+
+    ``unpacks_once``: whether packed weights are unpacked once for all microbatches of the slot.
+    """
 
     position: int
     phase: Phase
     first: int
     last: int
+    unpacks_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Plan:
 
     Attributes:
         recompute_ahead: whether a worker recomputes for the microbatch whose turn it is before its gradient is there.
+        unpack_once: positions of the stages that unpack packed weights once, ascending.
     """
 
     forward: tuple[Span, ...]
@@ -63,6 +69,7 @@ class Plan:
     backward: tuple[Span, ...]
     round_microbatches: int
     recompute_ahead: bool = False
+    unpack_once: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.round_microbatches < 1:
@@ -77,6 +84,7 @@ class Plan:
         return (
             f"forward {spans(self.forward)}; fused {self.fused}; backward {spans(self.backward)}; "
             f"round {self.round_microbatches}{'; recompute ahead' if self.recompute_ahead else ''}"
+            f"{'; unpack once ' + spans(_runs(self.unpack_once)) if self.unpack_once else ''}"
         )
 
     @classmethod
@@ -90,11 +98,17 @@ class Plan:
         if found is None:
             raise ValueError(
                 f"plan: {text!r} is no plan: expected text like {_EXAMPLE}, where a pass without stages is 'none', and "
-                "which may end in '; recompute ahead'."
+                "which may end in '; recompute ahead' and '; unpack once 0-2'."
             )
         forward, backward = _spans(found["forward"]), _spans(found["backward"])
+        once = [position for span in _spans(found["once"] or "none") for position in span.calls()]
+        if len(set(once)) < len(once) or max(once, default=0) > len(forward) + len(backward):
+            raise ValueError(
+                f"plan: unpack once {found['once'].strip()} must name stages, each once, from 0 to "
+                f"{len(forward) + len(backward)}."
+            )
         ahead, [fused] = found["ahead"] is not None, _spans(found["fused"])
-        return cls(forward, fused, backward, int(found["round"]), ahead)
+        return cls(forward, fused, backward, int(found["round"]), ahead, tuple(sorted(once)))
 
     # -- made by rule ------------------------------------------------------------------------------------------------
 
@@ -166,7 +180,10 @@ class Plan:
         phases: list[tuple[Phase, Span]] = [("forward", span) for span in self.forward]
         phases.append(("fused", self.fused))
         phases.extend(("backward", span) for span in self.backward)
-        return tuple(Stage(position, phase, s.first, s.last) for position, (phase, s) in enumerate(phases))
+        return tuple(
+            Stage(position, phase, s.first, s.last, position in self.unpack_once)
+            for position, (phase, s) in enumerate(phases)
+        )
 
     @cached_property
     def stage_of_forward(self) -> tuple[int, ...]:
@@ -185,3 +202,14 @@ def _spans(text: str) -> tuple[Span, ...]:
         return () if text == "none" else tuple(map(Span.parse, text.split()))
     except ValueError as error:
         raise ValueError(f"plan: {error}") from None
+
+
+def _runs(positions: Iterable[int]) -> tuple[Span, ...]:
+    """Ascending numbers as spans."""
+    spans: list[Span] = []
+    for position in positions:
+        if spans and spans[-1].last == position - 1:
+            spans[-1] = Span(spans[-1].first, position)
+        else:
+            spans.append(Span(position, position))
+    return tuple(spans)

@@ -33,7 +33,7 @@ from lightning_roundpipe.planning.batch import Pace, Sizes
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
-from lightning_roundpipe.planning.memory import ahead_within, fits, partition_within
+from lightning_roundpipe.planning.memory import BESIDE, ahead_within, fits, partition_within, unpacked_within
 from lightning_roundpipe.planning.moves import Neighbours, kicked, recuts
 from lightning_roundpipe.planning.pipeline import Staleness
 from lightning_roundpipe.planning.schedule import Plan
@@ -125,11 +125,13 @@ def search_partition(
     work = search_seconds * _WORK_PER_SECOND
     best = ahead_within(baseline, costs, workers, limits.memory)
     if judge is not None:
-        best = min([best, *beside], key=judge)
+        best = min(unpacking_plans([best, *beside], costs, workers, microbatches, limits), key=judge)
     if not search_seconds:
         return best
 
-    def search(most: bool, ahead: bool = True, share: float = 1.0, limits: Limits = limits) -> list[Plan]:
+    def search(
+        most: bool, ahead: bool = True, share: float = 1.0, limits: Limits = limits, costs: Costs = costs
+    ) -> list[Plan]:
         timing = Timing(Pace.of(costs, host or HostTime(), ahead), workers, microbatches, staleness, share * work)
         found = _PlanSearch(timing, costs, limits, share * work, most).run(baseline)
         return [replace(plan, recompute_ahead=ahead and bool(plan.backward)) for plan in found]
@@ -149,7 +151,12 @@ def search_partition(
         if isinstance(memory, tuple):  # where each worker does its share in what all have, more for one is no better
             plans += search(most=False, share=_OTHERS, limits=replace(limits, memory=min(memory)))[:judged]
         plans = list(dict.fromkeys(plan for plan in plans if fits(plan, costs, workers, memory)))
-        candidates = [best, *plans]
+        if memory is not None and best.unpack_once:
+            for most in (True, False):
+                copied = costs.holding_copies(microbatches, BESIDE if most else 1)
+                with suppress(ValueError):  # the baseline does not fit beside copies
+                    plans += search(most, share=_OTHERS, costs=copied)[:judged]
+        candidates = [best, *unpacking_plans(plans, costs, workers, microbatches, limits)]
         starts = {plan.recompute_ahead: plan for plan in sorted(candidates, key=judge, reverse=True)}
         near = _near(costs, workers, microbatches, limits, staleness, host or HostTime(), _NEARBY * work)
         return min((_descent(plan, judge, near, -(-judged // len(starts))) for plan in starts.values()), key=judge)
@@ -175,8 +182,9 @@ def _near(
 ) -> Callable[[Plan], Iterator[Plan]]:
     """Return a function that yields a plan's neighbours within the limits, the fastest by the search's times first.
 
-    The first one is the plan itself with or without recomputation ahead. ``work`` is the limit in estimated seconds,
-    for plans with recomputation ahead and without.
+    The first one is the plan itself with or without recomputation ahead. A plan that unpacks packed weights once has
+    neighbours that do so, too. ``work`` is the limit in estimated seconds, for plans with recomputation ahead and
+    without.
     """
     searches = {}
     for ahead in (True, False):
@@ -186,7 +194,9 @@ def _near(
     def near(plan: Plan) -> Iterator[Plan]:
         ahead = plan.recompute_ahead
         found = [replace(plan, recompute_ahead=False) if ahead else ahead_within(plan, costs, workers, limits.memory)]
-        yield from chain(found, searches[ahead].near(plan))
+        for other in chain(found, searches[ahead].near(plan)):
+            once = bool(plan.unpack_once)
+            yield unpacked_within(other, costs, workers, microbatches, limits.memory) if once else other
 
     return near
 
@@ -224,6 +234,32 @@ def partly_fused(costs: Costs, workers: int, microbatches: int, limits: Limits) 
         with suppress(ValueError):
             found.append(paper_plan(costs, workers, microbatches, fewer))
     return list(dict.fromkeys(found))
+
+
+def unpacking_plans(
+    plans: Iterable[Plan], costs: Costs, workers: int, microbatches: int, limits: Limits, *, ahead: bool = True
+) -> list[Plan]:
+    """The plans, and others that unpack packed weights once: they themselves, where ``limits`` leaves room for the
+    copies, also in the smallest arena, and the paper's plan with stages that are cut for it.
+
+    ``ahead``: whether plans may say that they recompute ahead.
+    """
+    found, memory = list(plans), limits.memory
+    if memory is None or not any(call.unpacked_bytes for call in costs):
+        return found
+    choices = list(found)
+    for copied in (costs.holding_copies(microbatches, stages) for stages in (BESIDE, 1)):
+        with suppress(ValueError):  # a layer does not fit beside its copies
+            cut = unpacked_within(
+                baseline_within(copied, workers, microbatches, limits), costs, workers, microbatches, memory
+            )
+            choices += [cut, ahead_within(cut, costs, workers, memory)] if ahead else [cut]
+    once = [
+        unpacked_within(plan, costs, workers, microbatches, memory, most=most)
+        for plan in choices
+        for most in (True, False)
+    ]
+    return list(dict.fromkeys([*found, *(plan for plan in once if plan.unpack_once)]))
 
 
 def baseline_within(

@@ -152,6 +152,8 @@ def _with_shortest_times(costs: Costs, report: Mapping[str, Any]) -> Costs:
                 call,
                 forward_s=min(call.forward_s, took["forward", number]),
                 backward_s=min(call.backward_s, took["backward", number]),
+                unpack_s=0.0,  # the shortest of a stage that unpacks once has found its weights unpacked
+                backward_unpack_s=0.0,
             )
             for number, call in enumerate(costs)
         )

@@ -84,12 +84,21 @@ def test_stages_stand_in_slot_order() -> None:
         ("forward 0; fused 1 2; backward 0; round 2", "is no plan"),
         ("forward 0; fused none; backward 0; round 2", "is no plan"),
         ("forward 0; fused 1; backward 0; round 2; unpack 0", "is no plan"),
+        ("forward 0; fused 1; backward 0; round 2; unpack once 0-1 1", "must name stages, each once, from 0 to 2"),
+        ("forward 0; fused 1; backward 0; round 2; unpack once 1-99", "must name stages, each once, from 0 to 2"),
         ("forward 3-0; fused 4; backward 0-3; round 2", "plan: 3-0 is not a span of calls: write the lower call first"),
     ],
 )
 def test_text_that_is_no_plan(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Plan.parse(text)
+
+
+def test_stages_that_unpack_once_print_and_parse() -> None:
+    text = "forward 0-1 2; fused 3; backward 2 0-1; round 2; recompute ahead; unpack once 0-2 4"
+    plan = Plan.parse(text.replace("0-2 4", "4 1-2 0"))
+    assert str(plan) == text and Plan.parse(text) == plan
+    assert [stage.unpacks_once for stage in plan.stages()] == [True, True, True, False, True]
 
 
 CALLS = ["embed", *(f"layers.{number}" for number in range(6)), "head"]
