@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,20 @@ def test_a_jobs_limit_counts(tmp_path: Path) -> None:
     (step / "memory.max").write_text("4000\n")
     assert host_memory.free_bytes(tmp_path, mine) == 0, "less than is in use"
     assert host_memory.total_bytes(tmp_path, mine) == 4000
+
+
+# -- when nothing fits -------------------------------------------------------------------------------------------------
+
+
+def test_an_error_names_settings_that_work() -> None:
+    """Each with its value, as Python: the planner has tried it with the measured costs."""
+    module, batches = zoo.make_module("mlp"), zoo.make_batches("mlp", 2, samples=600)
+    options: dict[str, Any] = {"num_microbatches": 4, "memory_budget": "80KB"}
+    with pytest.raises(ValueError, match="workers may use 80,000 bytes") as raised:
+        run(ours(**options), module, batches, devices=2)
+    [said] = re.findall(r"Set (.*?)\. Or name smaller modules", str(raised.value))
+    ways = [way.partition(" (")[0] for way in said.split(", or ")]
+    assert [way.partition("=")[0] for way in ways] == ["memory_budget", "num_microbatches"]
+    for way in ways:
+        setting = eval(f"dict({way})")
+        assert run(ours(**options | setting), module, batches, devices=2).report

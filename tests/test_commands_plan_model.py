@@ -6,13 +6,15 @@ import json
 import re
 import shlex
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from huggingface_hub import try_to_load_from_cache
 from transformers import LlamaConfig
 
-from lightning_roundpipe.commands import plan
+from lightning_roundpipe.commands import choices, plan
 from lightning_roundpipe.commands.machines import choose_machine, read_machine
 from lightning_roundpipe.commands.plan_model import look_at, shape_of
 from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
@@ -376,7 +378,10 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
             "Target modules {'qproj'} not found in the base model. Its linear layers are q_proj, k_proj, v_proj",
         ),
         ((*TINY[:2], "model.hiden_size=4"), "Did you mean hidden_size?"),
-        (("model=qwen3_31b", "hardware=cpu"), "Did you mean qwen3_32b? Allowed are gpt_oss_20b, llama3_1_70b"),
+        (
+            ("model=qwen3_31b", "hardware=cpu"),
+            "Did you mean qwen3_32b? Allowed are gemma3_12b, gemma3_27b, gpt_oss_20b",
+        ),
         (("model=smollm2", "hardware=cpu"), "has no shape of its own"),
         (("model=tiny_llama", "hardware=nowhere.yaml"), "nowhere.yaml cannot be read"),
         ((*TINY[:2], "lora=all"), "Allowed are all_linear, attention, moe_experts, none"),
@@ -415,6 +420,40 @@ def test_broken_configurations(command: Any, tmp_path: Path, text: str, message:
     code, out, err = command(f"model={tmp_path / 'config.json'}", "hardware=cpu")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
+
+
+def test_a_model_of_the_hub_that_is_in_the_cache(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the network: its config.json is found where the hub's client keeps it."""
+    commit = "0" * 40
+    folder = tmp_path / "models--someone--tiny"
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    (folder / "snapshots" / commit / "config.json").write_text(json.dumps(config.to_dict()))
+    monkeypatch.setattr(choices, "try_to_load_from_cache", partial(try_to_load_from_cache, cache_dir=tmp_path))
+    code, out, err = command("model=someone/tiny", *TINY[1:])
+    assert (code, err) == (0, "") and out.startswith("Fits: ")
+    code, _, err = command("model=someone/other", *TINY[1:])
+    assert code == 2 and "hf download someone/other config.json" in err
+
+
+def test_slower_links_stand_beside_an_answer_that_assumes_them(command: Any, tmp_path: Path) -> None:
+    options = ("model=tiny_llama", "search_seconds=0", "sequence_length=64", "microbatches=4")
+    text = " ".join(command(*options, "gpu=rtx4090", "gpus=2")[1].split())
+    said = re.search(
+        r"Assumes 25 GB/s to each GPU\. This plan reaches ([\d,]+) tokens/s over PCIe 3\.0 x16 or 4\.0 x8, ([\d,]+) "
+        r"tokens/s over PCIe 3\.0 x8\.", text
+    )  # fmt: skip
+    assert said is not None, text
+    fits = re.search(r"Fits: ([\d,]+) tokens/s", text)
+    rates = [float(rate.replace(",", "")) for rate in (fits[1] if fits else "0", *said.groups())]
+    assert rates == sorted(rates, reverse=True)
+    file = tmp_path / "machine.yaml"
+    file.write_text((ROOT / "conf" / "hardware" / "rtx4090x8.yaml").read_text())
+    assert "PCIe" not in command(*options, f"hardware={file}")[1], "their own numbers"
 
 
 @pytest.mark.parametrize(
@@ -506,4 +545,4 @@ def test_the_documents_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert snippets
     for snippet in snippets:
         exec(compile(snippet, "docs/planning.md", "exec"), {})
-    assert "transfer" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("(")

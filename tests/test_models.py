@@ -26,6 +26,21 @@ LARGE = {  # parameters as published (tied ones once), layers, hidden size, quer
     "qwen3_235b_a22b": (235_093_634_560, 94, 4096, 64, 4, 151_936, False),
     "smollm2_135m": (134_515_008, 30, 576, 9, 3, 49_152, True),
 }
+PUBLISHED = {  # parameters of further choices, of the safetensors files on the hub (tied ones once)
+    "qwen2_5_7b": 7_615_616_512,
+    "qwen2_5_14b": 14_770_033_664,
+    "qwen2_5_32b": 32_763_876_352,
+    "qwen2_5_72b": 72_706_203_648,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "mistral_small_24b": 23_572_403_200,
+    "gemma3_12b": 11_771e6,  # embeddings and the rest without vision, in millions (arXiv 2503.19786, table 1)
+    "gemma3_27b": 27_016e6,
+    "llama3_3_70b": 70_553_706_496,
+}
 SMALL = [
     "trainer=cpu",
     "callbacks=none",
@@ -61,6 +76,12 @@ def test_large_models_have_their_published_shape(name: str) -> None:
     assert (config.num_attention_heads, config.num_key_value_heads) == (heads, keys)
     assert config.tie_word_embeddings is tied
     assert (found.get_output_embeddings().weight is found.get_input_embeddings().weight) is tied
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_further_models_have_their_published_size(name: str) -> None:
+    size = PUBLISHED[name]
+    assert parameters(model(name)) == (size if isinstance(size, int) else pytest.approx(size, rel=1e-3))
 
 
 @pytest.mark.parametrize("name", LARGE)

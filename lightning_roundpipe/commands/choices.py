@@ -200,9 +200,9 @@ def _choice(group: str, text: str) -> dict[str, Any]:
         data = _load(Path(text).expanduser(), group)
     else:
         usable = _usable(group)
-        allowed = f"{', '.join(usable)}, and {_FILES[group]}"
+        allowed = f"{', '.join(name for name in usable if not name.startswith('tiny_'))}, and {_FILES[group]}"
         if text in shipped_files(group) and text not in usable:
-            raise ValueError(f"{group}={text} has no shape of its own, as it reads weights. Take one of {allowed}.")
+            raise ValueError(f"{group}={text} has no shape of its own, as it reads weights. Take {_FILES[group]}.")
         if text not in usable:
             raise ValueError(f"There is no {group}={text}.{did_you_mean(text, usable)} Allowed are {allowed}.")
         data = usable[text]

@@ -321,7 +321,7 @@ def csv_row(given: Mapping[str, str], wish: Wish, found: Mapping[str, Any] | Non
     found = found or {}
     own = {name: text for name, text in given.items() if name not in ("hardware", "gpu", "gpus")}
     plan = found if found.get("fits") else {}
-    row = {"model": wish.model, "machine": machine_of(wish), "lora": wish.lora, **own}
+    row: dict[str, Any] = {"model": wish.model, "machine": machine_of(wish), "lora": wish.lora, **own}
     row |= {"fits": found.get("fits"), "too_small": " ".join(too_small(found))}
     row |= {"tokens_per_s": _rounded(found.get("tokens_per_s"), 1), "step_ms": _rounded(found.get("period_ms"), 1)}
     for name, memory in (("worker", "device_memory"), ("host", "host_memory")):

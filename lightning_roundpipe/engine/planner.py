@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.engine.context import Context
@@ -19,8 +19,10 @@ from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.memory.budget import (
+    capacity_of,
     check_plan_fits,
     libraries_note,
+    library_bytes,
     memory_of_workers,
     worker_bytes,
 )
@@ -34,10 +36,12 @@ from lightning_roundpipe.planning.memory import (
     BESIDE,
     Memory,
     Reserved,
+    TooSmall,
     ahead_within,
     boundary_bytes,
     partition_within,
     reserved_within,
+    size_text,
     unpacked_within,
 )
 from lightning_roundpipe.planning.nominal import nominal, with_times_of_bytes
@@ -146,7 +150,8 @@ class Planner:
                 if not plan.unpack_once:  # beside the largest arena, stages unpack once wherever there is room
                     plan = unpacked_within(plan, costs, workers, len(traces), limit, most=True)
             except ValueError as error:
-                raise DoesNotFit(f"{error}{libraries_note(options, self._devices)}") from None
+                remedy = _remedies(error, options, self._devices) if isinstance(error, TooSmall) else ""
+                raise DoesNotFit(f"{error}{remedy}{libraries_note(options, self._devices)}") from None
         if len(traces) > 1 and (buffer := _torn(plan, trace)):
             why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
             return self._run_in_order(why, "plan must have these calls in one forward stage, or be left out.")
@@ -274,6 +279,23 @@ def send_rounded(layers: Iterable[HostLayer], workers: Iterable[Worker]) -> bool
     for worker in workers if rounding else ():
         worker.forget()
     return bool(rounding)
+
+
+def _remedies(error: TooSmall, options: Options, devices: Sequence[Device]) -> str:
+    """Return a sentence with settings for which a plan fits, by the costs that have just been measured."""
+    ways, enough, capacity = [], error.enough + library_bytes(devices), capacity_of(devices)
+    if options.memory_budget is not None and (capacity is None or enough <= capacity):
+        ways.append(f'memory_budget="{size_text(enough)}"')
+    if error.round_microbatches is not None:
+        ways.append(f"round_microbatches={error.round_microbatches}")
+    if error.parts is not None and options.microbatch_size is not None:
+        if options.microbatch_size >= error.parts:
+            ways.append(f"microbatch_size={options.microbatch_size // error.parts}")
+    elif error.parts is not None:
+        count = (options.num_microbatches or 1) * error.parts
+        ways.append(f"num_microbatches={count} (of batches with as many samples)")
+    said = f"Set {', or '.join(ways)}." if ways else f"Use devices with more than {size_text(enough)}."
+    return f" {said} Or name smaller modules in layers= so that the layer is split."
 
 
 def rates_of(device: Device) -> Hardware:

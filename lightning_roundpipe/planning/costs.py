@@ -46,6 +46,10 @@ _NUMBERS = (
 )  # fmt: skip
 
 
+_OF_WEIGHTS = ("weight_bytes", "gradient_bytes", "reduced_bytes", "unpacked_bytes")
+"""Sizes that do not depend on the microbatch."""
+
+
 @dataclass(frozen=True)
 class CallCost:
     """One call of one microbatch.
@@ -165,7 +169,6 @@ class StageBytes:
         copies: of packed weights, if the stage unpacks them once.
         activations: of one microbatch in the stage, at its worst, with what its user code holds.
         crowded: the same with the inputs of its next call, which come while one runs.
-        worst: which of the calls that were added runs then.
     """
 
     def __init__(self, phase: Phase, ahead: bool = False) -> None:
@@ -186,7 +189,6 @@ class StageBytes:
         self._copied: dict[str, int] = {}
         self.activations = 0
         self.crowded = 0
-        self.worst = 0
 
     @property
     def total(self) -> int:
@@ -211,8 +213,7 @@ class StageBytes:
                 self._kept += max(0, call.graph_bytes - self._there(call))
                 beside -= call.graph_bytes
             beside += self._kept + self._held(call)
-            if beside > self.activations:
-                self.activations, self.worst = beside, len(self._calls)
+            self.activations = max(self.activations, beside)
             self.crowded = max(self.crowded, beside + self._following(call))
             self._before = call.input_bytes
         self._calls.append(keeps)
@@ -332,6 +333,21 @@ class Costs:
             tuple(
                 replace(call, weight_bytes=call.weight_bytes + -(-call.unpacked_bytes // stages), unpacked_bytes=0)
                 for call in found.calls
+            )
+        )
+
+    def of_part(self, parts: int) -> Costs:
+        """Return the calls of a microbatch with a ``parts``-th of the samples, whose activations take as much less."""
+        sizes = [name for name in _NUMBERS if name.endswith("_bytes") and name not in _OF_WEIGHTS]
+        return Costs(
+            tuple(
+                replace(
+                    call,
+                    shared=tuple((distance, size // parts) for distance, size in call.shared),
+                    passed=tuple((distance, size // parts) for distance, size in call.passed),
+                    **{name: -(-value // parts) for name in sizes if (value := getattr(call, name)) is not None},
+                )
+                for call in self.calls
             )
         )
 

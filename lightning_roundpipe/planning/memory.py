@@ -29,6 +29,9 @@ from lightning_roundpipe.planning.partition import check_calls_are_short, greedy
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.span import Span
 
+_PARTS = tuple(2**power for power in range(1, 9))
+"""Numbers of parts of a microbatch to try where no plan fits."""
+
 BESIDE = 2
 """Stages that the largest arena holds at once: one runs while the next one's weights come."""
 
@@ -506,7 +509,8 @@ def partition_within(
         max_round: most microbatches of a round; None: no limit.
 
     Raises:
-        ValueError: a cut at every call does not fit, or a call takes longer than ``stage_s``.
+        TooSmall: a cut at every call does not fit.
+        ValueError: a call takes longer than ``stage_s``.
     """
     budget = least(budget)
     if stage_s is not None:
@@ -518,7 +522,7 @@ def partition_within(
         return greedy_partition(costs, workers, microbatches, round_microbatches, stage_s=stage_s)
     smallest = Plan.per_call(len(costs), round_microbatches)
     if not fits(smallest, costs, workers, budget):
-        raise ValueError(_too_small(costs, smallest, workers, budget))
+        raise TooSmall(costs, smallest, workers, budget)
     most = fits(smallest, costs, workers, budget, most=True)
     stage_bytes = budget
     while True:
@@ -532,15 +536,26 @@ def partition_within(
         stage_bytes = min(stage_bytes - 1, stage_bytes * budget // need)
 
 
-def _too_small(costs: Costs, smallest: Plan, workers: int, budget: int) -> str:
-    call = max(costs, key=lambda c: c.weight_bytes + c.gradient_bytes + c.activation_bytes)
-    waiting, others = max(waiting_bytes(smallest, costs, workers)), smallest.round_microbatches - 1
-    held = f"; {plural(others, 'waiting microbatch')} with up to {waiting:,}" if waiting else ""
-    fewer = " or round_microbatches" if waiting else ""
-    return (
-        f"memory_budget: workers may use {budget:,} bytes, and a cut at every layer needs "
-        f"{device_bytes(smallest, costs, workers):,}. The largest layer is {call.layer!r}: "
-        f"{call.weight_bytes:,} of weights, {call.gradient_bytes:,} of gradients, "
-        f"{call.activation_bytes:,} of activations{held}. Raise memory_budget, lower microbatch_size{fewer}, or name "
-        "smaller modules in layers= so that the layer is split."
-    )
+class TooSmall(ValueError):
+    """No plan fits. The message says what takes how much.
+
+    Attributes:
+        enough: bytes of a worker for a cut at every layer.
+        round_microbatches: microbatches of a smaller round that fits; None: there is none.
+        parts: number of parts into which to cut each microbatch so that it fits; None: no number of `_PARTS` is enough.
+    """
+
+    def __init__(self, costs: Costs, smallest: Plan, workers: int, budget: int) -> None:
+        self.enough, count, size = device_bytes(smallest, costs, workers), len(costs), smallest.round_microbatches
+        rounds = (Plan.per_call(count, smaller) for smaller in range(size - 1, 0, -1))
+        fitting = next((plan for plan in rounds if fits(plan, costs, workers, budget)), None)
+        self.round_microbatches = None if fitting is None else fitting.round_microbatches
+        self.parts = next((n for n in _PARTS if fits(smallest, costs.of_part(n), workers, budget)), None)
+        call = max(costs, key=lambda c: c.weight_bytes + c.gradient_bytes + c.activation_bytes)
+        waiting = max(waiting_bytes(smallest, costs, workers))
+        held = f"; {plural(size - 1, 'waiting microbatch')} with up to {waiting:,}" if waiting else ""
+        super().__init__(
+            f"memory_budget: workers may use {budget:,} bytes, and a cut at every layer needs {self.enough:,}. The "
+            f"largest layer is {call.layer!r}: {call.weight_bytes:,} of weights, {call.gradient_bytes:,} of gradients, "
+            f"{call.activation_bytes:,} of activations{held}."
+        )

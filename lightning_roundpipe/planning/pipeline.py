@@ -73,21 +73,8 @@ class SimulatedEvent(NamedTuple):
     end_s: float
 
 
-class Wait(NamedTuple):
-    """Idle time of a worker before a turn. It waits for inputs, then updates, then copies, until these times."""
-
-    worker: int
-    start_s: float
-    input_s: float
-    update_s: float
-    transfer_s: float
-
-
 _ALIKE = 1e-12
 """Differences of seconds, relative to those since the start, that are of rounding only."""
-
-_Updated = tuple[float, float]
-"""Start of a stage without the time of updates, and with it."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +108,6 @@ class SimulatedRun:
         plan: the plan.
         workers: number of workers (N).
         events: all intervals of work, in the order of slots.
-        waits: idle time before turns.
         losses_s: time at which all losses of each step are known, and the next step may begin.
         ends_s: end of each step's last backward.
     """
@@ -129,7 +115,6 @@ class SimulatedRun:
     plan: Plan
     workers: int
     events: tuple[SimulatedEvent, ...]
-    waits: tuple[Wait, ...]
     losses_s: tuple[float, ...]
     ends_s: tuple[float, ...]
 
@@ -172,9 +157,7 @@ def run_steps(
     pipeline = _pipeline(plan, costs, workers, microbatches, rules, steps, records=True)
     for _ in range(steps):
         pipeline.step()
-    return SimulatedRun(
-        plan, workers, tuple(pipeline.events), tuple(pipeline.waits), tuple(pipeline.losses), tuple(pipeline.ends)
-    )
+    return SimulatedRun(plan, workers, tuple(pipeline.events), tuple(pipeline.losses), tuple(pipeline.ends))
 
 
 def step_ends(
@@ -455,10 +438,9 @@ class _Pipeline:
             rate = updates.bytes_per_s if updates else None
             together = updates is not None and (updates.clipping or updates.blocking)
             self._exchange = Exchange(rules.network, costs, rate, together=together)
-        self._published: list[dict[str, _Updated]] = []
+        self._published: list[dict[str, float]] = []
         self._slot = 0
         self.events: list[SimulatedEvent] = []
-        self.waits: list[Wait] = []
         self.losses: list[float] = []
         self.ends: list[float] = []
         self._left: dict[int, tuple[float, int]] = {}  # per microbatch, when and where it left its last stage
@@ -484,7 +466,7 @@ class _Pipeline:
         else:
             updates = self._updating.step(self._arrived)
             published = self._updating.published(updates)
-        self._published.append({layer: (self._arrived[layer], end) for layer, end in published.items()})
+        self._published.append(published)
         if not self._records:
             return
         step = len(self.ends) - 1
@@ -511,7 +493,7 @@ class _Pipeline:
                     times += lanes[worker].after(begin)
         times += [*self._interpreter.after(begin), *self._adding.after(begin)]
         for published in self._published[-1 - self._rules.staleness :]:
-            times += [time for layer in sorted(published) for time in published[layer]]  # not in the order of updates
+            times += [published[layer] for layer in sorted(published)]  # not in the order of updates
         if self._exchange is not None:
             times += self._exchange.busy_until
         if self._rules.updates is not None:
@@ -528,12 +510,12 @@ class _Pipeline:
         if not self._side_by_side:
             self._free[worker] = max(self._free[worker], closed)  # [2]
         updated = self._updated(stage)
-        loaded = self._load(stage, worker, updated[1])
+        loaded = self._load(stage, worker, updated)
         self._summed = self._sums_free(stage, worker) if stage.gradients else 0.0
         if members.start and not self._side_by_side:
             self._summed = max(self._summed, self._load_sums(stage, worker))
         for microbatch in members:
-            self._take_turn(stage, worker, microbatch, updated, loaded)
+            self._take_turn(stage, worker, microbatch, loaded)
         last = self._free[worker]
         if self._side_by_side:
             added = (self._added[one.call][-1] for one in stage.leaving if one.call in self._added)
@@ -544,15 +526,13 @@ class _Pipeline:
         self._slot += 1
         return end
 
-    def _updated(self, stage: _SimulatedStage) -> _Updated:
+    def _updated(self, stage: _SimulatedStage) -> float:
         """Return when the stage may begin, given when its weights are updated. [6]"""
         age = 1 + self._rules.staleness
         if len(self._published) < age:
-            return 0.0, 0.0
+            return 0.0
         published = self._published[-age]
-        times = [(*published[layer], lead) for layer, lead in stage.leads.items() if layer in published]
-        arrived = max((at - lead for at, _, lead in times), default=0.0)
-        return arrived, max((at - lead for _, at, lead in times), default=0.0)
+        return max((published[layer] - lead for layer, lead in stage.leads.items() if layer in published), default=0.0)
 
     def _load_sums(self, stage: _SimulatedStage, worker: int) -> float:
         """Return when the sums of earlier rounds are on the worker. They follow the stage's weights. [7]"""
@@ -640,9 +620,7 @@ class _Pipeline:
         self._added[gradients.call] = added
         return landed, added[-1]
 
-    def _take_turn(
-        self, stage: _SimulatedStage, worker: int, microbatch: int, updated: tuple[float, float], loaded: float
-    ) -> None:
+    def _take_turn(self, stage: _SimulatedStage, worker: int, microbatch: int, loaded: float) -> None:
         free = self._free[worker]
         hosted = stage.host_s
         ready = max(loaded, self._summed - stage.before_gradients_s)
@@ -652,9 +630,6 @@ class _Pipeline:
             begin = max(free, saved, behind, ready, self._turn_behind(stage)[0])  # [4]
             recomputed = self._computed(stage, begin, stage.recompute_s)
             start = max(recomputed, given)
-            self._wait(worker, free, max(saved, behind), updated, ready)
-            if self._records and start > recomputed:
-                self.waits.append(Wait(worker, recomputed, start, start, start))
             self._note("recompute", worker, stage, microbatch, recomputed - stage.recompute_s, recomputed)
             self._note("host", worker, stage, microbatch, start, start + hosted)
             issued = self._interpreter.take(start, stage.backward_issue_s)
@@ -663,7 +638,6 @@ class _Pipeline:
         else:
             given = self._given(stage, worker, microbatch)
             begin = max(free, given, ready, self._turn_behind(stage)[0])  # [3]
-            self._wait(worker, free, given, updated, ready)
             end = self._computed(stage, begin, hosted + stage.compute_s)  # [5]
             if stage.phase == "fused":
                 end = max(end, self._interpreter.take(begin, stage.backward_issue_s))
@@ -720,11 +694,6 @@ class _Pipeline:
 
     def _hop(self, source: int, target: int) -> float:
         return self._rules.host.hop_s if source != target else 0.0
-
-    def _wait(self, worker: int, free: float, given: float, updated: _Updated, ready: float) -> None:
-        if self._records and (begin := max(free, given, *updated, ready)) > free:
-            given = max(free, given, updated[0])
-            self.waits.append(Wait(worker, free, given, max(given, updated[1]), begin))
 
     def _note(self, kind: Kind, worker: int, stage: _SimulatedStage, microbatch: int, start: float, end: float) -> None:
         if self._records and end > start:

@@ -35,8 +35,8 @@ from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.span import Span
 
 _TEXT = re.compile(
-    r"forward (?P<forward>[^a-z]+|none) fused (?P<fused>[^a-z ]+) backward (?P<backward>[^a-z]+|none) round (?P<round>\d+)"
-    r"(?P<ahead> recompute ahead)?(?: unpack once (?P<once>[^a-z]+))?"
+    r"forward (?P<forward>[^a-z]+|none) fused (?P<fused>[^a-z ]+) backward (?P<backward>[^a-z]+|none) "
+    r"round (?P<round>\d+)(?P<ahead> recompute ahead)?(?: unpack once (?P<once>[^a-z]+))?"
 )
 _EXAMPLE = "'forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4'"
 

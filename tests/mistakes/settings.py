@@ -319,7 +319,7 @@ MEMORY = [
         SECTION,
         "`memory_budget` holds the largest layer, but not what its call computes",
         "memory_budget: workers may use … bytes, and a cut at every layer needs …",
-        "Raise memory_budget, lower microbatch_size or round_microbatches, or name smaller modules in layers=",
+        "Set memory_budget=",
         (
             lambda user: user.fit(
                 batches=zoo.make_batches("mlp", 2, samples=600), num_microbatches=4, memory_budget="80KB"

@@ -8,6 +8,7 @@ from planning.making import call, even
 from lightning_roundpipe.planning import CallCost, Costs, Plan
 from lightning_roundpipe.planning.memory import (
     Parameters,
+    TooSmall,
     device_bytes,
     host_items,
     partition_within,
@@ -34,8 +35,9 @@ def test_counted_by_hand() -> None:
 
 def test_a_budget_that_nothing_fits_into() -> None:
     costs = Costs((*even(2), call("table", weights=900)))
-    with pytest.raises(ValueError, match=r"may use 900 bytes, .* needs 950.*'table'.*Raise memory_budget"):
+    with pytest.raises(TooSmall, match=r"may use 900 bytes, .* needs 950.*'table'") as raised:
         partition_within(costs, 2, 2, None, 900)
+    assert (raised.value.enough, raised.value.round_microbatches, raised.value.parts) == (950, None, None)
     assert device_bytes(partition_within(costs, 2, 2, None, 950), costs, 2) == 950
 
 
