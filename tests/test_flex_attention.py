@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch._inductor.config
 from harness import ours, quiet, trainer_of
-from torch import Tensor, nn
-from torch.nn.attention.flex_attention import flex_attention
+from torch import Tensor
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, MistralConfig
@@ -54,40 +53,6 @@ def batch(kind: str) -> dict[str, Tensor]:
     if kind == "padded":
         given["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [12], [9], [14]])).long()
     return given
-
-
-def remedies_of_training(task: pl.LightningModule, given: Any, microbatches: int) -> list[str]:
-    """Train on a batch; return the notes of the error that name the setting."""
-    trainer = trainer_of(ours(num_microbatches=microbatches), devices=2)
-    with quiet(), pytest.raises(NotImplementedError, match="backward on CPU") as failed:
-        trainer.fit(task, DataLoader([given], batch_size=None))
-    return [n for n in getattr(failed.value, "__notes__", []) if "attn_implementation='sdpa'" in n]
-
-
-class Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.inner(x)[:, None]
-        return x + flex_attention(h, h, h)[:, 0]  # type: ignore[index]
-
-
-class Small(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(Attending(), Attending())
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layers(batch).square().mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> Any:
-        return SGD(self.parameters(), lr=0.1)
-
-
-def test_an_error_of_training_on_a_cpu_has_a_remedy() -> None:
-    assert len(remedies_of_training(Small(), torch.randn(4, LENGTH, 16), 2)) == 1
 
 
 @pytest.mark.slow

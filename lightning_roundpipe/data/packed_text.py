@@ -12,6 +12,13 @@ from lightning_roundpipe.data.sequences import InMemory, check_sizes
 from lightning_roundpipe.data.split import split_texts
 
 
+def pydoc_topics() -> dict[str, str]:
+    """Return name and text of each topic that ``help("topics")`` lists in this Python, 465,000 characters in all."""
+    from pydoc_data.topics import topics
+
+    return dict(topics)
+
+
 class PackedText(InMemory):
     """Causal language modelling on named texts. Whole texts go either to training or to validation.
 

@@ -13,25 +13,8 @@ import time
 
 from lightning_roundpipe.devices import intraop_threads
 
-
-class Semaphore:
-    """A semaphore over a queue of tokens: `queue.SimpleQueue` is written in C, `threading.Semaphore` in Python.
-
-    Args:
-        permits: how many threads may hold a permit at once.
-    """
-
-    def __init__(self, permits: int) -> None:
-        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(permits):
-            self.release()
-
-    def acquire(self) -> None:
-        self._tokens.get()
-
-    def release(self) -> None:
-        self._tokens.put(None)
-
+Semaphore = queue.SimpleQueue[None]
+"""A token for each permit. `queue.SimpleQueue` is written in C, `threading.Semaphore` in Python."""
 
 _semaphores: dict[int, Semaphore] = {}
 _semaphores_lock = threading.Lock()
@@ -55,7 +38,12 @@ def semaphore() -> Semaphore:
     """Return the semaphore for the present number of intra-op threads, shared by all devices made under that number."""
     permits = concurrent_devices()
     with _semaphores_lock:
-        return _semaphores.setdefault(permits, Semaphore(permits))
+        if permits not in _semaphores:
+            made: Semaphore = queue.SimpleQueue()
+            for _ in range(permits):
+                made.put(None)
+            _semaphores[permits] = made
+        return _semaphores[permits]
 
 
 class HeldCore:
@@ -68,12 +56,12 @@ class HeldCore:
 
     def __enter__(self) -> None:
         assert _mine.held is None, "a permit is not reentrant: this thread would wait for itself"
-        self._permits.acquire()
+        self._permits.get()
         _mine.held = self._permits
 
     def __exit__(self, *_: object) -> None:
         _mine.held = None
-        self._permits.release()
+        self._permits.put(None)
 
 
 def emulated_work(seconds: float) -> None:
@@ -89,11 +77,11 @@ def emulated_work(seconds: float) -> None:
         time.sleep(seconds)
         return
     _mine.held = None
-    permits.release()
+    permits.put(None)
     try:
         time.sleep(seconds)
     finally:
-        permits.acquire()
+        permits.get()
         _mine.held = permits
 
 

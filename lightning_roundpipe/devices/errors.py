@@ -48,6 +48,12 @@ Illegal addresses (700), kernel timeouts (702), asserts in a kernel (710), illeg
 invalid addresses (714 to 718), other failures of a kernel (719, 721), and broken memory or links (214, 220, 226, 911).
 """
 
+LESS_FRAGMENTED = (
+    "set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment before the script starts, or use smaller "
+    "microbatches (batches, or parts by num_microbatches)"
+)
+"""Remedy where the CUDA allocator returns its whole cache to find room: enough memory is free, but fragmented."""
+
 NEW_PROCESS = (
     "this process cannot use the GPU any more: start a new process. CUDA reports such errors late: with "
     "CUDA_LAUNCH_BLOCKING=1 in the environment, the traceback shows the operation that failed."

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from lightning_roundpipe.devices.alike import apart, reach
 from lightning_roundpipe.devices.host_memory import free_bytes
-from lightning_roundpipe.devices.pages import make_pages
 from lightning_roundpipe.devices.slabs import Slabs
 from lightning_roundpipe.messages import PREFIX, gib, warn
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU, not only the current one
+_HUGE = 2 << 20
 _warned = False
 
 
@@ -66,8 +66,15 @@ def registered(nbytes: int) -> Tensor:
     """
     pages = -(-max(nbytes, 1) // mmap.PAGESIZE)
     mapping = _Registered(-1, pages * mmap.PAGESIZE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        huge = len(mapping) // _HUGE * _HUGE  # a last huge page would be larger than the rest of the buffer
+        if huge:
+            with suppress(OSError):  # a kernel without huge pages
+                mapping.madvise(mmap.MADV_HUGEPAGE, 0, huge)
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
-    make_pages(whole)
+    # All intra-op threads allocate the pages, from the memory of whichever cores they run on. Page-locking would touch
+    # them in one thread, which zeroes less than the memory's bandwidth allows.
+    whole.zero_()
     mapping.register(whole.data_ptr())
     return whole[:nbytes]
 

@@ -538,6 +538,3 @@ class Engine:
 def _exchange_of(peers: Peers, model: HostModel, options: Options) -> GradientExchange:
     dtype = None if options.network_dtype is None else getattr(torch, options.network_dtype)
     return GradientExchange(peers, model.buckets, dtype, shards=options.shard_optimizer)
-
-
-__all__ = ["Engine", "functools"]

@@ -49,6 +49,7 @@ from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.step_slots import StepSlots
 from lightning_roundpipe.engine.sync import Cancelled, CancelScope, Runner
 from lightning_roundpipe.engine.trace import Trace, TracedCall
+from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.faults.notes import remedied
 from lightning_roundpipe.memory.host_layer import HostLayer
@@ -218,12 +219,12 @@ class Batch(Microbatch):
             layer.bucket.join()
         return result
 
-    def _forward(self, call: LayerCall, traced: TracedCall) -> tuple[Any, Run]:
-        result, run = super()._forward(call, traced)
+    def _forward(self, call: LayerCall, *, taped: bool) -> tuple[Any, Run, Worker]:
+        result, run, worker = super()._forward(call, taped=taped)
         if run.written and not call.layer.sets_attributes:
             call.layer.sets_attributes = True
             self._flight.close()
-        return result, run
+        return result, run, worker
 
     def _is_other(self, layer: HostLayer) -> bool:
         """Return whether the plan does not have the next call."""

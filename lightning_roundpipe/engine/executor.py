@@ -123,6 +123,11 @@ class LayerCall:
         return self.seed[-1]
 
     @property
+    def is_taped(self) -> bool:
+        """Whether a backward follows, as far as that is known before."""
+        return self.thread_state.grad and (any(self.needs) or any(self.trained) or bool(self.layer.borrows))
+
+    @property
     def tensors(self) -> list[Tensor]:
         return self.arguments.tensors
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.model.attributes import Contents, StateDiff, frozen, is_plain
@@ -122,6 +122,3 @@ class LayerWrites:
             # Parameters of the copy are translated in the containers themselves, which are therefore the caller's own.
             written.append((number, name, frozen(self._replica.original(value))))
         return written
-
-
-__all__ = ["LayerAttributes", "LayerWrites", "Tensor"]

@@ -34,7 +34,7 @@ from lightning_roundpipe.engine.activations import Activations, Arriving
 from lightning_roundpipe.engine.arguments import Arguments, collect
 from lightning_roundpipe.engine.caller_modes import Surroundings, without_caller_modes
 from lightning_roundpipe.engine.context import Context
-from lightning_roundpipe.engine.executor import LayerCall
+from lightning_roundpipe.engine.executor import LayerCall, Run
 from lightning_roundpipe.engine.measured import MeasuredMemory
 from lightning_roundpipe.engine.output_collectors import hand_over
 from lightning_roundpipe.engine.randomness import USER_CODE, Seed
@@ -525,36 +525,43 @@ class Microbatch:
             self._surroundings.refuse(layer.name)
             self._check_weights(layer)
             self._shared.assert_unmodified()
-            again = self._made_before(layer) if self._phase == "backward" else None
-            if layer.sets_attributes and again is None:
+            if self._phase == "backward":
+                return self._call_again(layer, args, kwargs)
+            if layer.sets_attributes:
                 self._come_to_turn(layer)
-            call, traced = self._prepare(layer, args, kwargs, again)
+            call = self._capture(layer, args, kwargs, self._uses[layer.index])
+            traced = self._find(call)
             given = call.tensors
             self._close_section()
-            if self.follows is not None and again is None:  # where it leaves layers out that the other one calls
+            if self.follows is not None:  # where it leaves layers out that the other one calls
                 self._baton.wait(self.runner, functools.partial(self.follows.behind, self._next - 1))
             self.begun.set()
-            result, run = self._forward(call, traced)
+            result, run, self._worker = self._forward(call, taped=traced.taped)
+            traced.taped, traced.worker = bool(call.kinds), self._worker.index
+            self.made.calls.append(traced)
             layer.sets_attributes |= bool(run.written) or run.fills_attributes
-            self._last = f"after layer {layer.name!r}"
             self._leave_sections()
-            if self._memory is not None and again is None:
+            if self._memory is not None:
                 outputs: list[Tensor] = []
                 collect(result, set(), outputs)
                 self._memory.called(traced, given, outputs)
                 del outputs
-            self._enter_user_code(again)
-            self.context.executors[0].deliver(call, run, given)
-            self._shared.add(run.shared, layer.name)
-            self._activations.drop(self.device)
-            if again is not None:
-                pass
-            elif call.kinds and call.thread_state.grad:
+            self._enter_user_code()
+            result = self._deliver(call, run, given, result)
+            if call.kinds and call.thread_state.grad:
                 self._tape.append(call)
             elif call.slot is not None:
                 self._layout.give_up(call.slot)
-            call.arguments.forget_originals()
-            return hand_over(result)
+            return result
+
+    def _deliver(self, call: LayerCall, run: Run, given: Sequence[Tensor], result: Any) -> Any:
+        """Return a call's output to user code, with all else that the layer has done."""
+        self._last = f"after layer {call.layer.name!r}"
+        self.context.executors[0].deliver(call, run, given)
+        self._shared.add(run.shared, call.layer.name)
+        self._activations.drop(self.device)
+        call.arguments.forget_originals()
+        return hand_over(result)
 
     def _come_to_turn(self, layer: HostLayer) -> None:
         """Wait for the turn of a call of ``layer`` before its attributes are looked at, which it sets itself.
@@ -570,58 +577,41 @@ class Microbatch:
             self._move(position)
             self._enter_user_code(self._sections - 2)  # the same section, with the same seed
 
-    def _made_before(self, layer: HostLayer) -> int:
-        """Return which call of the forward is repeated [5], and let the optimizer wait for it."""
-        bucket, spec, context = layer.bucket, self.spec, self.context
-        if spec.overlaps and bucket not in context.learned.read_by_user_code:
-            raise RoundPipeError(
-                f"layer {layer.name!r} is called in a backward, which no earlier batch did, while the optimizer may be "
-                "changing its weights. Let it be called so from the first batch on."
-            )
-        self.read.add(bucket)
-        return repeated(layer, self.made.calls, self._seed_of, draws=layer.index in context.randomness.draws)
-
-    def _prepare(
-        self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any], again: int | None
-    ) -> tuple[LayerCall, TracedCall]:
-        """Take the call's arguments apart, within user code; ``again``: the call that is repeated."""
+    def _capture(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any], use: int) -> LayerCall:
+        """Take a call's arguments apart, within user code."""
         context, spec = self.context, self.spec
         contents, state = context.attributes.contents(layer), context.attributes.of(layer)
         thread_state = context.thread_state()
-        use = self._uses[layer.index] if again is None else self.made.calls[again].use
-        self._uses[layer.index] += again is None
         seed = (*spec.seed, spec.first + self.index, layer.index, use)
         attributes = context.attributes.containers(layer)
         if state is not None and state.carried:
             attributes = {**state.carried, **attributes}
         arguments = Arguments(args, kwargs, attributes, self.mode.stand_in)
-        needs, trained = [thread_state.grad and t.requires_grad for t in arguments.tensors], layer.trainable()
-        taped = thread_state.grad and (any(needs) or any(trained) or bool(layer.borrows))
+        needs = [thread_state.grad and t.requires_grad for t in arguments.tensors]
         edges = [InputEdge(t, self._home_of(t)) for t, n in zip(arguments.tensors, needs, strict=True) if n]
-        call = LayerCall(
+        return LayerCall(
             layer, -1, self.index, seed, state, thread_state, self, arguments, contents, needs, edges, self.device,
-            trained,
+            layer.trainable(),
         )  # fmt: skip
-        traced = TracedCall(layer, use, taped)
-        if self._memory is not None and again is None:
+
+    def _find(self, call: LayerCall) -> TracedCall:
+        """Find a call in the trace, and set its index."""
+        layer, trace = call.layer, self._layout.trace
+        self._uses[layer.index] += 1
+        traced = TracedCall(layer, call.use, call.is_taped)
+        if self._memory is not None:
             call.traced = traced
-        trace = self._layout.trace
-        if again is not None:
-            call.index = again + len(trace.calls if trace is not None else self.made.calls)
-            call.place = functools.partial(self._give_again, call, self.made.calls[again], arguments.tensors)
-            return call, traced
-        if trace is None:
-            call.index = len(self.made.calls)
-            return call, traced
-        found = trace.find(layer, self._next, taped=taped)
+        found = trace.find(layer, self._next, taped=traced.taped) if trace is not None else None
         if found is not None:
             self._next = found + 1
             if not layer.mutable_buffers:  # else it is left behind the call, whose buffers the next one finds
                 self._leave_sections()
-        call.index = found if found is not None else len(trace.calls) + len(self.made.calls)
-        return call, traced
+        behind = len(self.made.calls) + (len(trace.calls) if trace is not None else 0)
+        call.index = found if found is not None else behind
+        return traced
 
-    def _forward(self, call: LayerCall, traced: TracedCall) -> tuple[Any, Any]:
+    def _forward(self, call: LayerCall, *, taped: bool) -> tuple[Any, Run, Worker]:
+        """Run a call in its turn. Returns what user code gets, the rest of it, and the worker."""
         layer, given = call.layer, call.tensors
         homes = list(map(self._home_of, given))
         position = self._layout.forward_position(call.index) if self._is_planned(call) else None
@@ -634,14 +624,14 @@ class Microbatch:
             number = self._worker_on_demand(call.index)
             coming = self._elsewhere(call, homes, workers[number].device)
             where = self._on_demand(self._layout.on_demand("forward", call.index, layer, self.index, number))
-            if traced.taped and self._slots and call.place is None:
+            if taped and self._slots and call.place is None:
                 sums = self._layout.sums_of(layer, call.use, self.index)
                 call.slot = self._layout.on_demand("backward", call.index, layer, self.index, number, sums)
         with where as (worker, slot), worker.device.activate():
             device, bring = worker.device, self._activations.on
             with noted(lambda: FaultPlace(layer.title, self._phase, self.index, slot, device)):
                 worker.wait_for_copies(self.runner)
-                if traced.taped and not keeps:
+                if taped and not keeps:
                     call.saved = [coming.get(i) or self._activations.save(t, device) for i, t in enumerate(given)]
                     worker.copying = [saved.ready for saved in call.saved if saved.ready is not None]
                 inputs = [
@@ -652,13 +642,9 @@ class Microbatch:
                     result, run = self.context.executors[worker.index].forward(
                         call, slot, inputs, self.runner, Inside(layer.name), keep_graph=keeps
                     )
-            self._worker = worker if call.place is None else self._worker
-            if call.kinds and not (traced.taped or keeps):  # it computes with a parameter of another module
+            if call.kinds and not (taped or keeps):  # it computes with a parameter of another module
                 call.saved = list(map(self._activations.save, given, homes))
-        traced.taped, traced.worker = bool(call.kinds), worker.index
-        if call.place is None:
-            self.made.calls.append(traced)
-        return result, run
+        return result, run, worker
 
     def _home_of(self, tensor: Tensor) -> Device | None:
         """Return the device that a tensor of user code is on, if possible the present one; None for the host.
@@ -846,6 +832,27 @@ class Microbatch:
         self._worker = before
 
     # -- calls in backward --------------------------------------------------------------------------------------------
+
+    def _call_again(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Repeat a call of the forward within the backward of user code [5]; the optimizer waits for it."""
+        spec, known = self.spec, self.context.learned.read_by_user_code
+        if spec.overlaps and layer.bucket not in known:
+            raise RoundPipeError(
+                f"layer {layer.name!r} is called in a backward, which no earlier batch did, while the optimizer may be "
+                "changing its weights. Let it be called so from the first batch on."
+            )
+        self.read.add(layer.bucket)
+        made, trace = self.made.calls, self._layout.trace
+        again = repeated(layer, made, self._seed_of, draws=layer.index in self.context.randomness.draws)
+        call = self._capture(layer, args, kwargs, made[again].use)
+        call.index = again + len(trace.calls if trace is not None else made)
+        call.place = functools.partial(self._give_again, call, made[again], call.tensors)
+        given = call.tensors
+        self._close_section()
+        result, run, _ = self._forward(call, taped=call.is_taped)
+        layer.sets_attributes |= bool(run.written) or run.fills_attributes
+        self._enter_user_code(again)
+        return self._deliver(call, run, given, result)
 
     def _give_again(
         self, call: LayerCall, made: TracedCall, inputs: Sequence[Tensor], outputs: list[Tensor], device: Device

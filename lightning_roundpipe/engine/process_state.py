@@ -18,12 +18,9 @@ import torch
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
-from lightning_roundpipe.devices.process_context import shared_context
+from lightning_roundpipe.devices.process_context import replaced, shared_context
 from lightning_roundpipe.devices.thread_owner import context_of_thread
 
-_FUNCTIONS = (
-    (forward_ad, "enter_dual_level"), (eager_transforms, "enter_jvp_nesting"), (torch.random, "fork_rng"),
-)  # fmt: skip
 USER_CODE = ""
 """Stands for user code among the names of layers."""
 _alone: set[str] = set()
@@ -33,14 +30,12 @@ _alone: set[str] = set()
 def noticed_changes() -> Iterator[None]:
     """Note who changes torch's state, until the last context of several has exited."""
     _alone.clear()
-    own = [(module, name, getattr(module, name)) for module, name in _FUNCTIONS]
-    for module, name, function in own:
-        setattr(module, name, _noting(function))
-    try:
+    with (
+        replaced(forward_ad, enter_dual_level=_noting(forward_ad.enter_dual_level)),
+        replaced(eager_transforms, enter_jvp_nesting=_noting(eager_transforms.enter_jvp_nesting)),
+        replaced(torch.random, fork_rng=_noting(torch.random.fork_rng)),
+    ):
         yield
-    finally:
-        for module, name, function in own:
-            setattr(module, name, function)
 
 
 def changes(name: str) -> bool:

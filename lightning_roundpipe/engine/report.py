@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from lightning_roundpipe.devices import allocator
+from lightning_roundpipe.devices.errors import LESS_FRAGMENTED
 from lightning_roundpipe.engine.events import DOWNLOADS, UPLOADS, bubble_percent, span_of
 from lightning_roundpipe.engine.step import Step
 from lightning_roundpipe.memory.budget import peak_bytes
@@ -36,7 +36,7 @@ class Report(dict[str, Any]):
             "device": f"{gib(max(self['peak_device_bytes']))} at the peak"
             + (f", {gib(planned)} planned" if planned is not None else "")
             + (f", {plural(retries, 'allocation')} tried again" if (retries := sum(self["alloc_retries"])) else ""),
-            "advice": f"{allocator.advice()}, if allocations are tried again in many steps" if retries else "",
+            "advice": f"{LESS_FRAGMENTED}, if allocations are tried again in many steps" if retries else "",
             "host": f"{gib(self['peak_host_bytes'])} at the peak of the process",
             "copies": f"{gib(up)} to the devices, {gib(down)} back",
         }

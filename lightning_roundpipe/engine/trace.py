@@ -14,6 +14,8 @@ from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.planning.costs import CallCost
 from lightning_roundpipe.planning.crossing import Crossed
 
+_NOTHING = Crossed()
+
 
 @dataclass
 class TracedCall:
@@ -44,7 +46,7 @@ class TracedCall:
     forward_bytes: int = 0
     returning_bytes: int = 0
     backward_held_bytes: int = 0
-    crossed: Crossed = field(default_factory=Crossed)
+    crossed: Crossed = _NOTHING
 
     def cost(self, dtype: torch.dtype | None, unpack_s: Callable[[int], float]) -> CallCost:
         """Return its cost for the planner.

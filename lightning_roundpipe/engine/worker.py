@@ -46,8 +46,6 @@ class SlotMemory:
     def __init__(self, device: Device) -> None:
         self.arena = StageArena(device)
         self.uploads = WeightUploads(device, self.arena)
-        self.late = Arena(device, "gradients")
-        """For a slot that has more gradients than when the arena was made."""
         self.last: Signal | None = None
         """Reached once the gradients of the slot that was closed last are on their way."""
 
@@ -93,7 +91,7 @@ class Worker:
         """Make the arena of the given size. Nothing runs."""
         self.lead, self.room.limit = reserved.lead, reserved.room
         needed = {self.planned.arena: reserved.arena, self.copies: reserved.copies}
-        needed |= {self.spare.arena: 0, self.planned.late: 0, self.spare.late: 0}
+        needed[self.spare.arena] = 0
         changing = [arena for arena, nbytes in needed.items() if not arena.suits(nbytes, at_least=at_least)]
         if changing:
             self.forget()  # copies of layers hold views of the arenas
@@ -169,12 +167,13 @@ class Worker:
             self._baton.wait(runner, memory.last.then)
         if present is not None and all(map(present.has, slot.layers)):
             self._share(slot, present, runner)
-        if slot.place is None and not memory.uploads.prepare(slot):
-            needed = sum(layer.nbytes for layer in slot.layers)
-            gradients = sum(host.layout.nbytes for host in slot.sums.values())
-            self._unbind()
-            with memory.uploads.lock:
-                memory.arena.grow(2 * (needed + gradients))  # a layer that the plan does not have
+        if slot.place is None:
+            weights = 0 if slot.shares else sum(layer.nbytes for layer in slot.layers)
+            needed = weights + sum(host.layout.nbytes for host in slot.sums.values())
+            if not memory.arena.has(needed):  # a layer that the plan does not have, or weights that are trained now
+                self._unbind()
+                with memory.uploads.lock:
+                    memory.arena.grow(2 * needed)
             memory.uploads.prepare(slot)
         slot.opened = True
         self._open_gradients(slot, memory)
@@ -202,16 +201,9 @@ class Worker:
         assert slot.place is not None
         sizes, arena = [host.layout.nbytes for host in sums.values()], memory.arena
         with memory.uploads.lock:
-            if arena.add_gradients(slot.place, sizes):
-                assert slot.place.gradients is not None
-                region = slot.place.gradients
-                before = arena.before(region.start, region.end, slot.place) or []
-                segments, events = arena.tensors(region), [r.last_use for r in before if r.last_use is not None]
-            else:  # parameters that were frozen when arenas were reserved are trained now
-                if not memory.late.has(sum(sizes)):
-                    memory.late.grow(sum(sizes))
-                segments = memory.late.cut(sizes)
-                events = [] if memory.late.last_use is None else [memory.late.last_use]
+            region = arena.add_gradients(slot.place, sizes)
+            before = arena.before(region.start, region.end, slot.place) or []
+            segments, events = arena.tensors(region), [r.last_use for r in before if r.last_use is not None]
         slot.gradients_free = list(events)
         stream = self.device.weights_up
         for (call, host), segment in zip(sums.items(), segments, strict=True):
@@ -363,8 +355,6 @@ class Worker:
                     if (region := place.gradients) is not None:
                         stream.poison(memory.arena.bytes_of(region.start, region.end))
                         region.last_use = stream.record()
-                    else:
-                        memory.late.last_use = stream.record()
                 memory.uploads.proceed()
                 self._report_closed(slot)
         except BaseException as error:
@@ -430,7 +420,6 @@ class Worker:
         for memory in (self.planned, self.spare):
             memory.uploads.forget()
             memory.arena.abandon()
-            memory.late.abandon()
             memory.last = None
         self.forget()
 
@@ -439,4 +428,3 @@ class Worker:
         self.forget()
         for memory in (self.planned, self.spare):
             memory.arena.release()
-            memory.late.release()

@@ -21,10 +21,19 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from lightning_roundpipe.export.merging import Adapters
-from lightning_roundpipe.export.quantised import Dequantised, is_quantised
+from lightning_roundpipe.export.quantised import Unpacked
 from lightning_roundpipe.export.trained import Trained, find_trained, read_tokenizer, state_of
-from lightning_roundpipe.export.weight_sources import Converter, ShardWriter, Source, StateDict, StoredWeights, layers
+from lightning_roundpipe.export.weight_sources import (
+    Converter,
+    ShardWriter,
+    Source,
+    StateDict,
+    StoredWeights,
+    layers,
+    reading,
+)
 from lightning_roundpipe.messages import first_line, gib, plural
+from lightning_roundpipe.model import quantize
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -228,26 +237,25 @@ class _Job:
         if base.folder is not None:
             return self._stored(base.folder)
         assert base.load is not None
-        state = base.load().state_dict()
+        model = base.load()
+        if quantize.is_quantized(model):
+            return self._unpacked(model)
+        state = model.state_dict()
         size = sum(tensor.nbytes for tensor in state.values())
         self.notes.append(f"the base model was held in memory as a whole ({gib(size)})")
-        in_memory = StateDict(lambda: state)
-        return Dequantised(in_memory, base.setting) if is_quantised(state) else in_memory
+        return StateDict(lambda: state)
 
     def _stored(self, folder: Path) -> Source:
         """Return the weights in the base model's files, as numbers."""
         config, setting = self._trained.base.config, self._trained.base.setting
-        method = (config.to_dict().get("quantization_config") or {}).get("quant_method", "bitsandbytes")
-        if method != "bitsandbytes":
-            raise ValueError(
-                f"{setting} is quantised by {method}, which is not unpacked here. Name the model that it was made of, "
-                "in 16 bits, with base=."
-            )
-        source: Source = StoredWeights(folder, setting)
-        if not is_quantised(source.specs):
-            return source
-        wide = config.dtype if config.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
-        unpacked = Dequantised(source, setting, wide)
+        if quantize.stored_quantization(config, setting, None) is None:
+            return StoredWeights(folder, setting)
+        with reading(folder, setting):
+            return self._unpacked(quantize.from_pretrained(folder, local_files_only=True))
+
+    def _unpacked(self, model: PreTrainedModel) -> Source:
+        dtype = self._trained.base.config.dtype
+        unpacked = Unpacked(model, dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16)
         if self._trained.adapters is not None:
             self.notes.append(f"the base model: {plural(len(unpacked.quantised), 'weight')} unpacked from 4 or 8 bits")
         return unpacked

@@ -1,110 +1,63 @@
-"""Weights that bitsandbytes has quantised, read as numbers.
-
-A weight of four bits is stored with the tensors that say how to decode it: ``NAME.absmax``, ``NAME.quant_map``,
-``NAME.quant_state.bitsandbytes__nf4`` and, quantised twice, ``NAME.nested_absmax`` and ``NAME.nested_quant_map``. One
-of eight bits has the scale of each row beside it, as ``SCB``.
-"""
+"""The weights of a model that bitsandbytes has quantised, as numbers. The packed model is in memory."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from lightning_roundpipe.export.weight_sources import Source
-from lightning_roundpipe.extras import need
-from lightning_roundpipe.messages import first_line
+from lightning_roundpipe.model.quantize_experts import ExpertWeights
 from lightning_roundpipe.model.quantize_weight import shape_to_unpack
-from lightning_roundpipe.model.quantized import misfit_in_eight_bits, misfit_in_four_bits
-
-_STATE = ".quant_state.bitsandbytes__"
-_SCALES = ".SCB"
+from lightning_roundpipe.model.quantized import is_packed
 
 
-class Dequantised:
-    """``source`` with each quantised weight as one tensor of 16 bits.
+class Unpacked:
+    """The weights of ``model``, each packed one as one tensor of 16 bits.
 
     Args:
-        setting: how an error names the weights.
         dtype: dtype of weights that do not say in which 16 bits they were: those of eight bits, and those that were
             quantised from fp32. What is read of those is fp32.
 
     Attributes:
-        quantised: names of the quantised weights.
-
-    Raises:
-        ImportError: bitsandbytes is not installed.
-        ValueError: a weight lacks some of what unpacks it, or has it in another size. Kernels would read beyond its
-            end.
+        quantised: names of the packed weights.
     """
 
-    def __init__(self, source: Source, setting: str, dtype: torch.dtype = torch.bfloat16) -> None:
-        self._source, self._setting = source, setting
-        self._bitsandbytes: Any = need("bitsandbytes.functional", f"{setting} is quantised by bitsandbytes")
-        self._states: dict[str, Any] = {}
-        self._scales: dict[str, Tensor] = {}
-        self.stored = source.stored
-        self.specs = dict(source.specs)
-        four = [name[: name.find(_STATE)] for name in source.specs if _STATE in name]
-        for weight in four:
-            self._add_four_bits(weight, dtype)
-        for name in [name for name in source.specs if name.endswith(_SCALES)]:
-            self._add_eight_bits(name.removesuffix(_SCALES), dtype)
-        self.quantised = self._states.keys() | self._scales.keys()
-        for name, spec in self.specs.items():
-            if name not in self.quantised and name.endswith("weight") and spec.dtype in (torch.uint8, torch.int8):
-                raise self._broken(name, "lacks its scales")
+    stored = False
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
+        self._bitsandbytes: Any = import_module("bitsandbytes.functional")
+        experts = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, ExpertWeights)}
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        state, known = model.state_dict(), parameters.keys() | dict(model.named_buffers()).keys()
+        self._tensors: dict[str, Any] = {name: tensor for name, tensor in state.items() if name in known}
+        self._tensors |= {n.removesuffix(".weight") if n in experts else n: p for n, p in parameters.items()}
+        self.quantised = {name for name, tensor in self._tensors.items() if is_packed(tensor)}
+        self.specs = {name: self._spec(tensor, dtype) for name, tensor in self._tensors.items()}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        return {name: self._numbers(name, tensor) for name, tensor in self._source.read(names).items()}
+        return {name: self._numbers(self._tensors[name]) for name in names}
 
-    def _add_four_bits(self, weight: str, dtype: torch.dtype) -> None:
-        parts = [name for name in self._source.specs if name.startswith(f"{weight}.")]
-        tensors = {name.removeprefix(f"{weight}."): tensor for name, tensor in self._source.read(parts).items()}
-        try:
-            state = self._bitsandbytes.QuantState.from_dict(tensors, device=torch.device("cpu"))
-        except Exception as error:  # of many types: bitsandbytes trusts what it reads
-            what = f"lacks some of what unpacks it, or has it garbled ({first_line(error)})"
-            raise self._broken(weight, what) from error
-        if wrong := misfit_in_four_bits(state, self._source.specs[weight].nbytes):
-            raise self._broken(weight, wrong)
-        own = dtype if state.dtype == torch.float32 else state.dtype
-        self._states[weight] = state
-        self.specs[weight] = torch.empty(tuple(state.shape), dtype=own, device="meta")
-        for name in parts:
-            del self.specs[name]
+    @staticmethod
+    def _spec(tensor: Any, dtype: torch.dtype) -> Tensor:
+        shape, own = tensor.shape, tensor.dtype
+        if is_packed(tensor):
+            state = getattr(tensor, "quant_state", None)
+            shape = shape if state is None else state.shape
+            own = dtype if state is None or state.dtype is torch.float32 else state.dtype
+        return torch.empty(shape, dtype=own, device="meta")
 
-    def _add_eight_bits(self, module: str, dtype: torch.dtype) -> None:
-        weight = f"{module}.weight"
-        [scales] = self._source.read([module + _SCALES]).values()
-        if wrong := misfit_in_eight_bits(scales, self._source.specs[weight].shape[0]):
-            raise self._broken(weight, wrong)
-        self._scales[weight] = scales
-        self.specs[weight] = self.specs[weight].to(dtype)
-        for name in (module + _SCALES, f"{module}.weight_format"):
-            self.specs.pop(name, None)
-
-    def _broken(self, weight: str, what: str) -> ValueError:
-        return ValueError(
-            f"{self._setting}: the quantised weight {weight!r} {what}. The files are cut short or broken: copy or "
-            "download them again, or name the original 16-bit model with base=."
-        )
-
-    def _numbers(self, name: str, stored: Tensor) -> Tensor:
-        if name in self._states:
-            state = copy.copy(self._states[name])
-            state.shape = torch.Size(shape_to_unpack(state.shape, state.blocksize))
-            decoded: Tensor = self._bitsandbytes.dequantize_4bit(stored, state)
-            return decoded.reshape(self.specs[name].shape)
-        if name in self._scales:
-            rows: Tensor = self._bitsandbytes.int8_vectorwise_dequant(stored, self._scales[name])
-            return rows
-        return stored
-
-
-def is_quantised(names: Iterable[str]) -> bool:
-    """Return whether tensors of these names are weights that bitsandbytes has quantised."""
-    return any(_STATE in name or name.endswith(_SCALES) for name in names)
+    def _numbers(self, tensor: Any) -> Tensor:
+        if not is_packed(tensor):
+            numbers: Tensor = tensor.detach()
+        elif (packing := getattr(tensor, "quant_state", None)) is None:
+            numbers = self._bitsandbytes.int8_vectorwise_dequant(tensor.detach(), tensor.SCB)
+        else:
+            state = copy.copy(packing)
+            state.shape = torch.Size(shape_to_unpack(packing.shape, packing.blocksize))
+            numbers = self._bitsandbytes.dequantize_4bit(tensor.detach(), state).reshape(packing.shape)
+        return numbers

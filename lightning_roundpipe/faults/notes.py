@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -19,8 +18,6 @@ _SMALLER = (
     "Use smaller microbatches (batches, or parts by num_microbatches), or a smaller memory_budget, so that stages get "
     "smaller"
 )
-_FLEX = "flex_attention.py"
-"""Torch's file of an attention that is made for GPUs: on a CPU it has no backward, and compiles only some lengths."""
 _ELSEWHERE = "tensors to be on the same device"
 """What torch says if the operands of an operation are on several devices."""
 
@@ -92,11 +89,6 @@ def add_note(error: BaseException, place: FaultPlace) -> None:
             "backward, TorchScript, another thread) has to move them itself, as in weight.to(x.device), or to be in a "
             "layer. Tensors that a module keeps are buffers: self.register_buffer."
         )
-    if not on_gpu and _passed(error, _FLEX):
-        error.add_note(
-            f"{_MARK}this device is a CPU, for which torch's flex_attention has no backward and compiles only some "
-            "lengths. Make the model with attn_implementation='sdpa'."
-        )
 
 
 def add_memory_note(error: BaseException, device: Device | None = None) -> None:
@@ -120,11 +112,6 @@ def add_memory_note(error: BaseException, device: Device | None = None) -> None:
         held = ", ".join(f"{name} {sizeof(n)}" for name, n in resident)
         holds = f"{_named(device)} held {held or 'nothing'}. "
     error.add_note(f"{_MARK}{holds}{_SMALLER}.")
-
-
-def _passed(error: BaseException, file: str) -> bool:
-    """Return whether the exception came through code of a file of this name."""
-    return any(frame.f_code.co_filename.endswith(file) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 @contextlib.contextmanager

@@ -159,16 +159,13 @@ class StageArena(Arena):
         place.weights.last_use = last_use
         self._at_end = place.at_end
 
-    def add_gradients(self, place: Place, gradients: Sequence[int]) -> bool:
-        """Place so many bytes of ``gradients`` behind the weights of a slot. Return False if there is no room."""
-        if place.weights.nbytes + sum(gradients) > self._whole:
-            return False
-        region = self._region(gradients, at_end=place.at_end, behind=place.weights.nbytes)
-        if any(other.last_use is None for other in self._overlapping(region.start, region.end, place)):
-            return False
-        place.gradients = region
+    def add_gradients(self, place: Place, gradients: Sequence[int]) -> Region:
+        """Place so many bytes of ``gradients`` behind the weights of a slot."""
+        region = place.gradients = self._region(gradients, at_end=place.at_end, behind=place.weights.nbytes)
+        in_use = [other for other in self._overlapping(region.start, region.end, place) if other.last_use is None]
+        assert not in_use, f"{self._purpose} of two slots that are in use overlap"
         self._regions.append(region)
-        return True
+        return region
 
     def before(self, start: int, end: int, place: Place) -> list[Region] | None:
         """Return the regions of earlier slots that bytes ``start`` to ``end`` of ``place`` overlap.

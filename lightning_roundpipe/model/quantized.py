@@ -139,18 +139,15 @@ def misfit(module: nn.Module) -> str | None:
     if not is_packed(weight) or not _is_quantized(weight):
         return f"has the dtype {weight.dtype} and is of no class of bitsandbytes"
     if hasattr(module, "init_8bit_state"):
-        return misfit_in_eight_bits(cast(Any, module).state.SCB if weight.SCB is None else weight.SCB, len(weight))
+        scales = cast(Any, module).state.SCB if weight.SCB is None else weight.SCB
+        return _wrong_parts({"scales": (scales, len(weight))})
     state = weight.quant_state
     if state is None:
         return "lacks its scales"
     shape = (getattr(module, "out_features", None), getattr(module, "in_features", None))
     if None not in shape and tuple(state.shape) != shape:
         return f"has the shape {tuple(state.shape)} instead of {shape}"
-    return misfit_in_four_bits(state, weight.nbytes)
-
-
-def misfit_in_four_bits(state: Any, nbytes: int) -> str | None:
-    """Return what is wrong in a ``QuantState`` of a weight of ``nbytes``, or None."""
+    nbytes = weight.nbytes
     blocks = -(-math.prod(state.shape) // state.blocksize)
     wanted = {"scales": (state.absmax, blocks), "values in its table": (state.code, 16)}
     if state.nested:
@@ -161,11 +158,6 @@ def misfit_in_four_bits(state: Any, nbytes: int) -> str | None:
     if math.prod(state.shape) % state.blocksize == 0 and nbytes != math.prod(state.shape) // 2:
         return f"has {nbytes} bytes instead of {math.prod(state.shape) // 2}"
     return _wrong_parts(wanted)
-
-
-def misfit_in_eight_bits(scales: Tensor | None, rows: int) -> str | None:
-    """Return what is wrong with the scales of a weight of so many ``rows``, or None."""
-    return _wrong_parts({"scales": (scales, rows)})
 
 
 def _wrong_parts(wanted: Mapping[str, tuple[Tensor | None, int]]) -> str | None:

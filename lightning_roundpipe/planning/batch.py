@@ -73,11 +73,6 @@ class Pace:
         fused = [f + b for f, b in zip(forward, backward, strict=True)]
         return cls(_sums(forward), _sums(fused), _sums(recompute), _sums(backward), turn_s, host.hop_s, ahead)
 
-    def going_ahead(self, ahead: bool) -> Pace:
-        """Return this pace with or without recomputation ahead."""
-        each = for_each(self.of_workers, lambda one: replace(one, ahead=ahead))
-        return replace(self, ahead=ahead, of_workers=tuple(each))
-
     def each(self, workers: int) -> tuple[Pace, ...]:
         """Return the pace of every worker."""
         return self.of_workers or (self,) * workers

@@ -15,8 +15,7 @@ A caller may know what the search leaves out, such as copies and updates. It the
 the neighbours of the best of these.
 
 Where the search stops is counted in work, not in seconds, so that the same question has the same answer on any machine,
-however busy it is. The paper's plan is among the candidates, so the result is never worse by the
-figure that they are compared by, which is the caller's (``judge``) where it gives one.
+however busy it is.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 
 import numpy as np
@@ -35,12 +34,12 @@ from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
 from lightning_roundpipe.planning.memory import BESIDE, ahead_within, fits, partition_within, unpacked_within
 from lightning_roundpipe.planning.moves import Neighbours, kicked, recuts
-from lightning_roundpipe.planning.pipeline import Staleness
+from lightning_roundpipe.planning.pipeline import Rules, Staleness, period_of_ends, step_ends
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.seeds import seeds
 from lightning_roundpipe.planning.shapes import PlanShape, plan_of, sizes_of
 from lightning_roundpipe.planning.span import Span
-from lightning_roundpipe.planning.timing import Timing
+from lightning_roundpipe.planning.timing import PERIOD_STEPS, Timing
 
 SEARCH_SECONDS = 10.0
 """The default length of a search. It is a measure of work: no clock ends a search."""
@@ -90,9 +89,8 @@ def search_partition(
 ) -> Plan:
     """The plan with the shortest simulated step (staleness 0) or period of steps (staleness 1) that was found.
 
-    With ``judge`` it is never worse than the paper's plan within the same limits (`paper_plan`) by that figure: the
-    paper's plan is one of those that are judged. So are rounds side by side (`Limits.beside`), whose time only
-    ``judge`` knows.
+    It is never worse than the paper's plan within the same limits (`paper_plan`) by ``judge``: the paper's plan is one
+    of those that are judged. So are rounds side by side (`Limits.beside`), whose time the search does not know.
 
     Args:
         costs: what each call costs for one microbatch.
@@ -104,8 +102,7 @@ def search_partition(
         search_seconds: how much work the search may be, in seconds of an ordinary core that also pay for a usual
             ``judge``; 0: nothing is searched, and the paper's plan is taken, or that of rounds side by side.
         judge: what the plan is to be best by, such as the step's time with copies and updates, which the search itself
-            leaves out; the lower the better, and infinite for what cannot be taken. By default the time that the search
-            goes by.
+            leaves out; the lower the better, and infinite for what cannot be taken. By default the time without them.
         judged: how many of the plans that each search finds ``judge`` is asked about, and how many near the best one.
 
     Raises:
@@ -113,62 +110,56 @@ def search_partition(
     """
     if not search_seconds >= 0:
         raise ValueError(f"search_seconds={search_seconds!r} must be 0 or more.")
-    limits = limits or Limits.usual(costs, workers, microbatches)
-    judge = judge and cache(judge)
-    beside = [] if judge is None else limits.beside(costs, workers, microbatches)
+    limits, host = limits or Limits.usual(costs, workers, microbatches), host or HostTime()
+    judge = cache(judge or partial(_simulated_s, costs, workers, microbatches, Rules(staleness, host)))
+    beside = limits.beside(costs, workers, microbatches)
     try:
         baseline = baseline_within(costs, workers, microbatches, limits)
     except ValueError:
-        if judge is None or not beside:
+        if not beside:
             raise
         return min(beside, key=judge)
-    work = search_seconds * _WORK_PER_SECOND
-    best = ahead_within(baseline, costs, workers, limits.memory)
-    if judge is not None:
-        best = min(unpacking_plans([best, *beside], costs, workers, microbatches, limits), key=judge)
+    work, memory = search_seconds * _WORK_PER_SECOND, limits.memory
+    best = ahead_within(baseline, costs, workers, memory)
+    best = min(unpacking_plans([best, *beside], costs, workers, microbatches, limits), key=judge)
     if not search_seconds:
         return best
 
     def search(
         most: bool, ahead: bool = True, share: float = 1.0, limits: Limits = limits, costs: Costs = costs
     ) -> list[Plan]:
-        timing = Timing(Pace.of(costs, host or HostTime(), ahead), workers, microbatches, staleness, share * work)
+        timing = Timing(Pace.of(costs, host, ahead), workers, microbatches, staleness, share * work)
         found = _PlanSearch(timing, costs, limits, share * work, most).run(baseline)
-        return [replace(plan, recompute_ahead=ahead and bool(plan.backward)) for plan in found]
+        return [replace(plan, recompute_ahead=ahead and bool(plan.backward)) for plan in found[:judged]]
 
-    memory = limits.memory
-    if judge is not None:
-        # Only the judge knows what a copy costs that does not run beside a stage.
-        plans = search(most=memory is None)[:judged]
-        if any(not plan.forward for plan in (*plans[:1], baseline)):
-            plans += partly_fused(costs, workers, microbatches, limits)
-        if memory is not None and (not plans or not fits(plans[0], costs, workers, memory, most=True)):
-            # Memory decides: in a smaller arena, or without graphs of whole stages, stages are larger.
-            roomy = fits(baseline, costs, workers, memory, most=True)
-            others = [(True, True), (False, False), (True, False)] if roomy else [(False, False)]
-            for most, ahead in others:
-                plans += search(most, ahead, _OTHERS)[:judged]
-        if isinstance(memory, tuple):  # where each worker does its share in what all have, more for one is no better
-            plans += search(most=False, share=_OTHERS, limits=replace(limits, memory=min(memory)))[:judged]
-        plans = list(dict.fromkeys(plan for plan in plans if fits(plan, costs, workers, memory)))
-        if memory is not None and best.unpack_once:
-            for most in (True, False):
-                copied = costs.holding_copies(microbatches, BESIDE if most else 1)
-                with suppress(ValueError):  # the baseline does not fit beside copies
-                    plans += search(most, share=_OTHERS, costs=copied)[:judged]
-        candidates = [best, *unpacking_plans(plans, costs, workers, microbatches, limits)]
-        starts = {plan.recompute_ahead: plan for plan in sorted(candidates, key=judge, reverse=True)}
-        near = _near(costs, workers, microbatches, limits, staleness, host or HostTime(), _NEARBY * work)
-        return min((_descent(plan, judge, near, -(-judged // len(starts))) for plan in starts.values()), key=judge)
-    plans = search(most=fits(baseline, costs, workers, memory, most=True))
-    timing = Timing(Pace.of(costs, host or HostTime()), workers, microbatches, staleness, 0.0)
-    best_s = timing.settled(best)
-    for plan in plans:
-        plan_s = timing.settled(plan)
-        # By whatever steps one measures, it has to be no slower than the plan that it is taken for.
-        if plan_s.mean() < best_s.mean() * (1 - _CLEARLY) and (plan_s <= best_s * (1 + 1e-12)).all():
-            best, best_s = plan, plan_s
-    return best
+    # Only the judge knows what a copy costs that does not run beside a stage.
+    plans = search(most=memory is None)
+    if any(not plan.forward for plan in (*plans[:1], baseline)):
+        plans += partly_fused(costs, workers, microbatches, limits)
+    if memory is not None and (not plans or not fits(plans[0], costs, workers, memory, most=True)):
+        # Memory decides: in a smaller arena, or without graphs of whole stages, stages are larger.
+        roomy = fits(baseline, costs, workers, memory, most=True)
+        for most, ahead in [(True, True), (False, False), (True, False)] if roomy else [(False, False)]:
+            plans += search(most, ahead, _OTHERS)
+    if isinstance(memory, tuple):  # where each worker does its share in what all have, more for one is no better
+        plans += search(most=False, share=_OTHERS, limits=replace(limits, memory=min(memory)))
+    plans = list(dict.fromkeys(plan for plan in plans if fits(plan, costs, workers, memory)))
+    if memory is not None and best.unpack_once:
+        for most in (True, False):
+            copied = costs.holding_copies(microbatches, BESIDE if most else 1)
+            with suppress(ValueError):  # the baseline does not fit beside copies
+                plans += search(most, share=_OTHERS, costs=copied)
+    candidates = [best, *unpacking_plans(plans, costs, workers, microbatches, limits)]
+    starts = {plan.recompute_ahead: plan for plan in sorted(candidates, key=judge, reverse=True)}
+    near = _near(costs, workers, microbatches, limits, staleness, host, _NEARBY * work)
+    return min((_descent(plan, judge, near, -(-judged // len(starts))) for plan in starts.values()), key=judge)
+
+
+def _simulated_s(costs: Costs, workers: int, microbatches: int, rules: Rules, plan: Plan) -> float:
+    """Return the seconds of a step from idle workers, or of each of many steps that overlap."""
+    if not rules.staleness:
+        return step_ends(plan, costs, workers, microbatches, rules)[0]
+    return period_of_ends(step_ends(plan, costs, workers, microbatches, rules, 2 * PERIOD_STEPS), PERIOD_STEPS)
 
 
 def _near(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_roundpipe.planning.batch import Floats, Pace, Sizes, step_ends, worker_times
-from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.shapes import PlanShape, sizes_of
+from lightning_roundpipe.planning.shapes import PlanShape
 
 PERIOD_STEPS = 16
 """Number of steps whose mean is the period, after as many that fill the pipeline."""
@@ -46,19 +45,6 @@ class Timing:
         pace, first = self.pace, len(self.pace.fused) - 1 - sizes[:, shape.forward]
         calls = pace.forward[first] + pace.fused[-1] - pace.fused[first] + pace.recompute[first] + pace.backward[first]
         return np.asarray((calls + pace.turn_s * sizes.shape[1]) * (self.microbatches / self.workers))
-
-    def settled(self, plan: Plan) -> Floats:
-        """How long steps take in the end: one step, or means of `PERIOD_STEPS` steps, from each of as many on.
-
-        Where the pattern of steps does not repeat after `PERIOD_STEPS`, one mean alone may be too low or too high.
-        """
-        shape, sizes = sizes_of(plan)
-        pace = self.pace.going_ahead(self.pace.ahead and plan.recompute_ahead)
-        turns = worker_times(pace, self.workers, shape.forward, np.array([sizes]))
-        steps = 2 * PERIOD_STEPS if self.staleness else 1
-        rounds = shape.rounds(self.microbatches)
-        ends = step_ends(turns, self.pace.hop_s, rounds, steps)[:, 0]
-        return (ends[PERIOD_STEPS:] - ends[:-PERIOD_STEPS]) / PERIOD_STEPS if self.staleness else ends
 
     def times(self, shape: PlanShape, sizes: Sizes) -> Floats:
         """Return the seconds by which the search compares plans, (plans,); infinite when the work is used up."""

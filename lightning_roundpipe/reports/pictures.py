@@ -194,6 +194,25 @@ def _draw(
     )
 
 
+def bar_chart(labels: Sequence[str], panels: Mapping[str, Sequence[float | None]]) -> Figure:
+    """Return a picture with a bar for each label in each panel, by the panel's title; None has no bar."""
+    from matplotlib.figure import Figure
+
+    lines = sum(1 + label.count("\n") for label in labels)
+    figure = Figure(figsize=(3.2 * len(panels) + 4, 0.25 * lines + 0.1 * len(labels) + 1), layout="constrained")
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, values) in zip(grid, panels.items(), strict=True):
+        bars = axes.barh(range(len(labels)), [value or 0.0 for value in values], color=COLOURS["forward"])
+        texts = ["none" if v is None else f"{v:,.0f}" if v >= 1000 else f"{v:.4g}" for v in values]
+        axes.bar_label(bars, texts, fontsize=8, padding=2)
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.2)
+    grid[0].set_yticks(range(len(labels)), labels)
+    grid[0].invert_yaxis()
+    return figure
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write the figure in the format of ``path``'s suffix (png, pdf, svg; PNG without one).
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_roundpipe.extras import is_installed, remedy
-from lightning_roundpipe.reports.pictures import save, setting_names
+from lightning_roundpipe.reports.pictures import bar_chart, save, setting_names
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -140,22 +140,16 @@ def draw_table(rows: Sequence[Row]) -> Table:
 
 def figure_of(finished: Sequence[Row]) -> Figure:
     """Return a picture of finished runs: a bar for each run in a panel for each of `_PANELS`."""
-    from matplotlib.figure import Figure
-
     names = setting_names(varied_settings(finished))
     labels = [", ".join(f"{name} {row.get(key, 'default')}" for key, name in names.items()) for row in finished]
-    panels = {key: name for key, name in _PANELS.items() if any(row[key] is not None for row in finished)}
-    figure = Figure(figsize=(3.2 * len(panels) + 2, 0.35 * len(finished) + 1), layout="constrained")
-    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (key, heading) in zip(grid, panels.items(), strict=True):
-        values = [row[key] or 0.0 for row in finished]
-        scale = 1024 if key.endswith("_gib") and max(values) < 1 else 1
-        axes.barh(range(len(finished)), [scale * value for value in values], color="#56B4E9")
-        axes.set_title(heading.replace("GiB", "MiB") if scale > 1 else heading, loc="left", fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-    grid[0].set_yticks(range(len(finished)), labels)
-    grid[0].invert_yaxis()
-    return figure
+    panels = {}
+    for key, title in _PANELS.items():
+        values = [row[key] for row in finished]
+        if any(value is not None for value in values):
+            small = key.endswith("_gib") and max(value or 0.0 for value in values) < 1
+            title = title.replace("GiB", "MiB") if small else title
+            panels[title] = [value and 1024 * value for value in values] if small else values
+    return bar_chart(labels, panels)
 
 
 def memory(gib: float) -> str:

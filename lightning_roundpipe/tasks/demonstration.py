@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lightning_roundpipe.data.pydoc_topics import pydoc_topics
+from lightning_roundpipe.data import pydoc_topics
 from lightning_roundpipe.model.loading import Pretrained, from_config
 
 END = "<end>"

@@ -72,7 +72,7 @@ class HostToDeviceCopier:
         """
         device = next((d for d in self._devices if d.torch_device == where), None)
         if device is None or not _is_plain(tensor) or tensor.requires_grad:
-            moved = carry(tensor, where)
+            moved = tensor.to(where)  # differentiable, and may block the host
             return moved if dtype is None else moved.to(dtype)
         if dtype is not None:
             tensor = tensor.to(dtype)
@@ -110,8 +110,3 @@ def _is_plain(tensor: Tensor) -> bool:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_nested or tensor.is_quantized:
         return False
     return tensor.device.type == "cpu" and tensor.layout is torch.strided
-
-
-def carry(tensor: Tensor, where: torch.device) -> Tensor:
-    """Return torch's own copy, which is differentiable and may block the host."""
-    return tensor.to(where)

@@ -288,14 +288,14 @@ class UserCodeMode(TorchFunctionMode):
         host = 0
         for leaf in tree_iter((args, kwargs)):
             if isinstance(leaf, Tensor):
-                if (home := _home(leaf)).type == self._accelerator:
+                if (home := leaf.device).type == self._accelerator:
                     there.append(home)
                 elif leaf.dim():
                     host += 1
         if not there:
             return args, kwargs
         target = _written_by(name, args, kwargs)
-        where = there[0] if target is None else _home(target)
+        where = there[0] if target is None else target.device
         several = any(home != where for home in there)
         if not (host or several):
             return args, kwargs
@@ -303,7 +303,7 @@ class UserCodeMode(TorchFunctionMode):
             where = _newest(there)
 
         def follow(tensor: Tensor) -> Tensor:
-            home = _home(tensor)
+            home = tensor.device
             if home == where or (home.type != self._accelerator and not tensor.dim()):
                 return tensor
             if tensor.is_leaf and tensor.requires_grad and home.type != self._accelerator:
@@ -323,10 +323,6 @@ def number_of(count: Tensor, *, aside: Callable[[Callable[[], Any]], Any]) -> fl
     if count.device.type == "cpu":
         return float(count)
     return float(aside(lambda: float(count)))
-
-
-def _home(tensor: Tensor) -> torch.device:
-    return tensor.device
 
 
 def _written_by(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

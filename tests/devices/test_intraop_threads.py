@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import sys
 import threading
 from collections.abc import Iterator
@@ -102,9 +103,9 @@ def test_in_a_step_only_the_thread_that_computes_has_a_team(workers: int, monkey
     monkeypatch.setattr(
         intraop_threads, "cores", lambda: TEAM * intraop_threads.CONCURRENT_DEVICES
     )  # or there would be none
-    monkeypatch.setattr(
-        core_semaphore, "_semaphores", {TEAM * intraop_threads.CONCURRENT_DEVICES // TEAM: core_semaphore.Semaphore(1)}
-    )
+    one: core_semaphore.Semaphore = queue.SimpleQueue()
+    one.put(None)
+    monkeypatch.setattr(core_semaphore, "_semaphores", {intraop_threads.CONCURRENT_DEVICES: one})
     alone = not_pythons()
     Large.one_team, Large.calls = alone + TEAM - 1, 0
     strategy = ours(num_microbatches=1, layers=["Large"], plan="forward 0; fused 1-2; backward 0; round 1")

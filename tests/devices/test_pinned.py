@@ -5,8 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import platform
+import re
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ class FakeCudart:
         self.registered: dict[int, int] = {}
         self.error = self.calls = 0
         self.most = 1_000_000
+        self.without_pages = 0
+        """Bytes that had no memory yet when they were registered last."""
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         assert address % mmap.PAGESIZE == 0
@@ -30,6 +34,7 @@ class FakeCudart:
             return 2
         if not self.error:
             self.registered[address] = nbytes
+            self.without_pages = nbytes - resident(address, nbytes)
         return self.error
 
     def cudaHostUnregister(self, address: int) -> int:
@@ -43,6 +48,16 @@ def mappings() -> list[tuple[int, int]]:
     with open("/proc/self/maps") as maps:
         ranges = [line.split()[0].split("-") for line in maps]
     return [(int(start, 16), int(end, 16)) for start, end in ranges]
+
+
+def resident(address: int, nbytes: int) -> int:
+    """Bytes of this range that have pages. It may be a few mappings, as advice was given for parts."""
+    total = 0
+    for entry in Path("/proc/self/smaps").read_text().split("VmFlags")[:-1]:
+        found = re.search(r"^([0-9a-f]+)-([0-9a-f]+) .*?^Rss: +(\d+) kB", entry, re.MULTILINE | re.DOTALL)
+        if found is not None and address <= int(found[1], 16) and int(found[2], 16) <= address + nbytes:
+            total += 1024 * int(found[3])
+    return total
 
 
 @pytest.fixture
@@ -70,6 +85,12 @@ def test_exact_to_the_page_and_unregistered_with_the_last_view(cudart: FakeCudar
     view.fill_(1)
     del view
     assert not cudart.registered
+
+
+def test_all_pages_are_there_before_cuda_locks_them(cudart: FakeCudart) -> None:
+    """Page-locking would allocate them in one thread."""
+    assert pinned.host_buffer((9 << 20) + 1, "on").eq(0).all()
+    assert cudart.without_pages == 0
 
 
 def test_a_forked_child_shares_the_memory_and_leaves_the_registration_alone(cudart: FakeCudart) -> None:

@@ -10,16 +10,11 @@ import pytest
 import zoo
 from harness import ours, run
 
-from lightning_roundpipe.devices import allocator
 from lightning_roundpipe.devices.cuda import CudaDevice
-
-NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[CudaDevice]:
-    for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
     return fake_cuda.trainers_on_gpus(monkeypatch)
 
 
@@ -52,22 +47,3 @@ def test_a_step_without_retries_gives_no_advice(gpus: list[CudaDevice]) -> None:
     assert report["alloc_retries"] == [0, 0]
     assert "tried again" not in str(report)
     assert "ALLOC_CONF" not in str(report)
-
-
-@pytest.mark.parametrize(
-    ("said", "expected"),
-    [
-        ({}, "PYTORCH_ALLOC_CONF=expandable_segments:True"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
-         "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True"),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False,max_split_size_mb:64"},
-         "PYTORCH_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True"),
-        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, "smaller microbatches"),
-    ],
-)  # fmt: skip
-def test_the_advice_begins_with_what_is_set(
-    said: dict[str, str], expected: str, gpus: list[CudaDevice], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in said.items():
-        monkeypatch.setenv(name, value)
-    assert expected in allocator.advice()
