@@ -123,6 +123,17 @@ def _gradient_needs(trainer: Trainer, module: LightningModule, optimizers: Colle
         yield from _altered_optimizer(optimizer)
 
 
+def sees_each_batch(trainer: Trainer, module: LightningModule) -> str | None:
+    """Return what finds the gradients of each batch of a window, so that batches run one at a time; None if nothing."""
+    hook = "on_after_backward"
+    if _looks(module, hook, LightningModule):
+        return f"{type(module).__name__} overrides {hook}"
+    if looking := next((c for c in _callbacks(trainer) if _looks(c, hook, Callback)), None):
+        return f"callback {type(looking).__name__} has {hook}"
+    hooked = hooked_parameter(module)
+    return hooked and f"parameter {hooked!r} has a hook"
+
+
 def hooked_parameter(module: nn.Module) -> str | None:
     """Return the first parameter with a hook on itself or its gradient, as ``wandb.watch`` registers them."""
     return next((name for name, parameter in module.named_parameters() if _has_hook(parameter)), None)

@@ -53,6 +53,7 @@ class LookAhead(_PrefetchDataFetcher):
     Attributes:
         taken: batches that the loop has not received.
         position: the state of stateful loaders after the last batch that the loop has received; None before the first.
+        exhausted: whether the last batch has been fetched.
         error: what fetching the batch behind ``taken`` has raised. The loop gets it when it comes to that batch.
         waited_s: seconds of the main thread in the data loader, since the fetcher looks ahead.
     """
@@ -61,16 +62,16 @@ class LookAhead(_PrefetchDataFetcher):
     position: list[dict[str, Any]] | None
     error: Exception | None = None
     waited_s: float = 0.0
-    _exhausted: bool
+    exhausted: bool
 
     @property
     def done(self) -> bool:
         """Whether the loop has received the last batch."""
-        return self._exhausted and not self.taken
+        return self.exhausted and not self.taken
 
     @done.setter
     def done(self, value: bool) -> None:
-        self._exhausted = value
+        self.exhausted = value
 
     def take(
         self, trainer: Trainer, number: int, around: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -84,7 +85,7 @@ class LookAhead(_PrefetchDataFetcher):
         """
         for i in range(number):
             if i == len(self.taken):
-                if self._exhausted or self.error is not None:
+                if self.exhausted or self.error is not None:
                     return
                 try:
                     batch, index, loader = self._fetch()
@@ -138,7 +139,7 @@ def look_ahead(fetcher: Any) -> LookAhead | None:
     if type(fetcher) is _PrefetchDataFetcher:
         exhausted = fetcher.__dict__.pop("done")
         fetcher.__class__ = LookAhead
-        fetcher.taken, fetcher._exhausted = deque(), exhausted  # type: ignore[attr-defined]
+        fetcher.taken, fetcher.exhausted = deque(), exhausted  # type: ignore[attr-defined]
         fetcher.position = CombinedLoader._state_dicts(fetcher.combined_loader)  # type: ignore[attr-defined]
     if not isinstance(fetcher, LookAhead):
         return None
