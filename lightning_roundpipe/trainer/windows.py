@@ -28,7 +28,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_roundpipe.batches.cutting import cut, samples_in
-from lightning_roundpipe.batches.logs import repeat_logs
+from lightning_roundpipe.batches.logs import recorded_logs, repeat_logs
 from lightning_roundpipe.batches.outputs import joined, joined_loss
 from lightning_roundpipe.batches.weights import LossWeights, given_weights
 from lightning_roundpipe.config import Options, RoundPipeError
@@ -108,7 +108,8 @@ class Window:
         functions = [functools.partial(self._step, m) for m in range(len(self._functions))]
         before, epoch.batch_progress = epoch.batch_progress, self._progress  # type: ignore[assignment]
         try:
-            self._result = result = engine.train_window(functions, self._weights, seed, zero_grad=zero_grad)
+            with recorded_logs(LightningModule, engine.current_log):
+                self._result = result = engine.train_window(functions, self._weights, seed, zero_grad=zero_grad)
         finally:
             epoch.batch_progress = before
         self._trainer.should_stop = stopping
@@ -152,7 +153,7 @@ class Window:
         for microbatch in microbatches:
             result.show(microbatch)
         runs = [result.microbatches[m] for m in microbatches]
-        repeat_logs(self._trainer, [run.logs for run in runs], [run.weight for run in runs])
+        repeat_logs([run.logs for run in runs], [run.weight for run in runs])
         self._trainer.should_stop |= self._stops[microbatches[-1]]
         output = joined([run.output for run in runs], [self.samples[m] for m in microbatches])
         loss = self._losses.pop(batch, None)
