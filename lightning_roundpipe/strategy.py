@@ -51,7 +51,7 @@ from lightning_roundpipe.reports.planned import replay_of
 from lightning_roundpipe.reports.step_monitor import RoundPipeMonitor
 from lightning_roundpipe.trainer.checkpoint_io import WholeCheckpointIO
 from lightning_roundpipe.trainer.evaluation_window import EvaluationWindow
-from lightning_roundpipe.trainer.lookahead import TakenBatch, transfer_once
+from lightning_roundpipe.trainer.lookahead import TRANSFER, TakenBatch, transfer_once
 from lightning_roundpipe.trainer.refusals import (
     load_optimizer,
     refuse_accelerator,
@@ -451,7 +451,7 @@ class RoundPipeStrategy(SeveralMachines):
         engine, self._engine = self._engine, None
         window, self._evaluation = self._evaluation, None
         if self.lightning_module is not None:
-            transfer_once(self.lightning_module, taken=False)
+            vars(self.lightning_module).pop(TRANSFER, None)
         if engine is not None:
             if window is not None:
                 window.end()

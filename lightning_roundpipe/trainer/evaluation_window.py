@@ -65,20 +65,17 @@ class EvaluationWindow:
                 run = self._flights.popleft()[1] if known else self._begin(name, args)
                 if run is None:
                     return self._engine.evaluate(getattr(self._module, name), *args, kind=self._kind)
-                return self._come_to(run)
+                self._pipeline.wait_for(run)  # [2]
+                if self._rolls and run.error is None:
+                    self._fill(self._size)
+                self._pipeline.show(run)
+                if not self._flights:
+                    self.end()
+                repeat_logs([run.logs])  # [3]
+                return self._pipeline.result(run)
         except BaseException:
             self.end()
             raise
-
-    def _come_to(self, run: Batch) -> Any:
-        self._pipeline.wait_for(run)  # [2]
-        if self._rolls and run.error is None:
-            self._fill(self._size)
-        self._pipeline.show(run)
-        if not self._flights:
-            self.end()
-        repeat_logs([run.logs])  # [3]
-        return self._pipeline.result(run)
 
     def end(self) -> None:
         """End the window. Batches in flight are given up."""

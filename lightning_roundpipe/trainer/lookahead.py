@@ -29,7 +29,8 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import CombinedLoader
 from typing_extensions import override
 
-_TRANSFER = "_on_before_batch_transfer"
+TRANSFER = "_on_before_batch_transfer"
+"""Attribute of a module's instance that `transfer_once` sets."""
 
 
 class TakenBatch:
@@ -80,10 +81,8 @@ class LookAhead(_PrefetchDataFetcher):
                     (batch, index, loader), position = self._fetch()
                     with around():
                         batch = TakenBatch(_transferred(trainer, batch, loader))
-                except StopIteration:
-                    return
                 except Exception as error:
-                    self.error = error
+                    self.error = None if isinstance(error, StopIteration) else error
                     return
                 self.taken.append(((batch, index, loader), position))
             taken, index, loader = self.taken[i][0]
@@ -135,14 +134,9 @@ def _transferred(trainer: Trainer, batch: Any, loader: int) -> Any:
     return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=loader)
 
 
-def transfer_once(module: LightningModule, *, taken: bool = True) -> None:
-    """Let the transfer hooks of ``module`` pass over a `TakenBatch` during a run [2]. ``taken=False`` ends it.
-
-    The stand-in is an attribute of the module's instance. A copy of the module has a copy of it.
-    """
-    vars(module).pop(_TRANSFER, None)
-    if taken:
-        vars(module)[_TRANSFER] = functools.partial(_unless_taken, module)
+def transfer_once(module: LightningModule) -> None:
+    """Let the transfer hooks of ``module`` pass over a `TakenBatch` [2], also those of a copy."""
+    vars(module)[TRANSFER] = functools.partial(_unless_taken, module)
 
 
 def _unless_taken(module: LightningModule, batch: Any, dataloader_idx: int = 0) -> Any:
