@@ -195,6 +195,24 @@ def test_gradients_of_each_batch(devices: int, caplog: pytest.LogCaptureFixture)
     assert "busy at a time" not in caplog.text
 
 
+class Alternating(Net):
+    """Trains the head in every other batch, as adapters are trained that ``training_step`` switches."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        self.requires_grad_(True)
+        return super().on_train_batch_start(batch, batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.head.requires_grad_(batch_idx % 2 == 0)
+        return super().training_step(batch, batch_idx)
+
+
+@DEVICES
+def test_parameters_switched_off_by_a_later_batch(devices: int) -> None:
+    """The gradient of an earlier batch of the window counts."""
+    assert_window(devices, Alternating)
+
+
 @DEVICES
 def test_logger_called_in_training_step(devices: int) -> None:
     """What ``training_step`` gives the logger itself arrives, in order."""
