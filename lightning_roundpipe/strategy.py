@@ -51,7 +51,7 @@ from lightning_roundpipe.reports.planned import replay_of
 from lightning_roundpipe.reports.step_monitor import RoundPipeMonitor
 from lightning_roundpipe.trainer.checkpoint_io import WholeCheckpointIO
 from lightning_roundpipe.trainer.evaluation_window import EvaluationWindow
-from lightning_roundpipe.trainer.lookahead import TakenBatch, TransferOnce
+from lightning_roundpipe.trainer.lookahead import TRANSFER, TakenBatch, transfer_once
 from lightning_roundpipe.trainer.refusals import (
     load_optimizer,
     refuse_accelerator,
@@ -316,7 +316,7 @@ class RoundPipeStrategy(SeveralMachines):
             self._start_engine(module, fitting=fitting)
         assert self._engine is not None
         self._evaluation = EvaluationWindow(module, self._engine, self.options)
-        TransferOnce.install(module)
+        transfer_once(module)
         self._quieten = tell_of_all_workers(
             trainer, str(self.precision_plugin.precision), self._engine.worker_pool.devices
         )
@@ -457,7 +457,7 @@ class RoundPipeStrategy(SeveralMachines):
         engine, self._engine = self._engine, None
         window, self._evaluation = self._evaluation, None
         if self.lightning_module is not None:
-            TransferOnce.remove(self.lightning_module)
+            vars(self.lightning_module).pop(TRANSFER, None)
         if engine is not None:
             if window is not None:
                 window.end()

@@ -74,7 +74,9 @@ class Recorder(pl.Callback):
 
 
 class Watcher(Recorder):
-    """Records the calls of all hooks."""
+    """Records the calls of all hooks. It does not look at gradients, so that windows are pipelined."""
+
+    roundpipe_passive_hooks = "on_after_backward"
 
 
 def _recorded(name: str) -> Callable[..., None]:

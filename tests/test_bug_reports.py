@@ -218,6 +218,23 @@ def ids() -> list[Tensor]:
     return [torch.randint(0, VOCABULARY, (2, n), generator=generator(n)) for n in (5, 3, 4, 5, 6)]
 
 
+# ----------------------------------------------------------------------------------------------------- sparse gradients
+
+
+class Sparse(Script):
+    """An embedding with sparse gradients, which few optimizers take."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), lr=0.1)
+
+
+script(
+    "sparse=True",
+    lambda: Sparse(nn.Sequential(nn.Embedding(24, 6, sparse=True), *blocks()), lambda m, x: m(x).square().mean()),
+    ids,
+)
+
+
 # ------------------------------------------------------------------------------------------------------------ the tests
 
 

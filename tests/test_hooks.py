@@ -215,11 +215,7 @@ def test_what_hooks_find() -> None:
     expected, found = plain.module.seen, result.module.seen  # type: ignore[union-attr]
     assert [what for what, *_ in found] == [what for what, *_ in expected]
     assert {what for what, *_ in expected} >= {"before zero_grad", "before backward", "after backward", "before step"}
-    backwards = 0
     for (what, *values), (_, *others) in zip(expected, found, strict=True):
-        backwards += what == "after backward"
-        if backwards % 2 and what != "before backward":
-            values[0] = 0.0  # gradients of a window arrive with the backward of its last batch
         assert others == pytest.approx(values, rel=1e-4, abs=1e-6), what
 
 

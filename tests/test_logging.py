@@ -105,6 +105,8 @@ class Metrics(Logs):
         self.log("area", self.area, on_step=True, on_epoch=True)
         self.total(x)
         self.log("total", self.total)
+        self.total(-x / 2)
+        self.log("total of two calls", self.total, on_step=True)
         self.largest(value=x)
         self.log("largest", self.largest, on_step=True, on_epoch=True, prog_bar=True)
         self.range(logits, y)

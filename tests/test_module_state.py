@@ -76,6 +76,21 @@ class RunningMeanInBuffer(Net):
         return loss / (self.running + self.assigned)
 
 
+class BuffersByOutAndView(Net):
+    """Buffers that torch functions write by ``out``, as `nn.utils.spectral_norm` does, and through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("summed", torch.zeros(6, dtype=torch.float64))
+        self.register_buffer("rows", torch.zeros(6, dtype=torch.float64))
+
+    def step(self, x: Tensor, index: int) -> Tensor:
+        mean = x.mean(0)
+        torch.add(self.summed, mean, out=self.summed)
+        self.rows.view(2, 3)[1].copy_(mean[:3])
+        return super().step(x + self.summed + self.rows, index)
+
+
 class Outputs(Net):
     """The usual list that is read at the epoch's end."""
 
@@ -144,6 +159,7 @@ KINDS = {
     kind.__name__: kind
     for kind in (
         RunningMeanInBuffer,
+        BuffersByOutAndView,
         Outputs,
         Initializing,
         Left,

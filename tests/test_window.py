@@ -76,6 +76,8 @@ class Net(pl.LightningModule):
         self.by_hand.update(loss)
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log_dict({"count": float(self.count), "own_tag": float(self.tag == batch_idx)})
+        progress, last = self.trainer.fit_loop.epoch_loop, float(self.trainer.is_last_batch)
+        self.log_dict({"last": last, "of_epoch": float(progress.batch_idx), "of_all": float(progress.total_batch_idx)})
         self.log("mean", self.mean, on_step=True, on_epoch=True)
         self.log("sum", loss * 2, reduce_fx="sum", on_step=False, on_epoch=True)
         if batch_idx in self.skipped:
@@ -173,6 +175,42 @@ def test_hooks_logs_and_weights(devices: int, kind: type[Net], adam: bool) -> No
     assert {key: len(moved) for key, moved in plain.module.moved.items()} == {
         key: len(moved) for key, moved in other.module.moved.items()
     }
+
+
+class EachBatch(Net):
+    """Changes the gradients of each batch, those of the batches in front of it included."""
+
+    def on_after_backward(self) -> None:
+        self.calls.append(("gradients so far", [kept(p.grad) for p in self.parameters()]))
+        for parameter in self.head.parameters():
+            parameter.grad *= 0.5
+
+
+@DEVICES
+def test_gradients_of_each_batch(devices: int, caplog: pytest.LogCaptureFixture) -> None:
+    """With ``on_after_backward``, the batches of a window run one at a time, and a message says so."""
+    with caplog.at_level("INFO"):
+        assert_window(devices, EachBatch)
+    assert "the batches of a window run one at a time, on one device: EachBatch overrides" in caplog.text
+    assert "busy at a time" not in caplog.text
+
+
+class Alternating(Net):
+    """Trains the head in every other batch, as adapters are trained that ``training_step`` switches."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        self.requires_grad_(True)
+        return super().on_train_batch_start(batch, batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.head.requires_grad_(batch_idx % 2 == 0)
+        return super().training_step(batch, batch_idx)
+
+
+@DEVICES
+def test_parameters_switched_off_by_a_later_batch(devices: int) -> None:
+    """The gradient of an earlier batch of the window counts."""
+    assert_window(devices, Alternating)
 
 
 @DEVICES

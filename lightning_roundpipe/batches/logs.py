@@ -1,17 +1,20 @@
-"""``self.log`` on the threads of microbatches: recorded, and repeated when Lightning's loop comes to the batch.
+"""``self.log`` on threads of microbatches and of batches in evaluation: recorded, and repeated when Lightning comes.
 
-`LightningModule.log` checks its arguments and hands the value to the results of the running loop. While a window runs,
-the results record what a microbatch hands them; the loop's thread then hands it to them again, batch by batch, in the
-same order and under the same hook. Values are copies, as user code may write to a tensor that it has logged.
+`LightningModule.log` depends on what Lightning's loop does at the moment. So on these threads its arguments are
+recorded. The loop's thread then calls it with them, batch by batch, in the same order and within the same hook. Values
+are copies, as user code may write to a tensor that it has logged.
 
-``trainer._results`` and the signature of its ``log`` are private names of Lightning.
+``Metric._forward_cache``, the value that ``on_step`` shows, is a private name of torchmetrics.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from numbers import Number
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,30 +22,45 @@ from torchmetrics import Metric
 
 from lightning_roundpipe.batches.weights import weighted_mean
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.process_context import replaced
 
-Value = Any
-"""What is logged: a tensor, a `torchmetrics.Metric`."""
+
+class _Call(NamedTuple):
+    """One call of ``log``: the function, the name, the value, other arguments, and what a metric object then showed."""
+
+    log: Callable[..., None]
+    name: str
+    value: Any
+    given: dict[str, Any]
+    shows: Any
+
+    def repeat(self, value: Any, given: dict[str, Any]) -> None:
+        if not isinstance(value, Metric):
+            self.log(self.name, value, **given)
+            return
+        with replaced(value, _forward_cache=self.shows):
+            self.log(self.name, value, **given)
 
 
 class LogRecorder:
-    """What one microbatch has logged, in order.
+    """What one microbatch, or one batch of an evaluation, has logged, in order.
 
     Args:
         devices: devices on which logged values may lie. A value starts its download and blocks no thread.
-
-    Attributes:
-        calls: the arguments of ``results.log``: hook, name, value, and those by name.
     """
 
     def __init__(self, devices: Sequence[Device] = ()) -> None:
-        self.calls: list[tuple[str, str, Value, dict[str, Any]]] = []
+        self.calls: list[_Call] = []
         self._devices = devices
 
-    def log(self, fx: str, name: str, value: Value, **kwargs: Any) -> None:
+    def log(self, log: Callable[..., None], name: str, value: Any, **given: Any) -> None:
+        """Record a call of ``log``, a method that is bound to a module."""
         with torch._C.DisableTorchFunction():
-            self.calls.append((fx, name, self._kept(value), kwargs))
+            self.calls.append(_Call(log, name, self._kept(value), given, getattr(value, "_forward_cache", None)))
 
-    def _kept(self, value: Value) -> Value:
+    def _kept(self, value: Any) -> Any:
+        if isinstance(value, Number):
+            return torch.tensor(value, dtype=torch.get_default_dtype())  # as Lightning does
         if not isinstance(value, Tensor):
             return value
         device = next((d for d in self._devices if d.torch_device == value.device), None)
@@ -70,45 +88,41 @@ class _Download:
 
 
 @contextlib.contextmanager
-def recorded_logs(trainer: Any, current: Callable[[], LogRecorder]) -> Iterator[None]:
-    """Send what threads log to ``current()``, the recorder of the calling microbatch."""
-    results = None if trainer is None else trainer._results
-    if results is None:
+def recorded_logs(owner: type, current: Callable[[], LogRecorder | None]) -> Iterator[None]:
+    """Record what threads log by ``owner``, Lightning's class of modules, in ``current()``, their recorder, if any."""
+    own: Callable[..., None] = owner.log  # type: ignore[attr-defined]
+    signature = inspect.signature(own)
+
+    @functools.wraps(own)
+    def log(*args: Any, **kwargs: Any) -> None:
+        if (recorder := current()) is None:
+            return own(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        recorder.log(functools.partial(own, given.pop("self")), **given)
+
+    with replaced(owner, log=log):
         yield
-        return
-
-    def record(fx: str, name: str, value: Value, **kwargs: Any) -> None:
-        current().log(fx, name, value, **kwargs)
-
-    results.log = record
-    try:
-        yield
-    finally:
-        del results.log
 
 
-def repeat_logs(trainer: Any, parts: Sequence[LogRecorder], weights: Sequence[float]) -> None:
+def repeat_logs(parts: Sequence[LogRecorder], weights: Sequence[float] = (1.0,)) -> None:
     """Log for a batch what its microbatches have logged.
 
     Of a batch in several parts, each value is logged once: tensors as their mean by ``weights``, metric objects, which
     have seen each part, as they are. A ``batch_size`` that each part has given is added up.
     """
-    results = None if trainer is None else trainer._results
-    if results is None:
-        return
-    found: dict[tuple[str, str, int], list[tuple[float, Value, dict[str, Any]]]] = {}
+    found: dict[tuple[str, int], list[tuple[float, Any, _Call]]] = {}
     for recorder, weight in zip(parts, weights, strict=True):
-        seen: dict[tuple[str, str], int] = {}
-        for fx, name, value, kwargs in recorder.calls:
-            nth = seen[fx, name] = seen.get((fx, name), -1) + 1
-            arrived = value.wait() if isinstance(value, _Download) else value
-            found.setdefault((fx, name, nth), []).append((weight, arrived, kwargs))
-    for (fx, name, _), said in found.items():
-        (*_, (_, value, kwargs)) = said
+        seen: dict[str, int] = {}
+        for call in recorder.calls:
+            nth = seen[call.name] = seen.get(call.name, -1) + 1
+            arrived = call.value.wait() if isinstance(call.value, _Download) else call.value
+            found.setdefault((call.name, nth), []).append((weight, arrived, call))
+    for said in found.values():
+        (*_, (_, value, call)) = said
+        given = call.given
         if len(said) > 1:
-            sizes = [given["batch_size"] for _, _, given in said]
-            kwargs = {**kwargs, "batch_size": None if None in sizes else sum(sizes)}
-            if not isinstance(value, Metric):
-                value = weighted_mean([v for _, v, _ in said], [w for w, _, _ in said])
-        results.log(fx, name, value, **kwargs)
-        trainer._logger_connector._current_fx = fx
+            sizes = [other.given.get("batch_size") for *_, other in said]
+            given = {**given, "batch_size": None if None in sizes else sum(sizes)}
+            if isinstance(value, Tensor):
+                value = weighted_mean([v for _, v, _ in said], [w for w, *_ in said])
+        call.repeat(value, given)

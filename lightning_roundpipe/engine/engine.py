@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from lightning_roundpipe.batches.logs import LogRecorder
 from lightning_roundpipe.batches.weights import LossWeights
-from lightning_roundpipe.config import Options
+from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.thread_owner import context_of_thread
 from lightning_roundpipe.engine.compiling import forwards_of
 from lightning_roundpipe.engine.context import Context, Learned
 from lightning_roundpipe.engine.evaluation import Evaluations
@@ -44,7 +45,7 @@ from lightning_roundpipe.updates.gradient_exchange import GradientExchange
 from lightning_roundpipe.updates.loss_handle import StepGradients
 from lightning_roundpipe.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.user_code.host_metrics import HostMetrics
-from lightning_roundpipe.user_code.interception import Interceptor, intercepted, without_caches
+from lightning_roundpipe.user_code.interception import Inside, Interceptor, intercepted, without_caches
 from lightning_roundpipe.user_code.module_state import SharedAttributes, observed_writes
 from lightning_roundpipe.user_code.thread_state import thread_locals_of
 
@@ -269,6 +270,22 @@ class Engine:
             self._drain()
         self.hints.after_step(switched_off)
         return output
+
+    def current_log(self) -> LogRecorder:
+        """Return the recorder of the microbatch whose user code runs on this thread."""
+        context = context_of_thread()
+        if isinstance(context, Inside):
+            raise RoundPipeError(
+                f"self.log was called in layer {context.name!r}, which runs once for each microbatch and again for its "
+                "backward. Let the layer return what is to be logged, and call self.log in training_step itself."
+            )
+        if not isinstance(context, Microbatch):
+            raise RoundPipeError(
+                "self.log was called from a thread that the user's code started inside training_step; log from "
+                "training_step itself."
+            )
+        self.learned.logs_in_backward |= context.ready.is_set
+        return context.logs
 
     def _result_of(self, runs: Sequence[Microbatch], step: Step, error: Exception | None) -> WindowResult:
         """Return what the microbatches have given, with modules as the last one has left them."""

@@ -91,8 +91,6 @@ class ManualStep(Step):
         updates: see `Step`.
     """
 
-    records_logs = False
-
     def __init__(self, context: Context, seed: tuple[int, ...], updates: AsyncOptimizer | None) -> None:
         super().__init__(context, seed, LossWeights(None, [1], [0]), updates, None, overlaps=False, plan=None)
 

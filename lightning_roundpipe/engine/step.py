@@ -16,10 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_roundpipe.batches.logs import LogRecorder, recorded_logs
 from lightning_roundpipe.batches.weights import LossWeights
-from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices.thread_owner import context_of_thread
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.context import Context, StepSpec
 from lightning_roundpipe.engine.events import Recorder
@@ -33,7 +30,6 @@ from lightning_roundpipe.threads.task_thread import Task
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 from lightning_roundpipe.updates.loss_handle import StepGradients
-from lightning_roundpipe.user_code.interception import Inside
 from lightning_roundpipe.user_code.thread_state import apply_context
 
 
@@ -54,11 +50,8 @@ class Step:
     Attributes:
         slots: its slots.
         runs: the microbatches.
-        records_logs: whether what microbatches log is kept for each; else it is logged at once.
         started, seconds: its time on the clock of ``time.perf_counter()``.
     """
-
-    records_logs = True
 
     def __init__(
         self, context: Context, seed: tuple[int, ...], weights: LossWeights, updates: AsyncOptimizer | None,
@@ -111,21 +104,19 @@ class Step:
         """
         given_up = False
         contexts = [contextvars.copy_context() for _ in functions]
-        trainer = getattr(self.context.model.module, "_trainer", None) if self.records_logs else None
-        with recorded_logs(trainer, self._current_log):
-            try:
-                self._begin(functions, contexts, in_order=in_order)
-                if self.spec.overlaps:
-                    self._wait_for_outputs()
-                else:
-                    self._wait_for_end()
-            except BaseException as error:  # most likely a KeyboardInterrupt, or the watchdog's TimeoutError
-                self._fail(error)
-                given_up = True
-            apply_context(contexts[-1])
-            if self.spec.overlaps and not self.spec.scope.failed:
-                return  # `drain` waits for the rest
-            self._rest(given_up=given_up)
+        try:
+            self._begin(functions, contexts, in_order=in_order)
+            if self.spec.overlaps:
+                self._wait_for_outputs()
+            else:
+                self._wait_for_end()
+        except BaseException as error:  # most likely a KeyboardInterrupt, or the watchdog's TimeoutError
+            self._fail(error)
+            given_up = True
+        apply_context(contexts[-1])
+        if self.spec.overlaps and not self.spec.scope.failed:
+            return  # `drain` waits for the rest
+        self._rest(given_up=given_up)
         self.spec.scope.raise_error()
 
     def _begin(
@@ -253,21 +244,6 @@ class Step:
         except BaseException as error:  # a second Ctrl-C, or an error of this step
             self.spec.scope.fail(error)
         self.spec.scope.error = None  # the step after raises its own error, which may be this one
-
-    def _current_log(self) -> LogRecorder:
-        context = context_of_thread()
-        if isinstance(context, Inside):
-            raise RoundPipeError(
-                f"self.log was called in layer {context.name!r}, which runs once for each microbatch and again for its "
-                "backward. Let the layer return what is to be logged, and call self.log in training_step itself."
-            )
-        if not isinstance(context, Microbatch):
-            raise RoundPipeError(
-                "self.log was called from a thread that the user's code started inside training_step; log from "
-                "training_step itself."
-            )
-        self.context.learned.logs_in_backward |= context.ready.is_set
-        return context.logs
 
     # -- the outcome --------------------------------------------------------------------------------------------------
 

@@ -630,10 +630,8 @@ class DeviceGradSums:
             parameters[position].grad = None
             if grad is None:
                 continue
-            if grad.is_sparse:
-                raise RoundPipeError(
-                    f"layer {self.host.layer.name!r} produced a sparse gradient; build its embedding with sparse=False."
-                )
+            if grad.is_sparse:  # of an embedding with sparse=True: the sum of microbatches is dense
+                grad = grad.to_dense()
             view = self.views[index]
             if self.present[index] and not _adds_itself(parameters[position], view, factor):
                 _add_product(view, grad, factor)

@@ -20,35 +20,16 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
-from torchmetrics import Metric
 
+from lightning_roundpipe.batches.logs import recorded_logs, repeat_logs
 from lightning_roundpipe.config import Options
-from lightning_roundpipe.devices.process_context import replaced
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.engine.evaluation import Batch
 from lightning_roundpipe.trainer.lookahead import LookAhead, look_ahead
-
-
-class _Logged(NamedTuple):
-    """One call of ``log``. A metric object is kept with the value of its last call, which ``on_step`` shows."""
-
-    module: LightningModule
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    values: list[tuple[Metric, Any]]
-
-
-class _Flight(NamedTuple):
-    """A batch in flight, and what its step has logged."""
-
-    batch: Any
-    run: Batch
-    logged: list[_Logged]
+from lightning_roundpipe.user_code.interception import current
 
 
 class EvaluationWindow:
@@ -63,8 +44,9 @@ class EvaluationWindow:
     def __init__(self, module: LightningModule, engine: Engine, options: Options) -> None:
         self._module, self._engine, self._pipeline = module, engine, engine.evaluations
         devices = len(engine.worker_pool.devices)
-        self._size = options.evaluation_batches * devices if getattr(options, "overlap", True) else 1
-        self._flights: deque[_Flight] = deque()
+        self._size = options.evaluation_batches * devices if options.overlap else 1
+        self._flights: deque[tuple[Any, Batch]] = deque()
+        """Batches of the loader, in order, and what runs their steps."""
         self._fetcher: LookAhead | None = None
         self._rolls = True
         """Whether hooks run while batches are in flight: not where a precision sets torch's default dtype, which is the
@@ -74,32 +56,27 @@ class EvaluationWindow:
         self._given = 0
         """How many arguments the step gets."""
         self._thread = threading.local()
-        self._own_log: Callable[..., None] = LightningModule.log
         self._around = ExitStack()
 
     def step(self, name: str, context: Callable[[], AbstractContextManager[Any]], args: tuple[Any, ...]) -> Any:
         """Return what the step ``name`` returns for a batch, when Lightning comes to it. ``args`` are the step's."""
         try:
             with context():
-                flight = self._flights.popleft() if self._flights and self._flights[0].batch is args[0] else None
-                flight = flight or self._begin(name, args)
-                if flight is None:
+                known = self._flights and self._flights[0][0] is args[0]
+                run = self._flights.popleft()[1] if known else self._begin(name, args)
+                if run is None:
                     return self._engine.evaluate(getattr(self._module, name), *args, kind=self._kind)
-                return self._come_to(flight)
+                self._pipeline.wait_for(run)  # [2]
+                if self._rolls and run.error is None:
+                    self._fill(self._size)
+                self._pipeline.show(run)
+                if not self._flights:
+                    self.end()
+                repeat_logs([run.logs])  # [3]
+                return self._pipeline.result(run)
         except BaseException:
             self.end()
             raise
-
-    def _come_to(self, flight: _Flight) -> Any:
-        self._pipeline.wait_for(flight.run)  # [2]
-        if self._rolls and flight.run.error is None:
-            self._fill(self._size)
-        self._pipeline.show(flight.run)
-        if not self._flights:
-            self.end()
-        for logged in flight.logged:  # [3]
-            self._log_again(logged)
-        return self._pipeline.result(flight.run)
 
     def end(self) -> None:
         """End the window. Batches in flight are given up."""
@@ -107,7 +84,7 @@ class EvaluationWindow:
         self._pipeline.end()
         self._around.close()
 
-    def _begin(self, name: str, args: tuple[Any, ...]) -> _Flight | None:
+    def _begin(self, name: str, args: tuple[Any, ...]) -> Batch | None:
         """Begin with a batch that is not in flight, and those behind it [1]. Return None if it runs alone."""
         self.end()
         self._kind, self._given = (name, *args[2:]) if self._size > 1 else (), len(args)
@@ -119,12 +96,12 @@ class EvaluationWindow:
         self._engine.begin_evaluations(self._kind, self._size)
         formats = self._engine.formats
         self._rolls = not (formats.sets_default or formats.hidden)
-        self._around.enter_context(replaced(LightningModule, log=self._recording()))
-        flight = self._start(args)
+        self._around.enter_context(recorded_logs(LightningModule, lambda: getattr(self._thread, "logs", None)))
+        run = self._start(args)
         self._fill(self._size - 1)
-        for other in () if self._rolls else self._flights:
-            self._pipeline.wait_for(other.run)
-        return flight
+        for _, other in () if self._rolls else self._flights:
+            self._pipeline.wait_for(other)
+        return run
 
     def _fill(self, number: int) -> None:
         """Start batches until there are ``number`` behind the one that Lightning has come to."""
@@ -132,47 +109,20 @@ class EvaluationWindow:
         taken = self._fetcher.take(self._module.trainer, number, self._pipeline.hooks)
         for batch, index, loader in islice(taken, len(self._flights), None):
             args = (batch, index, loader)[: self._given]
-            flight = self._start(args) if args[2:] == self._kind[1:] else None
-            if flight is None:
+            run = self._start(args) if args[2:] == self._kind[1:] else None
+            if run is None:
                 break
-            self._flights.append(flight)
+            self._flights.append((batch, run))
         if len(self._flights) < number:
             self._pipeline.close_round()
 
-    def _start(self, args: tuple[Any, ...]) -> _Flight | None:
-        logged: list[_Logged] = []
-        run = self._pipeline.start(functools.partial(self._run, logged, args))
-        return None if run is None else _Flight(args[0], run, logged)
+    def _start(self, args: tuple[Any, ...]) -> Batch | None:
+        return self._pipeline.start(functools.partial(self._run, args))
 
-    def _run(self, logged: list[_Logged], args: tuple[Any, ...]) -> Any:
+    def _run(self, args: tuple[Any, ...]) -> Any:
         """Run the step on a batch's thread."""
-        self._thread.logged = logged
+        self._thread.logs = current().logs
         try:
             return getattr(self._module, self._kind[0])(*args)
         finally:
-            del self._thread.logged
-
-    # -- logs ---------------------------------------------------------------------------------------------------------
-
-    def _recording(self) -> Callable[..., None]:
-        """Return a function that replaces `LightningModule.log` on the threads of batches."""
-
-        @functools.wraps(self._own_log)
-        def log(module: LightningModule, *args: Any, **kwargs: Any) -> None:
-            logged: list[_Logged] | None = getattr(self._thread, "logged", None)
-            if logged is None:
-                return self._own_log(module, *args, **kwargs)
-            args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
-            metrics = [value for value in (*args, *kwargs.values()) if isinstance(value, Metric)]
-            logged.append(_Logged(module, args, kwargs, [(metric, metric._forward_cache) for metric in metrics]))
-
-        return log
-
-    def _log_again(self, logged: _Logged) -> None:
-        """Log on Lightning's thread what a step has logged [3]."""
-        now = [(metric, metric._forward_cache) for metric, _ in logged.values]
-        for metric, value in logged.values:
-            metric._forward_cache = value
-        self._own_log(logged.module, *logged.args, **logged.kwargs)
-        for metric, value in now:
-            metric._forward_cache = value
+            del self._thread.logs

@@ -61,8 +61,9 @@ _SCHEDULER = "lr_scheduler_step"
 PER_BATCH = frozenset({"on_train_batch_start", "on_train_batch_end", _SCHEDULER, *_WAITS_AT})
 """Hooks in which waiting costs speed. At other hooks the update would have to finish soon anyway."""
 
-_STARTS = ("on_sanity_check_start", "on_validation_start", "on_test_start", "on_predict_start")
-_ALWAYS = frozenset({*_STARTS, "on_train_epoch_end", "on_train_end", "on_save_checkpoint", "on_load_checkpoint"})
+_STAGES = ("on_sanity_check", "on_validation", "on_test", "on_predict")
+_ALWAYS = frozenset({f"{stage}_start" for stage in _STAGES})
+_ALWAYS |= {"on_train_epoch_end", "on_train_end", "on_save_checkpoint", "on_load_checkpoint"}
 
 _PASSIVE = {
     callbacks.TQDMProgressBar,
@@ -106,21 +107,31 @@ def _gradient_needs(trainer: Trainer, module: LightningModule, optimizers: Colle
     if len(optimizers) > 1:
         yield f"there are several optimizers ({len(optimizers)})"
     for hook in _PARTS_OF_THE_STEP:
-        if _owner(module, hook, LightningModule) is not None:
+        if _overrides(module, hook, LightningModule):
             yield f"{name} overrides {hook}"
     for hook in (*_WITHIN_THE_STEP, "optimizer_step"):
-        if _looks(module, hook, LightningModule):
-            yield f"{name} overrides {hook}"
-    for callback in _callbacks(trainer):
-        for hook in _WITHIN_THE_STEP:
-            if _looks(callback, hook, Callback):
-                yield f"callback {type(callback).__name__} has {hook}"
+        yield from _looking(trainer, module, hook)
     if hooked := hooked_parameter(module):
         yield f"parameter {hooked!r} has a hook"
     if getattr(trainer, "_detect_anomaly", False) or torch.is_anomaly_enabled():
         yield "detect_anomaly=True is to name the step that went wrong"
     for optimizer in optimizers:
         yield from _altered_optimizer(optimizer)
+
+
+def _looking(trainer: Trainer, module: LightningModule, hook: str) -> Iterator[str]:
+    """Yield the module, and the callbacks, whose ``hook`` is not passive, as part of a sentence."""
+    if _looks(module, hook, LightningModule):
+        yield f"{type(module).__name__} overrides {hook}"
+    for callback in others(trainer):
+        if _looks(callback, hook, Callback):
+            yield f"callback {type(callback).__name__} has {hook}"
+
+
+def sees_each_batch(trainer: Trainer, module: LightningModule) -> str | None:
+    """Return what finds the gradients of each batch of a window, so that batches run one at a time; None if nothing."""
+    hooked = hooked_parameter(module)
+    return next(_looking(trainer, module, "on_after_backward"), hooked and f"parameter {hooked!r} has a hook")
 
 
 def hooked_parameter(module: nn.Module) -> str | None:
@@ -180,21 +191,19 @@ def looks_at_weights(trainer: Trainer, module: LightningModule) -> dict[str, str
     Returns:
         Hook names with the classes that look, such as ``{"on_train_batch_end": "callback WeightNorm, MyModule"}``.
     """
-    found: dict[str, list[str]] = {}
-    for hook in sorted(_OF_CALLBACKS):
-        for callback in _callbacks(trainer):
-            if not isinstance(callback, FlushOptimizer) and _looks(callback, hook, Callback):
-                found.setdefault(hook, []).append(f"callback {type(callback).__name__}")
-    for hook in (*sorted(_OF_CALLBACKS), *_WAITS_AT, _SCHEDULER):
-        if _looks(module, hook, LightningModule):
-            found.setdefault(hook, []).append(type(module).__name__)
     data = getattr(trainer, "datamodule", None)
+    listeners: list[tuple[Any, type, str]] = [(c, Callback, f"callback {type(c).__name__}") for c in others(trainer)]
+    listeners += [(module, LightningModule, type(module).__name__)]
+    found = {
+        hook: [who for listener, base, who in listeners if _looks(listener, hook, base)]
+        for hook in (*sorted(_OF_CALLBACKS), *_WAITS_AT, _SCHEDULER)
+    }
     for hook in _TRANSFERS:
         if data is not None and _looks(data, hook, LightningDataModule):
-            found.setdefault(hook, []).append(type(data).__name__)
-    if not _declared(module, _SCHEDULER, LightningModule):
+            found[hook].append(type(data).__name__)
+    if not any(_declares(holder, _SCHEDULER) for holder in (module, *type(module).__mro__)):
         strange = [type(s).__name__ for s in _schedulers(trainer) if _strange_scheduler(s)]
-        found.setdefault(_SCHEDULER, []).extend(f"scheduler {name}" for name in strange)
+        found[_SCHEDULER] += [f"scheduler {name}" for name in strange]
     return {hook: ", ".join(dict.fromkeys(who)) for hook, who in found.items() if who}
 
 
@@ -203,8 +212,7 @@ def reads_gradients(looks: Iterable[str]) -> bool:
 
     They are gone before validation, which begins with ``zero_grad``, and there are none before the first step.
     """
-    without = ("on_validation", "on_test", "on_predict", "on_sanity_check", "on_fit_start", "on_train_start")
-    return any(not hook.startswith(without) for hook in looks)
+    return any(not hook.startswith((*_STAGES, "on_fit_start", "on_train_start")) for hook in looks)
 
 
 def slowed_by(looks: Mapping[str, str]) -> str | None:
@@ -231,42 +239,32 @@ def _strange_scheduler(scheduler: Any) -> bool:
 # -- one hook ----------------------------------------------------------------------------------------------------------
 
 
-def _looks(listener: Any, hook: str, base: type) -> bool:
-    """Return whether ``listener`` overrides ``hook`` of ``base`` with a function that is not passive."""
-    if _owner(listener, hook, base) is None or _declared(listener, hook, base):
-        return False
-    return type(listener) not in _PASSIVE or hook in vars(listener)
-
-
-def _owner(listener: Any, hook: str, base: type) -> Any:
-    """Return the listener or the class whose ``hook`` would be called; None if it is that of ``base``."""
+def _overrides(listener: Any, hook: str, base: type) -> bool:
+    """Return whether Lightning calls another function of ``listener`` than that of ``base``."""
     if not hasattr(base, hook) or not callable(getattr(listener, hook)):
-        return None  # Lightning does not call it
-    if hook not in vars(listener) and getattr(type(listener), hook, None) is getattr(base, hook):
-        return None
-    return next((holder for holder in _chain(listener) if hook in vars(holder)), listener)
+        return False
+    return hook in vars(listener) or getattr(type(listener), hook, None) is not getattr(base, hook)
 
 
-def _declared(listener: Any, hook: str, base: type) -> bool:
-    """Return whether the class that defines ``hook``, or a class derived from it, declares it passive."""
-    owner = _owner(listener, hook, base)
-    for holder in _chain(listener):
+def _looks(listener: Any, hook: str, base: type) -> bool:
+    """Return whether ``listener`` overrides ``hook`` of ``base`` with a function that is not passive.
+
+    The class that defines it may declare it passive, or one that is derived from that class.
+    """
+    if not _overrides(listener, hook, base) or (type(listener) in _PASSIVE and hook not in vars(listener)):
+        return False
+    for holder in (listener, *type(listener).__mro__):  # where Python looks for it
         if _declares(holder, hook):
-            return True
-        if holder is owner:
+            return False
+        if hook in vars(holder):
             break
-    return False
+    return True
 
 
 def _declares(holder: Any, hook: str) -> bool:
     attributes = vars(holder)
     named = attributes.get(PASSIVE_HOOKS, attributes.get(_EARLIER_NAME, ()))
     return named is True or (named is not False and hook in ((named,) if isinstance(named, str) else named))
-
-
-def _chain(listener: Any) -> Iterable[Any]:
-    """Return where Python looks for a hook: the instance, then its classes."""
-    return (listener, *type(listener).__mro__)
 
 
 # -- waiting -----------------------------------------------------------------------------------------------------------
@@ -331,26 +329,15 @@ class FlushOptimizer(Callback):
 
     def install(self, trainer: Trainer) -> None:
         """Become the first of ``trainer``'s callbacks. Idempotent."""
-        listed = _callbacks(trainer)
-        if not listed or listed[0] is not self:
-            _set_callbacks(trainer, [self, *others(trainer)])
+        if vars(trainer)["callbacks"][:1] != [self]:
+            vars(trainer)["callbacks"] = [self, *others(trainer)]  # a new list: the old one may be being iterated
 
     def remove(self, trainer: Trainer) -> None:
         """Remove this callback from ``trainer``'s callbacks."""
-        if len(left := others(trainer)) < len(_callbacks(trainer)):
-            _set_callbacks(trainer, left)
+        if len(left := others(trainer)) < len(vars(trainer)["callbacks"]):
+            vars(trainer)["callbacks"] = left
 
 
 def others(trainer: Trainer) -> list[Callback]:
     """Return the callbacks of ``trainer`` without ``FlushOptimizer``."""
-    return [callback for callback in _callbacks(trainer) if not isinstance(callback, FlushOptimizer)]
-
-
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    listed: list[Callback] = vars(trainer)["callbacks"]
-    return listed
-
-
-def _set_callbacks(trainer: Trainer, listed: list[Callback]) -> None:
-    """Set a new list, as Lightning does: the old one may be being iterated."""
-    vars(trainer)["callbacks"] = listed
+    return [callback for callback in vars(trainer)["callbacks"] if not isinstance(callback, FlushOptimizer)]

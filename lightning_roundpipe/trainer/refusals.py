@@ -7,7 +7,6 @@ and the remedy.
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 from collections.abc import Container, Iterable, Mapping
@@ -26,7 +25,7 @@ from torch.optim import Optimizer
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.messages import first_line, plural
 from lightning_roundpipe.model.meta import without_values
-from lightning_roundpipe.optim.packed_moments import LARGEST, load
+from lightning_roundpipe.optim.packed_moments import load
 from lightning_roundpipe.planning.schedule import Plan
 
 _NAMED = 3
@@ -269,7 +268,7 @@ def _shortened(error: str) -> str:
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], form: str) -> str:
-    """Load ``state``. Another optimizer's state raises now rather than at its first step.
+    """Load ``state``. A state with other groups raises now rather than at its first step.
 
     Args:
         optimizer: gets the state.
@@ -284,12 +283,9 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], form: str) ->
     configured = [_settings(optimizer, group) for group in optimizer.param_groups]
     try:
         load(optimizer, state, form)
-        lacking = [
-            key
-            for keys, group in zip(needed, optimizer.param_groups, strict=True)
-            for key in sorted(keys - group.keys())
-        ]
-        problem = f"it has no {lacking[0]!r}" if lacking else _strange_state(optimizer)
+        groups = zip(needed, optimizer.param_groups, strict=True)
+        lacking = [key for keys, group in groups for key in sorted(keys - group.keys())]
+        problem = f"it has no {lacking[0]!r}" if lacking else ""
     except (ValueError, KeyError) as error:
         problem = first_line(error)
     if problem:
@@ -319,59 +315,6 @@ def _settings(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     if "initial_lr" in group and "lr" in found:
         found["lr"] = group["initial_lr"]
     return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in found.items()}
-
-
-def _strange_state(optimizer: Optimizer) -> str:
-    """Return how the state of one parameter differs from what torch's optimizer makes; empty if it does not.
-
-    Each group is asked by one step of another optimizer of the class, with a parameter of as many dimensions.
-    """
-    if type(optimizer) is not getattr(torch.optim, type(optimizer).__name__, None):
-        return ""
-    for group in optimizer.param_groups:
-        examples: dict[int, dict[str, tuple[int, ...] | None] | None] = {}
-        for parameter in group["params"]:
-            own = optimizer.state.get(parameter, {}).items()
-            held = {key: value for key, value in own if value is not None and not str(key).endswith(LARGEST)}
-            if not held:
-                continue
-            if parameter.ndim not in examples:
-                examples[parameter.ndim] = _example_state(type(optimizer), group, parameter.ndim)
-            if (made := examples[parameter.ndim]) is None:
-                continue
-            if lacking := sorted(made.keys() - held.keys()):
-                return f"it has no {lacking[0]!r}"
-            if strange := sorted(held.keys() - made.keys()):
-                return f"it has {strange[0]!r}, which is another optimizer's"
-            for key, value in held.items():
-                if made[key] is not None and isinstance(value, torch.Tensor) and value.shape != parameter.shape:
-                    shapes = f"{tuple(value.shape)}, and the parameter {tuple(parameter.shape)}"
-                    return f"a parameter's {key!r} has the shape {shapes}: the order of parameters is another one"
-    return ""
-
-
-def _example_state(
-    kind: type[Optimizer], group: Mapping[str, Any], ndim: int
-) -> dict[str, tuple[int, ...] | None] | None:
-    """Return the keys of a parameter's state after a step, with the shape of those that have the parameter's.
-
-    None if that cannot be found out: the class needs a closure, sparse gradients, or a GPU.
-    """
-    shape = tuple(range(2, 2 + ndim))
-    example = nn.Parameter(torch.zeros(shape))
-    example.grad = torch.ones(shape)
-    accepted = inspect.signature(kind).parameters.keys() - {"params"}
-    settings = {key: value for key, value in group.items() if key in accepted and key not in _WAYS_TO_COMPUTE}
-    try:
-        optimizer: Any = kind([example], **settings)
-        optimizer.step()
-    except Exception:
-        return None
-    state = {key: value for key, value in optimizer.state[example].items() if value is not None}
-    return {
-        key: shape if isinstance(value, torch.Tensor) and value.shape == shape and ndim else None
-        for key, value in state.items()
-    }
 
 
 def refuse_missing_states(states: int, optimizers: int) -> None:

@@ -44,19 +44,11 @@ class SeveralMachines(ParallelStrategy):
 
     options: Options
     _peers: Peers | None = None
-    _num_nodes: int = 1
+    num_nodes: int = 1
     _agreeing: tuple[object, ...] = ()
     """The loops of the trainer in which machines agree on when to stop."""
 
     # -- who is who ---------------------------------------------------------------------------------------------------
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, value: int) -> None:
-        self._num_nodes = value
 
     @property
     def _launched(self) -> int:

@@ -9,15 +9,18 @@ data fetcher, and the microbatches of all of them run as one step. The loop gets
 
 The loop, its hooks and its counts see one batch at a time, as ever. The backward of the losses hands out the gradients
 of the window with the last of them. A window is as long as Lightning's: ``accumulate_grad_batches`` as of now, from the
-first batch of an epoch on, and shorter at its end. If a parameter has hooks, each batch is a step of its own.
+first batch of an epoch on, and shorter at its end. If hooks find the gradients of each batch (``on_after_backward``,
+hooks on parameters), each batch is a step of its own.
 
-These names of Lightning are private: ``fit_loop._data_fetcher``, ``epoch_loop.batch_progress.current.ready``,
+These names of Lightning are private: ``fit_loop._data_fetcher``, ``epoch_loop.batch_progress`` and its counts,
 ``automatic_optimization._skip_backward``.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,13 +28,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_roundpipe.batches.cutting import cut, samples_in
-from lightning_roundpipe.batches.logs import repeat_logs
+from lightning_roundpipe.batches.logs import recorded_logs, repeat_logs
 from lightning_roundpipe.batches.outputs import joined, joined_loss
 from lightning_roundpipe.batches.weights import LossWeights, given_weights
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.engine.engine import Engine, WindowResult
-from lightning_roundpipe.trainer.hook_audit import hooked_parameter
-from lightning_roundpipe.trainer.lookahead import look_ahead
+from lightning_roundpipe.trainer.hook_audit import sees_each_batch
+from lightning_roundpipe.trainer.lookahead import LookAhead, look_ahead
 
 
 class Window:
@@ -53,9 +56,9 @@ class Window:
         to_come = -epoch.batch_progress.current.ready % self._accumulated
         fetcher = look_ahead(self._trainer.fit_loop._data_fetcher)
         batches: list[Any] = [args[0]]
-        alone = epoch.automatic_optimization._skip_backward  # a pass for BatchNorm statistics
-        alone = alone or hooked_parameter(module) is not None  # its hooks see the gradient of each batch
-        if fetcher is not None and not alone:
+        self._alone = sees_each_batch(self._trainer, module)
+        statistics = epoch.automatic_optimization._skip_backward  # a pass for those of BatchNorm
+        if fetcher is not None and not (self._alone or statistics):
             batches += [batch for batch, *_ in fetcher.take(self._trainer, to_come)]
         if fetcher is None and (options.num_microbatches or options.microbatch_size):
             raise ValueError(
@@ -63,6 +66,7 @@ class Window:
                 "and microbatch_size, or let training_step take the batch."
             )
         self.span = len(batches)
+        self._progress = _ProgressOfBatches(epoch.batch_progress, self.span, fetcher)
         self.samples: list[int] = []
         self._functions: list[Callable[[], Any]] = []
         self._stops: dict[int, bool] = {}
@@ -70,7 +74,7 @@ class Window:
         self._batches: list[tuple[int, list[int]]] = []
         """Those to come: by their place in the epoch, their microbatches."""
         parts: list[Any] = []
-        of_batch: list[int] = []
+        self._of_batch = of_batch = list[int]()
         for i, batch in enumerate(batches):
             if batch is None and i:
                 continue  # the loop skips it
@@ -98,9 +102,16 @@ class Window:
 
     def run(self, engine: Engine, seed: tuple[int, ...], *, zero_grad: bool) -> None:
         """Run all microbatches [1]."""
-        stopping = self._trainer.should_stop
+        if self._alone and self._accumulated > 1:
+            engine.hints.say("one", f"the batches of a window run one at a time, on one device: {self._alone}.")
+        stopping, epoch = self._trainer.should_stop, self._trainer.fit_loop.epoch_loop
         functions = [functools.partial(self._step, m) for m in range(len(self._functions))]
-        self._result = result = engine.train_window(functions, self._weights, seed, zero_grad=zero_grad)
+        before, epoch.batch_progress = epoch.batch_progress, self._progress  # type: ignore[assignment]
+        try:
+            with recorded_logs(LightningModule, engine.current_log):
+                self._result = result = engine.train_window(functions, self._weights, seed, zero_grad=zero_grad)
+        finally:
+            epoch.batch_progress = before
         self._trainer.should_stop = stopping
         self._functions = []
         losses: dict[int, tuple[Tensor, bool]] = {}
@@ -118,6 +129,7 @@ class Window:
             }
 
     def _step(self, microbatch: int) -> Any:
+        self._progress.come_to(self._of_batch[microbatch])
         output = self._functions[microbatch]()
         self._stops[microbatch] = self._trainer.should_stop
         return output
@@ -141,7 +153,7 @@ class Window:
         for microbatch in microbatches:
             result.show(microbatch)
         runs = [result.microbatches[m] for m in microbatches]
-        repeat_logs(self._trainer, [run.logs for run in runs], [run.weight for run in runs])
+        repeat_logs([run.logs for run in runs], [run.weight for run in runs])
         self._trainer.should_stop |= self._stops[microbatches[-1]]
         output = joined([run.output for run in runs], [self.samples[m] for m in microbatches])
         loss = self._losses.pop(batch, None)
@@ -158,3 +170,35 @@ class Window:
             f"{self._accumulated}, whose batches have all been trained on: return -1 for the first batch of a window, "
             "or set accumulate_grad_batches=1."
         )
+
+
+class _ProgressOfBatches:
+    """Lightning's progress within an epoch. On a microbatch's thread, it is what it will be at the microbatch's batch.
+
+    Args:
+        progress: that at the first batch.
+        span: the number of batches of the window.
+        fetcher: the loop's, which has taken them.
+    """
+
+    def __init__(self, progress: Any, span: int, fetcher: LookAhead | None) -> None:
+        self._first, self._span, self._thread = progress, span, threading.local()
+        self._ends = fetcher is not None and fetcher.exhausted
+
+    def come_to(self, batch: int) -> None:
+        """Show this thread the progress at a batch of the window."""
+        if not batch:
+            return
+        self._thread.progress = progress = copy.deepcopy(self._first)
+        progress.is_last_batch = self._ends and batch == self._span - 1
+        for counts in (progress.total, progress.current):
+            vars(counts).update({name: count + batch for name, count in vars(counts).items()})
+
+    def _here(self) -> Any:
+        return getattr(self._thread, "progress", self._first)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._here(), name)
+
+    def __reduce__(self) -> Any:
+        return self._here().__reduce_ex__(2)

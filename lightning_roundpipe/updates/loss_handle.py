@@ -217,4 +217,7 @@ class _StepLoss(torch.autograd.Function):
             )
         ctx.done = True
         taken = ctx.gradients.differentiated(float(grad))
+        for master, gradient in zip(ctx.gradients.masters, taken, strict=False):
+            if not master.requires_grad:  # a later batch of the window has switched it off, and autograd would drop it
+                master.grad = gradient if master.grad is None else master.grad + gradient
         return None, None, *(taken or [None] * ctx.anchors)

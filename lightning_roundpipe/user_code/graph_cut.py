@@ -258,7 +258,8 @@ def _refuse_across(layer: str) -> NoReturn:
         f"a backward pass inside training_step reached layer {layer!r}: gradients across layers (torch.autograd.grad, "
         "loss.backward(), create_graph) are not supported. For a loss in chunks, pass the weight of the last layer, "
         "such as lm_head.weight, into the code that computes a chunk. Under manual optimization "
-        "self.manual_backward(loss) and loss.backward() are supported."
+        "self.manual_backward(loss) and loss.backward() are supported. If training_step runs no backward, its loss "
+        "depends on a tensor of another microbatch, which a container or an object keeps: set overlap=False."
     )
 
 

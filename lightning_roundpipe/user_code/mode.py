@@ -136,9 +136,11 @@ class UserCodeMode(TorchFunctionMode):
             if func == DATA and self._train and id(args[0]) in self._masters:
                 return self._watched(args[0], result)
             return result
-        writes = self._train and args and isinstance(args[0], Tensor) and IN_PLACE.fullmatch(name)
-        if writes and about_to_write_in_place(args[0]):
-            self._buffers.overwrite(args[0])
+        written = _written_by(name, args, kwargs) if self._train else None
+        if written is not None:
+            written = written if written._base is None else written._base
+            if about_to_write_in_place(written):
+                self._buffers.overwrite(written)
         if self._train and name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
             return self._hooked(func, args, kwargs)
         if self._replaces and not self._writes(name, args):
