@@ -127,7 +127,7 @@ class Microbatch:
         context = self.context
         return UserCodeMode(
             context.model.bucket_of, self._read_master, context.model.formats, train=True,
-            accelerator=context.pool.accelerator, devices=context.pool.devices, aside=self._aside,
+            accelerator=context.pool.accelerator, devices=context.pool.devices, run_unlocked=self._run_unlocked,
             buffers=context.model.buffers, targets=TargetCounts() if self.spec.weights.counts_targets else None,
         )  # fmt: skip
 
@@ -344,7 +344,7 @@ class Microbatch:
         with self._outside():
             self._wait_for(what, version)
 
-    def _aside(self, wait: Callable[[], Any]) -> Any:
+    def _run_unlocked(self, wait: Callable[[], Any]) -> Any:
         """Wait for a device while others run. A microbatch behind this one cannot come to the same code meanwhile."""
         if self._draws or not self._in_user_code:
             return wait()
@@ -386,7 +386,7 @@ class Microbatch:
             torch.autograd.graph.increment_version(mine)
             layer.assert_unmodified()
         if (updates := self.spec.updates) is not None:
-            self._aside(updates.settle)
+            self._run_unlocked(updates.settle)
         layer.reattach()
         layer.bucket.refresh()
         layer.snapshot()
@@ -428,7 +428,7 @@ class Microbatch:
         proxy = self.mode.proxies.of(master)
         return proxy if proxy.device == device else self.mode.proxies.on(proxy, device)
 
-    def passed_by(self, master: nn.Parameter, grad: Tensor, layer: str = "") -> bool:
+    def take_bypassed_grad(self, master: nn.Parameter, grad: Tensor, layer: str = "") -> bool:
         """Take a gradient that autograd is about to accumulate into ``master`` itself; see `bypassed_gradients`.
 
         ``layer``: the layer whose backward this is; "": that of user code.
@@ -449,7 +449,7 @@ class Microbatch:
                     "waits for its whole gradient. Give it parameter.clone() instead."
                 )
             self.read.add(bucket)
-        self.mode.proxies.passed(master, grad)
+        self.mode.proxies.add_bypassed(master, grad)
         return True
 
     # -- turns --------------------------------------------------------------------------------------------------------
@@ -730,7 +730,7 @@ class Microbatch:
                 self._activations.bring_ahead(following, device, worker.room)
                 gradients = self.context.executors[worker.index].backward(
                     call, slot, inputs, arriving, self.mode.proxies.factor, self.runner,
-                    Inside(layer.name, functools.partial(self.passed_by, layer=layer.name)),
+                    Inside(layer.name, functools.partial(self.take_bypassed_grad, layer=layer.name)),
                 )  # fmt: skip
             del inputs, arriving
             self._activations.drop(device, following)
