@@ -433,22 +433,19 @@ class Microbatch:
 
         ``layer``: the layer whose backward this is; "": that of user code.
         """
-        bucket, spec = self.context.model.bucket_of.get(id(master)), self.spec
-        if bucket is not None:
-            known = bucket in self.context.learned.read_by_user_code
-            copied = bucket.read(master) is not master
-            if copied or master._backward_hooks or (not known and not spec.undisturbed):
-                if layer:
-                    raise RoundPipeError(
-                        f"layer {layer!r} computes with parameter {self.context.model.name_of(master)!r} of another "
-                        "module, which did not show in the first batch. Pass the parameter to the layer."
-                    )
-                raise RoundPipeError(
-                    f"code uses parameter {self.context.model.name_of(master)!r} itself, by another way than a torch "
-                    "function, while the step computes with a copy of it, the optimizer may change it, or a hook on it "
-                    "waits for its whole gradient. Give it parameter.clone() instead."
-                )
-            self.read.add(bucket)
+        bucket = self.context.model.bucket_of[id(master)]
+        known = self.spec.undisturbed or bucket in self.context.learned.read_by_user_code
+        if bucket.read(master) is not master or master._backward_hooks or not known:
+            name = self.context.model.name_of(master)
+            raise RoundPipeError(
+                f"layer {layer!r} computes with parameter {name!r} of another module, which did not show in the first "
+                "batch. Pass the parameter to the layer."
+                if layer
+                else f"code uses parameter {name!r} itself, by another way than a torch function, while the step "
+                "computes with a copy of it, the optimizer may change it, or a hook on it waits for its whole "
+                "gradient. Give it parameter.clone() instead."
+            )
+        self.read.add(bucket)
         self.mode.proxies.add_bypassed(master, grad)
         return True
 
