@@ -117,7 +117,7 @@ class Batch(Microbatch):
         self._used: set[Device] = set()
 
     def _user_code_mode(self) -> UserCodeMode:
-        return _EvaluationUserCode(self.context, self.touched, self._aside)
+        return _EvaluationUserCode(self.context, self.touched, self._run_unlocked)
 
     def touched(self) -> None:
         """Be alone, as user code is about to write to weights, when no upload reads them. Calls read what it writes."""
@@ -246,7 +246,7 @@ class Batch(Microbatch):
             self._in_place = any(layer.trainable()) or any(tensor.requires_grad for tensor in found)
         return self._in_place
 
-    def passed_by(self, master: nn.Parameter, grad: Tensor, layer: str = "") -> bool:
+    def take_bypassed_grad(self, master: nn.Parameter, grad: Tensor, layer: str = "") -> bool:
         """Leave a gradient that reached ``master`` itself to autograd, which adds it to ``.grad``."""
         return False
 
@@ -264,16 +264,16 @@ class _EvaluationUserCode(UserCodeMode):
     Args:
         context: the engine's parts.
         touched: called before user code writes to a weight, or reads its ``.data``, through which it may write to it.
-        aside: see `UserCodeMode`.
+        run_unlocked: see `UserCodeMode`.
     """
 
     def __init__(
-        self, context: Context, touched: Callable[[], None], aside: Callable[[Callable[[], Any]], Any]
+        self, context: Context, touched: Callable[[], None], run_unlocked: Callable[[Callable[[], Any]], Any]
     ) -> None:
         model, pool = context.model, context.pool
         super().__init__(
             model.bucket_of, model.values, model.formats, train=False,
-            accelerator=pool.accelerator, devices=pool.devices, aside=aside, buffers=model.buffers,
+            accelerator=pool.accelerator, devices=pool.devices, run_unlocked=run_unlocked, buffers=model.buffers,
         )  # fmt: skip
         self._all, self._touched = model.bucket_of, touched
 

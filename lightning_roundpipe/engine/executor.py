@@ -399,7 +399,7 @@ class Executor:
         """Return what measures the call's memory in the first window."""
         if call.traced is None:
             return None
-        self.worker.land()
+        self.worker.wait_until_idle()
         return PeakMemoryMeter(self.device, given)
 
     @contextlib.contextmanager

@@ -151,7 +151,7 @@ class ManualMicrobatch(Microbatch):
             self._random = CallerRandomState([])
         super()._close_section()
 
-    def passed_by(self, master: nn.Parameter, grad: Tensor, layer: str = "") -> bool:
+    def take_bypassed_grad(self, master: nn.Parameter, grad: Tensor, layer: str = "") -> bool:
         """Leave a gradient that reached ``master`` itself to autograd, which adds it to ``.grad``."""
         return False
 

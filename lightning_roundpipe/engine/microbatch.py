@@ -127,7 +127,7 @@ class Microbatch:
         context = self.context
         return UserCodeMode(
             context.model.bucket_of, self._read_master, context.model.formats, train=True,
-            accelerator=context.pool.accelerator, devices=context.pool.devices, aside=self._aside,
+            accelerator=context.pool.accelerator, devices=context.pool.devices, run_unlocked=self._run_unlocked,
             buffers=context.model.buffers, targets=TargetCounts() if self.spec.weights.counts_targets else None,
         )  # fmt: skip
 
@@ -344,7 +344,7 @@ class Microbatch:
         with self._outside():
             self._wait_for(what, version)
 
-    def _aside(self, wait: Callable[[], Any]) -> Any:
+    def _run_unlocked(self, wait: Callable[[], Any]) -> Any:
         """Wait for a device while others run. A microbatch behind this one cannot come to the same code meanwhile."""
         if self._draws or not self._in_user_code:
             return wait()
@@ -391,7 +391,7 @@ class Microbatch:
             torch.autograd.graph.increment_version(mine)
             layer.assert_unmodified()
         if (updates := self.spec.updates) is not None:
-            self._aside(updates.settle)
+            self._run_unlocked(updates.settle)
         layer.reattach()
         layer.bucket.refresh()
         layer.snapshot()
@@ -433,28 +433,25 @@ class Microbatch:
         proxy = self.mode.proxies.of(master)
         return proxy if proxy.device == device else self.mode.proxies.on(proxy, device)
 
-    def passed_by(self, master: nn.Parameter, grad: Tensor, layer: str = "") -> bool:
+    def take_bypassed_grad(self, master: nn.Parameter, grad: Tensor, layer: str = "") -> bool:
         """Take a gradient that autograd is about to accumulate into ``master`` itself; see `bypassed_gradients`.
 
         ``layer``: the layer whose backward this is; "": that of user code.
         """
-        bucket, spec = self.context.model.bucket_of.get(id(master)), self.spec
-        if bucket is not None:
-            known = bucket in self.context.learned.read_by_user_code
-            copied = bucket.read(master) is not master
-            if copied or master._backward_hooks or (not known and not spec.undisturbed):
-                if layer:
-                    raise RoundPipeError(
-                        f"layer {layer!r} computes with parameter {self.context.model.name_of(master)!r} of another "
-                        "module, which did not show in the first batch. Pass the parameter to the layer."
-                    )
-                raise RoundPipeError(
-                    f"code uses parameter {self.context.model.name_of(master)!r} itself, by another way than a torch "
-                    "function, while the step computes with a copy of it, the optimizer may change it, or a hook on it "
-                    "waits for its whole gradient. Give it parameter.clone() instead."
-                )
-            self.read.add(bucket)
-        self.mode.proxies.passed(master, grad)
+        bucket = self.context.model.bucket_of[id(master)]
+        known = self.spec.undisturbed or bucket in self.context.learned.read_by_user_code
+        if bucket.read(master) is not master or master._backward_hooks or not known:
+            name = self.context.model.name_of(master)
+            raise RoundPipeError(
+                f"layer {layer!r} computes with parameter {name!r} of another module, which did not show in the first "
+                "batch. Pass the parameter to the layer."
+                if layer
+                else f"code uses parameter {name!r} itself, by another way than a torch function, while the step "
+                "computes with a copy of it, the optimizer may change it, or a hook on it waits for its whole "
+                "gradient. Give it parameter.clone() instead."
+            )
+        self.read.add(bucket)
+        self.mode.proxies.add_bypassed(master, grad)
         return True
 
     # -- turns --------------------------------------------------------------------------------------------------------
@@ -735,7 +732,7 @@ class Microbatch:
                 self._activations.bring_ahead(following, device, worker.room)
                 gradients = self.context.executors[worker.index].backward(
                     call, slot, inputs, arriving, self.mode.proxies.factor, self.runner,
-                    Inside(layer.name, functools.partial(self.passed_by, layer=layer.name)),
+                    Inside(layer.name, functools.partial(self.take_bypassed_grad, layer=layer.name)),
                 )  # fmt: skip
             del inputs, arriving
             self._activations.drop(device, following)

@@ -401,7 +401,7 @@ class Worker:
         """Return what is woken when all gradients are on their way."""
         return self.sender.submit(lambda: None).waiter
 
-    def land(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until nothing computes, and let go of what was computed with."""
         self.device.compute.synchronize()
         while self._in_flight:

@@ -13,7 +13,7 @@ functions. Some uses are not such calls:
       the loss's own backward, manual optimization, code outside of a step ── to ``.grad``, as usual ── [2]
 
 Such code has read the master. If the step computes with another copy of it, or if it may be written to meanwhile, [1]
-is refused (`Microbatch.passed_by`).
+is refused (`Microbatch.take_bypassed_grad`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Lender(Protocol):
 
     def lend(self, master: nn.Parameter, device: torch.device) -> Tensor: ...
 
-    def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool: ...
+    def take_bypassed_grad(self, master: nn.Parameter, grad: Tensor) -> bool: ...
 
 
 class Borrowing(TorchFunctionMode):
@@ -146,11 +146,11 @@ class Accumulators:
 
 def _arriving(master: nn.Parameter, grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
     """Return the gradients for the accumulator; None leaves them as they are."""
-    passed_by = getattr(context_of_thread(), "passed_by", None)
-    if passed_by is None or grads[0] is None:
+    take_bypassed_grad = getattr(context_of_thread(), "take_bypassed_grad", None)
+    if take_bypassed_grad is None or grads[0] is None:
         return None  # [2]
     with torch._C.DisableTorchFunction():  # user code's mode is active in its backward
-        return (None,) if passed_by(master, grads[0]) else None
+        return (None,) if take_bypassed_grad(master, grads[0]) else None
 
 
 @shared_context

@@ -85,21 +85,21 @@ class Inside:
 
     Args:
         name: name of the layer.
-        passed_by: the microbatch's ``passed_by``, in a backward.
+        take_bypassed_grad: the microbatch's ``take_bypassed_grad``, in a backward.
     """
 
-    def __init__(self, name: str, passed_by: Callable[[nn.Parameter, Tensor], bool] | None = None) -> None:
+    def __init__(self, name: str, take_bypassed_grad: Callable[[nn.Parameter, Tensor], bool] | None = None) -> None:
         self.name = name
-        self._passed_by = passed_by
+        self._take_bypassed_grad = take_bypassed_grad
 
-    def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
+    def take_bypassed_grad(self, master: nn.Parameter, grad: Tensor) -> bool:
         """Take a gradient that autograd is about to accumulate into ``master``; see `bypassed_gradients`."""
-        if self._passed_by is None:
+        if self._take_bypassed_grad is None:
             raise RoundPipeError(
                 f"layer {self.name!r} runs a backward in its forward that reaches a parameter of shape "
                 f"{tuple(master.shape)} which is not its own. Pass the parameter to the layer, or detach it."
             )
-        return self._passed_by(master, grad)
+        return self._take_bypassed_grad(master, grad)
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise RoundPipeError(

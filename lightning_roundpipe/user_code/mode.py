@@ -68,7 +68,7 @@ class UserCodeMode(TorchFunctionMode):
         train: whether to replace masters; evaluation only follows devices and dtypes.
         accelerator: the device type that host tensors move to; None if host and device are the same.
         devices: devices that host tensors move to.
-        aside: runs a wait for a device while other microbatches may run user code.
+        run_unlocked: runs a wait for a device while other microbatches may run user code.
         buffers: the layers' buffers; pending values are settled before user code reads a buffer.
         targets: counts the targets of mean cross entropies; None if nobody asks.
 
@@ -89,7 +89,7 @@ class UserCodeMode(TorchFunctionMode):
         train: bool,
         accelerator: str | None,
         devices: Sequence[Device] = (),
-        aside: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
+        run_unlocked: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
         buffers: HostBuffers | None = None,
         targets: TargetCounts | None = None,
     ) -> None:
@@ -97,7 +97,7 @@ class UserCodeMode(TorchFunctionMode):
         leave_untraced(type(self).__torch_function__)
         self._counts_targets = targets is not None
         self.targets = targets or TargetCounts()
-        self.targets.read = partial(number_of, aside=aside)
+        self.targets.read = partial(number_of, run_unlocked=run_unlocked)
         self.proxies = Proxies(read)
         self._read = read
         self.returning = self.met_others = False
@@ -109,7 +109,7 @@ class UserCodeMode(TorchFunctionMode):
         self._accelerator = accelerator
         self._formats = formats or Formats()
         self._replaces = train or self._formats.low is not None or bool(self._formats.hidden)
-        self._aside = aside
+        self._run_unlocked = run_unlocked
         self._buffers = HostBuffers() if buffers is None else buffers
         self._bringer = HostToDeviceCopier(accelerator, devices)
 
@@ -189,7 +189,7 @@ class UserCodeMode(TorchFunctionMode):
         found = (self._buffers.awaits(leaf) for leaf in tree_iter(given) if isinstance(leaf, Tensor))
         if buffer := next(filter(None, found), ""):
             self.met_buffer = buffer
-            self._aside(self._buffers.settle)
+            self._run_unlocked(self._buffers.settle)
 
     def _call(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._accelerator is not None:
@@ -197,7 +197,7 @@ class UserCodeMode(TorchFunctionMode):
                 return brought
             args, kwargs = self._on_one_device(name, args, kwargs)
             if waits(name, args, kwargs, self._accelerator):
-                return self._aside(lambda: func(*args, **kwargs))
+                return self._run_unlocked(lambda: func(*args, **kwargs))
         return func(*args, **kwargs)
 
     def given_to_function(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -310,8 +310,8 @@ class UserCodeMode(TorchFunctionMode):
                 return tensor
             if tensor.is_leaf and tensor.requires_grad and home.type != self._accelerator:
                 return self.proxies.on(tensor, where)
-            aside = self._aside if where.type != self._accelerator else (lambda bring: bring())
-            moved: Tensor = aside(lambda: self._bringer.bring(tensor, where))
+            run_unlocked = self._run_unlocked if where.type != self._accelerator else (lambda bring: bring())
+            moved: Tensor = run_unlocked(lambda: self._bringer.bring(tensor, where))
             return moved
 
         out = kwargs.get("out")
@@ -320,11 +320,11 @@ class UserCodeMode(TorchFunctionMode):
         return moved, {k: v if v is out else tree_map_only(Tensor, follow, v) for k, v in kwargs.items()}
 
 
-def number_of(count: Tensor, *, aside: Callable[[Callable[[], Any]], Any]) -> float:
-    """Return ``count``, for which the host may have to wait: on a GPU, by way of ``aside``."""
+def number_of(count: Tensor, *, run_unlocked: Callable[[Callable[[], Any]], Any]) -> float:
+    """Return ``count``, for which the host may have to wait: on a GPU, by way of ``run_unlocked``."""
     if count.device.type == "cpu":
         return float(count)
-    return float(aside(lambda: float(count)))
+    return float(run_unlocked(lambda: float(count)))
 
 
 def _written_by(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

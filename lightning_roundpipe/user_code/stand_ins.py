@@ -20,7 +20,7 @@ class Proxies:
         """Factor by which the gradients are yet to be multiplied."""
         self._read = read
         self._known: dict[int, tuple[nn.Parameter, Tensor]] = {}
-        self._passed: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self._bypassed: dict[int, tuple[nn.Parameter, Tensor]] = {}
         """Gradients that autograd brought to a master itself, by id of the master."""
         self._moved: dict[tuple[int, torch.device], Tensor] = {}
 
@@ -47,15 +47,15 @@ class Proxies:
         ids = {id(tensor) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)}
         return [master for master, proxy in self._known.values() if id(proxy) in ids]
 
-    def passed(self, master: nn.Parameter, grad: Tensor) -> None:
+    def add_bypassed(self, master: nn.Parameter, grad: Tensor) -> None:
         """Add ``grad``, which autograd brought to ``master`` itself rather than to the stand-in."""
-        known = self._passed.get(id(master))
-        self._passed[id(master)] = master, grad if known is None else known[1] + grad
+        known = self._bypassed.get(id(master))
+        self._bypassed[id(master)] = master, grad if known is None else known[1] + grad
 
     def gradients(self, masters: Container[int] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield masters and their gradients, a master possibly twice; all of them, or those with ids in ``masters``."""
         found = [(master, proxy.grad) for master, proxy in self._known.values()]
-        for master, grad in (*found, *self._passed.values()):
+        for master, grad in (*found, *self._bypassed.values()):
             if grad is not None and (masters is None or id(master) in masters):
                 grad = grad.to(master.dtype)
                 yield master, grad if self.factor == 1.0 else grad * self.factor
