@@ -13,6 +13,7 @@ from harness import ours, run, single
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 
+import lightning_roundpipe.train  # noqa: F401  its resolvers are in the configuration
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices import host_memory, make_devices

@@ -11,7 +11,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -163,9 +163,10 @@ def whole(least: int = 1, most: int = 2**31) -> Reader:
 
 def seconds(text: str, name: str) -> float:
     """Return a number of seconds, at least 0."""
-    if not re.fullmatch(r"\d+(\.\d*)?(e-?\d+)?", text):
-        raise ValueError(f"{name}={text} must be a number of seconds, at least 0.")
-    return float(text)
+    with suppress(ValueError):
+        if 0 <= (value := float(text)) < float("inf"):
+            return value
+    raise ValueError(f"{name}={text} must be a number of seconds, at least 0.")
 
 
 def positive(text: str, name: str) -> float:

@@ -101,7 +101,9 @@ def plan_cells(cells: Sequence[Cell]) -> list[Cell]:
     processes = min(len(cells), cores(), _MOST_PROCESSES)
     if processes == 1:
         return [plan_cell(cell) for cell in track(cells, **shown)]  # type: ignore[arg-type]
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=_end_quietly) as pool:
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # torch is imported once for all of them
+    with ProcessPoolExecutor(processes, context, initializer=_end_quietly) as pool:
         return list(track(pool.map(plan_cell, cells), **shown))  # type: ignore[arg-type]
 
 

@@ -212,13 +212,13 @@ class _Tries:
         The host's memory is assumed to grow with the number of GPUs.
         """
         wish, found = self._wish, self._outlook
-        named = wish.gpu or re.fullmatch(r"(.+\d)x\d+", wish.hardware or "")
-        if found.fits_host or not found.fits_device or wish.host_memory or wish.workers or not named:
+        if found.fits_host or not found.fits_device or wish.host_memory or wish.workers or found.hardware.emulated:
             return
+        named = None if is_path(wish.hardware or "") else re.fullmatch(r"([^+]+?)(?:(?<=\d)x\d+)?", wish.hardware or "")
         for count in (found.workers * 2**n for n in range(1, 4) if found.workers * 2**n <= _MOST_GPUS):
-            if isinstance(named, str):
+            if wish.gpu is not None:
                 yield {"gpus": count}
-            elif "+" not in named[1] and not is_path(named[1]):
+            elif named:
                 yield {"hardware": f"{named[1]}x{count}"}
 
     def _adapters(self) -> tuple[str, ...]:
