@@ -26,10 +26,10 @@ from lightning.pytorch import LightningModule
 
 from lightning_roundpipe.batches.logs import recorded_logs, repeat_logs
 from lightning_roundpipe.config import Options
+from lightning_roundpipe.devices.thread_owner import context_of_thread
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.engine.evaluation import Batch
 from lightning_roundpipe.trainer.lookahead import LookAhead, look_ahead
-from lightning_roundpipe.user_code.interception import current
 
 
 class EvaluationWindow:
@@ -121,7 +121,7 @@ class EvaluationWindow:
 
     def _run(self, args: tuple[Any, ...]) -> Any:
         """Run the step on a batch's thread."""
-        self._thread.logs = current().logs
+        self._thread.logs = context_of_thread().logs
         try:
             return getattr(self._module, self._kind[0])(*args)
         finally:
