@@ -133,8 +133,9 @@ class Batch(Microbatch):
     def _run(self, function: Callable[[], Any]) -> None:
         with working(self), self.spec.thread_state.entered(), self.mode:
             self.output = self._run_user_code(function)
-            for bucket in self.context.model.buckets if self._writes else ():
-                bucket.refresh()
+            with torch._C.DisableTorchFunction():
+                for bucket in self.context.model.buckets if self._writes else ():
+                    bucket.refresh()
             self.kept.end()
             self.done = [device.compute.record() for device in self._used]
 
@@ -216,7 +217,8 @@ class Batch(Microbatch):
         self._used.add(self.device)
         if self._writes:
             self.device.weights_up.synchronize()
-            layer.bucket.join()
+            with torch._C.DisableTorchFunction():
+                layer.bucket.join()
         return result
 
     def _forward(self, call: LayerCall, *, taped: bool) -> tuple[Any, Run, Worker]:

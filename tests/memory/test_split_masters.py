@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.memory.flat_params import FlatBuffer
 from lightning_roundpipe.optim.split_masters import SplitTensor
 
@@ -73,15 +75,21 @@ class Net(LightningModule):
         return cls(self.parameters(), lr=lr)
 
 
-def fit(precision: str, *callbacks: Callback, module: Net | None = None, epochs: int = 2, **options: object) -> Net:
+def fit(
+    precision: str, *callbacks: Callback, module: Net | None = None, epochs: int = 2, save: Path | None = None,
+    resume: Path | None = None,
+) -> Net:  # fmt: skip
     module = module or Net()
     torch.manual_seed(1)
     data = DataLoader(TensorDataset(torch.randn(48, 24), torch.randint(0, 3, (48,))), batch_size=6)
-    Trainer(
+    trainer = Trainer(
         strategy="roundpipe", accelerator="cpu", devices=2, precision=precision, max_epochs=epochs, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
-        accumulate_grad_batches=2, **options,
-    ).fit(module, data, data)  # type: ignore[arg-type]  # fmt: skip
+        accumulate_grad_batches=2,
+    )  # type: ignore[arg-type]  # fmt: skip
+    trainer.fit(module, data, data, ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
     return module
 
 
@@ -119,6 +127,76 @@ class Counts(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         flats = [flat for layer in trainer.strategy._engine.model.layers for flat in layer.flats]
         self.sharing = sum(flat.shares for flat in flats)
+
+
+class Writes(Net):
+    """Writes to weights in evaluations by their ``.data``, and restores one."""
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.layers[0][0].weight.data.mul_(0.999)
+        before = self.head.weight.data.clone()
+        self.head.weight.data.mul_(0.5)
+        super().validation_step(batch, index)
+        self.head.weight.data.copy_(before)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_evaluations_may_write_to_weights(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = fit(precision, module=Writes())
+    apart(monkeypatch)
+    separate = fit(precision, module=Writes())
+    assert shared.evaluated == separate.evaluated
+    assert torch.allclose(values(shared), values(separate), rtol=2**-22, atol=0.0)
+
+
+class Holds(Callback):
+    """Keeps the memory of a weight from the first validation on, and sees it change."""
+
+    def __init__(self) -> None:
+        self.held: list[Tensor] = []
+        self.seen: list[float] = []
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if not trainer.sanity_checking and not self.held:
+            self.held = [module.layers[0][0].weight.data]
+        self.seen += [weight.double().sum().item() for weight in self.held]
+
+
+def test_memory_that_user_code_holds_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, holds = Counts(), [Holds(), Holds()]
+    fit("bf16-mixed", counts, holds[0], epochs=3)
+    assert counts.sharing == 4
+    apart(monkeypatch)
+    fit("bf16-mixed", holds[1], epochs=3)
+    assert holds[0].seen == pytest.approx(holds[1].seen, rel=1e-9)
+    assert len(set(holds[0].seen)) > 1
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_a_resumed_run_is_equal_to_the_bit(precision: str, tmp_path: Path) -> None:
+    whole = fit(precision, epochs=2)
+    fit(precision, epochs=1, save=tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=False)["state_dict"]
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    assert torch.equal(values(whole), values(fit(precision, epochs=2, resume=tmp_path / "a.ckpt")))
+
+
+class WritesLate(Net):
+    """Writes to a weight in a training_step behind the first one."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        if index >= 6:
+            with torch.no_grad():
+                self.head.weight.mul_(0.5)
+        return super().training_step(batch, index)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_a_late_write_in_training_step_is_refused(precision: str) -> None:
+    module = WritesLate()
+    with pytest.raises(RoundPipeError, match="write to parameters between steps"):
+        fit(precision, module=module)
+    assert values(module).isfinite().all()
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
