@@ -44,7 +44,7 @@ from lightning_roundpipe.planning.timing import PERIOD_STEPS, Timing
 SEARCH_SECONDS = 10.0
 """The default length of a search. It is a measure of work: no clock ends a search."""
 
-_WORK_PER_SECOND = 0.375
+_WORK_PER_SECOND = 0.5
 """Work in estimated seconds of an ordinary core, for each second. A search where memory decides takes several times so
 much, and the judge some."""
 _SEEDING = 0.4
