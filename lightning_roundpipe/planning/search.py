@@ -383,7 +383,7 @@ class _PlanSearch:
             return self._allowed(shape, near.plans(self._chosen(len(near))))
         numbers, found, count = self._random.permutation(len(near)), [], 0
         for at in range(0, len(near), _NEAR):
-            if count >= _NEAR or self._timing.is_over():
+            if count >= _NEAR or (found and self._timing.is_over()):
                 break
             found.append(self._allowed(shape, near.plans(numbers[at : at + _NEAR])))
             count += len(found[-1])
