@@ -35,9 +35,10 @@ class Row:
     Args:
         name: the choice of conf/model.
         title: as people call it.
-        how: ``"full"``, ``"LoRA"`` or ``"QLoRA"``.
+        how: ``"full"``, ``"LoRA"`` or ``"QLoRA"``, and what is unusual.
         host: GiB of the host's memory.
         lora: the choice of conf/lora.
+        optimizer_state: form of AdamW's moments.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Row:
     how: str
     host: int
     lora: str = "none"
+    optimizer_state: str = "fp32"
 
     def wish(self, kind: str, gpus: int, size: int) -> Wish:
         return Wish(
@@ -55,7 +57,8 @@ class Row:
             gpus=gpus,
             host_memory=self.host * GIB,
             lora=self.lora,
-            precision="bf16-mixed" if self.how == "full" else "bf16-true",
+            optimizer_state=self.optimizer_state,
+            precision="bf16-mixed" if self.how.startswith("full") else "bf16-true",
             sequence_length=2048,
             microbatch_size=size,
             microbatches=SEQUENCES // size,
@@ -69,7 +72,8 @@ class Row:
 ROWS = (
     Row("llama3_1_8b", "Llama-3.1-8B", "full", 192),
     Row("llama3_1_8b", "Llama-3.1-8B", "LoRA", 64, "all_linear"),
-    Row("qwen3_32b", "Qwen3-32B", "full", 768),
+    Row("qwen3_32b", "Qwen3-32B", "full", 512),
+    Row("qwen3_32b", "Qwen3-32B", "full, int8 moments", 384, optimizer_state="int8"),
     Row("qwen3_32b", "Qwen3-32B", "LoRA", 128, "all_linear"),
     Row("qwen3_32b", "Qwen3-32B", "QLoRA", 64, "all_linear"),
     Row("llama3_1_70b", "Llama-3.1-70B", "LoRA", 192, "all_linear"),

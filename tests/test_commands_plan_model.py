@@ -50,8 +50,8 @@ def test_json_says_all_that_the_table_does(command: Any) -> None:
         assert 0 < needed == sum(item["bytes"] for item in items) <= found[memory]["limit_bytes"]
     weights = found["parameters"]
     host = {item["name"]: item["bytes"] for item in found["host_memory"]["items"]}
-    assert host["trained weights, fp32"] == host["gradients, fp32"] == 4 * weights
-    assert host["their working copy in compute precision"] == 2 * weights
+    assert host["trained weights, fp32, with their working copy"] == 4 * weights
+    assert sum(nbytes for name, nbytes in host.items() if name.startswith("gradients")) == 4 * weights  # few layers
     assert host["AdamW's two moments, fp32"] == 8 * weights
 
 

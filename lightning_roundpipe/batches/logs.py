@@ -4,7 +4,8 @@
 recorded. The loop's thread then calls it with them, batch by batch, in the same order and within the same hook. Values
 are copies, as user code may write to a tensor that it has logged.
 
-``Metric._forward_cache``, the value that ``on_step`` shows, is a private name of torchmetrics.
+``Metric._forward_cache``, the value that ``on_step`` shows, is a private name of torchmetrics, and ``trainer._results``
+one of Lightning.
 """
 
 from __future__ import annotations
@@ -88,8 +89,11 @@ class _Download:
 
 
 @contextlib.contextmanager
-def recorded_logs(owner: type, current: Callable[[], LogRecorder | None]) -> Iterator[None]:
-    """Record what threads log by ``owner``, Lightning's class of modules, in ``current()``, their recorder, if any."""
+def recorded_logs(owner: type, current: Callable[[], LogRecorder | None], results: Any = None) -> Iterator[None]:
+    """Record what threads log by ``owner``, Lightning's class of modules, in ``current()``, their recorder, if any.
+
+    A bound method that user code has kept from before reaches ``results``, the loop's ``trainer._results``.
+    """
     own: Callable[..., None] = owner.log  # type: ignore[attr-defined]
     signature = inspect.signature(own)
 
@@ -100,8 +104,18 @@ def recorded_logs(owner: type, current: Callable[[], LogRecorder | None]) -> Ite
         given = signature.bind(*args, **kwargs).arguments
         recorder.log(functools.partial(own, given.pop("self")), **given)
 
-    with replaced(owner, log=log):
-        yield
+    def log_result(fx: str, name: str, value: Any, **given: Any) -> None:
+        if (recorder := current()) is not None:
+            recorder.log(functools.partial(type(results).log, results, fx), name, value, **given)
+
+    if results is not None:
+        results.log = log_result
+    try:
+        with replaced(owner, log=log):
+            yield
+    finally:
+        if results is not None:
+            del results.log
 
 
 def repeat_logs(parts: Sequence[LogRecorder], weights: Sequence[float] = (1.0,)) -> None:

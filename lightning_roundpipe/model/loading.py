@@ -31,7 +31,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging as hf_logging
 
 from lightning_roundpipe.messages import first_line, plural
 from lightning_roundpipe.model import quantize
@@ -425,10 +424,9 @@ def _forget_quantisation(model: PreTrainedModel) -> None:
 @contextmanager
 def _reading(path: Path, setting: str, remedy: str) -> Iterator[None]:
     """Hide Hugging Face's progress bars, and turn errors about a broken file into one with a remedy."""
-    bars = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        yield
+        with quantize.without_progress_bars():
+            yield
     except UnfitModelError:
         raise
     except Exception as error:
@@ -436,6 +434,3 @@ def _reading(path: Path, setting: str, remedy: str) -> Iterator[None]:
         raise ValueError(
             f"{setting}: {path} ({size}) cannot be read: {first_line(error)}. It may be cut short; repair: {remedy}"
         ) from error
-    finally:
-        if bars:
-            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -12,13 +12,15 @@ Nothing here depends on the strategy.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
 
 from lightning_roundpipe.extras import need
 from lightning_roundpipe.model.quantized import is_packed
@@ -142,12 +144,24 @@ def quantize(model: PreTrainedModel, quantization: str, *, double_quantization: 
     check_quantization(quantization)
     _refuse_unfit(model)
     packing = quantize_loader.configuration(quantization, double_quantization, model.dtype)
-    with quantize_loader.installed():
+    with quantize_loader.installed(), without_progress_bars():
         made: PreTrainedModel = type(model).from_pretrained(
             None, config=model.config, state_dict=model.state_dict(), dtype=model.dtype, device_map="cpu",
             quantization_config=packing,
         )  # fmt: skip
     return made
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Hide Hugging Face's progress bars."""
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if bars:
+            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _refuse_unfit(model: nn.Module) -> None:

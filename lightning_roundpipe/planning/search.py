@@ -381,7 +381,8 @@ class _PlanSearch:
         near = Neighbours(shape.forward, sizes, self._limits.max_fused + 1)
         if self._table is None or len(near) <= _NEAR:
             return self._allowed(shape, near.plans(self._chosen(len(near))))
-        numbers, found, count = self._random.permutation(len(near)), [], 0
+        numbers, count = self._random.permutation(len(near)), 0
+        found: list[Sizes] = []
         for at in range(0, len(near), _NEAR):
             if count >= _NEAR or (found and self._timing.is_over()):
                 break

@@ -108,7 +108,7 @@ class Window:
         functions = [functools.partial(self._step, m) for m in range(len(self._functions))]
         before, epoch.batch_progress = epoch.batch_progress, self._progress  # type: ignore[assignment]
         try:
-            with recorded_logs(LightningModule, engine.current_log):
+            with recorded_logs(LightningModule, engine.current_log, self._trainer._results):
                 self._result = result = engine.train_window(functions, self._weights, seed, zero_grad=zero_grad)
         finally:
             epoch.batch_progress = before

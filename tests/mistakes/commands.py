@@ -26,7 +26,7 @@ COMMANDS = [
         "a choice that there is not",
         "roundpipe-train: there is no …. Did you mean …?",
         "There are …",
-        (command("experiment=smolm2_lora"), command("model=qwen3_8b"), command("lora=all")),
+        (command("experiment=smolm2_lora"), command("model=qwen3_9b"), command("lora=all")),
     ),
     Mistake(
         SECTION,

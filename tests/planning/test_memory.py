@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,3 +110,23 @@ def test_the_host_holds_each_number_once() -> None:
     same = host_items(plan, frozen, Parameters(1000, 0, 4))
     assert [item.nbytes for item in same] == [4000, 4000, 8000, 3 * 5]  # masters are what is copied
     assert same[0].locked
+
+
+@pytest.mark.parametrize(
+    ("form", "weight", "moments"), [("fp32", 4, 8.0), ("bf16", 4, 4.0), ("int8", 4, 2 * (1 + 4 / 256))]
+)
+def test_forms_of_moments_and_gradients_in_flight(form: str, weight: int, moments: float) -> None:
+    layers, each = 40, 10_000
+    trained = layers * each
+    costs = Costs(tuple(call(str(i), gradients=4 * each) for i in range(layers)))
+    plan = Plan.per_call(layers, 4)
+    known = Parameters(trained, 0, 2, optimizer_state=form, shares=True, by_layer=True)
+    one_round = {item.name: item.nbytes for item in host_items(plan, costs, known, workers=1, microbatches=4)}
+    boundaries = sum(nbytes for name, nbytes in one_round.items() if name.startswith("boundary"))
+    in_flight = 4 * 4 * each  # of two layers a worker, and two more
+    first_window = 4 * trained
+    assert sum(one_round.values()) - boundaries == weight * trained + max(
+        math.ceil(moments * trained) + in_flight, first_window
+    )
+    rounds = host_items(plan, costs, known, workers=1, microbatches=8)
+    assert next(item.nbytes for item in rounds if item.name == "gradients, fp32") == 4 * trained
