@@ -6,9 +6,10 @@ and as the engine does it, where small ones that are there together share a call
 cost nothing over one step of everything: a goal of 1.0. Against it works that each call costs some Python, the more
 because the layer before has driven everything else from the caches; so there are layers of three sizes.
 
-Two more sides are for comparison: with weights that travel in bf16, which are cast after each update, and what users
-mostly write, ``AdamW(...)`` without ``fused``. The sides take turns in random order and have parameters, gradients and
-state in common: where memory lies alone makes a tenth.
+More sides are for comparison: with weights that travel in bf16, which are cast after each update, beside them or in the
+same memory, where moments may be packed, too; and what users mostly write, ``AdamW(...)`` without ``fused``. The sides
+take turns in random order, and those with moments in fp32 beside their copies have parameters, gradients and state in
+common: where memory lies alone makes a tenth.
 
 Beside other work it needs ``OMP_WAIT_POLICY=passive``, or torch's threads wait for cores that others have and each side
 takes ten times as long.
@@ -30,11 +31,12 @@ from common import parser_of, show
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from lightning_roundpipe.config import Emulation
+from lightning_roundpipe.config import OPTIMIZER_STATES, Emulation
 from lightning_roundpipe.devices import intraop_threads, make_devices
 from lightning_roundpipe.memory.dtypes import Formats
-from lightning_roundpipe.memory.grad_buffers import HostGradBuffers, HostGradSums, Reduction
+from lightning_roundpipe.memory.grad_buffers import GradientPool, HostGradBuffers, HostGradSums, Reduction
 from lightning_roundpipe.memory.host_layer import host_layers, make_buckets
+from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates import async_optimizer
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 from lightning_roundpipe.updates.loss_handle import StepGradients
@@ -70,12 +72,14 @@ class Engine:
 
     def __init__(self, shape: dict[str, int]) -> None:
         [self._device] = make_devices("cpu", [torch.device("cpu")], Emulation())
-        self.layers = host_layers(modules(**shape), self._device, Formats(), apart=False, mapped=())
+        formats = Formats()
+        self.layers = host_layers(modules(**shape), self._device, formats, apart=False, mapped=())
         self.masters = [master for layer in self.layers for master in layer.masters]
-        self._buckets = make_buckets(self.layers, self.masters)
+        self._buckets = make_buckets(self.layers, self.masters, formats)
         self._optimizer: Optimizer | None = None
         self._updates = async_optimizer.AsyncOptimizer(self._buckets, lambda: self._optimizer)
-        self._buffers = [HostGradBuffers(layer, self._device, NOTHING_ADDED) for layer in self.layers]
+        pool = GradientPool(self._device, 2**40)
+        self._buffers = [HostGradBuffers(layer, pool, self._device, NOTHING_ADDED) for layer in self.layers]
         self._came = lambda: None
         gradients = {key: g for sums in self._sums() for key, g in sums.take(1.0).items()}
         for master in self.masters:
@@ -84,19 +88,22 @@ class Engine:
     def _sums(self) -> list[HostGradSums]:
         sums = [buffers.begin() for buffers in self._buffers]
         for each in sums:
+            each.make_room(CancelScope(lambda: None))
             each.present = [True] * len(each.present)
         return sums
 
-    def submit(self, optimizer: Optimizer, piece: int, *, cast: bool) -> None:
+    def submit(self, optimizer: Optimizer, piece: int, *, cast: bool, form: str | None) -> None:
         """A step whose gradients are still to come.
 
         Args:
             piece: parameters of one call; 0: one layer.
             cast: whether weights travel in bf16.
+            form: how moments are kept, if weights and their copies share memory.
         """
-        async_optimizer.PIECE = piece
+        async_optimizer.PIECE, self._updates._form = piece, form or "fp32"
+        share = form is not None
         for layer in self.layers:
-            layer.round(dict.fromkeys(range(len(layer.masters)), torch.bfloat16) if cast else {})
+            layer.round(dict.fromkeys(range(len(layer.masters)), torch.bfloat16) if cast else {}, share=share)
         readiness = GradReadiness(self._buckets)
         batch = StepGradients(self._sums(), [], 1.0, readiness)
         batch.differentiated(1.0)
@@ -139,17 +146,25 @@ def compute() -> None:
 def sides_of(engine: Engine) -> dict[str, Side]:
     plain, fused = (AdamW(engine.masters, weight_decay=0.1, fused=choice) for choice in (None, True))
     fused.state = plain.state
+    packed = {form: AdamW(engine.masters, weight_decay=0.1) for form in OPTIMIZER_STATES}
     as_it_is = async_optimizer.PIECE
 
-    def ours(piece: int, *, cast: bool = False) -> Side:
-        return Side(engine.finish, lambda: engine.submit(plain, piece, cast=cast))
+    def prepare() -> None:
+        for layer in engine.layers:
+            layer.round({})
+        compute()
+
+    def ours(piece: int, *, cast: bool = False, form: str | None = None) -> Side:
+        optimizer = plain if form is None else packed[form]
+        return Side(engine.finish, lambda: engine.submit(optimizer, piece, cast=cast, form=form))
 
     return {
         "the engine, layer by layer": ours(0),
         "the engine, as it is": ours(as_it_is),
         "the same, with bf16 copies": ours(as_it_is, cast=True),
-        REFERENCE: Side(fused.step, compute),
-        "AdamW().step()": Side(plain.step, compute),
+        **{f"in 4 bytes, moments in {form}": ours(as_it_is, cast=True, form=form) for form in OPTIMIZER_STATES},
+        REFERENCE: Side(fused.step, prepare),
+        "AdamW().step()": Side(plain.step, prepare),
     }
 
 
