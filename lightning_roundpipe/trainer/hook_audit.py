@@ -15,8 +15,8 @@ A hook after the step may read ``.grad`` too: in plain training, the step's clip
 backward. So waiting for an update includes setting ``.grad``.
 
 The audit does not see code that Lightning does not call as a hook: a data set or ``collate_fn`` that runs the model in
-this process, a logger, a profiler, or the functions of a ``LambdaLR``. Nor does it see hooks on a parameter's
-``AccumulateGrad`` node, which Python cannot list.
+this process (under bf16 it may find NaN in place of weights, see `split_masters`), a logger, a profiler, or the
+functions of a ``LambdaLR``. Nor does it see hooks on a parameter's ``AccumulateGrad`` node, which Python cannot list.
 """
 
 from __future__ import annotations
