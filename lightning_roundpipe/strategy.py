@@ -664,7 +664,8 @@ class RoundPipeStrategy(SeveralMachines):
         plugin = self.checkpoint_io
         reader = plugin.checkpoint_io if isinstance(plugin, _WrappingCheckpointIO) else plugin
         if isinstance(reader, WholeCheckpointIO):
-            reader.maps = self._stepping is not None
+            module = self.lightning_module
+            reader.maps = module is not None and module.trainer.state.fn == TrainerFn.FITTING
         try:
             checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         except Exception as error:

@@ -243,7 +243,7 @@ def saves_much(folder: Path, resume: bool = False) -> dict[str, Any]:
     loaded, anonymous = 0, Anonymous()
 
     class SavesAtTheEnd(pl.Callback):
-        roundpipe_looks_away = ("on_train_batch_end",)
+        roundpipe_passive_hooks = ("on_train_batch_end",)
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             nonlocal loaded
@@ -252,6 +252,7 @@ def saves_much(folder: Path, resume: bool = False) -> dict[str, Any]:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             nonlocal grew
             if resume:
+                trainer.strategy._running()[1].settle()  # the first update copies the state
                 assert path.name not in Path("/proc/self/maps").read_text(), "the file is still in use"
             elif batch_idx == 2:
                 trainer.strategy._running()[1].settle()

@@ -47,14 +47,17 @@ class PartialOptimizer:
         masters: all parameters to be stepped. Some may be in no group of the optimizer.
         memory: returns where a master's numbers are. Default: its ``.data``.
         form: how moments are kept, one of `packed_moments.FORMS`.
+        mapped: ids of masters whose state lies in the file of a checkpoint. Their first step copies it.
     """
 
     def __init__(
         self, optimizer: Optimizer, masters: Sequence[nn.Parameter],
         memory: Callable[[nn.Parameter], Tensor | SplitTensor] = lambda master: master.data, form: str = FP32,
+        mapped: set[int] | None = None,
     ) -> None:  # fmt: skip
         self._optimizer, self._memory, self._form = unwrapped(optimizer), memory, form
         self._masters = {id(master): master for master in masters}
+        self._mapped = set() if mapped is None else mapped
         self._aliases: dict[int, nn.Parameter] = {}
         self._laid_out: tuple[Hyperparameters, dict[int, direct.KernelRow]] | None = None
 
@@ -78,7 +81,11 @@ class PartialOptimizer:
         """
         if self._laid_out is not None and self._laid_out[0] is hyperparameters:
             rows = self._laid_out[1]
+            if came := self._mapped & gradients.keys():
+                self._copy_state(came)
+                rows |= self._lay_out(hyperparameters, came)
         else:
+            self._copy_state(self._mapped & gradients.keys())
             rows = self._lay_out(hyperparameters, gradients)
         mine = list(map(rows.get, gradients))
         if direct.step(type(self._optimizer), hyperparameters.groups, mine, gradients.values()):
@@ -143,7 +150,7 @@ class PartialOptimizer:
         everyones = self._optimizer.state
         for key in keys:
             number, master = values.group_of.get(key), self._masters.get(key)
-            if number is None or master is None or not values.direct[number]:
+            if number is None or master is None or not values.direct[number] or key in self._mapped:
                 continue
             state = everyones.get(master)
             if not state:
@@ -154,6 +161,11 @@ class PartialOptimizer:
             if row := direct.row_of(number, values.groups[number], numbers, master.shape, state):
                 rows[key] = row
         return rows
+
+    def _copy_state(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            copy_state(self._optimizer.state.get(self._masters[key]))
+        self._mapped.difference_update(keys)
 
     def _alias(self, master: nn.Parameter, values: Tensor) -> nn.Parameter:
         """Return the master's alias [3]; create it again if user code has moved the master's memory."""
@@ -219,6 +231,12 @@ class PartialOptimizer:
         _refuse_writes(cls, "self.", given, vars(stand_in))
         for group, unstepped in zip(groups, before, strict=True):
             _refuse_writes(cls, "its group's ", unstepped, group)
+
+
+def copy_state(state: Any) -> None:
+    """Give the tensors in the state of a parameter memory of their own."""
+    if isinstance(state, dict):
+        state.update({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})
 
 
 def _has_momentum(state: Mapping[str, Any] | None) -> bool:

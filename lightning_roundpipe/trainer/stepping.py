@@ -25,6 +25,7 @@ from lightning_roundpipe.optim.clipping import Clip
 from lightning_roundpipe.optim.hyperparameters import Hyperparameters
 from lightning_roundpipe.optim.independence import goes_by_default_format, stepped_by_parameter
 from lightning_roundpipe.optim.packed_moments import FP32
+from lightning_roundpipe.optim.partial_optimizer import copy_state
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.trainer.hook_audit import (
     FlushOptimizer,
@@ -60,6 +61,8 @@ class Stepping:
         self._engine = engine
         self._inform = inform
         self._parameters = list(module.parameters())
+        self._state_is_mapped = False
+        """Whether the optimizer's state may lie in the file of a checkpoint."""
         self._listening: list[object] | None = None
         """The state of `listening` for which the way of stepping was chosen."""
         self._window = range(0)
@@ -170,17 +173,24 @@ class Stepping:
         self._keep_own_state()
 
     def loaded(self) -> None:
-        """Take note that the optimizer's state was loaded."""
+        """Take note that the optimizer's state was loaded, and may still lie in the file."""
+        self._state_is_mapped = True
         if self._listening is not None:  # otherwise the first batch decides who needs it
             self._keep_own_state()
 
     def _keep_own_state(self) -> None:
-        """Drop the state of parameters that other machines update."""
+        """Drop the state of parameters that other machines update. Copy the rest, if it lies in a checkpoint's file."""
+        mapped, self._state_is_mapped = self._state_is_mapped, False
+        updates = self._engine.updates
         for optimizer in self._optimizers:
             for parameter in list(optimizer.state):
                 owner = self._engine.owner_of(parameter) if isinstance(parameter, nn.Parameter) else None
                 if owner is not None and owner != self._engine.machine:
                     del optimizer.state[parameter]
+                elif mapped and updates is not None:
+                    updates.mapped.add(id(parameter))
+                elif mapped:
+                    copy_state(optimizer.state[parameter])
 
     def _now(self) -> list[object]:
         return listening(self._trainer, self._module, self._optimizers, self._parameters)

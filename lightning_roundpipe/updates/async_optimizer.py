@@ -199,6 +199,8 @@ class AsyncOptimizer:
         form: str = FP32,
     ) -> None:
         self._form = form
+        self.mapped: set[int] = set()
+        """Ids of the masters whose state lies in the file of a checkpoint, until their first update."""
         self._exchange, self._pool = exchange, pool
         self.keeps_gradients = True
         self.buckets = list(buckets)
@@ -436,7 +438,7 @@ class AsyncOptimizer:
         if self._partial_optimizer is None or self._partial_optimizer[0] is not optimizer:
             self._partial_optimizer = (
                 optimizer,
-                PartialOptimizer(optimizer, list(self._masters.values()), self._memory, self._form),
+                PartialOptimizer(optimizer, list(self._masters.values()), self._memory, self._form, self.mapped),
             )
         return self._partial_optimizer[1]
 
