@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -35,16 +35,16 @@ class Net(LightningModule):
 
 def fit(
     form: str, tmp: Path | None = None, *, epochs: int = 3, resume: Path | None = None, precision: str = "32-true",
-    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, callbacks: list[Callback] | None = None,
 ) -> tuple[Net, Trainer]:  # fmt: skip
     torch.manual_seed(1)
     x = torch.randn(96, 40)
     data = DataLoader(TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()), batch_size=12)
     module = Net(optimizer)
     trainer = Trainer(
-        strategy=RoundPipeStrategy(optimizer_state=form, **options), accelerator="cpu", devices=2, max_epochs=epochs,
+        strategy=RoundPipeStrategy(optimizer_state=form), accelerator="cpu", devices=2, max_epochs=epochs,
         precision=precision, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_model_summary=False, callbacks=callbacks,
     )  # type: ignore[arg-type]  # fmt: skip
     trainer.fit(module, data, ckpt_path=resume)
     if tmp is not None:
@@ -81,6 +81,39 @@ def test_a_resumed_run_is_equal_to_the_bit(form: str, tmp_path: Path) -> None:
     resumed, trainer = fit(form, epochs=2, resume=tmp_path / "last.ckpt")
     assert torch.equal(values(whole), values(resumed))
     assert {form_of(state) for state in states(trainer)} == {form}
+
+
+class Mapped(Callback):
+    """Counts the moments that lie in the checkpoint's file, before and after each window."""
+
+    roundpipe_passive_hooks = True
+
+    def __init__(self) -> None:
+        self.before: list[int] = []
+        self.after: list[int] = []
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.before.append(self.count(trainer))
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.strategy._engine.settle()
+        self.after.append(self.count(trainer))
+
+    @staticmethod
+    def count(trainer: Trainer) -> int:
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "last.ckpt" in line]
+        spans = [[int(end, 16) for end in addresses.split("-")] for addresses, *_ in lines]
+        moments = [t for state in states(trainer) if state for key, t in state.items() if key != "step"]
+        return sum(any(start <= t.data_ptr() < end for start, end in spans) for t in moments)
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16"])
+def test_moments_stay_in_the_file_until_their_first_update(form: str, tmp_path: Path) -> None:
+    fit(form, tmp_path, epochs=1)
+    mapped = Mapped()
+    fit(form, epochs=2, resume=tmp_path / "last.ckpt", callbacks=[mapped])
+    assert mapped.before[0] == 2 * len(list(Net().parameters()))
+    assert set(mapped.before[1:]) == set(mapped.after) == {0}
 
 
 @pytest.mark.parametrize("saved", ["fp32", "bf16", "int8"])
