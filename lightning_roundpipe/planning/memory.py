@@ -473,7 +473,7 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 
         in_flight = heapq.nlargest(layers_in_flight(workers), (call.gradient_bytes for call in trains))
         held, named = min(all_gradients, sum(in_flight)), "gradients in flight, fp32"
         if held + moments < all_gradients:
-            held, moments, named = all_gradients, 0, "gradients of the first window, fp32, where moments come to lie"
+            held, moments, named = all_gradients, 0, "gradients of the first window, fp32"
     items = [
         Item(
             f"trained weights, fp32{', with their working copy' if parameters.shares else ''}",
