@@ -29,6 +29,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_roundpipe.config import Emulation, Options, RoundPipeError, refuse_unscaled
@@ -672,6 +673,8 @@ class RoundPipeStrategy(SeveralMachines):
             reason = unreadable_checkpoint(checkpoint_path, error)
             raise reason from (None if reason is error else error)
         refuse_strange_checkpoint(checkpoint_path, checkpoint)
+        for key in checkpoint.keys() - {"state_dict", "optimizer_states"}:  # hooks and callbacks may keep these
+            checkpoint[key] = tree_map_only(Tensor, torch.clone, checkpoint[key])
         self._holds_place = holds_place(checkpoint)
         return checkpoint
 

@@ -111,7 +111,6 @@ def fits(*case: Any, **options: Any) -> bool:
         ("llama", True, None, 2),
         ("mistral", False, None, 1),
         ("qwen3_moe", True, TILE, 1),
-        ("gpt_oss", False, TILE, 1),
     ],
 )
 def test_the_longest_sequence_is_what_trains(

@@ -19,7 +19,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.thread_owner import context_of_thread
 from lightning_roundpipe.engine.compiling import forwards_of
 from lightning_roundpipe.engine.context import Context, Learned
-from lightning_roundpipe.engine.evaluation import Evaluations
+from lightning_roundpipe.engine.evaluation import Batch, Evaluations
 from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.executor import Executor
 from lightning_roundpipe.engine.hints import Hints
@@ -464,7 +464,26 @@ class Engine:
         if self.updates is not None:
             self.updates.settle(within_batch=self.within_window())
             self.updates.release_masters()
-        self.model.join()
+        self._show_masters()
+
+    def _show_masters(self) -> None:
+        """Give masters their values, if they are split.
+
+        Raises:
+            RoundPipeError: ``training_step`` asks for them, while uploads read them.
+        """
+        running = context_of_thread()
+        if not self.formats.hidden:
+            return
+        if isinstance(running, Batch):
+            running.touched()
+        elif isinstance(running, Microbatch):
+            raise RoundPipeError(
+                "training_step asks for all weights (state_dict() or save_checkpoint()) while they are on their way to "
+                "workers in bf16. Do it in a hook, such as on_train_batch_end."
+            )
+        else:
+            self.model.join()
 
     def _sync_weights(self, *, newest: bool) -> None:
         """Bring what user code did to weights since the last window into the buffers that uploads read.

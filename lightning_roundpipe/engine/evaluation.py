@@ -210,6 +210,7 @@ class Batch(Microbatch):
                 self.context.model.buffers.settle()
             elif self._writes:
                 layer.bucket.refresh()
+                layer.snapshot()
         if in_place:
             return self._flight.in_place(layer, args, kwargs)
         result = super().call(layer, args, kwargs)

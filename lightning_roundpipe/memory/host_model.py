@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices import Device
@@ -53,8 +54,9 @@ class HostModel:
 
     def join(self) -> None:
         """Give all masters their values, until uploads are to read them again (`ParamBucket.refresh`)."""
-        for bucket in self.buckets:
-            bucket.join()
+        with torch._C.DisableTorchFunction():  # user code may call this, in its torch function mode
+            for bucket in self.buckets:
+                bucket.join()
 
     def trainable(self) -> list[bool]:
         """Return per parameter of each layer whether it is trained now."""

@@ -191,9 +191,11 @@ def load(optimizer: Optimizer, saved: Mapping[str, Any], form: str) -> None:
     }
     optimizer.load_state_dict({**saved, "state": states})
     for parameter, state in list(optimizer.state.items()):
-        state.update({name: value.packed for name, value in state.items() if isinstance(value, _Kept)})
-        if (before := form_of(state)) == form or not isinstance(state, dict):
+        if not isinstance(state, dict):
             continue
+        state.update({name: value.packed for name, value in state.items() if isinstance(value, _Kept)})
+        if parameter.dtype is not torch.float32 or (before := form_of(state)) == form:
+            continue  # torch's own moments of a bf16 parameter are bf16, too
         if before != FP32:
             state = optimizer.state[parameter] = unpacked(state)
         pack(state, form)

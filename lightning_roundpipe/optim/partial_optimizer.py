@@ -104,7 +104,10 @@ class PartialOptimizer:
         everyones = self._optimizer.state
         before = [everyones.get(master) for master in masters]
         if self._form != FP32:
-            before = [None if own is None else unpacked(own) for own in before]
+            before = [
+                unpacked(own) if own is not None and master.dtype is torch.float32 else own
+                for master, own in zip(masters, before, strict=True)
+            ]
         state: State = defaultdict(dict)
         state.update((alias, own) for alias, own in zip(aliases, before, strict=True) if own is not None)  # [2]
         try:
@@ -118,7 +121,7 @@ class PartialOptimizer:
             for master, alias, own in zip(masters, aliases, before, strict=True):
                 alias.grad = None
                 after = state.get(alias)
-                if self._form != FP32 and after is not None:
+                if self._form != FP32 and after is not None and master.dtype is torch.float32:
                     pack(after, self._form)
                 elif after is own:
                     continue
@@ -161,6 +164,10 @@ class PartialOptimizer:
             if row := direct.row_of(number, values.groups[number], numbers, master.shape, state):
                 rows[key] = row
         return rows
+
+    def copy_rest(self) -> None:
+        """Copy the states that still lie in a checkpoint's file, of parameters without a gradient."""
+        self._copy_state(set(self._mapped))
 
     def _copy_state(self, keys: Iterable[int]) -> None:
         for key in keys:

@@ -244,7 +244,8 @@ def _state_bytes(optimizer: Optimizer) -> int:
     """Return the size of the optimizer's state, present or expected; 0 if it cannot be known before its first step."""
     stepped = optimizer.state_dict().get("state", {}).values()
     if stepped:
-        return sum(t.nbytes for state in stepped for t in state.values() if isinstance(t, torch.Tensor))
+        held = (state.values() for state in stepped if isinstance(state, dict))
+        return sum(t.nbytes for values in held for t in values if isinstance(t, torch.Tensor))
     cls = type(optimizer)
     if cls not in KNOWN or not is_torchs(cls.step):
         return 0

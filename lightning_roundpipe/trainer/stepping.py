@@ -187,7 +187,7 @@ class Stepping:
                 owner = self._engine.owner_of(parameter) if isinstance(parameter, nn.Parameter) else None
                 if owner is not None and owner != self._engine.machine:
                     del optimizer.state[parameter]
-                elif mapped and updates is not None:
+                elif mapped and updates is not None and id(parameter) in self._engine.model.bucket_of:
                     updates.mapped.add(id(parameter))
                 elif mapped:
                     copy_state(optimizer.state[parameter])

@@ -586,6 +586,7 @@ class AsyncOptimizer:
             bucket.split()  # a hook may have looked at weights since the step's last upload
         with step.partial_optimizer.prepared(step.hyperparameters):  # while the gradients are still on their way
             self._step(step)
+        step.partial_optimizer.copy_rest()
         self._applying = False
         recent = {number: when for number, when in self.applied.items() if number > step.number - _REMEMBERED}
         self.applied = recent | {step.number: time.perf_counter()}

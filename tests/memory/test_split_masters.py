@@ -149,6 +149,39 @@ def test_evaluations_may_write_to_weights(precision: str, monkeypatch: pytest.Mo
     assert torch.allclose(values(shared), values(separate), rtol=2**-22, atol=0.0)
 
 
+class Keeps(Net):
+    """Keeps tensors of weights in evaluations, and asks for the whole state."""
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        kept = [parameter.data for parameter in self.parameters()]
+        super().validation_step(batch, index)
+        self.evaluated[-1] += sum(weight.float().sum().item() for weight in (*kept, *self.state_dict().values()))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_evaluations_may_keep_weights(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = fit(precision, module=Keeps())
+    apart(monkeypatch)
+    assert shared.evaluated == pytest.approx(fit(precision, module=Keeps()).evaluated, rel=1e-6)
+
+
+class Asks(Net):
+    """Asks for the whole state in a training_step behind the first one."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        if index == 5:
+            self.state_dict()
+        return super().training_step(batch, index)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_the_state_within_training_step_is_refused(precision: str) -> None:
+    module = Asks()
+    with pytest.raises(RoundPipeError, match="Do it in a hook, such as on_train_batch_end"):
+        fit(precision, module=module)
+    assert values(module).isfinite().all()
+
+
 class Holds(Callback):
     """Keeps the memory of a weight from the first validation on, and sees it change."""
 

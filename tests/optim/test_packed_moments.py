@@ -36,11 +36,12 @@ class Net(LightningModule):
 def fit(
     form: str, tmp: Path | None = None, *, epochs: int = 3, resume: Path | None = None, precision: str = "32-true",
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, callbacks: list[Callback] | None = None,
+    module: Net | None = None,
 ) -> tuple[Net, Trainer]:  # fmt: skip
     torch.manual_seed(1)
     x = torch.randn(96, 40)
     data = DataLoader(TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()), batch_size=12)
-    module = Net(optimizer)
+    module = module or Net(optimizer)
     trainer = Trainer(
         strategy=RoundPipeStrategy(optimizer_state=form), accelerator="cpu", devices=2, max_epochs=epochs,
         precision=precision, logger=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -124,6 +125,37 @@ def test_any_form_resumes_any_other(saved: str, form: str, tmp_path: Path) -> No
     assert {form_of(state) for state in states(trainer)} == {form}
     assert {int(state["step"]) for state in states(trainer)} == {16}
     assert module.losses[-1] < 1.2
+
+
+class Counted(torch.optim.AdamW):
+    """An optimizer with an entry of its own in its state."""
+
+    independent_parameters = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.state["count"] = 8  # type: ignore[index]
+
+
+def test_other_entries_of_a_state_are_left(tmp_path: Path) -> None:
+    fit("fp32", tmp_path, epochs=1, optimizer=Counted)
+    _, trainer = fit("fp32", epochs=2, resume=tmp_path / "last.ckpt", optimizer=Counted)
+    assert trainer.optimizers[0].state["count"] == 8
+
+
+class Bf16Net(Net):
+    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
+        super().__init__(optimizer)
+        self.to(torch.bfloat16)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return super().training_step([batch[0].bfloat16(), batch[1]], index)
+
+
+def test_bf16_parameters_have_bf16_moments_of_their_own(tmp_path: Path) -> None:
+    fit("fp32", tmp_path, epochs=1, module=Bf16Net())
+    _, trainer = fit("fp32", epochs=2, resume=tmp_path / "last.ckpt", module=Bf16Net())
+    assert {state["exp_avg"].dtype for state in states(trainer)} == {torch.bfloat16}
 
 
 def test_plain_lightning_takes_a_checkpoint_in_bf16(tmp_path: Path) -> None:
