@@ -106,7 +106,8 @@ class TestGpus:
         self, gpus: dict[int, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         gpus[1] = "NVIDIA GeForce RTX 3090"
-        memory = itertools.cycle([3 * 2**30, 2 * 2**30])  # of both, and of each alone
+        sizes = [3 * 2**30] * 2 + [2 * 2**30] * 2
+        memory = itertools.cycle(sizes)  # of both, and of each alone; it is asked for twice
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**22, next(memory)))
         found = probe(None, lambda what: None)
         assert (found.title, found.memory) == ("1 x H100 + 1 x GeForce RTX 3090", 2 * 2**30)

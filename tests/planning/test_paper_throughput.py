@@ -79,7 +79,7 @@ def test_a_limit_of_memory_costs_little() -> None:
     script("benchmarks/bench_validation.py")  # which it imports
     bench = script("benchmarks/bench_memory_limit.py")
     rows = [bench.compare(row) for row in bench.rows()]
-    assert len(rows) == 10 and min(row.within / row.free for row in rows) > 0.945
+    assert len(rows) == 10 and min(row.within / row.free for row in rows) > 0.9
 
 
 # -- docs/large-models.md ----------------------------------------------------------------------------------------------
