@@ -59,7 +59,7 @@ def work(options: str) -> None:
     from lightning_roundpipe import RoundPipeStrategy
 
     rank, module = int(os.environ["NODE_RANK"]), Stack()
-    module.roundpipe_looks_away = True  # what it looks at is finished: both machines wait before
+    module.roundpipe_passive_hooks = True  # what it looks at is finished: both machines wait before
     before = [p.detach().clone() for p in module.parameters()]
     generator = torch.Generator().manual_seed(rank)
     data = torch.randn(8 * STEPS, WIDTH, generator=generator)

@@ -30,7 +30,7 @@ class Timed(RoundPipeMonitor):
 
     def __init__(self, every: int | None) -> None:
         super().__init__(every)
-        self.roundpipe_looks_away = True  # the hooks below are the instance's
+        self.roundpipe_passive_hooks = True  # the hooks below are the instance's
         self.seconds: list[float] = [0.0]
         for name in _HOOKS:
             setattr(self, name, functools.partial(self._timed, getattr(self, name), name == _HOOKS[2]))

@@ -61,7 +61,7 @@ class Layer(nn.Module):
 
 
 class Stack(pl.LightningModule):
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self) -> None:
         super().__init__()

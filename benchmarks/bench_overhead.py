@@ -49,7 +49,7 @@ TURN_S = 3.0
 class Ends(pl.Callback):
     """When each step of ``batches`` batches ended."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self, batches: int) -> None:
         self._batches = batches

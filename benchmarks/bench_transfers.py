@@ -78,7 +78,7 @@ class Reports(pl.Callback):
         bandwidth: bytes a second; None: no link.
     """
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self, strategy: RoundPipeStrategy, bandwidth: float | None) -> None:
         self._strategy, self._bandwidth = strategy, bandwidth

@@ -33,7 +33,7 @@ class Stopwatch(pl.Callback):
         gaps: count from the end of the step before, which devices may still work on when the next one starts.
     """
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self, batches: int = 1, clock: Callable[[], float] = time.perf_counter, *, gaps: bool = False) -> None:
         self._batches = batches
@@ -98,7 +98,7 @@ class BatchEnds(pl.Callback):
     Steps overlap, so the mean time between ends is what a step takes.
     """
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -192,7 +192,7 @@ class Sleepers(pl.LightningModule):
         elements: weights of each; None: one.
     """
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self, seconds: list[tuple[float, float]], elements: list[int] | None = None) -> None:
         super().__init__()

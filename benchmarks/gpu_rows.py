@@ -97,7 +97,7 @@ class Clock(pl.Callback):
         each: batches of a step.
     """
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self, sizes: Sizes, each: int = 1) -> None:
         self._ends, self._each = (sizes.warmup * each, (sizes.warmup + sizes.steps) * each), each
@@ -338,7 +338,7 @@ def peak_bytes() -> int:
 class TracedStep(pl.Callback):
     """Profiles a batch: everything that the host's threads and the GPU do."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self, batch: int, path: Path, cuda: bool) -> None:
         self._batch, self._path = batch, path

@@ -459,31 +459,20 @@ class Engine:
     @remedied()
     def settle(self) -> None:
         """Wait until nothing is in flight, so that the caller may read and write weights and optimizer state."""
+        running = context_of_thread()
+        if self.formats.hidden and isinstance(running, Batch):
+            running.touched()
+        elif self.formats.hidden and isinstance(running, Microbatch):
+            raise RoundPipeError(
+                "training_step asks for all weights (state_dict() or save_checkpoint()) while they are on their way to "
+                "workers in bf16. Do it in a hook, such as on_train_batch_end."
+            )
         self._looked_at = True
         self._drain()
         if self.updates is not None:
             self.updates.settle(within_batch=self.within_window())
             self.updates.release_masters()
-        self._show_masters()
-
-    def _show_masters(self) -> None:
-        """Give masters their values, if they are split.
-
-        Raises:
-            RoundPipeError: ``training_step`` asks for them, while uploads read them.
-        """
-        running = context_of_thread()
-        if not self.formats.hidden:
-            return
-        if isinstance(running, Batch):
-            running.touched()
-        elif isinstance(running, Microbatch):
-            raise RoundPipeError(
-                "training_step asks for all weights (state_dict() or save_checkpoint()) while they are on their way to "
-                "workers in bf16. Do it in a hook, such as on_train_batch_end."
-            )
-        else:
-            self.model.join()
+        self.model.join()
 
     def _sync_weights(self, *, newest: bool) -> None:
         """Bring what user code did to weights since the last window into the buffers that uploads read.

@@ -250,13 +250,8 @@ class FlatBuffer:
         self.shares = True
         self._split_from(values)
 
-    def _travelling(self, buffer: Tensor, index: int) -> Tensor:
-        """Return what uploads read for one master from ``buffer``, 1-D."""
-        place = self.places[index]
-        return buffer[place.offset : place.offset + place.nbytes].view(place.dtype)
-
     def _halves_in(self, buffer: Tensor, index: int) -> SplitTensor:
-        high, start = self._travelling(buffer, index), self._lows[index]
+        high, start = in_memory_order(self.places[index].view(buffer)), self._lows[index]
         return SplitTensor(high, buffer[start : start + high.nbytes].view(torch.int16))
 
     def _split_from(self, values: list[Tensor]) -> None:
@@ -264,7 +259,7 @@ class FlatBuffer:
             if (halves := self._halves.get(index)) is not None:
                 halves.split_all(in_memory_order(value))
             else:
-                self._travelling(self.buffer, index).copy_(in_memory_order(value))
+                self.places[index].view(self.buffer).copy_(value)
             master.data = self._veils[index]
         self.is_split = True
         self._formats.hidden |= set(map(id, self.masters))
@@ -275,11 +270,10 @@ class FlatBuffer:
             return
         split = self.buffer.clone()
         for index, (master, home) in enumerate(zip(self.masters, self._homes, strict=True)):
-            numbers = in_memory_order(home)
             if index in self._lows:
-                self._halves_in(split, index).join_all(numbers)
+                self._halves_in(split, index).join_all(in_memory_order(home))
             else:
-                numbers.copy_(self._travelling(split, index))
+                home.copy_(self.places[index].view(split))
             if not self._is_replaced(index):
                 master.data = home
         self.is_split = False
@@ -321,12 +315,14 @@ class FlatBuffer:
 
     def refresh(self) -> None:
         """Bring the copies up to date with the masters."""
+        if self.is_split:
+            return
+        if self.shares and self._holds_alone:
+            whole = self.buffer.clone()
+            self._split_from([segment.view(whole) for segment in self.segments])
+            return
         if self.shares:
-            if self._holds_alone and not self.is_split:
-                whole = self.buffer.clone()
-                self._split_from([segment.view(whole) for segment in self.segments])
-            elif not self.is_split:
-                self.unshare()
+            self.unshare()
             return
         if self.source is self.buffer:
             pass

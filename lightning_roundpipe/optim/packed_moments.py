@@ -22,15 +22,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_roundpipe.optim.split_masters import piece, scratch
+from lightning_roundpipe.optim.split_masters import piece, pieces, scratch
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 """The keys of moments in the state of a parameter, in the order of torch's kernels."""
 LARGEST = "_largest"
 """What the key of a block's largest magnitudes ends with."""
 FP32 = "fp32"
-FORMS = (FP32, "bf16", "int8")
-"""How moments may be kept: as torch does, or packed."""
+"""The form of moments that torch's optimizers have; others are packed (`config.OPTIMIZER_STATES`)."""
 BLOCK = 256
 _TAKEN = 2**16
 _KEPT = -_TAKEN
@@ -135,7 +134,7 @@ def pack(state: dict[str, Any], form: str) -> None:
 
     Args:
         state: the state, which is changed.
-        form: one of `FORMS`.
+        form: one of `config.OPTIMIZER_STATES`.
     """
     for key in MOMENTS if form != FP32 else ():
         moment = state.get(key)
@@ -149,10 +148,9 @@ def pack(state: dict[str, Any], form: str) -> None:
             state[key] = torch.empty(moment.shape, dtype=torch.uint8)
             state[key + LARGEST] = torch.empty(-(-moment.numel() // BLOCK), dtype=torch.float32)
             packed = Int8Moment(state[key], state[key + LARGEST], signed=key == MOMENTS[0])
-        numbers, length = moment.reshape(-1), piece()
-        for first in range(0, numbers.numel(), length):
-            part = numbers[first : first + length]
-            packed.store(first, first + part.numel(), scratch(0, part.numel()).copy_(part), int(state["step"]))
+        for first, last in pieces(moment.numel()):
+            part = scratch(0, last - first).copy_(moment.reshape(-1)[first:last])
+            packed.store(first, last, part, int(state["step"]))
 
 
 def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,10 +160,9 @@ def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
         moment = moment_of(state, key)
         if moment is None or isinstance(moment, Tensor):
             continue
-        numbers, length = torch.empty(moment.shape.numel(), dtype=torch.float32), piece()
-        for first in range(0, numbers.numel(), length):
-            part = numbers[first : first + length]
-            moment.load(first, first + part.numel(), part)
+        numbers = torch.empty(moment.shape.numel(), dtype=torch.float32)
+        for first, last in pieces(numbers.numel()):
+            moment.load(first, last, numbers[first:last])
         found[key] = numbers.view(moment.shape)
     return found
 
@@ -209,7 +206,7 @@ def _packed_in(state: Any) -> list[str]:
 
 
 def form_of(state: Mapping[str, Any]) -> str:
-    """Return the form in which a parameter's state has its moments, one of `FORMS`."""
+    """Return the form in which a parameter's state has its moments, one of `config.OPTIMIZER_STATES`."""
     first = state.get(MOMENTS[0])
     forms = {torch.bfloat16: "bf16", torch.uint8: "int8"}
     return forms.get(first.dtype, FP32) if isinstance(first, Tensor) else FP32

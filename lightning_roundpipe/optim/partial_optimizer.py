@@ -46,7 +46,7 @@ class PartialOptimizer:
         optimizer: the user's optimizer, for which ``stepped_by_parameter`` returns None.
         masters: all parameters to be stepped. Some may be in no group of the optimizer.
         memory: returns where a master's numbers are. Default: its ``.data``.
-        form: how moments are kept, one of `packed_moments.FORMS`.
+        form: how moments are kept, one of `config.OPTIMIZER_STATES`.
         mapped: ids of masters whose state lies in the file of a checkpoint. Their first step copies it.
     """
 

@@ -13,6 +13,7 @@ unit in the last place of fp32 nearer to zero.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,13 @@ _scratch = threading.local()
 def piece() -> int:
     """Return how many numbers to convert at a time on the calling thread."""
     return PIECE * torch.get_num_threads()
+
+
+def pieces(length: int) -> Iterator[tuple[int, int]]:
+    """Yield the begins and ends of pieces of ``length`` numbers."""
+    step = piece()
+    for start in range(0, length, step):
+        yield start, min(start + step, length)
 
 
 def scratch(index: int, length: int) -> Tensor:
@@ -67,9 +75,7 @@ class SplitTensor(NamedTuple):
 
     def join_all(self, out: Tensor) -> Tensor:
         """Write all numbers to ``out``, fp32 and 1-D, and return it."""
-        step, length = piece(), self.high.numel()
-        for start in range(0, length, step):
-            end = min(start + step, length)
+        for start, end in pieces(self.high.numel()):
             self.join(start, end, out[start:end])
         return out
 
@@ -79,9 +85,7 @@ class SplitTensor(NamedTuple):
 
     def split_all(self, numbers: Tensor) -> None:
         """Keep the fp32 ``numbers``, 1-D."""
-        step, length = piece(), self.high.numel()
-        for start in range(0, length, step):
-            end = min(start + step, length)
+        for start, end in pieces(self.high.numel()):
             self.split(start, end, numbers[start:end])
 
 

@@ -273,7 +273,7 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], form: str) ->
     Args:
         optimizer: gets the state.
         state: a ``state_dict()``.
-        form: how the optimizer keeps its moments, one of `packed_moments.FORMS`.
+        form: how the optimizer keeps its moments, one of `config.OPTIMIZER_STATES`.
 
     Returns:
         The settings that the state replaces by others than those of configure_optimizers(), in words; empty if none.

@@ -175,7 +175,7 @@ class AsyncOptimizer:
         around: returns a context that the thread enters for as long as it lives.
         exchange: sums gradients over several machines; None if there is only one.
         pool: the memory of gradients, in which downloads wait for updates; None: they never do.
-        form: how moments are kept, one of `packed_moments.FORMS`.
+        form: how moments are kept, one of `config.OPTIMIZER_STATES`.
 
     Attributes:
         keeps_gradients: whether the gradients that a step has used stay until the next batch, for `show`. Otherwise the
