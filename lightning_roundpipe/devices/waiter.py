@@ -20,11 +20,6 @@ class Waiter:
         A wait that Ctrl-C has ended may leave one behind, below that of the next wait."""
         self._woken = False
 
-    @property
-    def woken(self) -> bool:
-        """Whether a wait returns at once."""
-        return self._woken
-
     def wake(self) -> None:
         self._woken = True
         try:

@@ -150,9 +150,10 @@ def test_evaluations_may_write_to_weights(precision: str, monkeypatch: pytest.Mo
 
 
 class Keeps(Net):
-    """Keeps tensors of weights in evaluations, and asks for the whole state."""
+    """Asks for the whole state in evaluations, before and after, and keeps tensors of weights."""
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.evaluated.append(sum(weight.float().sum().item() for weight in self.state_dict().values()))
         kept = [parameter.data for parameter in self.parameters()]
         super().validation_step(batch, index)
         self.evaluated[-1] += sum(weight.float().sum().item() for weight in (*kept, *self.state_dict().values()))
