@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ from harness import MemoryLogger, loader, ours, quiet, trainer_of
 from test_planned import calls
 from test_planned import report as step_report
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeMonitor
 from lightning_roundpipe.reports import step_monitor
@@ -49,6 +51,14 @@ class Tokens(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class SlowRows(list[Any]):
+    """Rows that take longer to load than a step of `Tokens` takes."""
+
+    def __getitem__(self, index: Any) -> Any:
+        time.sleep(0.1)
+        return super().__getitem__(index)
 
 
 def test_an_accumulation_window_is_one_step() -> None:
@@ -171,11 +181,12 @@ def test_on_gpus_the_longest_wait_is_said_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(step_monitor, "rank_zero_info", said.append)
     monkeypatch.setattr(step_monitor, "_emulated", lambda trainer: False)
     monitor = RoundPipeMonitor(every_n_steps=2)
+    slow = DataLoader(SlowRows([BATCH] * 6), batch_size=None)
     with quiet():
-        trainer_of(ours(num_microbatches=2), devices=2, callbacks=[monitor]).fit(Tokens(), loader([BATCH] * 6))
+        trainer_of(ours(num_microbatches=2), devices=2, callbacks=[monitor]).fit(Tokens(), slow)
     assert monitor.diagnosis is not None
     [text] = said
-    assert text.startswith("roundpipe: a step takes ") and "It waits longest for " in text
+    assert text.startswith("roundpipe: a step takes ") and "It waits longest for the data loader" in text
 
 
 def test_stalls_are_told_apart_by_the_copy_that_ends_them() -> None:
