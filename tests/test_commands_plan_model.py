@@ -180,7 +180,8 @@ def test_where_nothing_fits_that_is_said(command: Any) -> None:
 @pytest.mark.slow
 def test_a_host_that_is_too_small_is_told_how_much_is_enough(command: Any) -> None:
     """It is enough, 1 KiB less is not, and the figure beside a larger amount is reached with it."""
-    options = ("model=tiny_llama", "gpu=rtx4090", "gpus=2", "sequence_length=256", "search_seconds=0", "microbatches=8")
+    rounds = ("sequence_length=256", "microbatch_size=1", "microbatches=32")
+    options = ("model=tiny_qwen3_1_7b", "gpu=rtx4090", "gpus=2", "search_seconds=0", *rounds)
     code, out, _ = command(*options, "host_memory=1MiB", "format=json")
     hosts = [one for one in json.loads(out)["would_fit"] if set(one["changes"]) == {"host_memory"}]
     assert code == 1 and len(hosts) == 2

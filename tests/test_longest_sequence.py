@@ -33,7 +33,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "mistral": {"head_dim": 16, "sliding_window": 128},
     "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
-    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 128},
 }
 TILE = 64
 
@@ -45,7 +44,7 @@ def settings(kind: str) -> dict[str, Any]:
 def adapters(kind: str) -> dict[str, Any]:
     """PEFT parametrizes experts in the call, which tiles cannot."""
     of_attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    modules = of_attention if "moe" in kind or "oss" in kind else "all-linear"
+    modules = of_attention if "moe" in kind else "all-linear"
     return {"r": 4, "target_modules": modules, "task_type": "CAUSAL_LM"}
 
 
@@ -75,7 +74,7 @@ def train(kind: str, lora: bool, length: int, workers: int, **options: Any) -> d
 @pytest.mark.parametrize(
     ("kind", "lora", "tile"),
     [
-        ("gpt_oss", False, None),
+        ("llama", False, None),
         ("qwen3", False, TILE),
         pytest.param("qwen3_moe", True, TILE, marks=pytest.mark.slow),
     ],
