@@ -394,7 +394,7 @@ class Engine:
     def _end(self, step: Step, *, failed: bool = False) -> None:
         """Account for ``step``, of which nothing is in flight any more, and release it."""
         if self.updates is not None:
-            self.updates.leave(step.spec.scope)
+            self.updates.part_from(step.spec.scope)
         if not failed:
             self._count_uploads(step.spec.recorder)
             self._report = report_of(step, self.weights_uploaded)
@@ -430,14 +430,14 @@ class Engine:
         if optimizer is not None:
             around = self.worker_pool.devices[0].host_thread_settings
             self.updates = AsyncOptimizer(
-                self.model.buckets, optimizer, self.options.staleness, self.formats.scales, around, exchange,
-                self.context.gradients.pool, self.options.optimizer_state,
+                self.model.buckets, self.context.gradients.pool, optimizer, self.options.staleness,
+                self.formats.scales, around, exchange, self.options.optimizer_state,
             )  # fmt: skip
         if before is not None:
             before.retire()
             for bucket in self.model.buckets:
                 bucket.unshare()
-            gradients = before.accumulated()
+            gradients = before.gradients.current()
             for master in self.model.masters:
                 if (gradient := gradients.get(id(master))) is not None:
                     master.grad = gradient.to(master)

@@ -58,7 +58,7 @@ class Step:
         before: Step | None, *, overlaps: bool, plan: Plan | None,
     ) -> None:  # fmt: skip
         self.context, self.before, self.plan = context, before, plan
-        self.readiness = GradReadiness(context.model.buckets)
+        self.readiness = GradReadiness(context.model.buckets, reports_uploads=bool(context.options.staleness))
         peers, count = context.exchange.peers if context.exchange is not None else None, weights.count
         self.spec: StepSpec = StepSpec(
             seed=(*seed, count * (peers.size if peers is not None else 1)),

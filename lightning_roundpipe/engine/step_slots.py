@@ -95,9 +95,7 @@ class StepSlots:
 
     def _expect(self, slots: Sequence[Slot]) -> None:
         if self._readiness is not None:
-            self._readiness.expect(slots, uploads=bool(self._context.options.staleness))
-            for slot in slots:
-                slot.readiness = self._readiness
+            self._readiness.expect(slots)
 
     # -- what microbatches ask ----------------------------------------------------------------------------------------
 

@@ -265,7 +265,7 @@ class Worker:
             if not any(gradients.present):
                 slot.left[call].set()
                 if slot.readiness is not None:
-                    slot.readiness.sent(slot, call)
+                    slot.readiness.gradients_sent(slot, call)
                 continue
             with self.device.compute.running():  # who closes a slot may be on another device
                 gradients.narrow()
@@ -301,7 +301,7 @@ class Worker:
             nbytes = gradients.host.layout.travel_nbytes
             slot.recorder.add("download_gradients", self.index, start, left, -1, nbytes, where)
             if slot.readiness is not None:
-                slot.readiness.sent(slot, call)
+                slot.readiness.gradients_sent(slot, call)
         except BaseException as error:
             scope.fail(error)
 
