@@ -225,8 +225,8 @@ class Engine:
             if self.updates is not None and step.gradients is not None:
                 self.updates.offer(step.gradients)
         except Exception as error:
-            failed = next((run.index for run in runs if run.error is error), 0)
-            if not failed:
+            failed = next((run.index for run in runs if run.error is error), None)
+            if not failed:  # it is not user code's, or no result comes before it
                 raise
             return self._result_of(runs[:failed], step, runs[failed].error)
         finally:
