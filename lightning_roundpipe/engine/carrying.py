@@ -101,7 +101,7 @@ def _travels(value: Any, device: Device) -> bool:
     return isinstance(value, Tensor) and value.device == device.torch_device
 
 
-class Gathering(_ProductMode):
+class Gathering(_ProductMode):  # type: ignore[no-untyped-call]
     """Mode of a carried call's forward: keeps a copy of what each product returns [1].
 
     Args:
@@ -132,7 +132,7 @@ class Gathering(_ProductMode):
         return gone, sent
 
 
-class Returning(_ProductMode):
+class Returning(_ProductMode):  # type: ignore[no-untyped-call]
     """Mode of a carried call's recomputation: products return what their forward has made [3].
 
     Args:
@@ -160,7 +160,7 @@ class Returning(_ProductMode):
         return self._fits and next(self._left, None) is None
 
 
-class Measuring(_ProductMode):
+class Measuring(_ProductMode):  # type: ignore[no-untyped-call]
     """Mode of a forward of the first window: finds what its products would take.
 
     Args:
