@@ -23,7 +23,7 @@ Workers may be unequal: then each has times of its own, and sizes are the same o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from statistics import harmonic_mean
@@ -42,7 +42,7 @@ _NUMBERS = (
     "forward_s", "backward_s", "weight_bytes", "gradient_bytes", "boundary_bytes", "activation_bytes", "kept_bytes",
     "input_bytes", "forward_bytes", "waiting_bytes", "held_bytes", "returning_bytes",
     "backward_held_bytes", "reduced_bytes", "issue_s", "backward_issue_s", "unpacked_bytes", "unpack_s",
-    "backward_unpack_s",
+    "backward_unpack_s", "product_bytes", "product_s",
 )  # fmt: skip
 
 
@@ -84,6 +84,9 @@ class CallCost:
         unpacked_bytes: copies of its packed weights, where a stage unpacks them once.
         unpack_s: seconds of a forward in which these are made, where each use makes its own. 0: only backward does.
         backward_unpack_s: the same of its backward.
+        product_bytes: outputs of its matrix products and attention, which a plan may carry (`Plan.carry`). 0: it
+            cannot be carried.
+        product_s: the part of ``forward_s`` that these take, which a recomputation leaves out if they are carried.
     """
 
     layer: str
@@ -110,6 +113,8 @@ class CallCost:
     unpacked_bytes: int = 0
     unpack_s: float = 0.0
     backward_unpack_s: float = 0.0
+    product_bytes: int = 0
+    product_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
@@ -131,6 +136,10 @@ class CallCost:
         if not self.needs_backward:
             return self.forward_s if phase == "fused" else 0.0
         return self.forward_s + self.backward_s
+
+    def recompute_s(self, *, carried: bool) -> float:
+        """Return the seconds of its recomputation, which are fewer if its products are carried."""
+        return max(0.0, self.forward_s - self.product_s) if carried else self.forward_s
 
     def unpacked_once(self, microbatches: int) -> CallCost:
         """What the call costs on average in a stage that unpacks its weights in the first of ``microbatches`` only."""
@@ -301,7 +310,15 @@ class Costs:
     def _with_seconds(self, seconds: Iterable[tuple[float, float]]) -> Costs:
         """Return the same calls with other times: a pair of forward and backward seconds for each."""
         pairs = zip(self.calls, seconds, strict=True)
-        return Costs(tuple(replace(call, forward_s=forward, backward_s=back) for call, (forward, back) in pairs))
+        return Costs(
+            tuple(
+                replace(
+                    call, forward_s=forward, backward_s=back,
+                    product_s=call.product_s * forward / call.forward_s if call.forward_s else 0.0,
+                )
+                for call, (forward, back) in pairs
+            )
+        )  # fmt: skip
 
     @property
     def unequal(self) -> bool:
@@ -322,6 +339,17 @@ class Costs:
         if not any(call.unpacked_bytes for call in self.calls):
             return self
         return Costs(tuple(call.unpacked_once(microbatches) for call in self.calls))
+
+    def carrying(self, calls: Collection[int]) -> Costs:
+        """What the calls cost in backward stages, where the products of ``calls`` are carried."""
+        if not calls:
+            return self
+        return Costs(
+            tuple(
+                replace(one, forward_s=one.recompute_s(carried=True)) if call in calls else one
+                for call, one in enumerate(self.calls)
+            )
+        )
 
     def holding_copies(self, microbatches: int, stages: int) -> Costs:
         """`unpacked_once`, with the copies counted as weights: for cutting stages that have room for them.
