@@ -628,6 +628,9 @@ class Microbatch:
             device, bring = worker.device, self._activations.on
             with noted(lambda: FaultPlace(layer.title, self._phase, self.index, slot, device)):
                 worker.wait_for_copies(self.runner)
+                carries = position is not None and call.index in self.spec.carry
+                if carries:
+                    worker.wait_for_products(self.runner)
                 if taped and not keeps:
                     call.saved = [coming.get(i) or self._activations.save(t, device) for i, t in enumerate(given)]
                     worker.copying = [saved.ready for saved in call.saved if saved.ready is not None]
@@ -637,8 +640,9 @@ class Microbatch:
                 ]
                 with without_caller_modes():
                     result, run = self.context.executors[worker.index].forward(
-                        call, slot, inputs, self.runner, Inside(layer.name), keep_graph=keeps
-                    )
+                        call, slot, inputs, self.runner, Inside(layer.name), keep_graph=keeps,
+                        carries=carries,
+                    )  # fmt: skip
             if call.kinds and not (taped or keeps):  # it computes with a parameter of another module
                 call.saved = list(map(self._activations.save, given, homes))
         return result, run, worker
@@ -706,7 +710,7 @@ class Microbatch:
             number = self._worker_on_demand(call.index)
         device = self.context.pool.workers[number].device
         parts = self._gradients_of(call, device)
-        saved = call.saved if call.graph is None else []
+        saved = call.brought if call.graph is None else []
         if position is not None:
             sent = [part for of_output in parts for part in of_output if isinstance(part, HostTensor)]
             where = self._in_turn(position, [*saved, *sent])
@@ -775,7 +779,7 @@ class Microbatch:
             if other.index not in slot.calls:
                 return
             if other.graph is None:
-                inputs = [self._activations.on(each, worker.device) for each in other.saved]
+                inputs = [self._activations.on(each, worker.device) for each in other.brought]
                 inside = Inside(other.layer.name)
                 self.context.executors[worker.index].recompute(other, slot, inputs, self.runner, inside)
 
@@ -796,7 +800,7 @@ class Microbatch:
         """Return what the next call on the tape is recomputed from, or all that are recomputed ahead, in ``slot``."""
         calls = reversed(self._tape) if self.spec.ahead else self._tape[-1:]
         mine = itertools.takewhile(lambda call: call.index in slot.calls and slot.phase == "backward", calls)
-        return [saved for call in mine for saved in call.saved]
+        return [saved for call in mine for saved in call.brought]
 
     def _hand_on(self, call: LayerCall, gradients: Sequence[Tensor | None], device: Device) -> None:
         roots, values = [], []

@@ -103,7 +103,7 @@ class Plan:
         if found is None:
             raise ValueError(
                 f"plan: {text!r} is no plan: expected text like {_EXAMPLE}, where a pass without stages is 'none', and "
-                "which may end in '; recompute ahead' and '; unpack once 0-2'."
+                "which may end in '; recompute ahead', '; unpack once 0-2' and '; carry 0-5'."
             )
         forward, backward = _spans(found["forward"]), _spans(found["backward"])
         once = [position for span in _spans(found["once"] or "none") for position in span.calls()]
@@ -153,7 +153,7 @@ class Plan:
                 as the plan names.
 
         Raises:
-            ValueError: it does not.
+            ValueError: it does not, or it carries a call that is not recomputed.
         """
         if calls is None:
             calls = [""] * (1 + max(span.last for span in (*self.forward, self.fused, *self.backward)))
@@ -170,6 +170,12 @@ class Plan:
                     f"stand deepest calls first, and the fused stage ends the trace, as in {_EXAMPLE}; or leave plan= "
                     "unset to have one made."
                 )
+        again = {call for span in self.backward for call in span.calls()}
+        if strange := [call for call in self.carry if call not in again]:
+            raise ValueError(
+                f"plan: carry {' '.join(map(str, _runs(self.carry)))} names call {strange[0]}, which no backward stage "
+                "runs: only calls of backward stages are recomputed. Leave it out."
+            )
 
     def side_by_side(self, workers: int, microbatches: int) -> bool:
         """Whether rounds run side by side, as in data parallelism: each is one microbatch.
