@@ -226,13 +226,14 @@ class Planner:
     def _carry(self, plan: Plan, costs: Costs, microbatches: int, limit: Memory | None, recorder: Recorder) -> Plan:
         """Return a plan that carries products, if it is faster and the host has room for them, else ``plan``.
 
-        How fast links are shows in the copies of the first window. Emulated links without a rate tell nothing.
+        How fast a GPU's link is shows in the first window. Nothing is known of emulated links without a rate.
         """
         options, workers, rules = self._options, len(self._workers), replace(self._rules(costs), memory=limit)
         if (links := rules.carried_links) is None or isinstance(links, tuple):
             return plan
-        up, down = (recorder.bytes_per_s(kinds) for kinds in (UPLOADS, DOWNLOADS))
-        rules = replace(rules, carried_links=Links(min(links.upload, up), min(links.download, down)))
+        if self._devices[0].torch_device.type != "cpu":
+            up, down = (recorder.bytes_per_s(kinds) for kinds in (UPLOADS, DOWNLOADS))
+            rules = replace(rules, carried_links=Links(min(links.upload, up), min(links.download, down)))
         room = self._room_on_host()
 
         def step_s(plan: Plan) -> float:
