@@ -13,7 +13,7 @@ direction run in order on streams of their own; whoever reads what they write wa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -200,16 +200,18 @@ def _downloaded(
     return HostTensor(to if whole is None else whole, end)
 
 
-def download_all(tensors: Sequence[Tensor], home: Device, recorder: Recorder, microbatch: int) -> list[HostTensor]:
-    """Enqueue copies to the host of tensors on ``home`` that nobody writes to, as one event."""
-    stream, pairs = home.activations_down, [(home.host_like(t), t) for t in tensors]
+def download_parts(
+    whole: Tensor, parts: Iterable[tuple[Tensor, Tensor]], home: Device, recorder: Recorder, microbatch: int
+) -> HostTensor:
+    """Enqueue copies of tensors on ``home`` that nobody writes to, each to its part of ``whole`` on the host."""
+    stream = home.activations_down
     stream.wait(home.compute.record())
     start = stream.record(timed=True)
-    for to, of in pairs:
+    for to, of in parts:
         stream.copy(to, of)
     end = stream.record(timed=True)
-    recorder.add("download_activations", home.index, start, end, microbatch, sum(t.nbytes for t in tensors))
-    return [HostTensor(host, end) for host, _ in pairs]
+    recorder.add("download_activations", home.index, start, end, microbatch, whole.nbytes)
+    return HostTensor(whole, end)
 
 
 def upload(saved: HostTensor, device: Device, recorder: Recorder, microbatch: int, *, lent: bool = False) -> Arriving:

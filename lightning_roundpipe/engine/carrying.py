@@ -17,7 +17,7 @@ code, higher-order operators, a checkpoint inside the layer, which recomputes in
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.devices.alike import empty_alike
+from lightning_roundpipe.devices.alike import ALIGNED, apart, empty_alike, reach
 from lightning_roundpipe.devices.base import check_copy
-from lightning_roundpipe.engine.activations import download_all
+from lightning_roundpipe.engine.activations import download_parts
 from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.memory.host_tensor import HostTensor
 
@@ -37,13 +37,35 @@ COPIES = "carried products"
 _C: Any = torch._C
 
 
+class Place(NamedTuple):
+    """Where a tensor lies in a block of bytes."""
+
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def behind(cls, end: int, tensor: Tensor) -> Place:
+        """Return the first place for ``tensor`` from byte ``end`` on that has its alignment."""
+        size = tensor.itemsize
+        start = end + -end % ALIGNED + apart(tensor) * size
+        return cls(start, reach(tensor) * size, tensor.dtype, tensor.shape, tensor.stride())
+
+    def within(self, block: Tensor) -> Tensor:
+        """Return the tensor in ``block``, with a version counter of its own."""
+        part = block[self.start : self.start + self.nbytes].view(self.dtype)
+        return part.as_strided(self.shape, self.stride).data
+
+
 class Product(NamedTuple):
     """A product of a forward.
 
     Attributes:
         operation: what was called.
-        outputs: what it returned: of tensors of the device copies, or once these go to the host a `HostTensor` for
-            each; None: it is computed again.
+        outputs: what it returned: for tensors of the device copies, and once these go to the host, their `Place`;
+            None: it is computed again.
         state: of the device's generator behind it, if it may have drawn from it.
     """
 
@@ -101,7 +123,7 @@ def _travels(value: Any, device: Device) -> bool:
     return isinstance(value, Tensor) and value.device == device.torch_device
 
 
-class Gathering(_ProductMode):
+class Gathering(_ProductMode):  # type: ignore[no-untyped-call]
     """Mode of a carried call's forward: keeps a copy of what each product returns [1].
 
     Args:
@@ -123,26 +145,32 @@ class Gathering(_ProductMode):
         return returned
 
     def send(self, recorder: Recorder, microbatch: int) -> tuple[list[Product], list[HostTensor]]:
-        """Let the copies begin to go to the host [2]. Returns the products, and the tensors on the host."""
-        device, made, self._made = self._device, self._made, []
+        """Let the copies begin to go to the host, as one block of bytes [2]. Returns the products, and the block."""
+        device, made, self._made, end = self._device, self._made, [], 0
         copies = [t for product in made for t in product.outputs or () if _travels(t, device)]
-        sent = download_all(copies, device, recorder, microbatch)
-        by_copy = {id(copy): host for copy, host in zip(copies, sent, strict=True)}
-        gone = [p._replace(outputs=p.outputs and [by_copy.get(id(t), t) for t in p.outputs]) for p in made]
-        return gone, sent
+        places: dict[int, Place] = {}
+        for copy in copies:
+            place = places[id(copy)] = Place.behind(end, copy)
+            end = place.start + place.nbytes
+        if not end:
+            return [], []
+        block = device.host_like(torch.empty(end, dtype=torch.uint8, device="meta"))
+        parts = [(places[id(copy)].within(block), copy) for copy in copies]
+        gone = [p._replace(outputs=p.outputs and [places.get(id(t), t) for t in p.outputs]) for p in made]
+        return gone, [download_parts(block, parts, device, recorder, microbatch)]
 
 
-class Returning(_ProductMode):
+class Returning(_ProductMode):  # type: ignore[no-untyped-call]
     """Mode of a carried call's recomputation: products return what their forward has made [3].
 
     Args:
         products: of the forward.
-        there: by id of the `HostTensor`, its values on the device.
+        block: what their outputs came in.
         generator: the device's.
     """
 
-    def __init__(self, products: Iterable[Product], there: Mapping[int, Tensor], generator: torch.Generator) -> None:
-        self._left, self._there, self._generator = iter(products), there, generator
+    def __init__(self, products: Iterable[Product], block: Tensor, generator: torch.Generator) -> None:
+        self._left, self._block, self._generator = iter(products), block, generator
         self._fits = True
 
     def product(self, operation: OpOverload, compute: Callable[[], Any]) -> Any:
@@ -152,7 +180,7 @@ class Returning(_ProductMode):
             return compute()
         if made.state is not None:
             self._generator.set_state(made.state)
-        outputs = [self._there[id(value)] if isinstance(value, HostTensor) else value for value in made.outputs]
+        outputs = [value.within(self._block) if isinstance(value, Place) else value for value in made.outputs]
         return outputs[0] if len(operation._schema.returns) == 1 else tuple(outputs)
 
     def has_fitted(self) -> bool:
@@ -160,7 +188,7 @@ class Returning(_ProductMode):
         return self._fits and next(self._left, None) is None
 
 
-class Measuring(_ProductMode):
+class Measuring(_ProductMode):  # type: ignore[no-untyped-call]
     """Mode of a forward of the first window: finds what its products would take.
 
     Args:

@@ -92,7 +92,7 @@ class LayerCall:
         traced: what the first window learns about the call; None after it.
         place: gives user code the outputs of a repeated call; None for other calls.
         products: of its forward, if they are carried.
-        carried: their tensors on the host.
+        carried: their outputs on the host, in one block.
     """
 
     layer: HostLayer
@@ -231,7 +231,7 @@ class Executor:
             found = run.tensors
             if gathering is not None and run.differentiable:
                 call.products, call.carried = gathering.send(slot.recorder, call.microbatch)
-                worker.carrying.extend(host.ready for host in call.carried[-1:] if host.ready is not None)
+                worker.carrying += [host.ready for host in call.carried if host.ready is not None]
             self.device.track_until_freed(found, OUTPUTS)
             if meter is not None and call.traced is not None:
                 call.traced.kept_bytes = meter.read()
@@ -513,7 +513,7 @@ class Executor:
         if sums is not None:
             sums.detach(replica.parameters, factor)
         sink.closed = True
-        lent = {address_of(a.tensor) for a in inputs}
+        lent = {address_of(a.tensor) for a in inputs}  # memory that others get next
         found = [parts[0].tensor if parts else None for parts in sink.parts]
         found = [g.clone() if g is not None and address_of(g) in lent else g for g in found]
         given = [g for g in found if g is not None]
@@ -531,8 +531,8 @@ class Executor:
         there, count = self._take(slot, call.layer, inputs, runner), len(call.saved)
         returning = None
         if call.products:
-            carried = dict(zip(map(id, call.carried), there[count:], strict=True))
-            returning = Returning(call.products, carried, self.device.generator)
+            [block] = there[count:]
+            returning = Returning(call.products, block, self.device.generator)
         outputs, sink = self._recompute(call, slot, there[:count], runner, inside, returning)
         if returning is not None and not returning.has_fitted():
             outputs, sink = self._recompute(call, slot, there[:count], runner, inside)

@@ -628,7 +628,7 @@ class Microbatch:
             device, bring = worker.device, self._activations.on
             with noted(lambda: FaultPlace(layer.title, self._phase, self.index, slot, device)):
                 worker.wait_for_copies(self.runner)
-                carries = position is not None and call.index in self.spec.carry
+                carries = taped and position is not None and call.index in self.spec.carry
                 if carries:
                     worker.wait_for_products(self.runner)
                 if taped and not keeps:

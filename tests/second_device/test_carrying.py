@@ -1,0 +1,80 @@
+"""Carried products on devices that compute behind the host, as late as they may: the bits of recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from harness import assert_identical, call_count, ours, per_call, run
+from torch import Tensor
+from traps import Block, Net
+
+from second_device.late import Late, late
+
+
+@pytest.fixture(params=["random", "idle"])
+def queues(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+    """Streams go on at random, or not before the host waits."""
+    with late(0) as made:
+        if request.param == "idle":
+            monkeypatch.setattr(made.streams._drawn, "random", lambda: 0.7)
+        yield made
+
+
+class _Saved(torch.autograd.Function):
+    """Its gradient is what its forward has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, made: Tensor) -> Tensor:
+        ctx.save_for_backward(made)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.saved_tensors[0], None
+
+
+class ReturnsProducts(Block):
+    """One as its output, which its backward reads, and one as a gradient."""
+
+    def forward(self, x: Tensor) -> Any:
+        kept: Tensor = _Saved.apply(x, self.inner(x).detach())  # type: ignore[no-untyped-call]
+        made = self.other(kept)
+        return made, made.square()
+
+
+class Wide(Net):
+    """User code writes to what layers return."""
+
+    def body(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            h, square = block(h)
+            h *= 1.5
+            h = torch.tanh(h + square)
+        return h
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_user_code_writes_to_products_that_are_on_their_way(workers: int, devices: list[Any], queues: Late) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        module = zoo.PlainClassifier(Wide(ReturnsProducts))
+    plan, batches = per_call(5, 4), zoo.make_batches("mlp", samples=8)
+    plain, found = (
+        run(ours(num_microbatches=4, layers=["Linear", "ReturnsProducts"], plan=text), module, batches, devices=workers)
+        for text in (plan, f"{plan}; carry 0-3")
+    )
+    assert_identical(plain, found)
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_no_bit_depends_on_what_is_carried(name: str, devices: list[Any], queues: Late) -> None:
+    module, batches = zoo.make_module(name), zoo.make_batches(name)
+    plain = run(ours(num_microbatches=3), module, batches, devices=2)
+    assert plain.report is not None
+    n = call_count(plain.report["plan"])
+    plan = f"{per_call(n, 3)}; carry 0-{n - 2}"
+    assert_identical(plain, run(ours(num_microbatches=3, plan=plan), module, batches, devices=2))
