@@ -17,7 +17,7 @@ from lightning_roundpipe.planning.batch import Pace
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.memory import Memory, unpacked_within
+from lightning_roundpipe.planning.memory import PRODUCTS, Memory, fits, unpacked_within
 from lightning_roundpipe.planning.pipeline import Staleness
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import WORK_PER_SECOND, PlanSearch, baseline_within, descent
@@ -77,12 +77,16 @@ def carrying_within(
         return plan
     judge, best = cache(judge), plan
     room = max(call.product_bytes for call in costs.calls[:-1])
-    memory = _less(limits.memory, 2 * room)
+    memory = _less(limits.memory, (PRODUCTS + 1) * room)
     work = _WORK * search_seconds * WORK_PER_SECOND
     pace = Pace.of(costs, host or HostTime(), ahead=False, carried=True)
 
     def finished(cut: Plan, share: float) -> Plan:
-        return unpacked_within(spread(cut, costs, share), costs, workers, microbatches, limits.memory)
+        """Return the plan that carries, or the one that carries nothing if products do not fit ahead of their turns."""
+        carrying = spread(cut, costs, share)
+        if not fits(carrying, costs, workers, limits.memory, ahead=True):
+            return plan
+        return unpacked_within(carrying, costs, workers, microbatches, limits.memory)
 
     for size in _rounds(workers, microbatches, limits) if cuts else ():
         inner = replace(limits, min_round=size, max_round=size, memory=memory)

@@ -38,6 +38,9 @@ _PARTS = tuple(2**power for power in range(1, 9))
 BESIDE = 2
 """Stages that the largest arena holds at once: one runs while the next one's weights come."""
 
+PRODUCTS = 2
+"""Calls whose carried products a worker holds at once, without those that are brought ahead."""
+
 Memory = int | tuple[int, ...]
 """Bytes of every worker, or of each if workers are unequal."""
 
@@ -158,12 +161,12 @@ def device_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = No
 def _beside_arena(plan: Plan, costs: Costs, workers: int, worker: int | None) -> int:
     needs, waiting = _needs(plan, costs), waiting_bytes(plan, costs, workers)
     activations = max(needs[position].activations + waiting[position] for position in of_worker(plan, workers, worker))
-    return copies_bytes(plan, costs, workers, worker) + activations + products_bytes(plan, costs)
+    return copies_bytes(plan, costs, workers, worker) + activations + PRODUCTS * product_bytes(plan, costs)
 
 
-def products_bytes(plan: Plan, costs: Costs) -> int:
-    """Return the bytes of carried products on a worker: those of two calls, which run or are on their way."""
-    return 2 * max((costs.calls[call].product_bytes for call in plan.carry), default=0)
+def product_bytes(plan: Plan, costs: Costs) -> int:
+    """Return the most bytes of the products of a carried call."""
+    return max((costs.calls[call].product_bytes for call in plan.carry), default=0)
 
 
 def carried_bytes(plan: Plan, costs: Costs, workers: int) -> int:
@@ -322,15 +325,16 @@ def _left_behind(stage: Stage, costs: Costs) -> int:
 def ahead_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:
     """Return the bytes uploaded to a worker before they are needed.
 
-    These are inputs of a running microbatch's next call, and all inputs that the next microbatch starts from. A single
-    worker has the outputs of its own stages and their gradients already.
+    These are inputs and carried products of a running microbatch's next call, and all inputs that the next microbatch
+    starts from. A single worker has the outputs of its own stages and their gradients already.
     """
     needs, waiting = _needs(plan, costs), waiting_bytes(plan, costs, workers)
     positions = of_worker(plan, workers, worker)
     alone = max(needs[position].activations + waiting[position] for position in positions)
     crowded = max(needs[position].crowded + waiting[position] for position in positions)
     stages = plan.stages()
-    return crowded - alone + max(_brought(stages[position], costs, alone=workers == 1) for position in positions)
+    inputs = crowded - alone + max(_brought(stages[position], costs, alone=workers == 1) for position in positions)
+    return inputs + product_bytes(plan, costs)
 
 
 def _brought(stage: Stage, costs: Costs, *, alone: bool) -> int:
@@ -374,8 +378,8 @@ def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None, wor
         items.append(Item(f"loss and activations of {costs.layers[-1]}", last))
     if not last or size > last:
         items.append(Item(f"activations{' of the other calls' if last else ''}, stage {position}", size - last))
-    if products := products_bytes(plan, costs):
-        items.append(Item("carried products of two calls", products))
+    if products := PRODUCTS * product_bytes(plan, costs):
+        items.append(Item(f"carried products of {plural(PRODUCTS, 'call')}", products))
     if waiting[position]:
         others = plan.round_microbatches - 1
         wait = f"{plural(others, 'microbatch')} that {'waits' if others == 1 else 'wait'} for the next stage"
