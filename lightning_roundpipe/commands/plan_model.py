@@ -353,8 +353,9 @@ class Outlook(Trial):
         for name, rate in SLOWER_LINKS.items():
             if rate < machine.upload:
                 shape = self.shape.on(replace(machine, upload=rate, download=min(rate, machine.download)))
-                links = shape.rules(wish.staleness, wish.network).links
-                found[name] = self.step_tokens / self._period_with(replace(self.rules, links=links))
+                slow = shape.rules(wish.staleness, wish.network)
+                rules = replace(self.rules, links=slow.links, carried_links=slow.carried_links)
+                found[name] = self.step_tokens / self._period_with(rules)
         return found
 
     @cached_property
