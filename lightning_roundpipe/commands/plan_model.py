@@ -353,9 +353,8 @@ class Outlook(Trial):
         for name, rate in SLOWER_LINKS.items():
             if rate < machine.upload:
                 shape = self.shape.on(replace(machine, upload=rate, download=min(rate, machine.download)))
-                slow = shape.rules(wish.staleness, wish.network)
-                rules = replace(self.rules, links=slow.links, carried_links=slow.carried_links)
-                found[name] = self.step_tokens / self._period_with(rules)
+                links = shape.rules(wish.staleness, wish.network).links
+                found[name] = self.step_tokens / self._period_with(replace(self.rules, links=links))
         return found
 
     @cached_property

@@ -236,11 +236,11 @@ class Planner:
         How fast a GPU's link is shows in the first window. Nothing is known of emulated links without a rate.
         """
         options, workers, rules = self._options, len(self._workers), replace(self._rules(costs), memory=limit)
-        if (links := rules.carried_links) is None or isinstance(links, tuple):
+        if (links := rules.links) is None or isinstance(links, tuple):
             return plan
         if self._devices[0].torch_device.type != "cpu":
             up, down = (recorder.bytes_per_s(kinds) for kinds in (UPLOADS, DOWNLOADS))
-            rules = replace(rules, carried_links=Links(min(links.upload, up), min(links.download, down)))
+            rules = replace(rules, links=Links(min(links.upload, up), min(links.download, down)))
         room = self._room_on_host()
 
         def step_s(plan: Plan) -> float:
@@ -287,7 +287,7 @@ class Planner:
         rate = options.emulation.bandwidth
         links = None if rate is None else Links(float(rate), float(rate))
         host = HostTime(hop_s=2 * options.emulation.latency)  # from the device to the host, and to the next device
-        return replace(rules, host=host, links=links, carried_links=links)
+        return replace(rules, host=host, links=links)
 
     def reserve_for_layers(self) -> None:
         """Make the arenas large enough for a layer and the next one: without a plan, each call has a slot."""

@@ -87,7 +87,6 @@ class Rules:
         staleness: 0 or 1.
         host: time of the engine itself.
         links: link of every worker, or of each if workers are unequal; None: copies take no time.
-        carried_links: the same under a plan that carries, which keeps both directions busy; None: as ``links``.
         updates: rate and rules of the optimizer; None: updates take no time.
         sums_per_s: bytes of gradients that the host adds per second; None: sums take no time.
         network: network to other machines, which run the same plan; None: there is one machine.
@@ -97,7 +96,6 @@ class Rules:
     staleness: Staleness = 0
     host: HostTime = field(default_factory=HostTime)
     links: Links | tuple[Links, ...] | None = None
-    carried_links: Links | tuple[Links, ...] | None = None
     updates: UpdateModel | None = None
     sums_per_s: float | None = None
     network: Network | None = None
@@ -464,9 +462,6 @@ class _Pipeline:
         self._interpreter = SharedSeconds()
         self._closed: dict[int, float] = {}
         links = (rules.links,) * workers if isinstance(rules.links, Links) else rules.links  # [13]
-        if links is not None and plan.carry and rules.carried_links is not None:
-            both = rules.carried_links
-            links = (both,) * workers if isinstance(both, Links) else both
         self._products: dict[tuple[int, int], float] = {}
         """When the products of a microbatch's call are on the host. [14]"""
         self._going_down = [(0.0, 0.0)] * workers

@@ -118,19 +118,19 @@ class Hardware:
         computing = flops / (self.flops[form] * (efficiency or self.matmul_efficiency))
         return self.kernel_s + max(computing, nbytes / (self.memory_bandwidth * self.memory_efficiency))
 
-    def link(self, device: Hardware, directions: int = 1) -> Links:
-        """The share of ``device`` in what the links carry, while all copy in one direction or in both.
+    def link(self, device: Hardware) -> Links:
+        """The share of ``device`` in what the links carry, while all copy.
 
         Together they are no faster than the host's memory, and those behind one uplink no faster than that.
         """
-        share = self.host_memory_bandwidth * self.memory_efficiency / (self.workers * directions)
+        share = self.host_memory_bandwidth * self.memory_efficiency / self.workers
         if device.uplink is not None:
             share = min(share, device.uplink / min(device.uplink_devices, device.workers))
         return Links(min(device.upload, share), min(device.download, share))
 
-    def links(self, directions: int = 1) -> Links | tuple[Links, ...]:
+    def links(self) -> Links | tuple[Links, ...]:
         """The `link` of each device, once if all are alike."""
-        each = tuple(self.link(device, directions) for device in self.devices)
+        each = tuple(map(self.link, self.devices))
         return each[0] if len(set(each)) == 1 else each
 
     def optimizer_rate(self, traffic: float) -> float:
@@ -164,8 +164,8 @@ class Hardware:
         updates = UpdateModel(self.optimizer_rate(traffic), blocking=blocking, piece_bytes=PIECE_BYTES)
         host = HostTime(self.call_s, self.turn_s, self.hop_s, shared=True)
         return Rules(
-            staleness=staleness, host=host, links=self.links(), carried_links=self.links(2), updates=updates,
-            sums_per_s=self.sum_rate, network=network,
+            staleness=staleness, host=host, links=self.links(), updates=updates, sums_per_s=self.sum_rate,
+            network=network,
         )  # fmt: skip
 
     @property
