@@ -724,6 +724,8 @@ class Microbatch:
             self._refuse_unplaced(call, slot.sums.get(call.index))
             bring = self._activations.on
             with noted(lambda: FaultPlace(layer.title, "backward", self.index, slot, device)):
+                if saved and call.carried:
+                    worker.wait_for_products(self.runner)
                 inputs = [bring(each, device) for each in saved]
                 arriving = [
                     [bring(p, device) if isinstance(p, HostTensor) else Arriving(p, None) for p in of_output]

@@ -251,9 +251,9 @@ class Worker:
             self.follow(event, runner)
 
     def wait_for_products(self, runner: Runner) -> None:
-        """Wait until the products of one call at most are on their way to the host, before another one makes its own.
+        """Wait until the products of one call at most are on their way to the host: another call's take memory now.
 
-        The host waits itself: a call that is enqueued has its memory.
+        The host waits itself, as a call that is enqueued has its memory.
         """
         while len(self.carrying) > 1:
             if not (oldest := self.carrying.popleft()).done():

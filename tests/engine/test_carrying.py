@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 import torch.nn.functional as F
 import zoo
 from harness import Result, assert_identical, call_count, ours, per_call, run
+from test_quantized import task, trained
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import register_flop_formula
-from traps import Block, Net
+from traps import WIDTH, Block, Net
 
+from lightning_roundpipe.engine import carrying
 from lightning_roundpipe.planning.schedule import Plan
 
 CAREFUL = {"poison": True, "delay_seed": 3}
@@ -200,13 +203,72 @@ def plans(n: int, size: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt2"])
-def test_no_bit_depends_on_what_is_carried(name: str) -> None:
-    module, batches = zoo.make_module(name), zoo.make_batches(name)
-    first = run(ours(num_microbatches=3), module, batches)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("each call", {}),
+    "mixture": ("ahead", {"name": "qwen3_moe"}),
+    "LoRA": ("rounds", {"lora": True}),
+    "dropout": ("each call", {"name": "gpt2", "staleness": 1}),
+    "autocast": ("some", {"precision": "bf16-mixed"}),
+    "true": ("ahead", {"precision": "bf16-true", "lora": True}),
+    "convolution": ("each call", {"name": "resnet"}),
+}
+
+
+@pytest.mark.parametrize(("kind", "case"), CASES.values(), ids=CASES)
+def test_no_bit_of_a_model_depends_on_what_is_carried(kind: str, case: dict[str, Any]) -> None:
+    options = {"name": "llama", "lora": False, "precision": None} | case
+    name, lora, precision = (options.pop(key) for key in ("name", "lora", "precision"))
+    module, batches = zoo.make_module(name, lora), zoo.make_batches(name)
+
+    def fit(plan: str | None, devices: int, **careful: Any) -> Result:
+        strategy = ours(num_microbatches=3, plan=plan, **options, **careful)
+        return run(strategy, module, batches, devices=devices, precision=precision)
+
+    first = fit(None, 1)
     assert first.report is not None
-    n = call_count(first.report["plan"])
-    for devices, plan in enumerate(plans(n, 3).values(), 1):
-        found = run(ours(num_microbatches=3, plan=plan, emulation=CAREFUL), module, batches, devices=min(devices, 3))
+    plan = plans(call_count(first.report["plan"]), 3)[kind]
+    for devices in (2, 3):
+        found = fit(plan, devices, emulation=CAREFUL)
         assert_identical(first, found)
         assert found.report is not None and Plan.parse(found.report["plan"]).carry
+
+
+def test_packed_weights() -> None:
+    module = task()
+    assert_identical(
+        *(
+            trained(module, plan=f"forward 0-1 2; fused 3-6; backward 2 0-1; round 2{end}")
+            for end in ("", "; carry 0-2")
+        )
+    )
+
+
+def test_no_product_is_left_on_the_host_when_its_backward_is_over() -> None:
+    alive, most, real = weakref.WeakSet[Any](), 0, carrying.download_parts
+
+    def download_parts(whole: Tensor, *rest: Any) -> Any:
+        nonlocal most
+        alive.add(whole.untyped_storage())
+        most = max(most, len(alive))
+        return real(whole, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(carrying, "download_parts", download_parts)
+        train(Block, "forward 0-3; fused 4; backward 0-3; round 4; carry 0-3", 1)
+    assert not alive and most == 4 * 4  # calls and microbatches of a round
+
+
+def test_compiled_layers_are_recomputed_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = {"compile_layers": {"backend": "aot_eager"}}
+    plain = train(Block, **compiled)
+    caplog.clear()
+    assert_identical(plain, train(Block, f"{PLAN}; carry 0-2", **compiled))
+    assert "plan: 3 calls of carry have nothing that can be carried" in caplog.text
+
+
+def test_what_a_call_s_products_take_is_measured_in_the_first_window() -> None:
+    report = train(Products, None).report
+    assert report is not None
+    for call in report["costs"]["calls"][1:4]:
+        assert call["product_bytes"] == 2 * WIDTH * (4 + 4 + 1)  # two products and a mask, of two samples
+        assert 0 < call["product_s"] < call["forward_s"]

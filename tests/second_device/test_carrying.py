@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from harness import assert_identical, call_count, ours, per_call, run
 from torch import Tensor
 from traps import Block, Net
 
+from lightning_roundpipe.engine import carrying
 from second_device.late import Late, late
 
 
@@ -68,6 +70,28 @@ def test_user_code_writes_to_products_that_are_on_their_way(workers: int, device
         for text in (plan, f"{plan}; carry 0-3")
     )
     assert_identical(plain, found)
+
+
+def test_products_of_two_calls_are_on_their_way_at_most(
+    devices: list[Any], queues: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far the host is ahead of the device."""
+    alive, most, real = weakref.WeakSet[Any](), 0, carrying._copy
+
+    def copy(tensor: Tensor) -> Tensor:
+        nonlocal most
+        made = real(tensor)
+        alive.add(made.untyped_storage())
+        most = max(most, len(alive))
+        return made
+
+    monkeypatch.setattr(carrying, "_copy", copy)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        module = zoo.PlainClassifier(Net(Block))
+    plan = "forward 0-3; fused 4; backward 0-3; round 4; carry 0-3"
+    run(ours(num_microbatches=4, layers=["Linear", "Block"], plan=plan), module, zoo.make_batches("mlp", samples=8))
+    assert most == 2 * 2  # each block has two products
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
