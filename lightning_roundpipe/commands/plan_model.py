@@ -208,10 +208,11 @@ class Trial:
                 costs, self.workers, self.microbatches, limits, wish.staleness, self.rules.host, seconds,
                 judge=self.judge, judged=judged,
             )  # fmt: skip
-            plan = carrying_within(
-                plan, costs, self.workers, self.microbatches, limits, self.judge, staleness=wish.staleness,
-                host=self.rules.host, search_seconds=seconds, judged=judged,
-            )  # fmt: skip
+            if seconds:
+                plan = carrying_within(
+                    plan, costs, self.workers, self.microbatches, limits, self.judge, staleness=wish.staleness,
+                    host=self.rules.host, search_seconds=seconds, judged=judged,
+                )  # fmt: skip
         return plan if self.has_room_for(plan) else None
 
 
