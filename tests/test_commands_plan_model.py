@@ -145,6 +145,25 @@ def test_a_plan_of_ones_own_is_judged(command: Any) -> None:
     assert json.loads(command(*options, f"plan={other}", f"memory={fitting // 2}")[1])["fits"] is False
 
 
+def test_a_plan_that_carries_says_what_it_takes(command: Any) -> None:
+    plan = "forward 0-2 3-5; fused 6-8; backward 3-5 0-2; round 4"
+    options = ("model=tiny_llama", "hardware=cpu", "sequence_length=64", "microbatch_size=2")
+    text = " ".join(command(*options, f"plan={plan}; carry 1-3")[1].split())
+    assert "Carried: products of 3 of 6 calls outside of the fused stage go to the host" in text
+    found, none = (
+        json.loads(command(*options, f"plan={plan}{carry}", "format=json")[1]) for carry in ("; carry 1-3", "")
+    )
+    assert (found["carry"], none["carry"]) == ([1, 2, 3], [])
+    for memory, name in (
+        ("host_memory", "carried products of 3 calls"),
+        ("device_memory", "carried products of 2 calls"),
+    ):
+        [size] = [item["bytes"] for item in found[memory]["items"] if item["name"] == name]
+        assert 0 < size < found[memory]["needed_bytes"] - none[memory]["needed_bytes"] + 4096
+    again = sum(stage["ms"] for stage in found["stages"])
+    assert again < sum(stage["ms"] for stage in none["stages"])
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_an_answer_with_what_would(command: Any) -> None:
     """Each was tried: with its settings, the same command has the same figure. The least change is first."""

@@ -13,7 +13,7 @@ from lightning_roundpipe.commands.plan_model import Outlook, total
 from lightning_roundpipe.commands.plan_shape import Wish
 from lightning_roundpipe.commands.remedies import Remedies
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.planning.memory import Item, StageRow, size_text
+from lightning_roundpipe.planning.memory import Item, StageRow, carried_bytes, size_text
 
 _FASTER = 1.02
 """Ratio of tokens a second from which on data parallelism is named. What is closer is within the error of estimates."""
@@ -79,6 +79,12 @@ def _facts(found: Outlook) -> list[str]:
             whole = " Each is a whole microbatch on one worker, as in data parallelism."
             alone = whole if len(found.plan.stages()) == 1 else ""
             lines.append(f"The {found.microbatches} rounds of a step run side by side.{alone}")
+        if carry := found.plan.carry:
+            sizes = carried_bytes(found.plan, found.costs, found.workers)
+            lines.append(
+                f"Carried: products of {len(carry)} of {plural(found.plan.fused.first, 'call')} outside of the fused "
+                f"stage go to the host ({sizes / 2**30:,.0f} GiB) and come back, and are not computed again."
+            )
         if (rate := found.data_parallel_tokens_per_s or 0.0) > _FASTER * found.tokens_per_s:
             way = 'plain training (strategy="auto")' if found.workers == 1 else 'data parallelism (strategy="ddp")'
             lines.append(
@@ -340,6 +346,7 @@ def csv_row(given: Mapping[str, str], wish: Wish, found: Mapping[str, Any] | Non
     for name in ("forward", "backward"):
         row[f"{name}_stages"] = len(plan[name]) if plan else None
     row["fused_layers"] = plan.get("fused")
+    row["carried_calls"] = len(plan["carry"]) if plan else None
     row |= {name: plan.get(name) for name in ("round_microbatches", "side_by_side", "plan")}
     return row | {"error": error}
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from lightning_roundpipe.commands.machines import SLOWER_LINKS, choose_machine
 from lightning_roundpipe.commands.plan_shape import USUAL_LENGTH, ModelShape, Wish
 from lightning_roundpipe.model.refine import Refined
+from lightning_roundpipe.planning.carried import carrying_within
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.data_parallel import data_parallel_s
 from lightning_roundpipe.planning.limits import Limits
@@ -202,10 +203,16 @@ class Trial:
             plan = paper_plan(costs, self.workers, self.microbatches, limits)
         else:
             turns, seconds = 2 * _STEPS * self.microbatches * (2 * len(costs) - 1), part * wish.search_seconds
+            judged = max(1, max(_LEAST_TURNS, int(_TURNS_PER_SECOND * seconds)) // turns)
             plan = search_partition(
                 costs, self.workers, self.microbatches, limits, wish.staleness, self.rules.host, seconds,
-                judge=self.judge, judged=max(1, max(_LEAST_TURNS, int(_TURNS_PER_SECOND * seconds)) // turns),
+                judge=self.judge, judged=judged,
             )  # fmt: skip
+            if seconds:
+                plan = carrying_within(
+                    plan, costs, self.workers, self.microbatches, limits, self.judge, staleness=wish.staleness,
+                    host=self.rules.host, search_seconds=seconds, judged=judged,
+                )  # fmt: skip
         return plan if self.has_room_for(plan) else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -75,6 +76,15 @@ class Recorder:
             if kind in kinds:
                 total[worker] += nbytes
         return total
+
+    def bytes_per_s(self, kinds: tuple[str, ...]) -> float:
+        """Return the rate of the largest copy of ``kinds`` that is over; infinite if there is none."""
+        copies = (
+            (nbytes, end.time() - start.time())
+            for kind, _, start, end, _, nbytes, _ in self._items
+            if kind in kinds and nbytes and end.done()
+        )
+        return max(((nbytes, nbytes / seconds) for nbytes, seconds in copies if seconds > 0), default=(0, math.inf))[1]
 
     def rows(self, origin: float) -> list[dict[str, Any]]:
         """Return the events in order of their start, with times in seconds from ``origin``.

@@ -11,8 +11,9 @@ from dataclasses import replace
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import DoesNotFit
+from lightning_roundpipe.devices.host_memory import SHARE, free_bytes
 from lightning_roundpipe.engine.context import Context
-from lightning_roundpipe.engine.events import Recorder
+from lightning_roundpipe.engine.events import DOWNLOADS, UPLOADS, Recorder
 from lightning_roundpipe.engine.hints import Hints
 from lightning_roundpipe.engine.step import Step
 from lightning_roundpipe.engine.trace import Trace
@@ -29,6 +30,7 @@ from lightning_roundpipe.memory.budget import (
 from lightning_roundpipe.memory.grad_buffers import GradientLayout
 from lightning_roundpipe.memory.host_layer import HostLayer, begin_to_train
 from lightning_roundpipe.messages import plural
+from lightning_roundpipe.planning.carried import carrying_within
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits
@@ -40,6 +42,8 @@ from lightning_roundpipe.planning.memory import (
     TooSmall,
     ahead_within,
     boundary_bytes,
+    carried_bytes,
+    fits,
     partition_within,
     reserved_within,
     size_text,
@@ -65,6 +69,9 @@ _STEPS = 4
 """Plans are compared by the mean of so many steps, after as many that fill the pipeline."""
 _MOST_TURNS = 60_000
 """Most turns that are simulated, to choose among the plans that the search has found, if no steps repeat."""
+
+_MOMENTS_BYTES = 8
+"""Bytes of Adam's moments for a trained weight in fp32."""
 
 _ALIKE = 0.05
 """Kinds that differ by less are equally fast."""
@@ -161,6 +168,8 @@ class Planner:
             try:
                 with interrupts_allowed():  # the search may be long, and an interrupt leaves nothing half done
                     plan = self._cut(costs, len(traces), limit)
+                    if not static:
+                        plan = self._carry(plan, costs, len(traces), limit, recorder)
                 if not plan.unpack_once:  # beside the largest arena, stages unpack once wherever there is room
                     plan = unpacked_within(plan, costs, workers, len(traces), limit, most=True)
             except ValueError as error:
@@ -174,7 +183,7 @@ class Planner:
             own = worker.index if isinstance(limit, tuple) else None
             budget = limit[worker.index] if isinstance(limit, tuple) else limit
             worker.reserve(reserved_within(plan, costs, workers, budget, worker.device.lead_bytes, own))
-        self._devices[0].reserve_host(boundary_bytes(plan, costs))
+        self._devices[0].reserve_host(boundary_bytes(plan, costs) + carried_bytes(plan, costs, workers))
         learned.trace, learned.costs, learned.plan = trace, costs, plan
 
     def _validate(self, plan: Plan, trace: Trace) -> None:
@@ -222,6 +231,40 @@ class Planner:
             judged=max(1, min(16, _MOST_TURNS // turns)),
         )  # fmt: skip
         return found if step_s(found) < step_s(plan) else plan
+
+    def _carry(self, plan: Plan, costs: Costs, microbatches: int, limit: Memory | None, recorder: Recorder) -> Plan:
+        """Return a plan that carries products, if it is faster and the host has room for them, else ``plan``.
+
+        How fast a GPU's link is shows in the first window. Nothing is known of emulated links without a rate.
+        """
+        options, workers, rules = self._options, len(self._workers), replace(self._rules(costs), memory=limit)
+        if (links := rules.links) is None or isinstance(links, tuple):
+            return plan
+        if self._devices[0].torch_device.type != "cpu":
+            up, down = (recorder.bytes_per_s(kinds) for kinds in (UPLOADS, DOWNLOADS))
+            rules = replace(rules, links=Links(min(links.upload, up), min(links.download, down)))
+        room = self._room_on_host()
+
+        def step_s(plan: Plan) -> float:
+            if not fits(plan, costs, workers, limit) or carried_bytes(plan, costs, workers) > room:
+                return math.inf
+            return period_of_ends(step_ends(plan, costs, workers, microbatches, rules, 2 * _STEPS), _STEPS)
+
+        long = step_s(plan) >= WORTH_S
+        return carrying_within(
+            plan, costs, workers, microbatches, Limits.usual(costs, workers, microbatches, limit), step_s,
+            staleness=1 if options.staleness else 0, host=rules.host,
+            search_seconds=_SHORTEST_SEARCH_S if long and workers > 1 else 0.0,
+            cuts=options.round_microbatches is None and options.stage_seconds is None,
+        )  # fmt: skip
+
+    def _room_on_host(self) -> int:
+        """Return the bytes of host memory that carried products may take.
+
+        It is a share of what is free, less what the optimizer's moments may take, which the first window has not made.
+        """
+        trained = sum(p.numel() for p in self._context.model.masters if p.requires_grad)
+        return int(SHARE * max(0, free_bytes() - _MOMENTS_BYTES * trained))
 
     def _say_search(self, seconds: float, search_s: float) -> None:
         text = "searching for a faster plan by the shapes of the calls, which takes some seconds."

@@ -55,19 +55,22 @@ class Pace:
     of_workers: tuple[Pace, ...] = ()
 
     @classmethod
-    def of(cls, costs: Costs, host: HostTime, ahead: bool = True) -> Pace:
-        """Return the pace of calls that take ``costs``, and of each worker if workers are unequal."""
+    def of(cls, costs: Costs, host: HostTime, ahead: bool = True, *, carried: bool = False) -> Pace:
+        """Return the pace of calls that take ``costs``, and of each worker if workers are unequal.
+
+        ``carried``: whether all calls' products are carried, and not computed again.
+        """
         if not costs.unequal:
-            return cls._of_one(costs, host, ahead)
-        mean, each = cls._of_one(Costs(costs.calls), host, ahead), map(costs.on, range(len(costs.times)))
-        return replace(mean, of_workers=tuple(for_each(list(each), lambda one: cls._of_one(one, host, ahead))))
+            return cls._of_one(costs, host, ahead, carried)
+        mean, each = cls._of_one(Costs(costs.calls), host, ahead, carried), map(costs.on, range(len(costs.times)))
+        return replace(mean, of_workers=tuple(for_each(list(each), lambda one: cls._of_one(one, host, ahead, carried))))
 
     @classmethod
-    def _of_one(cls, costs: Costs, host: HostTime, ahead: bool) -> Pace:
+    def _of_one(cls, costs: Costs, host: HostTime, ahead: bool, carried: bool) -> Pace:
         calls, call_s, turn_s = costs.calls, host.call_s, host.turn_s
         if host.shared:  # the interpreter runs ahead of the workers; if it limits them, it limits all plans alike
             call_s = turn_s = 0.0
-        recompute = [c.forward_s if c.needs_backward else 0.0 for c in calls]
+        recompute = [c.recompute_s(carried=carried) if c.needs_backward else 0.0 for c in calls]
         backward = [c.backward_s + call_s if c.needs_backward else 0.0 for c in calls]
         forward = [c.forward_s + call_s for c in calls]
         fused = [f + b for f, b in zip(forward, backward, strict=True)]

@@ -23,7 +23,7 @@ Workers may be unequal: then each has times of its own, and sizes are the same o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from statistics import harmonic_mean
@@ -136,6 +136,10 @@ class CallCost:
         if not self.needs_backward:
             return self.forward_s if phase == "fused" else 0.0
         return self.forward_s + self.backward_s
+
+    def recompute_s(self, *, carried: bool) -> float:
+        """Return the seconds of its recomputation, which are fewer if its products are carried."""
+        return max(0.0, self.forward_s - self.product_s) if carried else self.forward_s
 
     def unpacked_once(self, microbatches: int) -> CallCost:
         """What the call costs on average in a stage that unpacks its weights in the first of ``microbatches`` only."""
@@ -306,7 +310,15 @@ class Costs:
     def _with_seconds(self, seconds: Iterable[tuple[float, float]]) -> Costs:
         """Return the same calls with other times: a pair of forward and backward seconds for each."""
         pairs = zip(self.calls, seconds, strict=True)
-        return Costs(tuple(replace(call, forward_s=forward, backward_s=back) for call, (forward, back) in pairs))
+        return Costs(
+            tuple(
+                replace(
+                    call, forward_s=forward, backward_s=back,
+                    product_s=call.product_s * forward / call.forward_s if call.forward_s else 0.0,
+                )
+                for call, (forward, back) in pairs
+            )
+        )  # fmt: skip
 
     @property
     def unequal(self) -> bool:
@@ -327,6 +339,17 @@ class Costs:
         if not any(call.unpacked_bytes for call in self.calls):
             return self
         return Costs(tuple(call.unpacked_once(microbatches) for call in self.calls))
+
+    def carrying(self, calls: Collection[int]) -> Costs:
+        """What the calls cost in backward stages, where the products of ``calls`` are carried."""
+        if not calls:
+            return self
+        return Costs(
+            tuple(
+                replace(one, forward_s=one.recompute_s(carried=True)) if call in calls else one
+                for call, one in enumerate(self.calls)
+            )
+        )
 
     def holding_copies(self, microbatches: int, stages: int) -> Costs:
         """`unpacked_once`, with the copies counted as weights: for cutting stages that have room for them.

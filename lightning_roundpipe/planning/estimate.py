@@ -222,6 +222,8 @@ class _Walk:
             unpacked_bytes=sum(map(_aligned, copied)),
             unpack_s=found.forward.unpack_s,
             backward_unpack_s=found.backward.unpack_s,
+            product_bytes=found.forward.product_bytes if found.needs_backward else 0,
+            product_s=found.forward.product_s if found.needs_backward else 0.0,
             **asdict(call.crossed),
         )
 

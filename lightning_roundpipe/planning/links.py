@@ -54,6 +54,10 @@ class Lane:
             self._ends.append(end)
         return start, end
 
+    def copy_between(self, ready: float, size: int) -> tuple[float, float]:
+        """Return start and end of a copy with priority that waits for known copies without it."""
+        return self.copy_before(max(ready, self._behind), size)
+
     def copy_behind(self, ready: float, size: float) -> tuple[float, float]:
         """Return start and end of a copy without priority. Such copies run one after another."""
         start = clock = max(ready, self._behind)

@@ -2,9 +2,9 @@
 
 A worker holds one arena for weights and gradients, another one for what a stage unpacks once, the activations of the
 running stage, and tensors between stages: those that user code still holds of microbatches which wait for their next
-stage, and those that were brought for the microbatch whose turn is next. Workers that have equal memory reserve the
-same, whatever stages come to them. Where each has a budget of its own, it reserves what its own stages need, and what a
-layer at a time takes (`of_worker`).
+stage, and those that were brought for the microbatch whose turn is next. Under a plan that carries, the products of two
+calls come to these. Workers that have equal memory reserve the same, whatever stages come to them. Where each has a
+budget of its own, it reserves what its own stages need, and what a layer at a time takes (`of_worker`).
 
 Stages lie at the two ends of the arena in turn: weights from the end inwards, then gradients::
 
@@ -13,7 +13,8 @@ Stages lie at the two ends of the arena in turn: weights from the end inwards, t
 The weights of the next stage come while stage k runs, and the gradients of the one before are on their way down. Where
 the arena is smaller than all of that, the weights that do not fit beside stage k come when its gradients have left.
 
-The host holds what outlives a stage: weights, gradients, the optimizer's state, and inputs for recomputation.
+The host holds what outlives a stage: weights, gradients, the optimizer's state, inputs for recomputation, and carried
+products.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ _PARTS = tuple(2**power for power in range(1, 9))
 
 BESIDE = 2
 """Stages that the largest arena holds at once: one runs while the next one's weights come."""
+
+PRODUCTS = 2
+"""Calls whose carried products a worker holds at once, without those that are brought ahead."""
 
 Memory = int | tuple[int, ...]
 """Bytes of every worker, or of each if workers are unequal."""
@@ -157,7 +161,30 @@ def device_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = No
 def _beside_arena(plan: Plan, costs: Costs, workers: int, worker: int | None) -> int:
     needs, waiting = _needs(plan, costs), waiting_bytes(plan, costs, workers)
     activations = max(needs[position].activations + waiting[position] for position in of_worker(plan, workers, worker))
-    return copies_bytes(plan, costs, workers, worker) + activations
+    return copies_bytes(plan, costs, workers, worker) + activations + PRODUCTS * product_bytes(plan, costs)
+
+
+def product_bytes(plan: Plan, costs: Costs) -> int:
+    """Return the most bytes of the products of a carried call."""
+    return max((costs.calls[call].product_bytes for call in plan.carry), default=0)
+
+
+def carried_bytes(plan: Plan, costs: Costs, workers: int) -> int:
+    """Return the most bytes of carried products on the host.
+
+    They are there from a call's forward to its backward. N slots run at a time, of which the first may be the last ones
+    of the round before.
+    """
+    ahead = plan.stage_of_forward
+    ends = {call: s.position for s in plan.stages() if s.phase == "backward" for call in range(s.first, s.last + 1)}
+    count = len(plan.stages())
+
+    def held(first: int) -> int:
+        last = first + workers - 1
+        times = ((ahead[call] <= last and ends[call] >= first) + (ahead[call] + count <= last) for call in plan.carry)
+        return sum(n * costs.calls[call].product_bytes for n, call in zip(times, plan.carry, strict=True))
+
+    return plan.round_microbatches * max(map(held, range(count)), default=0)
 
 
 def of_worker(plan: Plan, workers: int, worker: int | None = None) -> range:
@@ -298,15 +325,16 @@ def _left_behind(stage: Stage, costs: Costs) -> int:
 def ahead_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:
     """Return the bytes uploaded to a worker before they are needed.
 
-    These are inputs of a running microbatch's next call, and all inputs that the next microbatch starts from. A single
-    worker has the outputs of its own stages and their gradients already.
+    These are inputs and carried products of a running microbatch's next call, and all inputs that the next microbatch
+    starts from. A single worker has the outputs of its own stages and their gradients already.
     """
     needs, waiting = _needs(plan, costs), waiting_bytes(plan, costs, workers)
     positions = of_worker(plan, workers, worker)
     alone = max(needs[position].activations + waiting[position] for position in positions)
     crowded = max(needs[position].crowded + waiting[position] for position in positions)
     stages = plan.stages()
-    return crowded - alone + max(_brought(stages[position], costs, alone=workers == 1) for position in positions)
+    inputs = crowded - alone + max(_brought(stages[position], costs, alone=workers == 1) for position in positions)
+    return inputs + product_bytes(plan, costs)
 
 
 def _brought(stage: Stage, costs: Costs, *, alone: bool) -> int:
@@ -350,6 +378,8 @@ def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None, wor
         items.append(Item(f"loss and activations of {costs.layers[-1]}", last))
     if not last or size > last:
         items.append(Item(f"activations{' of the other calls' if last else ''}, stage {position}", size - last))
+    if products := PRODUCTS * product_bytes(plan, costs):
+        items.append(Item(f"carried products of {plural(PRODUCTS, 'call')}", products))
     if waiting[position]:
         others = plan.round_microbatches - 1
         wait = f"{plural(others, 'microbatch')} that {'waits' if others == 1 else 'wait'} for the next stage"
@@ -417,6 +447,8 @@ def stage_rows(plan: Plan, costs: Costs, workers: int) -> list[StageRow]:
         found = _on_its_workers(stage, plan, costs, workers)
         if stage.unpacks_once:
             found = found.unpacked_once(plan.round_microbatches)
+        if stage.phase == "backward":
+            found = found.carrying(plan.carry)
         return found.stage_time_s(stage.first, stage.last, stage.phase)
 
     parts = zip(plan.stages(), _needs(plan, costs), waiting_bytes(plan, costs, workers), strict=True)
@@ -487,6 +519,7 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 
         Item("gradients as they arrive", landings, locked=True),
         Item(f"AdamW's two moments, {parameters.optimizer_state}{whose}", moments),
         Item(f"boundary tensors of {plural(plan.round_microbatches, 'microbatch')}", boundary_bytes(plan, costs), True),
+        Item(f"carried products of {plural(len(plan.carry), 'call')}", carried_bytes(plan, costs, workers), True),
     ]
     return [item for item in items if item.nbytes]
 

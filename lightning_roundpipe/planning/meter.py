@@ -99,6 +99,8 @@ class Work:
         operations: how many there were, views included.
         unpackings: operations that dequantise packed weights, which ``operations`` leaves out.
         unpack_s: seconds of those whose copies a stage may keep.
+        product_bytes: outputs of products, which a plan may carry.
+        product_s: seconds of these products.
         memory: the storages that were made in it, and in other scopes that share it.
     """
 
@@ -108,6 +110,8 @@ class Work:
     operations: int = 0
     unpackings: int = 0
     unpack_s: float = 0.0
+    product_bytes: int = 0
+    product_s: float = 0.0
     memory: Memory = field(default_factory=Memory)
 
 
@@ -157,9 +161,12 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 flops = 2.0 * args[0].numel() * args[1].shape[-1]
                 self.add(flops, read + written, _summed_in_fp32(form), _filling(*args, **kwargs))
             else:
-                self.add(_flops(func, args, kwargs, out), read + written, form)
+                made = written if func._overloadpacket in flop_registry else 0
+                self.add(_flops(func, args, kwargs, out), read + written, form, made=made)
 
-    def add(self, flops: float, nbytes: float, form: Format, filling: float = 1.0, *, attention: bool = False) -> None:
+    def add(
+        self, flops: float, nbytes: float, form: Format, filling: float = 1.0, *, attention: bool = False, made: int = 0
+    ) -> None:
         """Count one operation.
 
         Args:
@@ -168,6 +175,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             form: number format of its products.
             filling: factor of what it computes in tiles that are not full.
             attention: whether it is attention, which has an efficiency of its own.
+            made: bytes of its outputs if a plan may carry them, else 0.
         """
         work = self._scopes[-1]
         efficiency = self._hardware.attention_efficiency if attention else None
@@ -175,6 +183,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         work.seconds += seconds
         work.flops += self.times * flops
         work.nbytes += self.times * nbytes
+        if made:
+            work.product_bytes += self.times * made
+            work.product_s += seconds
 
 
 class Meter(Counter):  # type: ignore[no-untyped-call]
@@ -286,7 +297,7 @@ class _Attention(torch.autograd.Function):
         again = bool(window) and length > (window or 0)
         ctx.save_for_backward(query, key, value, *(() if again else (out, sums)))
         ctx.flops = 2 * batch * heads * _pairs(length, key.shape[-2], window) * (size + value.shape[-1])
-        _count(ctx.flops, (query, key, value, out, sums))
+        _count(ctx.flops, (query, key, value, out, sums), made=_touched(out) + _touched(sums))
         return out
 
     @staticmethod
@@ -302,12 +313,12 @@ def attention_flops(batch: int, heads: int, length: int, size: int) -> float:
     return (1 + _BACKWARD_FLOPS) * 2 * batch * heads * _pairs(length, length, None) * 2 * size
 
 
-def _count(flops: float, tensors: Iterable[Tensor]) -> None:
+def _count(flops: float, tensors: Iterable[Tensor], made: int = 0) -> None:
     meter = current_meter()
     if meter is not None:
         tensors = list(tensors)
         form = _summed_in_fp32(_FORMATS.get(tensors[0].dtype, "fp32"))
-        meter.add(flops, sum(map(_touched, tensors)), form, attention=True)
+        meter.add(flops, sum(map(_touched, tensors)), form, attention=True, made=made)
 
 
 def _summed_in_fp32(form: Format) -> Format:

@@ -21,6 +21,8 @@ Each rule can be switched on alone:
     before, instead of [2] each part of a call's gradients leaves when that of the microbatch before is added, and
     the host adds one part at a time; see `Slot`
     unequal workers have times and links of their own, and a step begins on the first of them                    [13]
+    products of carried calls leave behind their forward, at most two calls' of a worker at a time, and come back  [14]
+    while the call before runs backward; a recomputation leaves them out
 
 Everything depends only on what has a lower slot, or a lower microbatch in the same slot, so one pass in that order is
 the whole simulation. What is left at nothing (links, updates, host time) takes no time.
@@ -254,6 +256,22 @@ class _Leaving(NamedTuple):
     before_end_s: float
 
 
+class _Carried(NamedTuple):
+    """A call of a turn whose products are carried.
+
+    Attributes:
+        call: the call's number.
+        nbytes: bytes of its products.
+        before_s: seconds of the turn before it.
+        takes_s: its own.
+    """
+
+    call: int
+    nbytes: int
+    before_s: float
+    takes_s: float
+
+
 class _SimulatedStage:
     """Constants of a stage on a worker.
 
@@ -261,7 +279,7 @@ class _SimulatedStage:
     is computed once, here.
     """
 
-    def __init__(self, stage: Stage, costs: Costs, rules: Rules) -> None:
+    def __init__(self, stage: Stage, plan: Plan, costs: Costs, rules: Rules) -> None:
         calls = costs.calls[stage.first : stage.last + 1]
         self.phase, self.position, self.first, self.last = stage.phase, stage.position, stage.first, stage.last
         self.leads = _leads(calls, stage.phase, rules)
@@ -272,6 +290,7 @@ class _SimulatedStage:
         self.resumed = need.resumed
         self.leaving = _leaving(calls, stage, rules.updates)
         forward = sum(call.forward_s for call in calls)
+        self.carried = _carried(calls, stage, plan)
         self.recompute_s = sum(call.forward_s for call in self.trained) if stage.phase == "backward" else 0.0
         backward = sum(call.backward_s for call in self.trained)
         self.before_gradients_s = self.recompute_s if stage.phase == "backward" else forward
@@ -294,9 +313,26 @@ class _SimulatedStage:
         self.bytes_out = outputs if stage.phase == "forward" else calls[0].boundary_bytes
 
 
+def _carried(calls: Sequence[CallCost], stage: Stage, plan: Plan) -> list[_Carried]:
+    """Return the carried calls of a stage in the order in which they run. [14]"""
+    carry, found, passed = set(plan.carry), [], 0.0
+    pairs = [*enumerate(calls, stage.first)] if carry else []
+    deepest_first = stage.phase == "backward" and not plan.recompute_ahead
+    for number, call in reversed(pairs) if deepest_first else pairs:
+        takes = call.forward_s + (call.backward_s if deepest_first else 0.0)
+        if number in carry:
+            found.append(_Carried(number, call.product_bytes, passed, takes))
+        passed += takes if call.needs_backward or stage.phase == "forward" else 0.0
+    return found
+
+
 def _costs_in(stage: Stage, plan: Plan, costs: Costs, microbatches: int) -> Costs:
-    """Return the costs of calls in ``stage``: a microbatch bears its share of what is unpacked once for the round."""
-    return costs.unpacked_once(min(plan.round_microbatches, microbatches)) if stage.unpacks_once else costs
+    """Return the costs of calls in ``stage``: a microbatch bears its share of what is unpacked once for the round.
+
+    In a backward stage, a recomputation lacks carried products.
+    """
+    found = costs.unpacked_once(min(plan.round_microbatches, microbatches)) if stage.unpacks_once else costs
+    return found.carrying(plan.carry) if stage.phase == "backward" else found
 
 
 def _lag_s(costs: Costs, stage: Stage, host: HostTime) -> float:
@@ -372,7 +408,9 @@ def _stages_of(plan: Plan, costs: Costs, workers: int, microbatches: int, rules:
     """By worker, what every stage is on it. Equal workers share one list. [13]"""
 
     def stages(one: Costs) -> list[_SimulatedStage]:
-        return [_SimulatedStage(stage, _costs_in(stage, plan, one, microbatches), rules) for stage in plan.stages()]
+        return [
+            _SimulatedStage(stage, plan, _costs_in(stage, plan, one, microbatches), rules) for stage in plan.stages()
+        ]
 
     return for_each([costs.on(worker) for worker in range(workers)], stages)
 
@@ -424,6 +462,12 @@ class _Pipeline:
         self._interpreter = SharedSeconds()
         self._closed: dict[int, float] = {}
         links = (rules.links,) * workers if isinstance(rules.links, Links) else rules.links  # [13]
+        self._products: dict[tuple[int, int], float] = {}
+        """When the products of a microbatch's call are on the host. [14]"""
+        self._going_down = [(0.0, 0.0)] * workers
+        """By worker, when the last two carried calls' products are on the host. [14]"""
+        self._ran = [0.0] * workers
+        """By worker, when its last turn or carried call began. [14]"""
         if links is not None and len(links) != workers:
             raise ValueError(f"links={links!r} must be one for all workers, or one for each of {workers}.")
         self._up = [Lane(link.upload) for link in links] if links else None
@@ -488,6 +532,8 @@ class _Pipeline:
         for worker in in_turn:
             times.append(self._free[worker])
             times += [time for slot in self._occupied[worker] for time in (slot.end, slot.arrived)]
+            times += self._going_down[worker]
+            times.append(self._ran[worker])
             for lanes in (self._up, self._down):
                 if lanes is not None:
                     times += lanes[worker].after(begin)
@@ -628,6 +674,8 @@ class _Pipeline:
             saved, given = self._inputs(stage, worker, microbatch)
             behind = 0.0 if self._ahead else given
             begin = max(free, saved, behind, ready, self._turn_behind(stage)[0])  # [4]
+            self._ran[worker] = max(self._ran[worker], begin) if not stage.carried else self._ran[worker]
+            begin += self._bring(stage, worker, microbatch, begin)
             recomputed = self._computed(stage, begin, stage.recompute_s)
             start = max(recomputed, given)
             self._note("recompute", worker, stage, microbatch, recomputed - stage.recompute_s, recomputed)
@@ -639,6 +687,8 @@ class _Pipeline:
             given = self._given(stage, worker, microbatch)
             begin = max(free, given, ready, self._turn_behind(stage)[0])  # [3]
             end = self._computed(stage, begin, hosted + stage.compute_s)  # [5]
+            self._ran[worker] = begin
+            end += self._carry(stage, worker, microbatch, begin)
             if stage.phase == "fused":
                 end = max(end, self._interpreter.take(begin, stage.backward_issue_s))
             self._note("host", worker, stage, microbatch, begin, begin + hosted)
@@ -652,6 +702,34 @@ class _Pipeline:
         self._left[microbatch] = left, worker
         if stage.phase == "forward":
             self._saved[microbatch, stage.position] = left, worker
+
+    def _carry(self, stage: _SimulatedStage, worker: int, microbatch: int, begin: float) -> float:
+        """Send the products of a forward turn to the host, and return the seconds that calls wait for it. [14]"""
+        waited = 0.0
+        for one in stage.carried:
+            if self._down is None:
+                self._products[microbatch, one.call] = 0.0
+                continue
+            before, last = self._going_down[worker]
+            waited = max(waited, before - begin - one.before_s)
+            made = begin + one.before_s + waited + one.takes_s
+            start, end = self._down[worker].copy_between(made, one.nbytes)
+            self._note("download_boundary", worker, stage, microbatch, start, end)
+            self._going_down[worker] = last, end
+            self._products[microbatch, one.call] = end
+        return waited
+
+    def _bring(self, stage: _SimulatedStage, worker: int, microbatch: int, begin: float) -> float:
+        """Bring the products of a backward turn while the call before runs, and return how long calls wait. [14]"""
+        waited = 0.0
+        for one in stage.carried:
+            ready = max(self._ran[worker], self._products.pop((microbatch, one.call)))
+            if self._up is not None:
+                start, ready = self._up[worker].copy_between(ready, one.nbytes)
+                self._note("upload_boundary", worker, stage, microbatch, start, ready)
+            waited = max(waited, ready - begin - one.before_s)
+            self._ran[worker] = begin + one.before_s + waited
+        return waited
 
     def _turn_behind(self, stage: _SimulatedStage) -> tuple[float, float]:
         """Return when a turn may begin and when it may end, behind the microbatch beside it. [12]

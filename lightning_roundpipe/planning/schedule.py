@@ -137,6 +137,7 @@ class Plan:
             "fused": len(self.fused) - 1,
             "backward": [len(span) for span in self.backward],
             "round_microbatches": self.round_microbatches,
+            "carry": list(self.carry),
         }
 
     # -- what the engine asks ----------------------------------------------------------------------------------------

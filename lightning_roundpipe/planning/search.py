@@ -44,7 +44,7 @@ from lightning_roundpipe.planning.timing import PERIOD_STEPS, Timing
 SEARCH_SECONDS = 10.0
 """The default length of a search. It is a measure of work: no clock ends a search."""
 
-_WORK_PER_SECOND = 0.5
+WORK_PER_SECOND = 0.5
 """Work in estimated seconds of an ordinary core, for each second. A search where memory decides takes several times so
 much, and the judge some."""
 _SEEDING = 0.4
@@ -119,7 +119,7 @@ def search_partition(
         if not beside:
             raise
         return min(beside, key=judge)
-    work, memory = search_seconds * _WORK_PER_SECOND, limits.memory
+    work, memory = search_seconds * WORK_PER_SECOND, limits.memory
     best = ahead_within(baseline, costs, workers, memory)
     best = min(unpacking_plans([best, *beside], costs, workers, microbatches, limits), key=judge)
     if not search_seconds:
@@ -129,7 +129,7 @@ def search_partition(
         most: bool, ahead: bool = True, share: float = 1.0, limits: Limits = limits, costs: Costs = costs
     ) -> list[Plan]:
         timing = Timing(Pace.of(costs, host, ahead), workers, microbatches, staleness, share * work)
-        found = _PlanSearch(timing, costs, limits, share * work, most).run(baseline)
+        found = PlanSearch(timing, costs, limits, share * work, most).run(baseline)
         return [replace(plan, recompute_ahead=ahead and bool(plan.backward)) for plan in found[:judged]]
 
     # Only the judge knows what a copy costs that does not run beside a stage.
@@ -152,7 +152,7 @@ def search_partition(
     candidates = [best, *unpacking_plans(plans, costs, workers, microbatches, limits)]
     starts = {plan.recompute_ahead: plan for plan in sorted(candidates, key=judge, reverse=True)}
     near = _near(costs, workers, microbatches, limits, staleness, host, _NEARBY * work)
-    return min((_descent(plan, judge, near, -(-judged // len(starts))) for plan in starts.values()), key=judge)
+    return min((descent(plan, judge, near, -(-judged // len(starts))) for plan in starts.values()), key=judge)
 
 
 def _simulated_s(costs: Costs, workers: int, microbatches: int, rules: Rules, plan: Plan) -> float:
@@ -180,7 +180,7 @@ def _near(
     searches = {}
     for ahead in (True, False):
         timing = Timing(Pace.of(costs, host, ahead), workers, microbatches, staleness, work)
-        searches[ahead] = _PlanSearch(timing, costs, limits, 0.0, most=False)
+        searches[ahead] = PlanSearch(timing, costs, limits, 0.0, most=False)
 
     def near(plan: Plan) -> Iterator[Plan]:
         ahead = plan.recompute_ahead
@@ -192,7 +192,7 @@ def _near(
     return near
 
 
-def _descent(plan: Plan, judge: Callable[[Plan], float], near: Callable[[Plan], Iterator[Plan]], judged: int) -> Plan:
+def descent(plan: Plan, judge: Callable[[Plan], float], near: Callable[[Plan], Iterator[Plan]], judged: int) -> Plan:
     """Return the plan where a descent by ``judge`` ends, which goes from ``plan`` to better and better neighbours.
 
     The search leaves out copies and updates. Plans that hide them better are often near the one that it finds.
@@ -281,7 +281,7 @@ def paper_plan(costs: Costs, workers: int, microbatches: int, limits: Limits, st
     return ahead_within(plan, costs, workers, limits.memory)
 
 
-class _PlanSearch:
+class PlanSearch:
     def __init__(self, timing: Timing, costs: Costs, limits: Limits, work: float, most: bool) -> None:
         self._timing, self._limits = timing, limits
         self._table = (

@@ -31,6 +31,7 @@ from lightning_roundpipe.memory.budget import peak_bytes, worker_bytes
 from lightning_roundpipe.messages import PREFIX, gib, plural, seconds, warn
 from lightning_roundpipe.model.quantized import weights_in
 from lightning_roundpipe.optim.independence import KNOWN, is_torchs
+from lightning_roundpipe.planning.memory import carried_bytes
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.reports.planned import planned_seconds
 
@@ -147,8 +148,9 @@ class Announcements:
         if engine.options.plan != "static":
             cores = None if engine.worker_pool.accelerator is not None else concurrent_devices()
             took = f", at least {seconds(planned_seconds(plan, costs, workers, microbatches, cores))} a step"
-        named = plural(len(plan.stages()), "stage")
-        return f'plan "{plan}": {named}{few}, about {gib(memory)} on each device{took}.'
+        named, products = plural(len(plan.stages()), "stage"), carried_bytes(plan, costs, workers)
+        carried = f", up to {gib(products)} of carried products on the host" if products else ""
+        return f'plan "{plan}": {named}{few}, about {gib(memory)} on each device{carried}{took}.'
 
     # -- loggers ------------------------------------------------------------------------------------------------------
 

@@ -52,3 +52,12 @@ def test_the_report_counts_waits_for_copies() -> None:
     strategy = ours(num_microbatches=2, emulation={"bandwidth": "100KB"})
     run(strategy, zoo.make_module("mlp"), zoo.make_batches("mlp", 3), devices=2)
     assert strategy.report()["stall_pct"] > 10
+
+
+def test_the_rate_of_a_link_is_that_of_the_largest_copy() -> None:
+    recorder = Recorder()
+    assert recorder.bytes_per_s(("upload_weights",)) == float("inf")
+    recorder.add("upload_weights", 0, At(10.0), At(10.1), nbytes=50)
+    recorder.add("upload_weights", 0, At(11.0), At(13.0), nbytes=400)
+    recorder.add("download_gradients", 0, At(11.0), At(12.0), nbytes=900)
+    assert recorder.bytes_per_s(("upload_weights",)) == 200

@@ -39,7 +39,7 @@ CASES = {case.model: case for case in read_cases(PAPER) if case.schedule == "rou
 def short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of the work, but for slow tests."""
     if "slow" not in request.keywords:
-        monkeypatch.setattr(search, "_WORK_PER_SECOND", search._WORK_PER_SECOND / 10)
+        monkeypatch.setattr(search, "WORK_PER_SECOND", search.WORK_PER_SECOND / 10)
 
 
 def ratio(case: Case, staleness: int, seconds: float) -> float:
@@ -166,7 +166,7 @@ def test_plans_near_the_best_one_hide_what_only_the_judge_knows(monkeypatch: pyt
 
     plan = search_partition(costs, 4, 16, limits, search_seconds=20.0, judge=step_s, judged=32)
     assert keeps(limits, plan, costs, 4)
-    monkeypatch.setattr(search, "_descent", lambda plan, *_: plan)
+    monkeypatch.setattr(search, "descent", lambda plan, *_: plan)
     without = search_partition(costs, 4, 16, limits, search_seconds=20.0, judge=step_s, judged=32)
     assert step_s(plan) < step_s(without)
 

@@ -1,0 +1,99 @@
+"""The strategy's own choice to carry products: where the link and the host have room, and faster there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import ours
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import register_flop_formula
+
+from lightning_roundpipe.devices import emulated_work
+from lightning_roundpipe.engine import planner
+from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.links import Links
+from lightning_roundpipe.planning.pipeline import Rules, run_steps
+from lightning_roundpipe.planning.schedule import Plan
+
+FORWARD_S, BACKWARD_S = 0.03, 0.06
+ELEMENTS = 250_000
+"""A megabyte, so that a link of 50 MB/s carries a product in two thirds of its time."""
+
+
+@torch.library.custom_op("roundpipe_tests::slow_product", mutates_args=())
+def slow_product(x: Tensor, weight: Tensor) -> Tensor:
+    emulated_work(FORWARD_S)
+    return (x.sum() * weight).expand(ELEMENTS).clone()
+
+
+@torch.library.custom_op("roundpipe_tests::slow_gradient", mutates_args=())
+def slow_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    emulated_work(BACKWARD_S)
+    total = grad.sum()
+    return (total * weight).expand_as(x).clone(), (total * x.sum()).reshape(1)
+
+
+def _backward(ctx: Any, grad: Tensor) -> Any:
+    return slow_gradient(grad, *ctx.saved_tensors)
+
+
+slow_product.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+register_flop_formula(torch.ops.roundpipe_tests.slow_product)(lambda *_, **__: 1)
+
+
+class Slow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1,), 1e-3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = slow_product(x, self.weight)
+        return torch.tanh(made[:4])
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Slow() for _ in range(9))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        h = batch[0]
+        for layer in self.layers:
+            h = layer(h)
+        return h.mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def fit(bandwidth: float | None) -> dict[str, Any]:
+    strategy = ours(num_microbatches=4, layers=["Slow"], emulation={"bandwidth": bandwidth})
+    trainer = pl.Trainer(
+        accelerator="cpu", strategy=strategy, devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Module(), DataLoader(TensorDataset(torch.ones(16, 4)), batch_size=4))
+    return dict(strategy.report())
+
+
+def test_a_fast_link_carries_and_is_faster_than_any_recomputation() -> None:
+    report = fit(50e6)
+    plan, costs = Plan.parse(report["plan"]), Costs.from_dict(report["costs"])
+    assert len(plan.carry) > 2
+    recomputed = run_steps(replace(plan, carry=()), costs, 2, 4, Rules(links=Links(50e6, 50e6)))
+    assert report["step_time_s"] < 0.97 * recomputed.makespan_s
+
+
+@pytest.mark.parametrize("bandwidth", [2e6, None])
+def test_a_slow_or_unknown_link_recomputes(bandwidth: float | None) -> None:
+    assert not Plan.parse(fit(bandwidth)["plan"]).carry
+
+
+def test_a_small_host_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "free_bytes", lambda: 1_000_000)
+    assert not Plan.parse(fit(50e6)["plan"]).carry
