@@ -6,6 +6,9 @@ import itertools
 from dataclasses import dataclass, field
 from threading import local
 
+import torch
+from torch import Tensor
+
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.engine.events import Recorder
@@ -111,6 +114,7 @@ class StepSpec:
         thread_state: torch's modes of the thread that began it.
         recorder: records calls and copies.
         scope: carries its first error to all its threads.
+        copies: copies on devices of masters that user code reads, until all microbatches have ended.
     """
 
     seed: tuple[int, ...]
@@ -126,3 +130,4 @@ class StepSpec:
     thread_state: TorchThreadState
     recorder: Recorder
     scope: CancelScope
+    copies: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, compare=False)

@@ -71,6 +71,7 @@ class UserCodeMode(TorchFunctionMode):
         run_unlocked: runs a wait for a device while other microbatches may run user code.
         buffers: the layers' buffers; pending values are settled before user code reads a buffer.
         targets: counts the targets of mean cross entropies; None if nobody asks.
+        copies: copies of masters that all microbatches of the step share; see `Proxies`.
 
     Attributes:
         returning: whether a backward runs; what it computes is not a loss.
@@ -92,13 +93,14 @@ class UserCodeMode(TorchFunctionMode):
         run_unlocked: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
         buffers: HostBuffers | None = None,
         targets: TargetCounts | None = None,
+        copies: dict[tuple[int, torch.device], Tensor] | None = None,
     ) -> None:
         super().__init__()
         leave_untraced(type(self).__torch_function__)
         self._counts_targets = targets is not None
         self.targets = targets or TargetCounts()
         self.targets.read = partial(number_of, run_unlocked=run_unlocked)
-        self.proxies = Proxies(read)
+        self.proxies = Proxies(read, copies)
         self._read = read
         self.returning = self.met_others = False
         self.met_buffer = ""
