@@ -149,7 +149,7 @@ class Fused(torch.autograd.Function):
             logits = hidden[rows] @ weight.T
             total += F.cross_entropy(logits, targets[rows], reduction="sum")
             d_logits = (logits.softmax(-1) - F.one_hot(targets[rows], len(weight))) / len(hidden)
-            d_hidden[rows] = d_logits @ weight
+            d_hidden[rows] = (d_logits @ weight).to(hidden.dtype)
             d_weight += d_logits.T @ hidden[rows]
         ctx.save_for_backward(d_hidden, d_weight)
         return total / len(hidden)

@@ -6,9 +6,6 @@ import itertools
 from dataclasses import dataclass, field
 from threading import local
 
-import torch
-from torch import Tensor
-
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.engine.events import Recorder
@@ -26,6 +23,7 @@ from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.gradient_exchange import GradientExchange
 from lightning_roundpipe.user_code.module_state import SharedAttributes
+from lightning_roundpipe.user_code.stand_ins import Copies
 from lightning_roundpipe.user_code.thread_state import TorchThreadState
 
 
@@ -130,4 +128,4 @@ class StepSpec:
     thread_state: TorchThreadState
     recorder: Recorder
     scope: CancelScope
-    copies: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, compare=False)
+    copies: Copies = field(default_factory=dict, compare=False)

@@ -160,9 +160,10 @@ def functions_given_stand_ins() -> Iterator[None]:
 
     A ``Function.apply`` that user code has kept, such as ``loss = MyLoss.apply``, comes there too.
     """
-    _SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
+    called: Any = _SingleLevelFunction
+    called.apply = classmethod(_apply)
     yield
-    del _SingleLevelFunction.apply
+    del called.apply
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

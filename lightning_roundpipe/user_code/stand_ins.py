@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+Copies = dict[tuple[int, torch.device, int], Tensor]
+"""Values of masters on devices, by id and version of the master."""
+
 
 class Proxies:
     """One microbatch's stand-ins for the masters that user code reads.
@@ -21,12 +24,10 @@ class Proxies:
 
     Args:
         read: returns the values of a master.
-        copies: what has been copied for the step's microbatches so far, by id of the master and device.
+        copies: what has been copied for the step's microbatches so far.
     """
 
-    def __init__(
-        self, read: Callable[[nn.Parameter], Tensor], copies: dict[tuple[int, torch.device], Tensor] | None = None
-    ) -> None:
+    def __init__(self, read: Callable[[nn.Parameter], Tensor], copies: Copies | None = None) -> None:
         self._copies = {} if copies is None else copies
         self.factor = 1.0
         """Factor by which the gradients are yet to be multiplied."""
@@ -50,15 +51,19 @@ class Proxies:
         """Return ``proxy`` on ``device``, as a differentiable copy that is made once."""
         key = (id(proxy), device)
         if key not in self._moved:
-            master = next((id(master) for master, known in self._known.values() if known is proxy), id(proxy))
             # Outside of modes and transforms, and with grad, whatever the first use is in.
             with torch.inference_mode(False), torch.enable_grad(), temporarily_clear_interpreter_stack():
-                copy = self._copies.get((master, device))
-                if copy is None:
-                    copy = self._copies.setdefault((master, device), proxy.detach().to(device, non_blocking=True))
+                copy = self.values_on(proxy, device, lambda value: value.to(device, non_blocking=True))
                 with torch._C.DisableTorchFunction():
                     self._moved.setdefault(key, _OnDevice.apply(proxy, copy))  # type: ignore[no-untyped-call]
         return self._moved[key]
+
+    def values_on(self, value: Tensor, device: torch.device, bring: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the values of a master or stand-in on ``device``, without grad. ``bring`` copies them once a step."""
+        master = next((id(master) for master, proxy in self._known.values() if proxy is value), id(value))
+        key = master, device, value._version
+        copy = self._copies.get(key)
+        return self._copies.setdefault(key, bring(value.detach())) if copy is None else copy
 
     def end(self) -> None:
         """Release the copies on devices: the microbatch's backward is over."""
