@@ -20,8 +20,12 @@ IMAGE, START, END = 3, 4, 5
 Batch = dict[str, Tensor]
 
 
+SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+"""Of all models. ``benchmarks/bench_recipes.py`` makes them larger."""
+
+
 def small(**options: Any) -> dict[str, Any]:
-    return {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, **options}
+    return SIZE | options
 
 
 def llama(**options: Any) -> Any:
@@ -125,9 +129,11 @@ class Images(Recipe):
 
 
 def qwen() -> Any:
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    width = SIZE["hidden_size"]
+    eighth = width // SIZE["num_attention_heads"] // 8
+    rope = {"rope_type": "default", "mrope_section": [eighth, eighth, 2 * eighth], "rope_theta": 10000.0}
     text = small(num_key_value_heads=2, rope_parameters=rope, bos_token_id=1, eos_token_id=2, vocab_size=VOCABULARY)
-    vision = {"depth": 2, "hidden_size": 16, "out_hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+    vision = {"depth": 2, "hidden_size": 16, "out_hidden_size": width, "num_heads": 2, "intermediate_size": 16}
     vision |= {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 1, "in_channels": 3}
     vision |= {"window_size": 8, "fullatt_block_indexes": [1]}
     special = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": 6}
@@ -182,38 +188,39 @@ def tokens(rows: int, length: int, seed: int) -> Tensor:
     return torch.randint(7, VOCABULARY, (rows, length), generator=generator(seed))
 
 
-def plain_ids(i: int) -> Batch:
-    return {"ids": tokens(2, 5 + i % 3, i)}
+def plain_ids(i: int, times: int = 1) -> Batch:
+    return {"ids": tokens(2, (5 + i % 3) * times, i)}
 
 
-def packed(i: int) -> Batch:
-    ids = tokens(1, 8, i)
+def packed(i: int, times: int = 1) -> Batch:
+    ids = tokens(1, 8 * times, i)
     return {
         "ids": ids,
-        "positions": torch.tensor([[*range(3 + i % 3), *range(5 - i % 3)]]),
-        "assistant": torch.tensor([[0, 1, 1, 0, 1, 0, 1, 1]]),
+        "positions": torch.tensor([[*range((3 + i % 3) * times), *range((5 - i % 3) * times)]]),
+        "assistant": torch.tensor([[0, 1, 1, 0, 1, 0, 1, 1]]).repeat_interleave(times, 1),
     }
 
 
-def pairs(i: int) -> Batch:
-    return {"chosen": tokens(2, 6, i), "rejected": tokens(2, 6, 100 + i) * (torch.arange(6) < 4 + i % 3)}
+def pairs(i: int, times: int = 1) -> Batch:
+    seen = torch.arange(6 * times) < (4 + i % 3) * times
+    return {"chosen": tokens(2, 6 * times, i), "rejected": tokens(2, 6 * times, 100 + i) * seen}
 
 
-def images(i: int) -> Batch:
+def images(i: int, times: int = 1) -> Batch:
     rows = 1 + i % 2
-    ids = tokens(rows, 6, i)
+    ids = tokens(rows, 6 * times, i)
     ids[:, 1], ids[:, 2], ids[:, 3] = START, IMAGE, END
     pixels = torch.randn(4 * rows, 12, dtype=torch.float64, generator=generator(i))
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
     return batch | {"mm_token_type_ids": (ids == IMAGE).int(), "image_grid_thw": torch.tensor([[1, 2, 2]] * rows)}
 
 
-RECIPES: dict[str, tuple[Callable[[], Recipe], Callable[[int], Batch]]] = {
+RECIPES: dict[str, tuple[Callable[[], Recipe], Callable[..., Batch]]] = {
     "SFT, packed, assistant masks": (lambda: Packed(llama()), packed),
     "DPO, disable_adapter": (lambda: Preferences(adapted()), pairs),
     "DPO, reference model": (lambda: Preferences(llama(), llama()), pairs),
     "GRPO, generate in the step": (lambda: Rewarded(llama(), llama()), plain_ids),
-    "distillation": (lambda: Distilled(llama(), llama(hidden_size=32)), plain_ids),
+    "distillation": (lambda: Distilled(llama(), llama(hidden_size=2 * SIZE["hidden_size"])), plain_ids),
     "Qwen2.5-VL": (lambda: Images(qwen()), images),
     "linear_cross_entropy": (lambda: OfTheHead(llama(), F.linear_cross_entropy), plain_ids),
     "a fused loss": (lambda: OfTheHead(llama(), fused), plain_ids),
