@@ -32,7 +32,7 @@ WINDOW, TIMES, WARM_UP = 4, 16, 2
 
 
 def measure(name: str, devices: int, windows: int) -> tuple[float, float, str]:
-    """A window's median seconds and CPU seconds, and the forward calls on each device. ``devices`` 0: plain Lightning."""
+    """A window's median seconds, CPU seconds, and the forward calls of each device. ``devices`` 0: plain Lightning."""
     make, batch = test_recipes.RECIPES[name]
     torch.manual_seed(0)
     module = make().float()
