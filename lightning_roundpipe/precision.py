@@ -21,7 +21,13 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+    TransformerEnginePrecision,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
@@ -35,7 +41,7 @@ from lightning_roundpipe.memory.loss_scale import Scales
 from lightning_roundpipe.optim.clipping import Clip
 from lightning_roundpipe.optim.scaling import LossScale
 
-_OF_THE_FLAG = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+_OF_THE_FLAG = (Precision, MixedPrecision, HalfPrecision, DoublePrecision, TransformerEnginePrecision)
 """The plugins that Lightning creates for ``Trainer(precision=...)``. Any other plugin has hooks of its own."""
 
 _KEY = MixedPrecision.__qualname__
@@ -58,7 +64,10 @@ class RoundPipePrecision(Precision):
     def __init__(self, precision: str = "32-true", scaler: GradScaler | None = None) -> None:
         precision = PRECISION_ALIASES.get(str(precision), str(precision))
         if precision not in PRECISIONS:
-            raise ValueError(f"precision={precision!r} is not supported by the roundpipe strategy; use {_SUPPORTED}.")
+            raise ValueError(
+                f"precision={precision!r} is not supported by the roundpipe strategy; use {_SUPPORTED}. For fp8 "
+                "products, also convert the model's layers with torchao.float8.convert_to_float8_training."
+            )
         self.precision: Any = precision
         self._half = HalfPrecision(precision) if precision in ("bf16-true", "16-true") else None  # type: ignore[arg-type]
         self._true: Precision | None = DoublePrecision() if precision == "64-true" else self._half

@@ -274,13 +274,14 @@ def test_adapters_without_a_false_warning(devices: int) -> None:
         assert_plain(devices, AdaLora, loader, accumulate_grad_batches=2, rtol=1e-4, **EPOCHS)
 
 
-@DEVICES
-@WINDOWS
-def test_float8(devices: int, window: int) -> None:
+@on_devices(1, 3)
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_float8(devices: int, window: int, recipe: str) -> None:
     """Layers of ``torchao.float8``, whose scales depend on the microbatch."""
     from torchao import float8
 
-    config = float8.Float8LinearConfig(emulate=True)
+    config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
 
     def make() -> Script:
         net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])

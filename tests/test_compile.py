@@ -20,6 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.torch_version import TorchVersion
 
+from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.engine.compiling import CompiledForwards
 
@@ -185,6 +186,53 @@ def test_functions_that_user_code_has_compiled_run_as_written() -> None:
         trained = run(ours(num_microbatches=2), CompilesItsLoss(backend), given, devices=2, val_batches=given[:1])
     assert_same(expected, trained)
     assert not graphs
+
+
+class InARow(Module):
+    """Blocks in a module of their own, compiled by the user in one of several ways."""
+
+    def __init__(self, way: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*self.blocks)
+        del self.blocks
+        self.way = way
+
+    def setup(self, stage: str) -> None:
+        self.way(self)
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        loss: Tensor = (self.net(batch["x"]) - batch["y"]).square().mean()
+        return loss
+
+
+def wraps_whole(module: Any) -> None:
+    module.net = torch.compile(module.net, backend="eager")
+
+
+def wraps_layers(module: Any) -> None:
+    module.net = nn.Sequential(*(torch.compile(block, backend="eager") for block in module.net))
+
+
+def compiles_whole(module: Any) -> None:
+    module.net.compile(backend="eager")
+
+
+def compiles_layers(module: Any) -> None:
+    for block in module.net:
+        block.compile(backend="eager")
+
+
+@pytest.mark.parametrize("way", [wraps_whole, wraps_layers, compiles_whole, compiles_layers])
+def test_what_users_compile(way: Callable[[Any], None]) -> None:
+    """Runs as written, with a warning; with `compile_layers`, each layer is compiled once for all workers."""
+    given, counting = batches(8), Counting()
+    module = InARow(way)
+    plain = run("auto", module, given, accumulate_grad_batches=4)
+    with pytest.warns(RoundPipeWarning, match=r"torch.compile was applied to 'net.*set compile_layers=True"):
+        assert_same(plain, run(ours(layers=LAYERS), module, given, devices=3, accumulate_grad_batches=4))
+    strategy = ours(layers=LAYERS, compile_layers={"backend": counting})
+    assert_same(plain, run(strategy, module, given, devices=3, accumulate_grad_batches=4, callbacks=[counting]))
+    assert counting.after == [2] * 8 and counting.backward == 2  # the batch itself wants no gradient
 
 
 class Broken(Exception):

@@ -214,6 +214,14 @@ trap("compiled modules inside layers", arrange=on_each(lambda block: block.inner
 trap("wrapped by torch.compile", arrange=wrap_compiled)(in_turn)
 
 
+def hold_functions(module: Any) -> None:
+    factor = 2.0
+    module.functions = {"double": lambda x: x * factor, "all": [lambda x: x * factor]}
+
+
+trap("a layer holds functions in containers", arrange=on_each(lambda block: block, hold_functions))(in_turn)
+
+
 class Twice(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight * 2

@@ -23,6 +23,7 @@ from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.gradient_exchange import GradientExchange
 from lightning_roundpipe.user_code.module_state import SharedAttributes
+from lightning_roundpipe.user_code.stand_ins import Copies
 from lightning_roundpipe.user_code.thread_state import TorchThreadState
 
 
@@ -112,6 +113,7 @@ class StepSpec:
         thread_state: torch's modes of the thread that began it.
         recorder: records calls and copies.
         scope: carries its first error to all its threads.
+        copies: copies on devices of masters that user code reads, until all microbatches have ended.
     """
 
     seed: tuple[int, ...]
@@ -128,3 +130,4 @@ class StepSpec:
     thread_state: TorchThreadState
     recorder: Recorder
     scope: CancelScope
+    copies: Copies = field(default_factory=dict, compare=False)

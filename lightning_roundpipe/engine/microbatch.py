@@ -129,6 +129,7 @@ class Microbatch:
             context.model.bucket_of, self._read_master, context.model.formats, train=True,
             accelerator=context.pool.accelerator, devices=context.pool.devices, run_unlocked=self._run_unlocked,
             buffers=context.model.buffers, targets=TargetCounts() if self.spec.weights.counts_targets else None,
+            copies=self.spec.copies,
         )  # fmt: skip
 
     @property
@@ -179,6 +180,7 @@ class Microbatch:
             call.gradients.close()
         self._tape.clear()
         self._surroundings = None  # which knows the mode, and that this
+        self.mode.proxies.end()
         self._activations.drop(None)  # enqueues nothing, which a failed device would refuse
         self.trail.leave(math.inf)
         for signal in (self.begun, self.ready, self.ended):

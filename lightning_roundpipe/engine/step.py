@@ -163,6 +163,7 @@ class Step:
     def _microbatch_ended(self) -> None:
         self._running -= 1
         if not self._running:
+            self.spec.copies.clear()
             self.readiness.ended()
             self.seconds = time.perf_counter() - self.started
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -241,9 +242,20 @@ class PartialOptimizer:
 
 
 def copy_state(state: Any) -> None:
-    """Give the tensors in the state of a parameter memory of their own."""
+    """Give the tensors in the state of a parameter, which was loaded from a checkpoint, memory of their own."""
     if isinstance(state, dict):
-        state.update({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})
+        state.update({name: _copied(value) for name, value in state.items() if isinstance(value, Tensor)})
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    if type(tensor) is Tensor:
+        return tensor.clone()
+    # A subclass need not have clone(), but has come from a file: torchao's packed moments.
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    copied: Tensor = torch.load(file, weights_only=False)
+    return copied
 
 
 def _has_momentum(state: Mapping[str, Any] | None) -> bool:

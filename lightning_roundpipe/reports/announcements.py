@@ -1,7 +1,7 @@
 """What a run reports about itself, on the screen and to loggers: its settings and its plan.
 
     setup ── settings to the loggers' hyperparameters, before Lightning logs the module's ── [1]
-    first batch ── devices, microbatches, precision, model, host memory ── settings that were clamped ── [2]
+    first batch ── devices, microbatches, precision, model, host memory ── settings without effect ── [2]
     plan is made ── stages, memory of a device, seconds of a step ── [3] ── and to the hyperparameters ── [4]
                  └─ another strategy, if a device could hold the whole model ── [3]
 
@@ -76,7 +76,7 @@ class Announcements:
             return
         self._begun, self._sizes = True, samples
         self._say(self._beginning())
-        for text in clamped(self._engine.options, self._sizes or []):
+        for text in (*clamped(self._engine.options, self._sizes or []), *uncompiled(self._engine, self._module)):
             warn(PREFIX + text)
 
     def after(self) -> None:
@@ -209,6 +209,17 @@ def clamped(options: Options, sizes: Sequence[int]) -> list[str]:
             "each round has all of them."
         )
     return texts
+
+
+def uncompiled(engine: Engine, module: nn.Module) -> list[str]:
+    """Return a message if user code has compiled modules, which run as written on workers."""
+    compiled = [n for n, m in module.named_modules() if m._compiled_call_impl is not None or "_orig_mod" in m._modules]
+    if not compiled or engine.options.compile_layers:
+        return []
+    return [
+        f"torch.compile was applied to {compiled[0]!r}, which runs as it is written on workers: set "
+        "compile_layers=True, which compiles layers once for all workers of a device."
+    ]
 
 
 def name_devices(engine: Engine) -> str:

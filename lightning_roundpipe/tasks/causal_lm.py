@@ -44,7 +44,7 @@ class CausalLM(LightningModule):
 
     Args:
         model: a Hugging Face causal language model. Batches are its keyword arguments, including ``labels``.
-        optimizer: makes the optimizer from the trainable parameters, e.g. ``partial(AdamW, lr=1e-3)``.
+        optimizer: makes the optimizer from the names and trainable parameters, e.g. ``partial(AdamW, lr=1e-3)``.
         scheduler: makes a learning rate scheduler from the optimizer, stepped after every optimizer step.
         lora: a PEFT configuration: the model is frozen and gets these adapters. ``None``: all weights are trained.
         max_new_tokens: length of the completions of ``predict_step``.
@@ -57,7 +57,7 @@ class CausalLM(LightningModule):
     def __init__(
         self,
         model: PreTrainedModel,
-        optimizer: Callable[[Iterable[Parameter]], Optimizer],
+        optimizer: Callable[[Iterable[tuple[str, Parameter]]], Optimizer],
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         lora: PeftConfig | None = None,
         max_new_tokens: int = 32,
@@ -139,7 +139,7 @@ class CausalLM(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self.make_optimizer([p for p in self.parameters() if p.requires_grad])
+        optimizer = self.make_optimizer([(name, p) for name, p in self.named_parameters() if p.requires_grad])
         if self.make_scheduler is None:
             return optimizer
         return {

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
@@ -155,20 +156,19 @@ def _arriving(master: nn.Parameter, grads: tuple[Tensor | None, ...]) -> tuple[N
 
 @shared_context
 def functions_given_stand_ins() -> Iterator[None]:
-    """Patch ``Function.apply``, until the last context of several has exited."""
-    own = vars(torch.autograd.Function)["apply"]
-    torch.autograd.Function.apply = classmethod(_wrapped(own.__func__))  # type: ignore[method-assign, assignment]
+    """Patch the ``apply`` that ``Function.apply`` calls, until the last context of several has exited.
+
+    A ``Function.apply`` that user code has kept, such as ``loss = MyLoss.apply``, comes there too.
+    """
+    called: Any = _SingleLevelFunction
+    called.apply = classmethod(_apply)
     yield
-    torch.autograd.Function.apply = own  # type: ignore[method-assign]
+    del called.apply
 
 
-def _wrapped(own: Any) -> Any:
-    @functools.wraps(own)
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._len_torch_function_stack() and not torch._C._is_torch_function_all_disabled():
-            stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-            modes = [mode for mode in stack if isinstance(mode, (UserCodeMode, Borrowing))]
-            args = modes[-1].given_to_function(args) if modes else args
-        return own(cls, *args, **kwargs)
-
-    return apply
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    if torch._C._len_torch_function_stack() and not torch._C._is_torch_function_all_disabled():
+        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        modes = [mode for mode in stack if isinstance(mode, (UserCodeMode, Borrowing))]
+        args = modes[-1].given_to_function(args) if modes else args
+    return super(_SingleLevelFunction, cls).apply(*args, **kwargs)

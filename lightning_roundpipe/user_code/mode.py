@@ -31,7 +31,7 @@ from lightning_roundpipe.memory.module_buffers import HostBuffers
 from lightning_roundpipe.user_code.graph_cut import hook_gradient, keep_gradient, refuse_across
 from lightning_roundpipe.user_code.host_to_device import HostToDeviceCopier
 from lightning_roundpipe.user_code.module_state import about_to_write, about_to_write_in_place
-from lightning_roundpipe.user_code.stand_ins import Proxies
+from lightning_roundpipe.user_code.stand_ins import Copies, Proxies, is_stand_in
 from lightning_roundpipe.user_code.torch_functions import IN_PLACE, waits, witness
 from lightning_roundpipe.user_code.untraced import leave_untraced
 
@@ -71,6 +71,7 @@ class UserCodeMode(TorchFunctionMode):
         run_unlocked: runs a wait for a device while other microbatches may run user code.
         buffers: the layers' buffers; pending values are settled before user code reads a buffer.
         targets: counts the targets of mean cross entropies; None if nobody asks.
+        copies: copies of masters that all microbatches of the step share; see `Proxies`.
 
     Attributes:
         returning: whether a backward runs; what it computes is not a loss.
@@ -92,13 +93,14 @@ class UserCodeMode(TorchFunctionMode):
         run_unlocked: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
         buffers: HostBuffers | None = None,
         targets: TargetCounts | None = None,
+        copies: Copies | None = None,
     ) -> None:
         super().__init__()
         leave_untraced(type(self).__torch_function__)
         self._counts_targets = targets is not None
         self.targets = targets or TargetCounts()
         self.targets.read = partial(number_of, run_unlocked=run_unlocked)
-        self.proxies = Proxies(read)
+        self.proxies = Proxies(read, copies)
         self._read = read
         self.returning = self.met_others = False
         self.met_buffer = ""
@@ -257,6 +259,11 @@ class UserCodeMode(TorchFunctionMode):
             return False
         return (self._train and value.requires_grad) or self._formats.differ_now(value)
 
+    def _is_frozen(self, value: Tensor) -> bool:
+        """Whether ``value`` is a frozen master or its stand-in, and user code has not read its ``.data``."""
+        known = is_stand_in(value) or id(value) in self._masters
+        return known and not value.requires_grad and not any(value is master for master, _, _ in self._data)
+
     def _proxied(self, value: Any) -> Any:
         if type(value) in (list, tuple) and any(isinstance(v, nn.Parameter) for v in value):
             return type(value)(map(self.stand_in, value))
@@ -310,6 +317,8 @@ class UserCodeMode(TorchFunctionMode):
                 return tensor
             if tensor.is_leaf and tensor.requires_grad and home.type != self._accelerator:
                 return self.proxies.on(tensor, where)
+            if self._train and home.type != self._accelerator and self._is_frozen(tensor):
+                return self.proxies.values_on(tensor, where, lambda value: self._bringer.bring(value, where))
             run_unlocked = self._run_unlocked if where.type != self._accelerator else (lambda bring: bring())
             moved: Tensor = run_unlocked(lambda: self._bringer.bring(tensor, where))
             return moved

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import zoo
 from lightning.fabric import Fabric
-from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, TransformerEnginePrecision
 from torch.amp import GradScaler
 
 from lightning_roundpipe import RoundPipePrecision
@@ -522,8 +522,12 @@ TRAINER = [
         SECTION,
         "a precision that is not supported",
         "precision='…' is not supported by the roundpipe strategy",
-        "use 32-true, 64-true, bf16-mixed, bf16-true, 16-mixed or 16-true",
-        (lambda user: RoundPipePrecision("transformer-engine"),),
+        "use 32-true, 64-true, bf16-mixed, bf16-true, 16-mixed or 16-true. For fp8 products, "
+        "also convert the model's layers with torchao.float8.convert_to_float8_training",
+        (
+            lambda user: RoundPipePrecision("transformer-engine"),
+            trainer(plugins=[object.__new__(TransformerEnginePrecision)]),
+        ),
     ),
     Mistake(
         SECTION,

@@ -1,0 +1,260 @@
+"""Optimizers of other libraries, and of the user's own: stepped layer by layer if declared, and else waited for.
+
+Either way training is plain Lightning's, and resumes to the bit. `test_optimizer.py` has torch's own, and the plain
+loop whose gradients come one step late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes
+import harness
+import lightning.pytorch as pl
+import pytest
+import torch
+import transformers
+from harness import assert_same, ours, run
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
+from test_optimizer import Apart, assert_losses_close, delayed
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.tasks.muon import MuonAdamW
+
+WIDTH = 64
+"""Matrices of 4,096 numbers, which is the least that low-bit optimizers quantise."""
+LAYERS = ["Block"]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.up(self.norm(x)))
+
+
+class Trained(pl.LightningModule):
+    """Residual blocks, with an optimizer that ``make`` makes of the module."""
+
+    def __init__(self, make: Callable[[pl.LightningModule], Optimizer]) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.make = make
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = (self.blocks(batch) - 1).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Optimizer:
+        return self.make(self)
+
+    def on_train_epoch_start(self) -> None:
+        for optimizer in self.trainer.optimizers:
+            if hasattr(optimizer, "train"):
+                optimizer.train()
+
+    def on_train_epoch_end(self) -> None:
+        for optimizer in self.trainer.optimizers:
+            if hasattr(optimizer, "eval"):
+                optimizer.eval()
+
+
+class Lion(Optimizer):
+    """As in arXiv 2302.06675: elementwise, with a state for each parameter."""
+
+    independent_parameters = True
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    momentum = state.setdefault("exp_avg", torch.zeros_like(p))
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.sub_(momentum.lerp(p.grad, 1 - beta1).sign_(), alpha=group["lr"])
+                    momentum.lerp_(p.grad, 1 - beta2)
+        return loss
+
+
+class ScheduleFree(Optimizer):
+    """As in arXiv 2405.15682: a group counts its steps, and `train` and `eval` exchange the weights' meaning."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "train_mode": False})
+
+    @torch.no_grad()
+    def _move(self, weight: float, train: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] is not train:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], weight)
+                group["train_mode"] = train
+
+    def train(self) -> None:
+        self._move(1 - 0.9, True)
+
+    def eval(self) -> None:
+        self._move(1 - 1 / 0.9, False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    z = self.state[p].setdefault("z", p.clone())
+                    p.lerp_(z, 1 / group["k"]).sub_(p.grad, alpha=group["lr"] * (1 - 0.9 * (1 - 1 / group["k"])))
+                    z.sub_(p.grad, alpha=group["lr"])
+        return loss
+
+
+class Chained(Optimizer):
+    """Two optimizers as one, as Lightning takes only one in automatic optimization."""
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        self.optimizers = optimizers
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        super().__init__([{"params": group["params"]} for group in groups], {})
+        self.param_groups = groups
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = closure() if closure is not None else None
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"param_groups": [], "state": {}, "each": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, state_dict["each"], strict=True):
+            optimizer.load_state_dict(state)
+
+
+def declared(cls: Any) -> Any:
+    """A class of another library, of which the user declares that it treats each parameter on its own."""
+    return type(cls.__name__, (cls,), {"independent_parameters": True})
+
+
+def torchao(name: str) -> Callable[[Any], Optimizer]:
+    def make(module: Any) -> Optimizer:
+        from torchao import optim
+
+        made: Optimizer = declared(getattr(optim, name))(module.parameters(), lr=0.01)
+        return made
+
+    return make
+
+
+def matrices_and_others(module: Any) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    matrices = [p for p in module.parameters() if p.ndim == 2]
+    return matrices, [p for p in module.parameters() if p.ndim != 2]
+
+
+def chained(module: Any) -> Optimizer:
+    matrices, others = matrices_and_others(module)
+    return Chained(torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01))
+
+
+BY_LAYER: dict[str, Callable[[Any], Optimizer]] = {
+    "MuonAdamW": lambda m: MuonAdamW(m.named_parameters(), lr=0.02, adamw_lr=0.01),
+    "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.02),
+    "transformers.Adafactor": lambda m: declared(transformers.Adafactor)(m.parameters()),
+    "Lion": lambda m: Lion(m.parameters(), lr=0.003),
+    "bitsandbytes.AdamW8bit": lambda m: declared(bitsandbytes.optim.AdamW8bit)(m.parameters(), lr=0.01),
+    "torchao.AdamW8bit": torchao("AdamW8bit"),
+    "torchao.AdamW4bit": torchao("AdamW4bit"),
+    "torchao.AdamWFp8": torchao("AdamWFp8"),
+}
+WAITED_FOR: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
+    "chained": (chained, "Chained is not known"),
+    "schedule-free": (lambda m: ScheduleFree(m.parameters(), lr=0.5), "ScheduleFree is not known"),
+}
+
+
+def batches(count: int = 16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(4, WIDTH, generator=generator) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("devices", "window"), [(1, 1), (3, 4)])
+@pytest.mark.parametrize("name", [*BY_LAYER, *WAITED_FOR])
+def test_as_in_plain_training(name: str, devices: int, window: int) -> None:
+    module, apart = Trained(BY_LAYER[name] if name in BY_LAYER else WAITED_FOR[name][0]), Apart()
+    plain = run("auto", module, batches(), accumulate_grad_batches=window)
+    result = run(
+        ours(layers=LAYERS), module, batches(), devices=devices, accumulate_grad_batches=window, callbacks=[apart]
+    )
+    assert apart.seen == {name in BY_LAYER}
+    assert_same(plain, result, rtol=2e-4, atol=2e-5)  # more of rounding with each step
+
+
+def test_muon_and_adamw_are_torchs() -> None:
+    def chain(module: Any) -> Optimizer:
+        matrices, others = matrices_and_others(module)
+        adamw = torch.optim.AdamW(others, lr=0.01, weight_decay=0.1, fused=True)
+        return Chained(torch.optim.Muon(matrices, lr=0.02), adamw)
+
+    one = lambda m: MuonAdamW(m.named_parameters(), 0.02, 0.01, adjust_lr_fn=None)  # noqa: E731
+    torchs, ours_ = (run("auto", Trained(make), batches(4)) for make in (chain, one))
+    assert all(torch.equal(value, ours_.state[key]) for key, value in torchs.state.items())
+
+
+@pytest.mark.parametrize("name", BY_LAYER)
+def test_one_step_late(name: str) -> None:
+    module = Trained(BY_LAYER[name])
+    expected = harness.Result(losses=delayed(module, batches(), accumulate=4))  # type: ignore[arg-type]
+    strategy = ours(layers=LAYERS, staleness=1, emulation={"delay_seed": 1})
+    assert_losses_close(expected, run(strategy, module, batches(), devices=3, accumulate_grad_batches=4))
+
+
+@pytest.mark.parametrize("name", WAITED_FOR)
+def test_one_step_late_is_refused(name: str) -> None:
+    make, reason = WAITED_FOR[name]
+    with pytest.raises(MisconfigurationException, match=f"staleness=1 .*{reason}"):
+        run(ours(layers=LAYERS, staleness=1), Trained(make), batches(), devices=3, accumulate_grad_batches=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "staleness"), [*((name, 0) for name in (*BY_LAYER, *WAITED_FOR)), *((name, 1) for name in BY_LAYER)]
+)
+def test_resuming_goes_on_to_the_bit(name: str, staleness: int, tmp_path: Path) -> None:
+    """After the first epoch of two, from state that is mapped from the file."""
+    module = Trained(BY_LAYER[name] if name in BY_LAYER else WAITED_FOR[name][0])
+
+    def train(path: Path | None) -> dict[str, Tensor]:
+        saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+        result = run(
+            ours(layers=LAYERS, staleness=staleness), module, batches(8), devices=2, accumulate_grad_batches=2,
+            max_epochs=2, watch=False, enable_checkpointing=True, callbacks=[saving], fit={"ckpt_path": path},
+        )  # fmt: skip
+        assert result.trainer is not None and result.trainer.global_step == 8
+        return result.state
+
+    whole, resumed = train(None), train(tmp_path / "epoch=0.ckpt")
+    assert [key for key, value in whole.items() if not torch.equal(value, resumed[key])] == []
+
+
+def test_a_wrong_declaration_is_an_error() -> None:
+    """A step that writes to what parameters share would count layers as steps."""
+    module = Trained(lambda m: declared(ScheduleFree)(m.parameters(), lr=0.01))
+    with pytest.raises(RoundPipeError, match=r"ScheduleFree declares .* sets its group's k, which parameters share"):
+        run(ours(layers=LAYERS), module, batches(), devices=2)
