@@ -62,8 +62,7 @@ def answer(arguments: Sequence[str]) -> Answer:
         ValueError: an option is wrong, or needs a package that is not installed.
         OSError: a file cannot be read or written.
     """
-    [asked] = parser().read(arguments)
-    values = asked.values
+    values, _ = parser().read(arguments)
     os.environ.setdefault("TQDM_DISABLE", "1")  # hides the progress bars of other libraries
     try:
         with waiting("Reading the run"):

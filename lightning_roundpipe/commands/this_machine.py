@@ -12,7 +12,6 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
@@ -21,20 +20,20 @@ import torch
 from lightning_roundpipe.commands.hardware_probes import probe
 from lightning_roundpipe.commands.machines import MOST_WORKERS
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.planning.profile import OF_KINDS, Hardware
+from lightning_roundpipe.planning.profile import Hardware
 
 _NOTES = {
     "flops": "[M] of one worker: what products reach; matmul_efficiency is 1",
     "memory": "[S] bytes; null: no limit unless RoundPipeStrategy(emulation=...) sets one",
-    "memory_bandwidth": "[M] bytes/s that RMSNorm, SiLU and sums reach; memory_efficiency is 1",
+    "memory_bandwidth": "[M] bytes/s that norms, SiLU and sums reach; memory_efficiency is 1",
     "upload": "[M] bytes/s of each worker, while all copy",
     "download": "[M] bytes/s of each worker, while all copy",
     "host_memory": "[S] bytes",
-    "host_memory_bandwidth": "[M] bytes/s of an addition in place with all threads, or of AdamW",
+    "host_memory_bandwidth": "[M] bytes/s of AdamW, or of the copies",
     "matmul_efficiency": "[M] share of flops",
     "memory_efficiency": "[M] share of both bandwidths",
-    "kernel_s": "[M] seconds that any operation takes at least",
-    "hop_s": "[M] seconds from one worker to another, beside the copies",
+    "kernel_s": "[A] seconds that any operation takes at least",
+    "hop_s": "[A] seconds from one worker to another, beside the copies",
     "attention_efficiency": "[M] share of bf16's FLOP/s that attention reaches, with its backward",
     "issue_s": "[M] seconds of the host's interpreter an operation, views included",
     "call_s": "[A] seconds of the interpreter a layer call; benchmarks/bench_engine.py elsewhere",
@@ -45,7 +44,7 @@ _NOTES = {
 }
 """Mark and comment of each number: M is measured, S is what the system says, A is assumed."""
 
-_OWN_LINKS = ("uplink", "uplink_devices")
+_LEFT_OUT = ("uplink", "uplink_devices", "kinds")
 """Numbers that the file lacks: each worker's rates are measured with all others copying."""
 
 
@@ -118,31 +117,18 @@ def written(machine: Hardware) -> str:
         f"# [M]: measured on all {machine.workers} at once; what {'a device' if machine.emulated else 'a GPU'} reaches "
         "while the others work, too.",
         "# [S]: what the system says. [A]: assumed, change it to what your machine has.",
-        *_entries(machine, [item.name for item in fields(Hardware) if item.name not in (*_OWN_LINKS, "kinds")]),
     ]
-    if machine.kinds:
-        lines += ["kinds:  # measured while the others idle; numbers above are those of the slowest or smallest"]
-    for kind in machine.kinds:
-        first, *others = _entries(kind, [name for name in OF_KINDS if name not in _OWN_LINKS], notes=False)
-        lines += [f"  - {first}", *(f"    {line}" for line in others)]
-    return "\n".join(lines) + "\n"
-
-
-def _entries(machine: Hardware, names: Iterable[str], *, notes: bool = True) -> list[str]:
-    """Return the lines of some numbers, with their marks and notes."""
-    lines = []
-    for name in names:
+    for name in (item.name for item in fields(Hardware) if item.name not in _LEFT_OUT):
         value = getattr(machine, name)
-        if name == "emulated" and not value:
+        if value is False:
             continue
         if name == "flops":
             text = "{" + ", ".join(f"{form}: {_number(rate)}" for form, rate in value.items()) + "}"
         else:
             text = _number(value) if isinstance(value, float) else json.dumps(value)  # JSON is YAML, too
-        entry = f"{name}: {text}"
-        note = _NOTES.get(name, "") if notes else ""
-        lines.append(f"{entry:40}  # {note}" if note else entry)
-    return lines
+        note = _NOTES.get(name)
+        lines.append(f"{f'{name}: {text}':40}  # {note}" if note else f"{name}: {text}")
+    return "\n".join(lines) + "\n"
 
 
 def _number(value: float) -> str:
