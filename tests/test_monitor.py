@@ -62,27 +62,15 @@ class SlowRows(list[Any]):
 
 
 def test_an_accumulation_window_is_one_step() -> None:
-    """Times and losses are those of an optimizer step, not of its last batch."""
-
-    class Losses(pl.Callback):
-        roundpipe_looks_away = True
-
-        def __init__(self) -> None:
-            self.seen: list[float] = []
-
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.seen.append(float(outputs["loss"]))
-
-    monitor, losses = RoundPipeMonitor(every_n_steps=1), Losses()
+    """Times and tokens are those of an optimizer step, not of its last batch."""
+    monitor, logger = RoundPipeMonitor(every_n_steps=1), MemoryLogger()
     batches = [{"input_ids": torch.randint(0, 64, (1, 8)), "labels": torch.randint(0, 64, (1, 8))} for _ in range(8)]
-    trainer = trainer_of(ours(), devices=2, callbacks=[monitor, losses], accumulate_grad_batches=4)
+    trainer = trainer_of(ours(), devices=2, callbacks=[monitor], logger=logger, accumulate_grad_batches=4)
     with quiet():
         trainer.fit(Tokens(), loader(batches))
-    assert [record["step"] for record in monitor.history] == [1, 2]
-    assert [record["loss"] for record in monitor.history] == pytest.approx([sum(losses.seen[:4]), sum(losses.seen[4:])])
-    whole = sum(record["step_time_s"] for record in monitor.history)
-    assert whole <= monitor.history[-1]["elapsed_s"]
-    assert monitor.history[0]["tokens_per_s"] == pytest.approx(32 / monitor.history[0]["step_time_s"])
+    lines = [line for _, line in logger.lines if "roundpipe/step_time_s" in line]
+    assert len(lines) == 2
+    assert lines[0]["roundpipe/tokens_per_s"] == pytest.approx(32 / lines[0]["roundpipe/step_time_s"])
 
 
 NAMES = {
@@ -107,8 +95,6 @@ def test_every_figure_reaches_the_logger(trained: tuple[RoundPipeMonitor, Memory
     for name in (name for name in NAMES if name.endswith("_pct")):
         assert 0 <= last[name] <= 100, name
     assert monitor.diagnosis is None  # emulated devices wait for the cores that they share
-    assert [record["step"] for record in monitor.history] == [2, 4]
-    assert monitor.history[-1]["loss"] > 0 and len(monitor.history[-1]["device_gib"]) == 2
 
 
 def test_under_another_strategy_times_are_logged_and_a_message_says_what_is_missing(
