@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_roundpipe.data.encoding import Encoder, Tokens
-from lightning_roundpipe.data.records import BadRecord, Fields, Text
+from lightning_roundpipe.data.records import BadRecord, Text, read_record
 from lightning_roundpipe.messages import first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_FORMAT = 4
+_FORMAT = 5
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 _KINDS = ".jsonl, .json, .parquet or .txt"
 _LINES = 20_000
@@ -42,17 +42,16 @@ class TokenStore:
         table: their tokens, and what is known of each.
         files: how many files they come from.
         others: names of files beside them that are not read.
-        unread: names of the records' fields that are not read.
 
     Attributes:
         lengths: tokens of each record.
     """
 
-    def __init__(self, table: Dataset, files: int, others: Sequence[str], unread: Sequence[str]) -> None:
+    def __init__(self, table: Dataset, files: int, others: Sequence[str]) -> None:
         import pyarrow.compute as pc
 
         self._table = table.with_format("numpy", columns=["tokens"])
-        self.files, self.others, self.unread = files, others, unread
+        self.files, self.others = files, others
         self.lengths: Whole = pc.list_value_length(table.data.column("tokens")).to_numpy().astype(np.int64)
 
     def __len__(self) -> int:
@@ -71,13 +70,12 @@ class TokenStore:
         return str(self._table.data.column("place")[int(record)].as_py())
 
 
-def open_store(path: Path, setting: str, fields: Fields, encoder: Encoder, folder: Path) -> TokenStore:
+def open_store(path: Path, setting: str, encoder: Encoder, folder: Path) -> TokenStore:
     """Return the tokens of the file or folder ``path``, from an earlier run if there was one.
 
     Args:
         path: what to read.
         setting: name of the setting, for messages.
-        fields: how records are read.
         encoder: makes the tokens.
         folder: the cache folder.
 
@@ -100,18 +98,17 @@ def open_store(path: Path, setting: str, fields: Fields, encoder: Encoder, folde
     root = path if path.is_dir() and path not in sources else path.parent
     bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
-    tables, unread = [], set[str]()
+    tables = []
     try:
         for source in sources:
             name = str(source.relative_to(root))
             records = _read(source, f"{setting}: {name}", folder)
-            unread |= set(records.column_names) - fields.known
-            tables.append(_tokenised(records, source.suffix == ".txt", name, setting, fields, encoder))
+            tables.append(_tokenised(records, source.suffix == ".txt", name, setting, encoder))
     finally:
         if not bars:
             datasets.enable_progress_bars()
     others = [str(file.relative_to(root)) for file in found if file not in sources]
-    return TokenStore(datasets.concatenate_datasets(tables), len(sources), others, sorted(unread))
+    return TokenStore(datasets.concatenate_datasets(tables), len(sources), others)
 
 
 def _files(folder: Path, setting: str) -> Iterator[Path]:
@@ -155,13 +152,13 @@ def _read(source: Path, where: str, folder: Path) -> Dataset:
     return found
 
 
-def _tokenised(records: Dataset, is_text: bool, name: str, setting: str, fields: Fields, encoder: Encoder) -> Dataset:
+def _tokenised(records: Dataset, is_text: bool, name: str, setting: str, encoder: Encoder) -> Dataset:
     """Return the tokens of a file's records, or of the pieces of its text."""
     import datasets
 
-    made_from = [_FORMAT, records._fingerprint, name, is_text, fields.format, fields.names, encoder.settings]
+    made_from = [_FORMAT, records._fingerprint, name, is_text, encoder.settings]
     return records.map(
-        partial(_encoded, fields, encoder, len(records) if is_text else None, name, setting),
+        partial(_encoded, encoder, len(records) if is_text else None, name, setting),
         with_indices=True,
         batched=True,
         batch_size=_LINES if is_text else 1000,
@@ -179,7 +176,6 @@ def _tokenised(records: Dataset, is_text: bool, name: str, setting: str, fields:
 
 
 def _encoded(
-    fields: Fields,
     encoder: Encoder,
     lines: int | None,
     name: str,
@@ -199,7 +195,7 @@ def _encoded(
     bad: dict[str, list[int]] = {}
     for index, item in zip(indices, items, strict=False):
         try:
-            content = item if lines is not None else fields.read(item)
+            content = item if lines is not None else read_record(item)
             tokens = encoder.encode(content)
         except BadRecord as error:
             bad.setdefault(str(error), []).append(index + 1)

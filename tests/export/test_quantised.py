@@ -86,7 +86,6 @@ def test_unpacked_and_merged(kind: str, tmp_path: Path) -> None:
 
 def test_experts_in_four_bits(tmp_path: Path) -> None:
     """All experts of a layer are one packed weight in such files, and a tensor each in what is written."""
-    from lightning_roundpipe.model import quantize
 
     torch.manual_seed(0)
     settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}
@@ -98,31 +97,6 @@ def test_experts_in_four_bits(tmp_path: Path) -> None:
     merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     torch.testing.assert_close(logits(merged), wanted, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("quantization", "base"), [("int8", "16 bits"), ("nf4", "packed")])
-def test_a_checkpoint_of_a_script_with_packed_weights(quantization: str, base: str, tmp_path: Path) -> None:
-    """It was refused as one of another base model: packed weights have other sizes."""
-    plain, _ = make_quantised(tmp_path / "made", "nf4")
-    plain = plain.with_name("plain")
-    model = quantize.from_pretrained(plain, quantization, dtype="float32")
-    model.save_pretrained(tmp_path / "packed")
-    lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4, init_lora_weights=False)
-    torch.manual_seed(1)
-    task = torch.nn.ModuleDict({"net": get_peft_model(model, lora)})
-    torch.save({"state_dict": task.state_dict()}, tmp_path / "a.ckpt")
-    named = str(plain if base == "16 bits" else tmp_path / "packed")
-    checkpoint = {"run": tmp_path / "a.ckpt", "base": named, "lora": lora}
-    export(**checkpoint, to=tmp_path / "merged", dtype="float32")
-    task["net"].save_pretrained(tmp_path / "adapters", save_embedding_layers=False)
-    export(tmp_path / "adapters", base=named, to=tmp_path / "wanted", dtype="float32")
-    wanted, found = (load_file(tmp_path / name / "model.safetensors") for name in ("wanted", "merged"))
-    assert wanted.keys() == found.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-    if base == "packed":
-        assert torch.allclose(
-            logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), logits(task["net"]), atol=1e-2
-        )
 
 
 def test_without_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

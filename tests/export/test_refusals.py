@@ -108,7 +108,7 @@ def test_adapters_in_a_checkpoint_of_a_script(run: Path, base: Path, tmp_path: P
     """Their scale is not in it."""
     [path] = (run / "checkpoints").glob("*.ckpt")
     shutil.copy(path, tmp_path / "a.ckpt")
-    message = r"^ckpt=.* holds adapters of PEFT, and how they are scaled is not in it. .* lora="
+    message = r"^ckpt=.* holds adapters of PEFT, and how they are scaled is not in it"
     refused(message, tmp_path / "a.ckpt", tmp_path / "to", base=str(base))
 
 
@@ -137,13 +137,9 @@ def test_adapters_that_are_not_merged(config: Any, message: str, base: Path, tmp
 # ----------------------------------------------------------------------------------------------------------- the target
 
 
-def test_settings(base: Path, adapters: Path, tmp_path: Path) -> None:
+def test_settings(adapters: Path, tmp_path: Path) -> None:
     to = tmp_path / "to"
     refused(r"^dtype='int4' must be one of auto", adapters, to, dtype="int4")
-    refused(r"^merge=false writes adapters as PEFT does", adapters, to, merge=False, dtype="float16")
-    torch.save({"state_dict": AutoModelForCausalLM.from_pretrained(base).state_dict()}, tmp_path / "all.ckpt")
-    message = r"^merge=false writes adapters, and ckpt=.* has none"
-    refused(message, tmp_path / "all.ckpt", to, base=str(base), merge=False)
 
 
 def test_a_folder_that_is_there(base: Path, adapters: Path, tmp_path: Path) -> None:
