@@ -420,22 +420,6 @@ def test_a_model_of_the_hub_that_is_in_the_cache(command: Any, tmp_path: Path, m
     assert code == 2 and "hf download someone/other config.json" in err
 
 
-def test_slower_links_stand_beside_an_answer_that_assumes_them(command: Any, tmp_path: Path) -> None:
-    options = ("model=tiny_llama", "search_seconds=0", "sequence_length=64", "microbatches=4")
-    text = " ".join(command(*options, "gpu=rtx4090", "gpus=2")[1].split())
-    said = re.search(
-        r"Assumes 25 GB/s to each GPU\. This plan reaches ([\d,]+) tokens/s over PCIe 3\.0 x16 or 4\.0 x8, ([\d,]+) "
-        r"tokens/s over PCIe 3\.0 x8\.", text
-    )  # fmt: skip
-    assert said is not None, text
-    fits = re.search(r"Fits: ([\d,]+) tokens/s", text)
-    rates = [float(rate.replace(",", "")) for rate in (fits[1] if fits else "0", *said.groups())]
-    assert rates == sorted(rates, reverse=True)
-    file = tmp_path / "machine.yaml"
-    file.write_text((ROOT / "conf" / "hardware" / "rtx4090x8.yaml").read_text())
-    assert "PCIe" not in command(*options, f"hardware={file}")[1], "their own numbers"
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -26,9 +26,6 @@ MOST_WORKERS = 1024
 MOST_BANDWIDTH = 614.4e9
 """Largest bandwidth of a host's memory that is derived from a number of GPUs, in bytes a second: two server processors
 with eight channels of DDR5-4800 each."""
-SLOWER_LINKS = {"PCIe 3.0 x16 or 4.0 x8": 12.5e9, "PCIe 3.0 x8": 6.25e9}
-"""Slower links to a GPU and the bytes a second that copies reach on them, about 80 % of what they carry."""
-
 _COUNTED = re.compile(r"(?P<gpu>.+?)x(?P<count>\d+)")
 
 

@@ -12,7 +12,7 @@ from lightning_roundpipe.commands.answer import Answer, table
 from lightning_roundpipe.commands.plan_model import Outlook, total
 from lightning_roundpipe.commands.remedies import Remedies
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.planning.memory import Item, StageRow, size_text
+from lightning_roundpipe.planning.memory import Item, size_text
 
 _FASTER = 1.02
 """Ratio of tokens a second from which on data parallelism is named. What is closer is within the error of estimates."""
@@ -37,7 +37,7 @@ def answer(found: Outlook, remedies: Remedies | None = None) -> Answer:
         facts=[*_facts(found), *(_tried(found, remedies) if remedies else [])],
         remedies=_remedies(remedies) if remedies else [],
         notes=_notes(found),
-        tables=tables if found.run is None else [*tables, _stage_table(found.stages)],
+        tables=tables,
         paste=[f"plan='{found.plan}'"] if found.run is not None else [],
         data=as_dict(found, remedies),
         code=0 if found.fits else 1,
@@ -69,9 +69,6 @@ def _facts(found: Outlook) -> list[str]:
     lines = []
     if found.run is not None:
         lines.append(f"A step has {found.step_tokens:,} tokens, its bubble is {found.bubble_pct:.1f} %.")
-        if found.slower_links:
-            slower = ", ".join(f"{rate:,.0f} tokens/s over {name}" for name, rate in found.slower_links.items())
-            lines.append(f"Assumes {found.hardware.upload / 1e9:,.0f} GB/s to each GPU. This plan reaches {slower}.")
         if found.side_by_side:
             whole = " Each is a whole microbatch on one worker, as in data parallelism."
             alone = whole if len(found.plan.stages()) == 1 else ""
@@ -209,23 +206,6 @@ def _memory_table(heading: str, items: Sequence[Item], limit: int | None, locked
     return made
 
 
-def _stage_table(stages: Sequence[StageRow]) -> Table:
-    """Return a table of stages. Consecutive stages of one phase with equal figures share a row."""
-    rows: list[list[str]] = []
-    for number, stage in enumerate(stages):
-        sizes = (stage.weight_bytes, stage.gradient_bytes, stage.activation_bytes, stage.waiting_bytes)
-        figures = [f"{stage.ms:,.1f}", *map(_gib, sizes)]
-        if rows and rows[-1][1] == stage.phase and rows[-1][3:] == figures:
-            rows[-1][0] = f"{rows[-1][0].partition('-')[0]}-{number}"
-            rows[-1][2] = f"{rows[-1][2].partition(' to ')[0]} to {stage.calls}"
-        else:
-            rows.append([str(number), stage.phase, stage.calls, *figures])
-    made = table(["stage", "", "layers"], ["ms", "weights", "gradients", "activations", "waiting"], rows)
-    made.caption = "GiB of each stage; times and activations are one microbatch's."
-    made.caption_justify = "left"
-    return made
-
-
 def _share(need: int, limit: int) -> str:
     unit, name = (2**30, "GiB") if limit >= 2**30 else (2**20, "MiB")
     return f"{need / unit:,.2f} of {limit / unit:,.2f} {name}"
@@ -274,7 +254,6 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "period_ms": 1e3 * found.period_s if run else None,
         "makespan_ms": 1e3 * run.ends_s[0] if run else None,
         "bubble_pct": found.bubble_pct if run else None,
-        "slower_links_tokens_per_s": dict(found.slower_links),
         "data_parallel_tokens_per_s": found.data_parallel_tokens_per_s,
         "workers": found.workers,
         "microbatches": found.microbatches,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from lightning_roundpipe.commands.machines import SLOWER_LINKS, choose_machine
+from lightning_roundpipe.commands.machines import choose_machine
 from lightning_roundpipe.commands.plan_shape import USUAL_LENGTH, ModelShape, Wish
 from lightning_roundpipe.model.refine import Refined
 from lightning_roundpipe.planning.costs import Costs
@@ -335,20 +335,6 @@ class Outlook(Trial):
     def _period_with(self, rules: Rules) -> float:
         ends = step_ends(self.plan, self.costs, self.workers, self.microbatches, rules, 2 * _STEPS)
         return period_of_ends(ends, _STEPS)
-
-    @cached_property
-    def slower_links(self) -> dict[str, float]:
-        """Tokens a second of the plan with slower links to all GPUs, by their names, if the links are assumed."""
-        machine, wish = self.hardware, self.wish
-        if self.run is None or machine.emulated or machine.kinds or not self.assumed:
-            return {}
-        found = {}
-        for name, rate in SLOWER_LINKS.items():
-            if rate < machine.upload:
-                shape = self.shape.on(replace(machine, upload=rate, download=min(rate, machine.download)))
-                links = shape.rules(wish.staleness, wish.network).links
-                found[name] = self.step_tokens / self._period_with(replace(self.rules, links=links))
-        return found
 
     @cached_property
     def communication(self) -> Communication | None:
