@@ -119,7 +119,9 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
     if found := re.search(r"Could not find '([^'/]+)/([^']+)'", text):
         group, choice = found.groups()
         there = choices(group) if group in GROUPS else re.findall(r"^\t(\w+)$", text, re.MULTILINE)
-        return f"there is no {group}={choice}.{did_you_mean(choice, there)} There are {', '.join(there)}."
+        longer = [name for name in there if name.startswith(choice)]
+        hint = did_you_mean(choice, there) or (f" Did you mean {longer[0]}?" if longer else "")
+        return f"there is no {group}={choice}.{hint} There are {', '.join(there)}."
     if found := re.match(r"You must specify '(\w+)'", text):
         names = [argument.partition("=")[0] for argument in arguments if re.match(r"\w+=", argument)]
         if unknown := next((name for name in names if name not in {*_keys(_example()), *GROUPS}), None):

@@ -183,7 +183,7 @@ def test_a_checkpoint_of_adapters_holds_no_frozen_weights_and_resumes(
         *options,
         "trainer.max_steps=3",
         "callbacks.checkpoint.every_n_train_steps=2",
-        "callbacks.checkpoint.save_top_k=2",
+        "callbacks.checkpoint.save_top_k=-1",
     )
     whole = Path(last_line(capfd.readouterr().out))
     assert sorted(file.name for file in (whole / "checkpoints").iterdir()) == ["step-2.ckpt", "step-3.ckpt"]

@@ -13,7 +13,7 @@ from rich import get_console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_roundpipe.callbacks import Checkpoints, Measurements
+from lightning_roundpipe.callbacks import Measurements
 from lightning_roundpipe.callbacks.measurements import peak_device_bytes
 from lightning_roundpipe.callbacks.run_folder import strategy_report
 from lightning_roundpipe.devices.intraop_threads import cores
@@ -84,7 +84,6 @@ def show_job(
         "run": name,
         "model": source,
         "parameters": _parameters(task, settings),
-        "checkpoints": _checkpoints(trainer),
         "folder": str(folder),
     }
     for label, value in lines.items():
@@ -98,11 +97,6 @@ def _parameters(task: LightningModule, settings: Mapping[str, Any]) -> str:
         return f"{total:,}, all of them trained"
     adapters = f"LoRA, rank {settings['lora']['r']}" if "r" in settings["lora"] else "adapters"
     return f"{trained:,} of {total:,} trained ({100 * trained / total:.2g} %): {adapters}"
-
-
-def _checkpoints(trainer: Trainer) -> str:
-    found = [callback.describe() for callback in trainer.checkpoint_callbacks if isinstance(callback, Checkpoints)]
-    return found[0] if found else "by the callback that is configured" if trainer.checkpoint_callbacks else "none"
 
 
 def show_outcome(summary: Mapping[str, Any], prompt: str | None) -> None:
