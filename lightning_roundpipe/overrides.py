@@ -126,8 +126,8 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
         names = [argument.partition("=")[0] for argument in arguments if re.match(r"\w+=", argument)]
         if unknown := next((name for name in names if name not in {*_keys(_example()), *GROUPS}), None):
             return f"there is no setting {unknown!r}.{_meant(unknown)} {_ALL}"  # a likely cause
-        there = ", ".join(choices(found[1]))
-        return f"{found[1]} must be chosen: {found[1]}=CHOICE, one of {there}. Or choose an experiment."
+        listed = ", ".join(choices(found[1]))
+        return f"{found[1]} must be chosen: {found[1]}=CHOICE, one of {listed}. Or choose an experiment."
     if (found := re.match(r"Error parsing override '([^'=]+)'", text)) and "EQUAL" in text:
         chosen = [f"{group}={found[1]}" for group in GROUPS if found[1] in choices(group)]
         hint = f" Did you mean {chosen[0]}?" if chosen else ""

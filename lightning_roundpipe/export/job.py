@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from lightning_roundpipe.export.merging import Adapters
-from lightning_roundpipe.export.quantised import Unpacked
 from lightning_roundpipe.export.trained import Trained, find_trained, read_tokenizer, state_of
 from lightning_roundpipe.export.weight_sources import (
     Converter,
@@ -29,10 +28,8 @@ from lightning_roundpipe.export.weight_sources import (
     StateDict,
     StoredWeights,
     layers,
-    reading,
 )
 from lightning_roundpipe.messages import first_line, gib, plural
-from lightning_roundpipe.model import quantize
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -83,14 +80,12 @@ def export(
         to: a new folder, or an empty one.
         ckpt: the run's checkpoint; None: the best if the run looked for one, else the newest.
         base: the base model, a folder or a name on the Hugging Face hub; None: as the run or the adapters say.
-        dtype: dtype of the weights. ``"auto"``: as the base model's files have it, bfloat16 where those hold fewer
-            bits.
+        dtype: dtype of the weights. ``"auto"``: as the base model's files have it.
         max_shard_size: bytes of a safetensors file. One file's weights are held in memory at a time.
 
     Raises:
         ValueError: a setting is invalid, or does not fit what was trained.
         OSError: a file cannot be read or written.
-        ImportError: the base model is quantised, and bitsandbytes is not installed.
     """
     started = time.monotonic()
     trained = find_trained(run, ckpt, base)
@@ -215,28 +210,17 @@ class _Job:
         if base.folder is not None:
             return self._stored(base.folder)
         assert base.load is not None
-        model = base.load()
-        if quantize.is_quantized(model):
-            return self._unpacked(model)
-        state = model.state_dict()
+        state = base.load().state_dict()
         size = sum(tensor.nbytes for tensor in state.values())
         self.notes.append(f"the base model was held in memory as a whole ({gib(size)})")
         return StateDict(lambda: state)
 
     def _stored(self, folder: Path) -> Source:
-        """Return the weights in the base model's files, as numbers."""
-        config, setting = self._trained.base.config, self._trained.base.setting
-        if quantize.stored_quantization(config, setting, None) is None:
-            return StoredWeights(folder, setting)
-        with reading(folder, setting):
-            return self._unpacked(quantize.from_pretrained(folder, local_files_only=True))
-
-    def _unpacked(self, model: PreTrainedModel) -> Source:
-        dtype = self._trained.base.config.dtype
-        unpacked = Unpacked(model, dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16)
-        if self._trained.adapters is not None:
-            self.notes.append(f"the base model: {plural(len(unpacked.quantised), 'weight')} unpacked from 4 or 8 bits")
-        return unpacked
+        """Return the weights in the base model's files."""
+        setting = self._trained.base.setting
+        if getattr(self._trained.base.config, "quantization_config", None):
+            raise ValueError(f"{setting} is quantised: name the model in 16 bits, which it was made of, with base=.")
+        return StoredWeights(folder, setting)
 
     def _write_companions(self, folder: Path, dtype: str) -> None:
         """Write the configuration, and what the base model has besides."""

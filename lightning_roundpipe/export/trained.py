@@ -202,7 +202,11 @@ def _base_of_run(model: DictConfig, seed: Any, working: Path | None, setting: st
     if found.folder is not None or found.gguf is not None:
         load = None if found.folder is not None else found.load
         return Base(found.config, found.tokenizer, found.folder, load, setting, found.source)
-    found = _made(model, setting)  # packed weights are drawn otherwise
+    if model.get("quantization"):
+        raise ValueError(
+            f"{setting}: its base model has random weights that were quantised, which are not drawn again. Name a "
+            "folder with the weights with base=."
+        )
 
     def draw() -> PreTrainedModel:
         if seed is None:

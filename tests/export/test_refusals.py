@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,15 @@ def test_adapters_that_have_diverged(adapters: Path, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_adapters_that_are_not_merged(config: Any, message: str, base: Path, tmp_path: Path) -> None:
     refused(message, make_adapters(base, tmp_path / "adapters", config), tmp_path / "to")
+
+
+def test_a_base_model_that_is_quantised(base: Path, adapters: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    shutil.copytree(base, packed)
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (packed / "config.json").write_text(json.dumps(config))
+    refused(r"^base=.* is quantised: name the model in 16 bits", adapters, tmp_path / "to", base=str(packed))
 
 
 # ----------------------------------------------------------------------------------------------------------- the target

@@ -125,16 +125,6 @@ def test_weights_that_were_quantised_while_they_were_trained(base: Path, tmp_pat
     torch.testing.assert_close(logits(found), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_random_weights_that_were_quantised(tmp_path: Path) -> None:
-    """They are drawn again as they were packed: without packing, the same seed draws others."""
-    pytest.importorskip("bitsandbytes")
-    module = train(tmp_path / "run", LORA, "model.quantization=nf4", "optimizer.lr=0.05")
-    found = exported(tmp_path / "run", tmp_path / "merged", dtype="float32")
-    torch.testing.assert_close(logits(found), logits(module.model), atol=1e-5, rtol=1e-5)
-    plain = from_config("llama", **(SIZES | HEADS)).model
-    assert (logits(plain) - logits(found)).abs().max() > 1e-4
-
-
 def test_the_best_checkpoint(base: Path, tmp_path: Path) -> None:
     """The learning rate ruins the model, so the best checkpoint is not the last."""
     settings = ["optimizer.lr=0.5", "trainer.max_steps=4", "callbacks.checkpoint.save_top_k=-1"]
