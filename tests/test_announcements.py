@@ -89,13 +89,6 @@ def test_host_memory_counts_what_the_optimizer_will_keep(optimizer: Any, copies:
 # -- clamped settings --------------------------------------------------------------------------------------------------
 
 
-def test_more_microbatches_than_samples_are_warned_of_once() -> None:
-    with pytest.warns(RoundPipeWarning, match="^roundpipe: ") as caught:
-        run(ours(num_microbatches=9), MLP, BATCHES, devices=2)
-    said = [str(warning.message) for warning in caught if "is more than" in str(warning.message)]
-    assert len(said) == 1 and "num_microbatches=9 is more than a batch of 7 samples has: it is cut into 7" in said[0]
-
-
 def test_a_budget_that_is_more_than_the_device() -> None:
     with pytest.warns(
         RoundPipeWarning, match=r"^roundpipe: memory_budget=1.0 GiB is more than the 512 KiB that a device"

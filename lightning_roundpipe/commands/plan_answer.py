@@ -131,12 +131,6 @@ def _notes(found: Outlook) -> list[str]:
             f"Planned for {wish.max_positions:,} positions (max_positions=); the configuration has "
             f"{found.shape.configured:,}. To train beyond them, stretch the model's rotary embedding (model.rope=)."
         )
-    if isinstance(wish.token_tiles, int):
-        tiles = wish.token_tiles
-        lines.append(f"MLPs, norms and experts run in tiles of {tiles:,} tokens (strategy.token_tiles={tiles}).")
-    elif wish.token_tiles is not None:
-        named = ", ".join(f"{name}: {tokens}" for name, tokens in wish.token_tiles)
-        lines.append(f"Modules run in tiles of tokens (strategy.token_tiles={{{named}}}).")
     if found.cuts:
         lines.append(f"Layers that are too large for a worker are cut: {'; '.join(found.cuts)}.")
     return lines

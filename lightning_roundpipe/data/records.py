@@ -26,12 +26,10 @@ class BadRecord(ValueError):
 
 @dataclass(frozen=True)
 class Text:
-    """Text to learn, after a prompt to read; or a piece of a text file, perhaps its first or last one."""
+    """Text to learn, after a prompt to read."""
 
     text: str
     prompt: str = ""
-    first: bool = True
-    last: bool = True
 
 
 Chat: TypeAlias = list[dict[str, Any]]

@@ -24,11 +24,9 @@ from lightning_roundpipe.messages import first_line
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_FORMAT = 5
+_FORMAT = 6
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 _KINDS = ".jsonl, .json, .parquet or .txt"
-_LINES = 20_000
-"""Lines of a text that are tokenised at once: long texts cost tokenizers time and memory."""
 _NAMED = 10
 """Most reasons that an error names, each with its first record."""
 
@@ -103,7 +101,7 @@ def open_store(path: Path, setting: str, encoder: Encoder, folder: Path) -> Toke
         for source in sources:
             name = str(source.relative_to(root))
             records = _read(source, f"{setting}: {name}", folder)
-            tables.append(_tokenised(records, source.suffix == ".txt", name, setting, encoder))
+            tables.append(_tokenised(records, name, setting, encoder))
     finally:
         if not bars:
             datasets.enable_progress_bars()
@@ -132,16 +130,16 @@ def _files(folder: Path, setting: str) -> Iterator[Path]:
 
 
 def _read(source: Path, where: str, folder: Path) -> Dataset:
-    """Return the records of a file or saved folder; the lines of a text."""
+    """Return the records of a file or saved folder. A text is one record."""
     import datasets
 
     try:
         if source.is_dir():
             found: Any = datasets.load_from_disk(str(source))
         else:
-            lines = {"keep_linebreaks": True} if source.suffix == ".txt" else {}
+            whole = {"sample_by": "document"} if source.suffix == ".txt" else {}
             found = datasets.load_dataset(
-                _BUILDERS[source.suffix], data_files=str(source), split="train", cache_dir=str(folder), **lines
+                _BUILDERS[source.suffix], data_files=str(source), split="train", cache_dir=str(folder), **whole
             )
         len(found) and found[len(found) - 1]
     except Exception as error:  # of many types, for a broken file
@@ -152,16 +150,15 @@ def _read(source: Path, where: str, folder: Path) -> Dataset:
     return found
 
 
-def _tokenised(records: Dataset, is_text: bool, name: str, setting: str, encoder: Encoder) -> Dataset:
-    """Return the tokens of a file's records, or of the pieces of its text."""
+def _tokenised(records: Dataset, name: str, setting: str, encoder: Encoder) -> Dataset:
+    """Return the tokens of a file's records."""
     import datasets
 
-    made_from = [_FORMAT, records._fingerprint, name, is_text, encoder.settings]
+    made_from = [_FORMAT, records._fingerprint, name, encoder.settings]
     return records.map(
-        partial(_encoded, encoder, len(records) if is_text else None, name, setting),
+        partial(_encoded, encoder, name, setting),
         with_indices=True,
         batched=True,
-        batch_size=_LINES if is_text else 1000,
         remove_columns=records.column_names,
         features=datasets.Features(
             tokens=datasets.List(datasets.Value("int32")),
@@ -170,38 +167,35 @@ def _tokenised(records: Dataset, is_text: bool, name: str, setting: str, encoder
             largest=datasets.Value("int32"),
             prompt=datasets.Value("bool"),
         ),
-        writer_batch_size=100,  # pieces of long texts are large
+        writer_batch_size=100,  # long texts are large
         new_fingerprint=hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32],
     )
 
 
 def _encoded(
     encoder: Encoder,
-    lines: int | None,
     name: str,
     setting: str,
     columns: dict[str, list[Any]],
     indices: list[int],
 ) -> dict[str, list[Any]]:
-    """Return the tokens of some records; or of one piece of a text that has ``lines`` lines in all.
+    """Return the tokens of some records.
 
     Raises:
         ValueError: records are invalid.
     """
-    items: list[Any] = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    if lines is not None:
-        items = [Text("".join(columns["text"]), first=indices[0] == 0, last=indices[-1] == lines - 1)]
+    items = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     rows: dict[str, list[Any]] = {key: [] for key in ("tokens", "place", "digest", "largest", "prompt")}
     bad: dict[str, list[int]] = {}
-    for index, item in zip(indices, items, strict=False):
+    for index, item in zip(indices, items, strict=True):
         try:
-            content = item if lines is not None else read_record(item)
+            content = read_record(item)
             tokens = encoder.encode(content)
         except BadRecord as error:
             bad.setdefault(str(error), []).append(index + 1)
             continue
         rows["tokens"].append(tokens)
-        rows["place"].append(f"{name} record {index + 1}" if lines is None else f"{name} line {index + 1}")
+        rows["place"].append(f"{name} record {index + 1}")
         rows["digest"].append(int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), signed=True))
         rows["largest"].append(int(np.maximum(tokens, ~tokens).max(initial=0)))
         rows["prompt"].append(not isinstance(content, Text) or bool(content.prompt))

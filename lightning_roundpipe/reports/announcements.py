@@ -1,6 +1,6 @@
 """What a run reports about itself on the screen: settings and plan. Nothing is reported per step.
 
-first batch ── devices, microbatches, precision, model, host memory ── settings that were clamped
+first batch ── devices, microbatches, precision, model, host memory
 plan is made ── stages, memory of a device, seconds of a step
              └─ another strategy, if a device could hold the whole model
 """
@@ -21,7 +21,7 @@ from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices.core_semaphore import concurrent_devices
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.memory.budget import peak_bytes, worker_bytes
-from lightning_roundpipe.messages import PREFIX, gib, plural, seconds, warn
+from lightning_roundpipe.messages import PREFIX, gib, plural, seconds
 from lightning_roundpipe.model.quantized import weights_in
 from lightning_roundpipe.optim.independence import KNOWN, is_torchs
 from lightning_roundpipe.planning.schedule import Plan
@@ -63,8 +63,6 @@ class Announcements:
             return
         self._begun, self._sizes = True, samples
         self._inform(PREFIX + self._beginning())
-        for text in clamped(self._engine.options, self._sizes or []):
-            warn(PREFIX + text)
 
     def after(self) -> None:
         """Announce the plan after a batch, if it is new."""
@@ -125,29 +123,6 @@ class Announcements:
             took = f", at least {seconds(planned_seconds(plan, costs, workers, microbatches, cores))} a step"
         named = plural(len(plan.stages()), "stage")
         return f'plan "{plan}": {named}{few}, about {gib(memory)} on each device{took}.'
-
-
-def clamped(options: Options, sizes: Sequence[int]) -> list[str]:
-    """Return a message for each setting that is too large for a batch of these microbatches."""
-    samples, texts = sum(sizes), []
-    batch = f"a batch of {plural(samples, 'sample')}"
-    if options.num_microbatches is not None and 0 < len(sizes) < options.num_microbatches:
-        texts.append(
-            f"num_microbatches={options.num_microbatches} is more than {batch} has: it is cut into "
-            f"{plural(len(sizes), 'microbatch')}."
-        )
-    if options.microbatch_size is not None and 0 < samples < options.microbatch_size:
-        texts.append(
-            f"microbatch_size={options.microbatch_size} is more than {batch} has: it is one microbatch, and nothing is "
-            "pipelined."
-        )
-    asked = options.round_microbatches
-    if asked is not None and 0 < len(sizes) < asked:
-        texts.append(
-            f"round_microbatches={asked} is more than {plural(len(sizes), 'microbatch')} of a batch: "
-            "each round has all of them."
-        )
-    return texts
 
 
 def name_devices(engine: Engine) -> str:
