@@ -85,7 +85,7 @@ DATA = [
         "files that are broken, or empty",
         "data.path: …",
         "Correct it, or save it again",
-        (_reading(QUESTION, "{"), _reading(name="a.txt")),
+        (_reading(QUESTION, "{"), _reading(name="a.jsonl")),
     ),
     Mistake(
         SECTION,
