@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeMonitor
 from lightning_roundpipe.reports import step_monitor
-from lightning_roundpipe.reports.diagnosis import diagnose, link_use, stall_seconds
+from lightning_roundpipe.reports.diagnosis import diagnose, stall_seconds
 from lightning_roundpipe.reports.planned import replay
 from lightning_roundpipe.reports.step_times import StepTimes
 
@@ -75,7 +75,7 @@ def test_an_accumulation_window_is_one_step() -> None:
 
 NAMES = {
     "step_time_s", "planned_step_time_s", "tokens_per_s", "bubble_pct", "stall_weights_pct", "stall_activations_pct",
-    "stall_gradients_pct", "link_up_pct", "link_down_pct", "loader_pct", "device_peak_gib", "device_planned_gib",
+    "stall_gradients_pct", "loader_pct", "device_peak_gib", "device_planned_gib",
     "host_gib", "host_planned_gib", "optimizer_lag_s",
 }  # fmt: skip
 
@@ -188,4 +188,3 @@ def test_stalls_are_told_apart_by_the_copy_that_ends_them() -> None:
     waits = [{"worker": 0, "start_s": start, "end_s": end} for start, end in ((0.5, 1.0), (1.2, 1.5), (4.4, 4.5))]
     report = {"events": copies, "stalls": waits, "workers": 1, "step_time_s": 10.0}
     assert stall_seconds(report) == pytest.approx({"weights": 0.5, "activations": 0.3, "gradients": 0.1})
-    assert link_use(report) == pytest.approx({"up": 0.2, "down": 0.1})

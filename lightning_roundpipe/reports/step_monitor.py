@@ -37,8 +37,6 @@ class RoundPipeMonitor(Callback):
     ``bubble_pct``              percent of the workers' time without computation, in the last finished step
     ``stall_KIND_pct``          percent of the workers' time in that step in which they wait for copies of KIND:
                                 ``weights``, ``activations``, ``gradients``
-    ``link_WAY_pct``            percent of that step in which the link ``up`` to a device, or ``down`` from it, is in
-                                use; the mean of all devices
     ``loader_pct``              percent of the time in which the main thread waits for the data loader
     ``device_peak_gib``         peak memory of a device in that step, the most of all devices; GiB
     ``device_planned_gib``      the same as planned; GiB
