@@ -20,6 +20,8 @@ from typing import Any
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
+from lightning_roundpipe.messages import did_you_mean
+
 CONFIG = "lightning_roundpipe.conf"
 
 USAGE = """\
@@ -103,13 +105,9 @@ def choices(group: str) -> list[str]:
 
 def wrong_option(arguments: Sequence[str]) -> str | None:
     """Return a message about the first argument with dashes that is not an option; None if there is none."""
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
-        name, _, value = argument.partition("=")
-        if argument.startswith("-") and name not in _OPTIONS:
-            key = name.lstrip("-").replace("-", "_")
-            value = value or ("" if following.startswith("-") or "=" in following else following)
-            meant = [f"{found}={value or 'VALUE'}" for found in _close(key, _example())]
-            return _joined(f"{name!r} is no option; settings are written NAME=VALUE.", meant, _ALL)
+    for name in (argument.partition("=")[0] for argument in arguments if argument.startswith("-")):
+        if name not in _OPTIONS:
+            return f"{name!r} is no option; settings are written NAME=VALUE.{_meant(name.lstrip('-'))} {_ALL}"
     return None
 
 
@@ -117,52 +115,33 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
     """Return what is wrong with the settings in one line, from an error of Hydra or OmegaConf."""
     text, cause = str(error), error.__cause__
     if found := re.match(r"Could not override '([^']+)'", text):
-        return _unknown(found[1], getattr(getattr(cause, "parent_node", None), "_get_root", _example)(), arguments)
+        return f"there is no setting {found[1]!r}.{_meant(found[1])} {_ALL}"
     if found := re.search(r"Could not find '([^'/]+)/([^']+)'", text):
         group, choice = found.groups()
         there = choices(group) if group in GROUPS else re.findall(r"^\t(\w+)$", text, re.MULTILINE)
-        near = get_close_matches(choice, there, 1, 0.5) or [name for name in there if name.startswith(choice)][:1]
-        close = [f"{group}={name}" for name in near]
-        return _joined(f"there is no {group}={choice}.", close, f"There are {', '.join(there)}.")
+        longer = [name for name in there if name.startswith(choice)]
+        hint = did_you_mean(choice, there) or (f" Did you mean {longer[0]}?" if longer else "")
+        return f"there is no {group}={choice}.{hint} There are {', '.join(there)}."
     if found := re.match(r"You must specify '(\w+)'", text):
-        group, root = found[1], _example()
-        known = {*_keys(root), *GROUPS}
-        for key in (argument.partition("=")[0] for argument in arguments if re.match(r"\w+(\.\w+)*=", argument)):
-            if key not in known and key.partition(".")[0] not in ("hydra", "model", "data", "lora"):  # a likely cause
-                return _unknown(key, root, arguments)
-        return f"{group} must be chosen: {group}=CHOICE, one of {', '.join(choices(group))}. Or choose an experiment."
+        names = [argument.partition("=")[0] for argument in arguments if re.match(r"\w+=", argument)]
+        if unknown := next((name for name in names if name not in {*_keys(_example()), *GROUPS}), None):
+            return f"there is no setting {unknown!r}.{_meant(unknown)} {_ALL}"  # a likely cause
+        listed = ", ".join(choices(found[1]))
+        return f"{found[1]} must be chosen: {found[1]}=CHOICE, one of {listed}. Or choose an experiment."
     if (found := re.match(r"Error parsing override '([^'=]+)'", text)) and "EQUAL" in text:
-        meant = [f"{group}={found[1]}" for group in GROUPS if found[1] in choices(group)] or [
-            f"{group}={name}" for group in GROUPS for name in get_close_matches(found[1], choices(group), 1, 0.7)
-        ]
-        return _joined(f"{found[1]!r} is no setting; settings are written NAME=VALUE.", meant[:2], _ALL)
+        chosen = [f"{group}={found[1]}" for group in GROUPS if found[1] in choices(group)]
+        hint = f" Did you mean {chosen[0]}?" if chosen else ""
+        return f"{found[1]!r} is no setting; settings are written NAME=VALUE.{hint} {_ALL}"
     first = [line for e in (error, cause) if e is not None for line in str(e).strip().splitlines()[:1]]
     return f"{': '.join(line.strip('. ') for line in first)}. {_ALL}"
 
 
-def _unknown(key: str, root: DictConfig, arguments: Sequence[str]) -> str:
-    value = next((a.partition("=")[2] for a in arguments if a.lstrip("+").partition("=")[0] == key), "VALUE")
-    return _joined(f"there is no setting {key!r}.", [f"{name}={value}" for name in _close(key, root)], _ALL)
-
-
-def _joined(what: str, meant: Sequence[str], remedy: str) -> str:
-    question = f"Did you mean {' or '.join(meant)}? " if meant else ""
-    return f"{what} {question}{remedy}"
-
-
-def _close(key: str, root: DictConfig) -> list[str]:
-    """Return up to two settings or groups that ``key`` may stand for.
-
-    These are, in this order, one of the same group that is written similarly, those of the same name in other groups,
-    and the one that is written most similarly.
-    """
-    keys = [*dict.fromkeys([*_keys(root), *GROUPS])]
-    parent, _, leaf = key.rpartition(".")
-    beside = {name.rpartition(".")[2]: name for name in keys if parent and name.rpartition(".")[0] == parent}
-    if near := get_close_matches(leaf, beside, 1):
-        return [beside[near[0]]]
-    same = [name for name in keys if name.rpartition(".")[2] == leaf] or [n for n in keys if n.endswith(f"_{leaf}")]
-    return same[:2] or get_close_matches(key, keys, 1)
+def _meant(key: str) -> str:
+    """Return the setting or group that ``key`` may stand for: one written like it, or of the same name in a group."""
+    keys = [*dict.fromkeys([*_keys(_example()), *GROUPS])]
+    same = [name for name in keys if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    close = get_close_matches(key, keys, 1, 0.85) or same[:1] or get_close_matches(key, keys, 1)
+    return f" Did you mean {close[0]}=?" if close else ""
 
 
 def _keys(node: Any, path: str = "") -> Iterator[str]:
@@ -175,7 +154,7 @@ def _keys(node: Any, path: str = "") -> Iterator[str]:
 
 
 def _example() -> DictConfig:
-    """Return the settings of an example run, for when those of the failed run are not known."""
+    """Return the settings of an example run."""
     with initialize_config_module(CONFIG, version_base="1.3"):
         return compose("train", ["experiment=tiny"])
 

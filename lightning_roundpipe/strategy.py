@@ -46,7 +46,7 @@ from lightning_roundpipe.model.quantized import load_states, prepare
 from lightning_roundpipe.model.token_tiles import run_in_tiles
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.reports.announcements import Announcements, changed_settings, name_devices
-from lightning_roundpipe.reports.monitors import profile_all_threads, tell_of_all_workers, windows_left
+from lightning_roundpipe.reports.monitors import profile_all_threads, windows_left
 from lightning_roundpipe.reports.page import write_page
 from lightning_roundpipe.reports.planned import replay_of
 from lightning_roundpipe.reports.step_monitor import RoundPipeMonitor
@@ -89,7 +89,7 @@ def _apart(value: Any) -> Any:
 
 
 def _nothing() -> None:
-    """Do nothing: the `_quieten` of a strategy that has started nothing. A function, because those can be pickled."""
+    """Do nothing: `_leave_tiles` of a strategy that has started nothing. A function, because those can be pickled."""
 
 
 def _report_of(engine: Engine | None, announcements: Announcements | None) -> Report:
@@ -230,7 +230,6 @@ class RoundPipeStrategy(SeveralMachines):
         self._announcements: Announcements | None = None
         self._seed = 0
         self._stepping: Stepping | None = None
-        self._quieten: Callable[[], object] = _nothing
         self._leave_tiles: Callable[[], object] = _nothing
         self._accumulated: dict[str, Tensor] = {}
         """Gradients of an open window, by parameter, while the engine is set up again."""
@@ -318,9 +317,6 @@ class RoundPipeStrategy(SeveralMachines):
         assert self._engine is not None
         self._evaluation = EvaluationWindow(module, self._engine, self.options)
         transfer_once(module)
-        self._quieten = tell_of_all_workers(
-            trainer, str(self.precision_plugin.precision), self._engine.worker_pool.devices
-        )
         # The base class would move the optimizer's state to the first device; it belongs with the masters on the host.
         if fitting:
             if not again:
@@ -331,8 +327,6 @@ class RoundPipeStrategy(SeveralMachines):
             self._engine.within_window = self._stepping.is_within_window
             precision = str(self.precision_plugin.precision)
             self._announcements = Announcements(trainer, module, self._engine, precision, rank_zero_info)
-            if not again:
-                self._announcements.log_settings()
         self._window = None
         self.setup_precision_plugin()
 
@@ -462,7 +456,6 @@ class RoundPipeStrategy(SeveralMachines):
         if engine is not None:
             if window is not None:
                 window.end()
-            self._quieten()
             self._leave_tiles()
             self._window = None
             try:
@@ -577,8 +570,8 @@ class RoundPipeStrategy(SeveralMachines):
     def save_report(self, path: str | Path, settings: Mapping[str, Any] | None = None) -> None:
         """Write a page on the run to ``path``: one HTML file that needs no network.
 
-        It shows a picture of the last step, the plan, memory against the plan, settings and versions. Curves over time
-        and what steps wait for need a `RoundPipeMonitor` among the Trainer's callbacks.
+        It shows a picture of the last step, the plan, memory against the plan, settings and versions. What steps wait
+        for needs a `RoundPipeMonitor` among the Trainer's callbacks.
 
         Args:
             path: the file to write; its folder must exist.
@@ -595,7 +588,6 @@ class RoundPipeStrategy(SeveralMachines):
             self.report(),
             Path(path),
             replayed=replay_of(self),
-            history=monitor.history if monitor is not None else (),
             diagnosis=monitor.diagnosis if monitor is not None else None,
             settings={**changed_settings(self.options), **(settings or {})},
         )
@@ -608,7 +600,6 @@ class RoundPipeStrategy(SeveralMachines):
             "_stepping": None,
             "_announcements": None,
             "_window": None,
-            "_quieten": _nothing,
             "_leave_tiles": _nothing,
             "_former": {},
             "_peers": None,

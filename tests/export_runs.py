@@ -27,7 +27,6 @@ def train(folder: Path, *overrides: str) -> Any:
         "trainer.max_steps=2",
         "+trainer.enable_progress_bar=false",
         "callbacks.progress=null",
-        "callbacks.plan_table=null",
         "prompt=null",
     ]
     with initialize_config_module("lightning_roundpipe.conf", version_base="1.3"):

@@ -8,20 +8,16 @@ import pickle
 import re
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import yaml
 import zoo
 from harness import loader, ours, quiet, run, trainer_of
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import nn
 
 from lightning_roundpipe import RoundPipeStrategy, RoundPipeWarning
-from lightning_roundpipe.callbacks import PlanTable
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.reports.announcements import host_bytes
 
@@ -77,13 +73,6 @@ def test_a_device_that_could_hold_the_whole_model_is_said_once(said: list[str]) 
     )
 
 
-def test_callbacks_may_say_it_all_themselves(said: list[str]) -> None:
-    trainer = trainer_of(ours(num_microbatches=2), devices=2, callbacks=[PlanTable()])
-    with quiet():
-        trainer.fit(copy.deepcopy(MLP), loader(BATCHES))
-    assert not [line for line in said if "host memory" in line or "roundpipe: plan" in line]
-
-
 @pytest.mark.parametrize(("optimizer", "copies"), [(torch.optim.SGD, 2), (torch.optim.AdamW, 4)])
 def test_host_memory_counts_what_the_optimizer_will_keep(optimizer: Any, copies: int) -> None:
     no_layers = types.SimpleNamespace(model=types.SimpleNamespace(layers=()))
@@ -98,13 +87,6 @@ def test_host_memory_counts_what_the_optimizer_will_keep(optimizer: Any, copies:
 
 
 # -- clamped settings --------------------------------------------------------------------------------------------------
-
-
-def test_more_microbatches_than_samples_are_warned_of_once() -> None:
-    with pytest.warns(RoundPipeWarning, match="^roundpipe: ") as caught:
-        run(ours(num_microbatches=9), MLP, BATCHES, devices=2)
-    said = [str(warning.message) for warning in caught if "is more than" in str(warning.message)]
-    assert len(said) == 1 and "num_microbatches=9 is more than a batch of 7 samples has: it is cut into 7" in said[0]
 
 
 def test_a_budget_that_is_more_than_the_device() -> None:
@@ -162,52 +144,3 @@ def test_the_report_prints_a_summary_and_is_a_dict() -> None:
     assert json.loads(json.dumps(report)) == json.loads(json.dumps(dict(report)))
     for made in (copy.copy(report), copy.deepcopy(report), pickle.loads(pickle.dumps(report))):
         assert made == report and str(made) == str(report)
-
-
-# -- loggers -----------------------------------------------------------------------------------------------------------
-
-
-class WithSettings(zoo.PlainClassifier):
-    """Saves its own hyperparameters."""
-
-    def __init__(self, model: nn.Module, width: int = 3) -> None:
-        super().__init__(model)
-        self.save_hyperparameters(ignore=["model"])
-
-
-def fit_with(module: pl.LightningModule, logger: Any) -> RoundPipeStrategy:
-    strategy: Any = ours(num_microbatches=3, loss_weight=len)
-    trainer = trainer_of(strategy, devices=2, logger=logger, log_every_n_steps=1)
-    with quiet():
-        trainer.fit(module, loader(BATCHES))
-    return strategy
-
-
-def test_settings_and_plan_are_hyperparameters(tmp_path: Path) -> None:
-    loggers: list[Any] = [kind(tmp_path, name=kind.__name__) for kind in (CSVLogger, TensorBoardLogger)]
-    strategy = fit_with(WithSettings(copy.deepcopy(MLP.model)), loggers)
-    for logger in loggers:
-        logged = yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text())
-        assert logged["width"] == 3
-        assert logged["roundpipe/plan"] == strategy.report()["plan"]
-        assert (logged["roundpipe/devices"], logged["roundpipe/microbatches"]) == (2, 3)
-        assert logged["roundpipe/num_microbatches"] == 3 and logged["roundpipe/staleness"] == 0
-        assert logged["roundpipe/loss_weight"] == "len" and logged["roundpipe/plan_policy"] == "measured"
-
-
-class Immutable(Logger):
-    """Takes no second set of hyperparameters, as MLflow takes no second value."""
-
-    name, version = "immutable", 0
-
-    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        if any(key.startswith("roundpipe/") for key in params):
-            raise ValueError("a parameter cannot be changed")
-
-
-def test_a_logger_that_refuses_does_not_end_training() -> None:
-    with pytest.warns(RoundPipeWarning, match=r"^roundpipe: Immutable did not take .*a parameter cannot be changed"):
-        assert fit_with(WithSettings(copy.deepcopy(MLP.model)), Immutable()).report()

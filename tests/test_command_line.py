@@ -24,21 +24,19 @@ from lightning_roundpipe.config import parse_bytes
 def parser() -> Parser:
     made = Parser("roundpipe-probe", "Tries every kind of option.", ["file=a.json"], ["lora"])
     add_option(made, "file", "what to read", required=True)
-    add_option(made, "workers", "how many", whole(1, 8), "N", many=True)
+    add_option(made, "workers", "how many", whole(1, 8), "N")
     add_option(made, "rate", "how fast", seconds)
     add_option(made, "format", "how to print it", one_of("table", "json"))
-    add_option(made, "memory", "how much", parse_bytes, "SIZE", many=True)
+    add_option(made, "memory", "how much", parse_bytes, "SIZE")
     return made
 
 
 def test_values_are_read_whichever_way_they_are_written() -> None:
-    [found] = parser().read(["file=a=b", "--workers", "2", "--rate=1e-3", "memory=2GiB", "lora.r=[1, 2]", "--lora.x=3"])
-    assert found.values == {"file": "a=b", "workers": 2, "rate": 0.001, "memory": 2 * 2**30}
-    assert found.settings == {"lora": (("r", "[1, 2]"), ("x", "3"))}
-    assert found.given == {}
-    assert found.texts == {"file": "a=b", "workers": "2", "rate": "1e-3", "memory": "2GiB", "lora.r": "[1, 2]"} | {
-        "lora.x": "3"
-    }
+    values, settings = parser().read(
+        ["file=a=b", "--workers", "2", "--rate=1e-3", "memory=2GiB", "lora.r=[1, 2]", "--lora.x=3"]
+    )
+    assert values == {"file": "a=b", "workers": 2, "rate": 0.001, "memory": 2 * 2**30}
+    assert settings == {"lora": (("r", "[1, 2]"), ("x", "3"))}
 
 
 @pytest.mark.parametrize(
@@ -47,13 +45,11 @@ def test_values_are_read_whichever_way_they_are_written() -> None:
         ([], "the following arguments are required: --file"),
         (["file=a", "worker=2"], "There is no option 'worker'. Did you mean workers=?"),
         (["file=a", "--worker", "2"], "There is no option 'worker'. Did you mean workers=?"),
-        (["file=a", "r=8"], "Did you mean lora.r=?"),
         (["file=a", "lora.r="], "lora.r= has no value: write lora.r=VALUE."),
         (["file=a", "workers=0"], "workers=0 must be a whole number of 1 to 8"),
-        (["file=a", "workers=1,,2"], "workers=1,,2 has an empty place"),
         (["file=a", "rate=fast"], "rate=fast must be a number of seconds"),
         (["file=a", "format=jason"], "format=jason must be one of table, json. Did you mean json?"),
-        (["file=a", "memory=1GiB,lots"], "memory='lots' is not a size"),
+        (["file=a", "memory=lots"], "memory='lots' is not a size"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(
@@ -70,7 +66,6 @@ def test_mistakes_are_one_line_and_exit_code_2(
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 LONG = f"plan='{'forward [b]0-3[/b]; ' * 20}'"
-ROWS = [{"model": "tiny", "rate": 1.5, "error": ""}, {"model": "large, or so", "rate": None, "error": "too long"}]
 ANSWER = Answer(
     verdict="Fits: 3 tokens/s.",
     facts=["words " * 20],
@@ -78,8 +73,6 @@ ANSWER = Answer(
     notes=["Assumed something."],
     tables=[table(["a long heading " * 9], ["GiB", "MiB"], [["a name " * 20, "1,234,567.00", "8"]])],
     paste=[LONG],
-    data=ROWS,
-    rows=ROWS,
 )
 
 

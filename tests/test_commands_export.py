@@ -44,7 +44,7 @@ def test_a_run(
     assert "adapters of 42 modules, merged into the base model, in float32; " in out
     assert "checkpoint step-2.ckpt" in out
     assert out.splitlines()[-1] == f'AutoModelForCausalLM.from_pretrained({str(tmp_path / "out")!r}, dtype="auto")'
-    assert "%" not in err and "Writing" not in err  # a bar is for terminals
+    assert not err
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(logits(found), wanted, atol=1e-5, rtol=1e-5)
     mode = (tmp_path / "out").stat().st_mode & 0o666

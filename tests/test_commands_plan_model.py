@@ -98,13 +98,6 @@ def test_pictures_and_traces(command: Any, tmp_path: Path) -> None:
     assert len(slots) == 3 * rounds * (len(found["forward"]) + 1 + len(found["backward"]))
 
 
-def test_the_command_predicts_the_papers_library_within_rounds_of_the_wanted_size(command: Any) -> None:
-    found = json.loads(command(*TINY_4090, "partitioner=paper", "max_round=8", "format=json")[1])
-    assert (found["partitioner"], found["round_microbatches"]) == ("paper", 8)
-    code, _, err = command(*TINY_4090, "min_round=4", "max_round=3")
-    assert code == 2 and "max_round=3 must be at least min_round=4" in err
-
-
 @pytest.mark.slow
 def test_experts_with_adapters(command: Any, tmp_path: Path) -> None:
     """Their weights are adapted as parameters, which PEFT does under an autocast that needs a device with one."""
@@ -198,22 +191,15 @@ def test_where_nothing_fits_that_is_said(command: Any) -> None:
 
 @pytest.mark.slow
 def test_a_host_that_is_too_small_is_told_how_much_is_enough(command: Any) -> None:
-    """It is enough, 1 KiB less is not, and the figure beside a larger amount is reached with it."""
-    rounds = ("sequence_length=256", "microbatch_size=1", "microbatches=32")
-    options = ("model=tiny_qwen3_1_7b", "gpu=rtx4090", "gpus=2", "search_seconds=0", *rounds)
+    """It is enough, and 1 MiB less is not."""
+    options = ("model=tiny_llama", "gpu=rtx4090", "gpus=2", "sequence_length=256", "search_seconds=0", "microbatches=8")
     code, out, _ = command(*options, "host_memory=1MiB", "format=json")
-    hosts = [one for one in json.loads(out)["would_fit"] if set(one["changes"]) == {"host_memory"}]
-    assert code == 1 and len(hosts) == 2
-    least, faster = hosts
-    assert faster["changes"]["host_memory"] > least["changes"]["host_memory"]
-    assert faster["tokens_per_s"] > 1.05 * least["tokens_per_s"]
-    for one in hosts:
-        code, out, _ = command(*options, one["settings"], "format=json")
-        found = json.loads(out)
-        assert code == 0 and found["tokens_per_s"] == pytest.approx(one["tokens_per_s"], rel=0.1)
-    assert command(*options, f"host_memory={least['changes']['host_memory'] - 2**20}")[0] == 1
-    text = command(*options, "host_memory=1MiB")[1]
-    assert re.search(r"\n +[\d,]+ tokens/s  host_memory=\d+MiB\n +[\d,]+ tokens/s  host_memory=\d+MiB\n", text)
+    [host] = [one for one in json.loads(out)["would_fit"] if set(one["changes"]) == {"host_memory"}]
+    assert code == 1
+    code, out, _ = command(*options, host["settings"], "format=json")
+    found = json.loads(out)
+    assert code == 0 and found["tokens_per_s"] == pytest.approx(host["tokens_per_s"], rel=0.1)
+    assert command(*options, f"host_memory={host['changes']['host_memory'] - 2**20}")[0] == 1
 
 
 @pytest.mark.slow
@@ -233,8 +219,6 @@ def test_rounds_run_side_by_side_where_worker_and_host_have_the_memory(command: 
         assert less["tokens_per_s"] < found["tokens_per_s"]
     text = command(*options[:3], *options[4:], f"plan={found['plan']}")[1]  # a search may find another one, as fast
     assert "\nThe 8 rounds of a step run side by side. Each is a whole microbatch" in text
-    several = command("model=tiny_llama,tiny_qwen3_1_7b", *options[1:3], *options[4:-1], "search_seconds=1")[1]
-    assert "beside: rounds side by side, as in data parallelism." in " ".join(several.split())
 
 
 # -- never slower than under the paper's plan --------------------------------------------------------------------------
@@ -278,14 +262,14 @@ def test_never_slower_than_under_the_papers_plan(workers: int, memory: int | Non
     ],
 )
 def test_any_number_of_a_known_gpu(given: tuple[str, ...], title: str, host: int, bandwidth: float) -> None:
-    [asked] = plan.parser().read(given)
+    values, _ = plan.parser().read(given)
     names = ("hardware", "gpu", "gpus", "workers", "host_memory")
-    found, assumed = choose_machine(*(asked.values.get(name) for name in names))
+    found, assumed = choose_machine(*(values.get(name) for name in names))
     assert (found.title, found.host_memory, found.host_memory_bandwidth) == (title, host * 2**30, bandwidth)
     assert str(found.workers) == title.split()[0]
     assert "GB/s of memory bandwidth" in assumed[0]
-    assert ("(or set host_memory=)" in assumed[0]) == ("host_memory" not in asked.values)
-    assert len(assumed) == 1 + ("workers" in asked.values)
+    assert ("(or set host_memory=)" in assumed[0]) == ("host_memory" not in values)
+    assert len(assumed) == 1 + ("workers" in values)
 
 
 def test_what_is_assumed_of_the_host_is_said(command: Any, tmp_path: Path) -> None:
@@ -394,7 +378,6 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
             ("model=Qwen/Qwen3-32B", "gpu=rtx4090"),
             "which is not asked. Did you mean qwen3_32b? To get its configuration: hf download Qwen/Qwen3-32B config",
         ),
-        (("model=qwen3_32b", "gpu=rtx4090", "r=8"), "Did you mean lora.r=?"),
         (("model=qwen3_32b", "gpu=rtx4090", "hardware=cpu"), "hardware= and gpu= both say which machine"),
         ((*TINY[:2], "lora.r=4"), "lora.r= is about adapters, and lora=none has none"),
         (
@@ -416,10 +399,6 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
         ((*TINY[:2], "staleness=2"), "must be a whole number of 0 to 1"),
         ((*TINY[:2], "picture=plan.txt"), "must be the name of a file that ends in .png"),
         ((*TINY[:2], "plan=everything"), "expected text like 'forward 0-3"),
-        (
-            (*TINY[:2], "plan=forward none; fused 0-8; backward none; round 4", "min_round=2"),
-            "min_round= is about find",
-        ),
         ((*TINY[:2], "token_tiles=1.5"), "token_tiles='1.5' must be a whole number of tokens of at least 1"),
         ((*TINY[:2], "reduce_dtype=bf16"), "reduce_dtype='bf16' is no format"),
     ],
@@ -462,22 +441,6 @@ def test_a_model_of_the_hub_that_is_in_the_cache(command: Any, tmp_path: Path, m
     assert (code, err) == (0, "") and out.startswith("Fits: ")
     code, _, err = command("model=someone/other", *TINY[1:])
     assert code == 2 and "hf download someone/other config.json" in err
-
-
-def test_slower_links_stand_beside_an_answer_that_assumes_them(command: Any, tmp_path: Path) -> None:
-    options = ("model=tiny_llama", "search_seconds=0", "sequence_length=64", "microbatches=4")
-    text = " ".join(command(*options, "gpu=rtx4090", "gpus=2")[1].split())
-    said = re.search(
-        r"Assumes 25 GB/s to each GPU\. This plan reaches ([\d,]+) tokens/s over PCIe 3\.0 x16 or 4\.0 x8, ([\d,]+) "
-        r"tokens/s over PCIe 3\.0 x8\.", text
-    )  # fmt: skip
-    assert said is not None, text
-    fits = re.search(r"Fits: ([\d,]+) tokens/s", text)
-    rates = [float(rate.replace(",", "")) for rate in (fits[1] if fits else "0", *said.groups())]
-    assert rates == sorted(rates, reverse=True)
-    file = tmp_path / "machine.yaml"
-    file.write_text((ROOT / "conf" / "hardware" / "rtx4090x8.yaml").read_text())
-    assert "PCIe" not in command(*options, f"hardware={file}")[1], "their own numbers"
 
 
 @pytest.mark.parametrize(
@@ -538,13 +501,10 @@ def test_tiles_of_tokens_are_planned_where_they_are_needed(command: Any) -> None
     assert needs[1] <= needs[2] < needs[0]
     assert max(tiled["tokens_per_s"], named["tokens_per_s"]) < whole["tokens_per_s"]
     limit = "memory=14.5MB"
-    refused, tight = planned(limit, "min_round=2"), planned(limit, "min_round=2", "token_tiles=1024")
+    refused, tight = planned(limit), planned(limit, "token_tiles=1024")
     assert not refused["fits"] and tight["fits"] and tight["token_tiles"] == 1024
     assert {"token_tiles": 1024} in [found["changes"] for found in refused["would_fit"]]
     assert tight["longest_sequence"] > refused["longest_sequence"]
-    code, out, _ = command(*given[:-1], "token_tiles=512")
-    assert code == 0
-    assert "run in tiles of 512 tokens (strategy.token_tiles=512)" in " ".join(out.split())
 
 
 # -- documents ---------------------------------------------------------------------------------------------------------
@@ -557,11 +517,10 @@ def test_commands_in_the_documents_are_right() -> None:
     found = [one or other for one, other in lines if "..." not in one + other]
     assert len(found) >= 10
     for line in found:
-        for asked in plan.parser().read(shlex.split(line.replace("\n", " "))):
-            names = ("hardware", "gpu", "gpus", "workers", "host_memory")
-            hardware, gpu, *others = (asked.values.get(name) for name in names)
-            if gpu or not (hardware or "my-machine.yaml").endswith((".yaml", "auto")):
-                choose_machine(hardware, gpu, *others)
+        values, _ = plan.parser().read(shlex.split(line.replace("\n", " ")))
+        hardware, gpu, *others = map(values.get, ("hardware", "gpu", "gpus", "workers", "host_memory"))
+        if gpu or not (hardware or "my-machine.yaml").endswith((".yaml", "auto")):
+            choose_machine(hardware, gpu, *others)
 
 
 def test_the_documents_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -570,3 +529,19 @@ def test_the_documents_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for snippet in snippets:
         exec(compile(snippet, "docs/planning.md", "exec"), {})
     assert capsys.readouterr().out.startswith("(")
+
+
+def test_slower_links_stand_beside_an_answer_that_assumes_them(command: Any, tmp_path: Path) -> None:
+    options = ("model=tiny_llama", "search_seconds=0", "sequence_length=64", "microbatches=4")
+    text = " ".join(command(*options, "gpu=rtx4090", "gpus=2")[1].split())
+    said = re.search(
+        r"Assumes 25 GB/s to each GPU\. This plan reaches ([\d,]+) tokens/s over PCIe 3\.0 x16 or 4\.0 x8, ([\d,]+) "
+        r"tokens/s over PCIe 3\.0 x8\.", text
+    )  # fmt: skip
+    assert said is not None, text
+    fits = re.search(r"Fits: ([\d,]+) tokens/s", text)
+    rates = [float(rate.replace(",", "")) for rate in (fits[1] if fits else "0", *said.groups())]
+    assert rates == sorted(rates, reverse=True)
+    file = tmp_path / "machine.yaml"
+    file.write_text((ROOT / "conf" / "hardware" / "rtx4090x8.yaml").read_text())
+    assert "PCIe" not in command(*options, f"hardware={file}")[1], "their own numbers"

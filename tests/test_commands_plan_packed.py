@@ -154,12 +154,6 @@ def test_four_bits_are_what_helps_where_frozen_weights_are_too_large(command: An
     assert not packed["fits"] and not any("model.quantization" in one["changes"] for one in packed["would_fit"])
 
 
-@pytest.mark.slow
-def test_tables_say_it_of_all_rows(command: Any) -> None:
-    code, out, _ = command(*TINY[1:], "model.quantization=nf4", "model=tiny_llama,tiny_llama3_1_8b")
-    assert code == 0 and "model.quantization=nf4" in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

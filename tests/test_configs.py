@@ -140,7 +140,7 @@ def test_a_run_leaves_everything(
     folder = Path(last_line(out))
     assert folder.parent == working_folder / "runs"
     assert "Error" not in err
-    for text in ("Plan: ", "validation loss", "tokens/s", "Training   [################] 2/2"):
+    for text in ("validation loss", "tokens/s", "Training   2/2"):
         assert text in out
 
     summary = json.loads((folder / "summary.json").read_text())
@@ -183,7 +183,7 @@ def test_a_checkpoint_of_adapters_holds_no_frozen_weights_and_resumes(
         *options,
         "trainer.max_steps=3",
         "callbacks.checkpoint.every_n_train_steps=2",
-        "callbacks.checkpoint.save_top_k=2",
+        "callbacks.checkpoint.save_top_k=-1",
     )
     whole = Path(last_line(capfd.readouterr().out))
     assert sorted(file.name for file in (whole / "checkpoints").iterdir()) == ["step-2.ckpt", "step-3.ckpt"]
@@ -243,7 +243,7 @@ def test_a_sweep_leaves_a_table(
     assert losses == pytest.approx([losses[0]] * 2, rel=1e-5)  # microbatches change rounding only
     microbatches = [json.loads((folder / name / "summary.json").read_text())["microbatches"] for name in "01"]
     assert microbatches == [4, 1]
-    table = out[out.index("Sweep: 2 runs") : out.index("The picture of it: ")]
+    table = out[out.index("Sweep: 2 runs") : out.rindex(str(folder))]
     for heading in ("batch", "step time", "bubble", "device", "host", "train loss", "val loss"):
         assert all(word in table for word in heading.split()), heading
     assert "…" not in table
@@ -262,7 +262,6 @@ def test_a_run_that_fails_has_its_row(monkeypatch: pytest.MonkeyPatch, capfd: py
     assert float(finished["step_time_s"]) > 0
     assert "run 0 failed: ValueError: layer" in out
     assert re.search(r"^ *0 +memory 2KB +failed +–", out, re.MULTILINE)
-    assert (Path(last_line(out)) / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -37,8 +37,7 @@ def test_the_first_lines_say_what_will_happen(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = ["experiment=random_tokens", "lora=all_linear", "lora.r=2", "trainer.max_steps=1", "prompt=null"]
-    given += ["step_samples=8", "data.batch_size=4", "strategy.microbatch_size=2", "trainer.precision=bf16-mixed"]
-    out, _ = run(monkeypatch, capfd, *given, "callbacks.checkpoint.every_n_minutes=5")
+    out, _ = run(monkeypatch, capfd, *given)
     said = header(out)
     assert said["run"] == "random_tokens"
     assert said["model"] == "a random llama"
@@ -46,12 +45,6 @@ def test_the_first_lines_say_what_will_happen(
     assert found is not None
     trained, total = (int(found[number].replace(",", "")) for number in (1, 2))
     assert 100 * trained / total == pytest.approx(float(found[3]), rel=0.05)
-    assert said["optimizer"] == "AdamW, learning rate 0.01, constant"
-    assert said["batch"] == "4 sequences of 32 tokens, cut into 2 microbatches"
-    assert said["steps"] == "1 of 256 tokens, 2 batches each"
-    assert said["precision"] == "bf16-mixed"
-    assert said["devices"] == "4 emulated devices, strategy roundpipe"
-    assert said["checkpoints"] == "every 5 minutes, after each validation, at the end, on Ctrl-C"
     assert said["folder"] == out.splitlines()[-1]
     longest = max(len(line) for line in out.partition("folder ")[0].splitlines())
     assert longest <= 80
@@ -59,15 +52,11 @@ def test_the_first_lines_say_what_will_happen(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("lora", "rate"), [("all_linear", "0.0002")])
-def test_a_trained_model_becomes_better(
-    lora: str, rate: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trained_model_becomes_better(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Nothing is set but what has to be: the validation loss of SmolLM2 falls."""
     pytest.importorskip("gguf")
-    given = ["model=smollm2", "data=topics", f"lora={lora}", "trainer.max_steps=6", "data.sequence_length=128"]
-    out, summary = run(monkeypatch, capfd, *given)
-    assert f"learning rate {rate} at its peak, cosine" in header(out)["optimizer"]
+    given = ["model=smollm2", "data=topics", "lora=all_linear", "trainer.max_steps=6", "data.sequence_length=128"]
+    _, summary = run(monkeypatch, capfd, *given)
     assert summary["val_loss_after"] < summary["val_loss_before"] - 0.005
 
 

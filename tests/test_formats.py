@@ -13,7 +13,6 @@ import pytest
 from tiny_tokenizer import tiny_tokenizer
 
 from lightning_roundpipe.data import TextFiles
-from lightning_roundpipe.data.records import FORMATS
 from lightning_roundpipe.data.rows import NO_TARGET
 
 # What is learnt stands in brackets. In tokens Ċ is a line's end and Ġ a space.
@@ -112,34 +111,10 @@ def test_what_is_written_in_other_ways_is_the_same(record: dict[str, Any], expec
     assert shown(module(write(tmp_path, "jsonl", [record]))) == expected
 
 
-@pytest.mark.parametrize("name", ["instruction", "conversations"])
-def test_fields_have_other_names_by_setting(name: str, tmp_path: Path) -> None:
-    record, expected = RECORDS[name]
-    called = {"role": "wer", "content": "was", "from": "von", "value": "wert"}
-    called |= {field: f"{field} in other words" for field in (*FORMATS[name], *(["input"] * (name == "instruction")))}
-
-    def renamed(value: Any) -> Any:
-        if isinstance(value, list):
-            return [renamed(item) for item in value]
-        return {called[key]: renamed(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-    path = write(tmp_path, "jsonl", [renamed(record)])
-    with pytest.raises(ValueError, match=r"which no format has.*, as in data\.fields\.prompt="):
-        module(path).prepare_data()
-    assert shown(module(path, fields=called)) == expected
-
-
-def test_a_format_by_setting_decides_between_several(tmp_path: Path) -> None:
+def test_a_text_beside_other_fields_is_not_read(tmp_path: Path) -> None:
     """Alpaca's own files have its prompt written out beside the fields."""
     path = write(tmp_path, "jsonl", [RECORDS["instruction"][0] | {"text": "the ab"}])
-    with pytest.raises(ValueError, match=r"several formats: set data\.format to one of text, instruction"):
-        module(path).prepare_data()
-    assert shown(module(path, format="instruction")) == CHATTED
-    assert shown(module(path, format="text")) == RECORDS["text"][1]
-    with pytest.raises(
-        ValueError, match=r'"completion" is missing beside the fields "input", "instruction", "output", "text"'
-    ):
-        module(path, format="completion").prepare_data()
+    assert shown(module(path)) == CHATTED
 
 
 # -- chat templates ----------------------------------------------------------------------------------------------------
@@ -180,7 +155,7 @@ def test_tables_name_the_record(tmp_path: Path) -> None:
     path = write(tmp_path, "parquet", [{"text": "the ab"}, {"text": None}, {"text": ""}])
     with pytest.raises(
         ValueError,
-        match=r'a\.parquet .* record 2: the record has no field, which no format has.*; record 3: "text" is empty',
+        match=r'a\.parquet .* record 2: its fields are none, which is no format.*; record 3: "text" is empty',
     ):
         module(path).prepare_data()
 

@@ -15,8 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_roundpipe.callbacks.measurements import Measurements
-from lightning_roundpipe.callbacks.plan_table import PlanTable
-from lightning_roundpipe.callbacks.progress import ProgressLines, ProgressRich
+from lightning_roundpipe.callbacks.progress import ProgressLines
 from lightning_roundpipe.callbacks.run_folder import RunFolder
 from lightning_roundpipe.tasks.causal_lm import CausalLM
 from lightning_roundpipe.trainer import hook_audit
@@ -111,7 +110,7 @@ def test_a_class_speaks_for_itself_and_what_it_inherits() -> None:
 
 
 def test_callbacks_of_the_packaged_job_are_passive() -> None:
-    packaged = (Measurements(), PlanTable(), ProgressRich(), ProgressLines(), RunFolder("."))
+    packaged = (Measurements(), ProgressLines(), RunFolder("."))
     trainer = connected(module := Plain())
     trainer.callbacks = [*packaged]  # type: ignore[attr-defined]
     assert slowed_by(looks_at_weights(trainer, module)) is None

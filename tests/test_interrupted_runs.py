@@ -209,7 +209,7 @@ def test_a_torn_step_is_not_saved(
 
     monkeypatch.setattr(AsyncOptimizer, "_apply", torn)
     monkeypatch.setattr("lightning_roundpipe.updates.async_optimizer.PIECE", 1)  # a layer at a time
-    monkeypatch.setattr("lightning_roundpipe.callbacks.plan_table.PlanTable.on_exception", Saves.on_exception)
+    monkeypatch.setattr("lightning_roundpipe.callbacks.RunFolder.on_exception", Saves.on_exception)
     with pytest.raises(SystemExit):
         run(monkeypatch, *QUICK, "callbacks.checkpoint.every_n_train_steps=2")
     err = capfd.readouterr().err
@@ -245,7 +245,7 @@ def test_a_terminal_that_closes_loses_nothing(working_folder: Path) -> None:
         arguments = [*QUICK, "trainer.max_steps=3000", "hydra.run.dir=run"]
         os.execv(sys.executable, [sys.executable, "-m", "lightning_roundpipe.train", *arguments])
     shown = b""
-    while b"tokens/s" not in shown:
+    while b"tokens_per_s" not in shown:
         shown += os.read(terminal, 65536)
     os.close(terminal)
     statuses: list[int] = []

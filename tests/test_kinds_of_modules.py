@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -228,35 +227,7 @@ def test_transforms_of_parameters_between_layers(kind: str) -> None:
     check({"middle": TRANSFORMS[kind]})
 
 
-# ---------------------------------------------------------------------------------------- what layers put into mappings
-
-
-class Shared(UserDict):  # type: ignore[type-arg]
-    """As Hugging Face shares keys and values between layers."""
-
-
-class Writer(Block):
-    def forward(self, x: Tensor, shared: Any) -> Tensor:  # type: ignore[override]
-        shared["keys"] = (torch.tanh(self.inner(x)), x.detach())
-        return self.outer(shared["keys"][0])
-
-
-class Reader(Block):
-    def forward(self, x: Tensor, shared: Any) -> Tensor:  # type: ignore[override]
-        keys, values = shared["keys"]
-        return super().forward(x) + keys * values
-
-
-@pytest.mark.parametrize("kind", [Shared, dict])
-def test_layers_fill_a_mapping_that_was_empty(kind: type) -> None:
-    def arrange(self: Net) -> None:
-        self.writer, self.reader = Writer(), Reader()
-
-    def middle(self: Net, h: Tensor) -> Tensor:
-        shared = kind()
-        return self.reader(self.writer(h, shared), shared) + shared["keys"][0]
-
-    check({"arrange": arrange, "middle": middle})
+# ------------------------------------------------------------------------------------- keys that layers share
 
 
 SHARING = {

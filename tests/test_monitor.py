@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeMonitor
 from lightning_roundpipe.reports import step_monitor
-from lightning_roundpipe.reports.diagnosis import diagnose, link_use, stall_seconds
+from lightning_roundpipe.reports.diagnosis import diagnose, stall_seconds
 from lightning_roundpipe.reports.planned import replay
 from lightning_roundpipe.reports.step_times import StepTimes
 
@@ -62,32 +62,20 @@ class SlowRows(list[Any]):
 
 
 def test_an_accumulation_window_is_one_step() -> None:
-    """Times and losses are those of an optimizer step, not of its last batch."""
-
-    class Losses(pl.Callback):
-        roundpipe_looks_away = True
-
-        def __init__(self) -> None:
-            self.seen: list[float] = []
-
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.seen.append(float(outputs["loss"]))
-
-    monitor, losses = RoundPipeMonitor(every_n_steps=1), Losses()
+    """Times and tokens are those of an optimizer step, not of its last batch."""
+    monitor, logger = RoundPipeMonitor(every_n_steps=1), MemoryLogger()
     batches = [{"input_ids": torch.randint(0, 64, (1, 8)), "labels": torch.randint(0, 64, (1, 8))} for _ in range(8)]
-    trainer = trainer_of(ours(), devices=2, callbacks=[monitor, losses], accumulate_grad_batches=4)
+    trainer = trainer_of(ours(), devices=2, callbacks=[monitor], logger=logger, accumulate_grad_batches=4)
     with quiet():
         trainer.fit(Tokens(), loader(batches))
-    assert [record["step"] for record in monitor.history] == [1, 2]
-    assert [record["loss"] for record in monitor.history] == pytest.approx([sum(losses.seen[:4]), sum(losses.seen[4:])])
-    whole = sum(record["step_time_s"] for record in monitor.history)
-    assert whole <= monitor.history[-1]["elapsed_s"]
-    assert monitor.history[0]["tokens_per_s"] == pytest.approx(32 / monitor.history[0]["step_time_s"])
+    lines = [line for _, line in logger.lines if "roundpipe/step_time_s" in line]
+    assert len(lines) == 2
+    assert lines[0]["roundpipe/tokens_per_s"] == pytest.approx(32 / lines[0]["roundpipe/step_time_s"])
 
 
 NAMES = {
     "step_time_s", "planned_step_time_s", "tokens_per_s", "bubble_pct", "stall_weights_pct", "stall_activations_pct",
-    "stall_gradients_pct", "link_up_pct", "link_down_pct", "loader_pct", "device_peak_gib", "device_planned_gib",
+    "stall_gradients_pct", "loader_pct", "device_peak_gib", "device_planned_gib",
     "host_gib", "host_planned_gib", "optimizer_lag_s",
 }  # fmt: skip
 
@@ -107,8 +95,6 @@ def test_every_figure_reaches_the_logger(trained: tuple[RoundPipeMonitor, Memory
     for name in (name for name in NAMES if name.endswith("_pct")):
         assert 0 <= last[name] <= 100, name
     assert monitor.diagnosis is None  # emulated devices wait for the cores that they share
-    assert [record["step"] for record in monitor.history] == [2, 4]
-    assert monitor.history[-1]["loss"] > 0 and len(monitor.history[-1]["device_gib"]) == 2
 
 
 def test_under_another_strategy_times_are_logged_and_a_message_says_what_is_missing(
@@ -202,4 +188,3 @@ def test_stalls_are_told_apart_by_the_copy_that_ends_them() -> None:
     waits = [{"worker": 0, "start_s": start, "end_s": end} for start, end in ((0.5, 1.0), (1.2, 1.5), (4.4, 4.5))]
     report = {"events": copies, "stalls": waits, "workers": 1, "step_time_s": 10.0}
     assert stall_seconds(report) == pytest.approx({"weights": 0.5, "activations": 0.3, "gradients": 0.1})
-    assert link_use(report) == pytest.approx({"up": 0.2, "down": 0.1})

@@ -1,4 +1,4 @@
-"""The documentation site: pages have their place, public names their documentation, and a browser finds no fault."""
+"""The documentation site: pages have their place, public names their documentation, and the build is strict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import yaml
-from chromium import chromium, served
 from mistakes import MISTAKES
 
 from lightning_roundpipe import RoundPipeStrategy
@@ -138,99 +137,3 @@ def test_the_build_is_strict(tmp_path: Path) -> None:
     assert done.returncode != 0, done.stderr
     for fault in ("'nothing.md'", "'data.md#nowhere'", "lost.md", "lightning_roundpipe.tasks.lost"):
         assert fault in done.stderr, done.stderr
-
-
-# -- a browser ---------------------------------------------------------------------------------------------------------
-
-SCREENS = {"desktop, light": (1280, 900, "light"), "phone": (390, 844, "dark")}
-SCHEMES = {"light": "default", "dark": "slate"}
-SEARCHES = {
-    "staleness": "/optimizer/",
-    "watchdog_timeout": "/reference/",
-    "QLoRA": "/quantization/",
-    "roundpipe-export": "/export/",
-    "microbatch": "/batches/",
-}
-"""Words, and a page that is among those that the search finds for each."""
-
-MISSING_PICTURES = "[...document.images].filter(i => !(i.complete && i.naturalWidth)).map(i => i.src)"
-LINKS = "[...document.querySelectorAll('a[href]')].map(a => a.href)"
-WIDER_THAN_THE_SCREEN = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
-SCHEME = "document.body.dataset.mdColorScheme"
-FOUND = "[...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built as `make docs` builds it."""
-    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("screen", SCREENS)
-def test_a_browser_finds_no_fault(site: Path, screen: str, tmp_path: Path) -> None:
-    """Pictures are there, links lead somewhere, nothing is fetched from elsewhere, and no page is too wide."""
-    pages = sorted(str(page.parent.relative_to(site)) for page in site.rglob("index.html"))
-    assert len(pages) == len(PAGES)
-    with served(site) as address, chromium(tmp_path) as browser:
-        browser.screen(*SCREENS[screen])
-        targets: dict[str, str] = {}
-        anchors: dict[str, set[str]] = {}
-        for page in pages:
-            here = address if page == "." else f"{address}{page}/"
-            browser.open(here)
-            browser.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
-            browser.evaluate("document.querySelectorAll('img').forEach(i => i.loading = 'eager')")
-            browser.wait_for("[...document.images].every(i => i.complete)")
-            assert browser.evaluate(MISSING_PICTURES) == [], page
-            assert not browser.evaluate(WIDER_THAN_THE_SCREEN), f"{page} is wider than the screen"
-            assert browser.evaluate(SCHEME) == SCHEMES[SCREENS[screen][2]]
-            targets |= {link: page for link in browser.evaluate(LINKS) if link.startswith(address)}
-            anchors[here] = set(browser.evaluate("[...document.querySelectorAll('[id]')].map(e => e.id)"))
-            assert not browser.faults, f"{page}: {browser.faults}"
-        for link, page in targets.items():
-            there, _, anchor = link.partition("#")
-            assert there in anchors or (site / there.removeprefix(address)).is_file(), f"{page} links to {link}"
-            assert not anchor or anchor in anchors[there], f"{page} links to {link}, which has no such place"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_search_finds_words(site: Path, tmp_path: Path) -> None:
-    with served(site) as address, chromium(tmp_path) as browser:
-        browser.screen(*SCREENS["desktop, light"])
-        for word, page in SEARCHES.items():
-            browser.open(address)
-            browser.evaluate("document.querySelector('.md-search__input').focus()")
-            browser.call("Input.insertText", text=word)
-            browser.wait_for(f"{FOUND}.length > 0")
-            found = browser.evaluate(FOUND)
-            assert any(page in link for link in found), f"{word}: {found}"
-        browser.open(address)
-        browser.evaluate("document.querySelector('.md-search__input').focus()")
-        browser.call("Input.insertText", text="xylophone")
-        browser.wait_for("/No matching/.test(document.querySelector('.md-search-result__meta').textContent)")
-        assert not browser.faults
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("body", "fault"),
-    [
-        ("<script>console.error('x')</script>", "console"),
-        ("<img src=http://example.invalid/a.png>", "leaves the machine"),
-    ],
-)
-def test_faults_are_seen(body: str, fault: str, tmp_path: Path) -> None:
-    """Else a browser that hears nothing would find no fault."""
-    (tmp_path / "index.html").write_text(f"<!doctype html><link rel=icon href=data:,><p>text</p>{body}")
-    with served(tmp_path) as address, chromium(tmp_path / "profile") as browser:
-        browser.open(address)
-        browser.wait_for("document.readyState == 'complete'")
-        assert any(fault in found for found in browser.faults), browser.faults

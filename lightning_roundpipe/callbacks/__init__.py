@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from lightning_roundpipe.callbacks.checkpoints import Checkpoints, Interrupted
 from lightning_roundpipe.callbacks.measurements import Measurements
-from lightning_roundpipe.callbacks.plan_table import PlanTable
-from lightning_roundpipe.callbacks.progress import ProgressLines, ProgressRich, progress_bar
+from lightning_roundpipe.callbacks.progress import ProgressLines, progress_bar
 from lightning_roundpipe.callbacks.run_folder import RunFolder
 from lightning_roundpipe.reports.step_monitor import RoundPipeMonitor
 
@@ -16,9 +15,7 @@ __all__ = [
     "Checkpoints",
     "Interrupted",
     "Measurements",
-    "PlanTable",
     "ProgressLines",
-    "ProgressRich",
     "RoundPipeMonitor",
     "RunFolder",
     "progress_bar",

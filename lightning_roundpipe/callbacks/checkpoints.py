@@ -29,8 +29,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_roundpipe.messages import plural
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTICE = b"\nStopping after this step, with a checkpoint. Once more to stop at once, without.\n"
 
@@ -50,7 +48,7 @@ class Checkpoints(ModelCheckpoint):
         every_n_minutes: write a checkpoint at the end of the first step that ends this many minutes after the last
             checkpoint. ``None``: not by time.
         every_n_train_steps: also write one every so many optimizer steps. ``None``: after each validation.
-        save_top_k: how many to keep: the newest, or the best by ``monitor``; -1: all; 0: write none.
+        save_top_k: how many to keep: the newest (1), or the best by ``monitor``; -1: all; 0: write none.
         save_on_exception: whether to write one when training fails or is interrupted.
 
     Attributes:
@@ -78,15 +76,13 @@ class Checkpoints(ModelCheckpoint):
             raise ValueError(f"every_n_minutes={every_n_minutes!r} must be more than 0, or null: not by time.")
         if every_n_train_steps is not None and every_n_train_steps < 1:
             raise ValueError(f"every_n_train_steps={every_n_train_steps!r} must be at least 1, or null.")
-        # Without a metric, Lightning keeps one checkpoint or all. This class keeps several of the newest.
-        self._kept: list[str] | None = [] if monitor is None and save_top_k > 1 else None
         super().__init__(
             dirpath=dirpath,
             filename=filename,
             monitor=monitor,
             mode=mode,
             save_last=save_last,
-            save_top_k=-1 if self._kept is not None else save_top_k,
+            save_top_k=save_top_k,
             save_weights_only=save_weights_only,
             save_on_exception=save_on_exception,
             auto_insert_metric_name=False,
@@ -94,8 +90,6 @@ class Checkpoints(ModelCheckpoint):
             every_n_epochs=None if every_n_train_steps else 1,
             verbose=verbose,
         )
-        self.every_n_minutes = every_n_minutes
-        self.every_n_train_steps = every_n_train_steps
         self.keep = save_top_k
         if every_n_minutes is not None:  # in addition to steps: the constructor accepts only one of them
             self._train_time_interval = timedelta(minutes=every_n_minutes)
@@ -106,23 +100,6 @@ class Checkpoints(ModelCheckpoint):
         """The state of Lightning's loops, with the position in the data, at the end of the last step."""
         self._batch = self._step = self._saved_batch = 0
         self._as_they_were = False
-
-    def describe(self) -> str:
-        """Return when checkpoints are written, in a few words."""
-        if self.keep == 0:
-            return "none (callbacks.checkpoint.save_top_k=0)"
-        steps = self.every_n_train_steps
-        when = [f"every {self.every_n_minutes:g} minutes"] if self.every_n_minutes is not None else []
-        when += [
-            "after each validation"
-            if steps is None
-            else "every step"
-            if steps == 1
-            else f"every {plural(steps, 'step')}"
-        ]
-        when += ["at the end"] if self.monitor is None else []
-        when += ["on Ctrl-C"] if self.save_on_exception else []
-        return ", ".join(when)
 
     # -- when to save -------------------------------------------------------------------------------------------------
 
@@ -222,11 +199,6 @@ class Checkpoints(ModelCheckpoint):
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         super()._save_checkpoint(trainer, filepath)
         self.newest, self._saved_batch = Path(filepath), self._batch
-        if self._kept is None or Path(filepath).stem.startswith(self.CHECKPOINT_NAME_LAST):
-            return
-        self._kept = [*(path for path in self._kept if path != filepath), filepath]
-        while len(self._kept) > self.keep:
-            self._remove_checkpoint(trainer, self._kept.pop(0))
 
     # -- signals ------------------------------------------------------------------------------------------------------
 

@@ -12,12 +12,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from peft import PeftModel
 from typing_extensions import override
 
-from lightning_roundpipe.callbacks.plan_table import strategy_report
 from lightning_roundpipe.devices.intraop_threads import cores
 from lightning_roundpipe.extras import is_installed, remedy
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.reports.planned import replay_of
 from lightning_roundpipe.reports.timeline import draw_timeline, write_trace
+
+
+def strategy_report(trainer: Trainer) -> dict[str, Any]:
+    """Return the strategy's report on its last step; empty if it has none."""
+    report = getattr(trainer.strategy, "report", None)
+    return dict(report() or {}) if callable(report) else {}
 
 
 class RunFolder(Callback):

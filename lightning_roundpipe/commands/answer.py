@@ -1,15 +1,10 @@
-"""What a command has found, in one form that prints as text, as JSON and as CSV.
-
-Commands fill an `Answer`, and pictures are drawn from its data. So all formats say the same.
-"""
+"""What a command has found, in one form that prints as text and as JSON."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-Form = Literal["table", "json", "csv"]
+Form = Literal["table", "json"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +28,6 @@ class Answer:
         tables: tables.
         paste: the last lines, for pasting.
         data: what JSON says.
-        rows: lines of the CSV, by column.
         form: how it is printed.
         code: exit code.
     """
@@ -45,7 +39,6 @@ class Answer:
     tables: Sequence[Table] = ()
     paste: Sequence[str] = ()
     data: Any = None
-    rows: Sequence[Mapping[str, Any]] = ()
     form: Form = "table"
     code: int = 0
 
@@ -53,12 +46,6 @@ class Answer:
         """Return the answer in its form, with a newline at its end."""
         if self.form == "json":
             return json.dumps(self.data, indent=1, allow_nan=False) + "\n"
-        if self.form == "csv":
-            text = io.StringIO()
-            writer = csv.DictWriter(text, list(self.rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows)
-            return text.getvalue()
         console = Console(file=sys.stdout)
         with console.capture() as capture:
             console.print(Group(*self._parts()), crop=False)

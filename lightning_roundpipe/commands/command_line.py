@@ -1,8 +1,8 @@
 """Command lines of ``name=value``, as those of ``roundpipe-train``, read by argparse; and what a command does with its
 answer and with a mistake.
 
-argparse reads the options and prints ``--help``. Beside it, this module has several values of an option, settings of a
-group (``lora.r=8``), and messages of one line that say what was meant.
+argparse reads the options and prints ``--help``. Beside it, this module has settings of a group (``lora.r=8``), and
+messages of one line that say what was meant.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any, NoReturn
 
 from lightning_roundpipe.commands.answer import Answer
-from lightning_roundpipe.commands.conf_files import shipped_files
 from lightning_roundpipe.messages import did_you_mean
 
 Settings = tuple[tuple[str, str], ...]
@@ -26,23 +23,6 @@ Settings = tuple[tuple[str, str], ...]
 
 Reader = Callable[[str, str], Any]
 """Function that converts the text of an option, given text and name. It raises ``ValueError`` for a mistake."""
-
-
-@dataclass(frozen=True)
-class Combination:
-    """One combination of the values of a command line.
-
-    Args:
-        given: option and text of each option that has several values.
-        values: value of each option that is set.
-        settings: settings of each group.
-        texts: the command line of this combination alone, as option and text.
-    """
-
-    given: Mapping[str, str]
-    values: Mapping[str, Any]
-    settings: Mapping[str, Settings]
-    texts: Mapping[str, str]
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,8 +52,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}.")
 
-    def read(self, arguments: Sequence[str]) -> list[Combination]:
-        """Return all combinations of the values in ``arguments``. The last option with several changes fastest.
+    def read(self, arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Settings]]:
+        """Return the values of the options that are set, and the settings of each group.
 
         Raises:
             ValueError: an option is unknown, lacks its value, or its value is wrong.
@@ -95,36 +75,15 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:  # its message names the option if a reader has written it
             raise ValueError(error.message if "=" in error.message else f"{error}.") from None
         if unknown:
-            raise ValueError(self._unknown(unknown[0].partition("=")[0].lstrip("-")))
-        options: dict[str, Mapping[str, Any]] = vars(found)  # in the order of the command line
-        settings = {group: tuple(pairs.items()) for group, pairs in groups.items()}
-        shown = {f"{group}.{name}": text for group, pairs in groups.items() for name, text in pairs.items()}
-        combinations = []
-        for row in product(*options.values()):
-            texts = dict(zip(options, row, strict=True))
-            given = {name: text for name, text in texts.items() if len(options[name]) > 1}
-            values = {name: options[name][text] for name, text in texts.items()}
-            combinations.append(Combination(given, values, settings, texts | shown))
-        return combinations
-
-    def _unknown(self, name: str) -> str:
-        """Return a message about an option that does not exist."""
-        inside = [f"{group}.{name}" for group in self.groups if name in _settings_of(group)]
-        known = re.findall(r"--(\w+)", self.format_help())
-        hint = f" Did you mean {inside[0]}=?" if inside else did_you_mean(name, known).replace("?", "=?")
-        return f"There is no option {name!r}.{hint} All are in {self.prog} --help."
-
-
-def _settings_of(group: str) -> set[str]:
-    """Return the names of settings in the choices of a group."""
-    texts = (file.read_text(encoding="utf-8") for file in shipped_files(group).values())
-    return {name for text in texts for name in re.findall(r"(?m)^([a-z]\w*):", text)}
+            name = unknown[0].partition("=")[0].lstrip("-")
+            hint = did_you_mean(name, re.findall(r"--(\w+)", self.format_help())).replace("?", "=?")
+            raise ValueError(f"There is no option {name!r}.{hint} All are in {self.prog} --help.")
+        return vars(found), {group: tuple(pairs.items()) for group, pairs in groups.items()}
 
 
 def add_option(
-    group: Any, name: str, help_text: str, read: Reader | None = None, metavar: str = "NAME", *, many: bool = False,
-    required: bool = False,
-) -> None:  # fmt: skip
+    group: Any, name: str, help_text: str, read: Reader | None = None, metavar: str = "NAME", *, required: bool = False
+) -> None:
     """Add an option to a parser or to a group of its options.
 
     Args:
@@ -133,21 +92,16 @@ def add_option(
         help_text: what ``--help`` says about it.
         read: converts its text; None: the value is the text.
         metavar: what stands for its value in ``--help``.
-        many: whether it may have several values, with commas between them.
         required: whether it must be given.
     """
 
-    def values(text: str) -> dict[str, Any]:
-        texts = [part.strip() for part in text.split(",")] if many else [text]
-        if not all(texts):
-            raise argparse.ArgumentTypeError(f"{name}={text} has an empty place: write values between the commas.")
+    def value(text: str) -> Any:
         try:
-            return {one: None if one == "null" else one if read is None else read(one, name) for one in texts}
+            return text if read is None else read(text, name)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    shown = f"{metavar},.." if many else metavar
-    group.add_argument(f"--{name}", type=values, help=help_text, metavar=shown, required=required)
+    group.add_argument(f"--{name}", type=value, help=help_text, metavar=metavar, required=required)
 
 
 def whole(least: int = 1, most: int = 2**31) -> Reader:

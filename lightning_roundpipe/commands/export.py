@@ -6,13 +6,9 @@ This module imports neither torch nor transformers, so that it reports a mistype
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lightning_roundpipe.commands.answer import Answer, table
 from lightning_roundpipe.commands.command_line import Parser, add_option, one_of, run
@@ -26,7 +22,7 @@ if TYPE_CHECKING:
 _EXAMPLES = (
     "run=runs/smollm2_lora-20260101-120000 to=smollm2-pydoc",
     "run=last.ckpt base=Qwen/Qwen3-0.6B to=tuned",
-    "run=FOLDER to=adapters merge=false",
+    "run=adapters to=merged dtype=bfloat16",
 )
 
 _PURPOSE = """\
@@ -45,7 +41,6 @@ def parser() -> Parser:
     add_option(made, "ckpt", "the checkpoint; by default the best, or the newest", None, "FILE")
     add_option(made, "base", "the base model; by default what the run says", None, "FOLDER|NAME")
     add_option(made, "dtype", ", ".join(_DTYPES), one_of(*_DTYPES))
-    add_option(made, "merge", "false writes adapters alone", one_of("true", "false"), "true|false")
     add_option(made, "max_shard_size", "most of a safetensors file; 5GB without", parse_bytes, "SIZE")
     return made
 
@@ -62,41 +57,25 @@ def answer(arguments: Sequence[str]) -> Answer:
         ValueError: an option is wrong, or needs a package that is not installed.
         OSError: a file cannot be read or written.
     """
-    [asked] = parser().read(arguments)
-    values = asked.values
+    values, _ = parser().read(arguments)
     os.environ.setdefault("TQDM_DISABLE", "1")  # hides the progress bars of other libraries
     try:
         with waiting("Reading the run"):
             from lightning_roundpipe.export import MAX_SHARD_SIZE, export
 
             ckpt = values.get("ckpt")
-        with _bar() as progress:
+        with waiting("Writing"):
             made = export(
                 values["run"],
                 Path(values["to"]).expanduser(),
                 ckpt=None if ckpt is None else Path(ckpt).expanduser(),
                 base=values.get("base"),
                 dtype=values.get("dtype", "auto"),
-                merge=values.get("merge", "true") == "true",
                 max_shard_size=values.get("max_shard_size") or MAX_SHARD_SIZE,
-                progress=progress,
             )
     except ImportError as error:  # a package of an extra is missing
         raise ValueError(str(error)) from error
     return answer_of(made)
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar if standard error is a terminal. Yields its update, which takes bytes done and in total."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda done, total: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("Preparing", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total, description="Writing")
 
 
 def answer_of(made: Exported) -> Answer:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from lightning_roundpipe.commands.answer import Answer
 from lightning_roundpipe.commands.command_line import (
-    Combination,
     Parser,
-    Reader,
+    Settings,
     add_option,
     one_of,
     positive,
@@ -37,21 +36,16 @@ from lightning_roundpipe.planning.search import SEARCH_SECONDS
 if TYPE_CHECKING:
     from lightning_roundpipe.commands.plan_shape import Wish  # imports torch
 
-TABLE_SEARCH_SECONDS = 2.0
-"""Longest search for each row of a table in seconds, unless ``search_seconds`` is set."""
-
 _EXAMPLES = (
     "model=llama3_1_8b gpu=rtx4090 gpus=4 host_memory=256GiB",
     "model=qwen3_32b hardware=rtx4090x8 lora=all_linear lora.r=16",
     "model=my-model/config.json hardware=machine.yaml format=json",
-    "model=llama3_1_8b,qwen3_32b hardware=rtx4090x4,rtx4090x8",
     "hardware=auto",
 )
 
 _PURPOSE = """\
-Says whether a model fits a machine, and how fast it trains. Options with ,..
-take several values, which give a table of all combinations. Exits with 0 if
-the model fits (of a table: all do), 1 if not, and 2 for a wrong command line."""
+Says whether a model fits a machine, and how fast it trains. Exits with 0 if
+the model fits, 1 if not, and 2 for a wrong command line."""
 
 
 def read_precision(text: str, name: str) -> str:
@@ -80,44 +74,40 @@ def parser() -> Parser:
     """Return the parser of the command's options."""
     made = Parser("roundpipe-plan", _PURPOSE, _EXAMPLES, ("model", "lora"))
 
-    def add(group: Any, name: str, help_text: str, read: Reader | None, shown: str, many: bool = True) -> None:
-        add_option(group, name, help_text, read, shown, many=many)
-
     group = made.add_argument_group("model (model.NAME= and lora.NAME= change its settings)")
-    add(group, "model", "choice of conf/model, or a config.json", None, "NAME")
-    add(group, "lora", "adapters: choice of conf/lora", None, "NAME")
-    add(group, "precision", "default: bf16-mixed", read_precision, "NAME")
-    add(group, "max_positions", "tokens, beyond the model's", whole(1, 2**24), "N", False)
+    add_option(group, "model", "choice of conf/model, or a config.json", None, "NAME")
+    add_option(group, "lora", "adapters: choice of conf/lora", None, "NAME")
+    add_option(group, "precision", "default: bf16-mixed", read_precision, "NAME")
+    add_option(group, "max_positions", "tokens, beyond the model's", whole(1, 2**24), "N")
     group = made.add_argument_group("machine")
-    add(group, "gpu", "as rtx4090; a wrong one lists all", None, "NAME")
-    add(group, "gpus", "how many of them (default: 1)", whole(), "N")
-    add(group, "host_memory", "of the host, as 256GiB", parse_bytes, "SIZE")
-    add(group, "hardware", "rtx4090x4, cpu, auto (this one), a file", None, "NAME")
-    add(group, "hardware_file", "that auto writes (default: HOSTNAME.yaml)", _path, "FILE", False)
-    add(group, "machines", "that share the work of a step", whole(1, 1024), "N", False)
-    add(group, "network", "between them, as 25Gbit", parse_rate, "RATE", False)
+    add_option(group, "gpu", "as rtx4090; a wrong one lists all", None, "NAME")
+    add_option(group, "gpus", "how many of them (default: 1)", whole(), "N")
+    add_option(group, "host_memory", "of the host, as 256GiB", parse_bytes, "SIZE")
+    add_option(group, "hardware", "rtx4090x4, cpu, auto (this one), a file", None, "NAME")
+    add_option(group, "hardware_file", "that auto writes (default: HOSTNAME.yaml)", _path, "FILE")
+    add_option(group, "machines", "that share the work of a step", whole(1, 1024), "N")
+    add_option(group, "network", "between them, as 25Gbit", parse_rate, "RATE")
     group = made.add_argument_group("step")
-    add(group, "sequence_length", "in tokens (default: 2048)", whole(1, 2**24), "N")
-    add(group, "microbatch_size", "in sequences (default: the fastest)", whole(1, 65536), "N")
-    add(group, "microbatches", "of a step (default: two a worker)", whole(1, 4096), "N")
-    add(group, "workers", "devices that take stages (default: all)", whole(1, 1024), "N")
-    add(group, "staleness", "1: updates one step late (default: 0)", whole(0, 1), "N")
-    add(group, "memory", "of a worker (default: 90 %% of a GPU's)", parse_bytes, "SIZE")
-    add(group, "token_tiles", "tokens of a tile, or as mlp:1024 (default: none)", read_tiles, "N")
-    add(group, "reduce_dtype", "gradients travel in (default: float32)", reduce_dtype_of, "NAME")
-    add(group, "optimizer_state", "Adam's moments: fp32, bf16 or int8 (default: fp32)", optimizer_state_of, "NAME")
-    add(group, "gradient_clip_val", "norm that gradients are clipped to", positive, "N", False)
+    add_option(group, "sequence_length", "in tokens (default: 2048)", whole(1, 2**24), "N")
+    add_option(group, "microbatch_size", "in sequences (default: the fastest)", whole(1, 65536), "N")
+    add_option(group, "microbatches", "of a step (default: two a worker)", whole(1, 4096), "N")
+    add_option(group, "workers", "devices that take stages (default: all)", whole(1, 1024), "N")
+    add_option(group, "staleness", "1: updates one step late (default: 0)", whole(0, 1), "N")
+    add_option(group, "memory", "of a worker (default: 90 %% of a GPU's)", parse_bytes, "SIZE")
+    add_option(group, "token_tiles", "tokens of a tile, or as mlp:1024 (default: none)", read_tiles, "N")
+    add_option(group, "reduce_dtype", "gradients travel in (default: float32)", reduce_dtype_of, "NAME")
+    add_option(
+        group, "optimizer_state", "Adam's moments: fp32, bf16 or int8 (default: fp32)", optimizer_state_of, "NAME"
+    )
+    add_option(group, "gradient_clip_val", "norm that gradients are clipped to", positive, "N")
     group = made.add_argument_group("plan")
-    add(group, "plan", "judge this one: 'forward 0-3; ...'", None, "TEXT", False)
-    add(group, "min_round", "least microbatches of a round", whole(), "N", False)
-    add(group, "max_round", "most microbatches of a round", whole(), "N", False)
-    add(group, "max_fused", "most layers in the fused stage", whole(0), "N", False)
-    add(group, "partitioner", "search, or paper: predict the paper's library", one_of("search", "paper"), "NAME", False)
-    add(group, "search_seconds", f"longest (default: {SEARCH_SECONDS:g}; in a table, 2)", seconds, "N", False)
+    add_option(group, "plan", "judge this one: 'forward 0-3; ...'", None, "TEXT")
+    add_option(group, "partitioner", "search, or paper: predict the paper's library", one_of("search", "paper"), "NAME")
+    add_option(group, "search_seconds", f"longest (default: {SEARCH_SECONDS:g})", seconds, "N")
     group = made.add_argument_group("output")
-    add(group, "format", "table, json or csv", one_of("table", "json", "csv"), "NAME", False)
-    add(group, "picture", "of the steps, or of a table", _path, "FILE", False)
-    add(group, "trace", "of the steps, for ui.perfetto.dev", _path, "FILE", False)
+    add_option(group, "format", "table or json", one_of("table", "json"), "NAME")
+    add_option(group, "picture", "of the steps", _path, "FILE")
+    add_option(group, "trace", "of the steps, for ui.perfetto.dev", _path, "FILE")
     return made
 
 
@@ -136,17 +126,15 @@ def plan(arguments: Sequence[str]) -> Answer:
     Raises:
         ValueError: an option is wrong, is missing, or contradicts another one.
     """
-    combinations = parser().read(arguments)
-    first = combinations[0].values
-    if first.get("hardware_file") and first.get("hardware") != AUTO:
+    values, settings = parser().read(arguments)
+    if values.get("hardware_file") and values.get("hardware") != AUTO:
         raise ValueError("hardware_file= is what hardware=auto writes: give that, too, or leave hardware_file= out.")
-    if "model" not in first:
-        return _write_machine(combinations[0])
+    if "model" not in values:
+        return _write_machine(values, settings)
     for name in ("picture", "trace"):
-        if path := first.get(name):
+        if path := values.get(name):
             _check_target(name, path)
-    made = _plan_table(combinations) if len(combinations) > 1 else _plan_one(combinations[0])
-    return replace(made, form=first.get("format", "table"))
+    return replace(_plan(values, wish_of(values, settings)), form=values.get("format", "table"))
 
 
 def _check_target(name: str, path: Path) -> None:
@@ -159,34 +147,38 @@ def _check_target(name: str, path: Path) -> None:
         raise ValueError(f"picture={path} cannot be drawn, as {remedy('matplotlib')}")
 
 
-def _write_machine(asked: Combination) -> Answer:
+def _write_machine(values: Mapping[str, Any], settings: Mapping[str, Settings]) -> Answer:
     """Measure this machine into a file, and answer with its text."""
-    if asked.values.get("hardware") != AUTO:
+    if values.get("hardware") != AUTO:
         raise ValueError(
             "Say what to plan for: model=NAME gpu=NAME gpus=NUMBER, as in model=llama3_1_8b gpu=rtx4090 gpus=4. "
             "hardware=auto alone measures this machine."
         )
-    for name in asked.texts:
+    for name in (*values, *(f"{group}.{name}" for group, pairs in settings.items() for name, _ in pairs)):
         if name not in ("hardware", "hardware_file", "workers"):
             raise ValueError(f"{name}= is about a plan: say for which model=NAME, or leave it out.")
     from lightning_roundpipe.commands.this_machine import measure_to_file, refuse_missing
 
-    refuse_missing(asked.values.get("workers"))
-    return Answer(paste=(measure_to_file(asked.values.get("hardware_file"), asked.values.get("workers"))[1],))
+    refuse_missing(values.get("workers"))
+    return Answer(paste=(measure_to_file(values.get("hardware_file"), values.get("workers"))[1],))
 
 
-def _plan_one(asked: Combination) -> Answer:
-    wish = wish_of(asked, SEARCH_SECONDS)
-    if wish.hardware == AUTO:
-        wish = replace(wish, hardware=str(_measured(asked, wish)))
+def _plan(values: Mapping[str, Any], wish: Wish) -> Answer:
     # These imports take longer than a mistake of the command line may take to be found.
     from lightning_roundpipe.commands.plan_answer import answer
-    from lightning_roundpipe.commands.plan_model import look
+    from lightning_roundpipe.commands.plan_model import check, look
     from lightning_roundpipe.commands.remedies import find_remedies
 
+    if wish.hardware == AUTO:
+        if wish.gpu is not None or wish.gpus is not None:
+            raise ValueError("hardware=auto is this machine with its GPUs: leave gpu= and gpus= out.")
+        from lightning_roundpipe.commands.this_machine import measure_to_file
+
+        check(wish)  # measuring takes longer
+        wish = replace(wish, hardware=str(measure_to_file(values.get("hardware_file"), wish.workers)[0]))
     with waiting("planning"):
         found = look(wish)
-    picture, trace = asked.values.get("picture"), asked.values.get("trace")
+    picture, trace = values.get("picture"), values.get("trace")
     if not found.fits and (picture or trace):
         print("roundpipe-plan: picture= and trace= have no steps to draw, as it does not fit.", file=sys.stderr)
     elif picture or trace:
@@ -194,56 +186,12 @@ def _plan_one(asked: Combination) -> Answer:
 
         draw_plan(found, picture, trace)
     with waiting("it does not fit: looking for what would"):
-        remedies = None if found.fits or asked.values.get("format") == "csv" else find_remedies(found)
+        remedies = None if found.fits else find_remedies(found)
     return answer(found, remedies)
 
 
-def _plan_table(combinations: Sequence[Combination]) -> Answer:
-    for name in ("plan", "trace"):
-        if name in combinations[0].values:
-            raise ValueError(f"{name}= is about one plan, and this is a table of many: leave it out, or ask for one.")
-    if any(one.values.get("hardware") == AUTO for one in combinations):
-        raise ValueError(
-            "hardware=auto measures this machine into a file: run roundpipe-plan hardware=auto, and give a table that "
-            "file, as hardware=FILE."
-        )
-    with_adapters = any(one.values.get("lora", "none") != "none" for one in combinations)
-    rows = [_without_adapters(one) if with_adapters else one for one in combinations]
-    from lightning_roundpipe.commands.plan_sweep import Cell, answer, plan_cells
-
-    cells = plan_cells([Cell(one.given, one.texts, wish_of(one, TABLE_SEARCH_SECONDS)) for one in rows])
-    if picture := rows[0].values.get("picture"):
-        from lightning_roundpipe.commands.plan_pictures import draw_cells
-
-        draw_cells(cells, picture)
-    return answer(cells)
-
-
-def _without_adapters(one: Combination) -> Combination:
-    """Remove ``lora.NAME=`` from a row without adapters, as other rows have some."""
-    if one.values.get("lora", "none") != "none":
-        return one
-    texts = {name: text for name, text in one.texts.items() if not name.startswith("lora.")}
-    return replace(one, settings={**one.settings, "lora": ()}, texts=texts)
-
-
-def _measured(asked: Combination, wish: Wish) -> Path:
-    """Measure this machine and return its file. The wish is checked first, because measuring takes longer."""
-    if wish.gpu is not None or wish.gpus is not None:
-        raise ValueError("hardware=auto is this machine with its GPUs: leave gpu= and gpus= out.")
-    from lightning_roundpipe.commands.plan_model import check
-    from lightning_roundpipe.commands.this_machine import measure_to_file
-
-    check(wish)
-    return measure_to_file(asked.values.get("hardware_file"), wish.workers)[0]
-
-
-def wish_of(asked: Combination, search_seconds: float) -> Wish:
+def wish_of(values: Mapping[str, Any], settings: Mapping[str, Settings]) -> Wish:
     """Return what the options ask for.
-
-    Args:
-        asked: the options.
-        search_seconds: the longest search, unless the options set it.
 
     Raises:
         ValueError: options contradict each other.
@@ -251,18 +199,17 @@ def wish_of(asked: Combination, search_seconds: float) -> Wish:
     from lightning_roundpipe.commands.plan_shape import Wish  # imports torch
 
     known = {item.name for item in fields(Wish)}
-    paper = asked.values.get("partitioner") == "paper"
-    given = {name: value for name, value in asked.values.items() if name in known and value is not None}
+    paper = values.get("partitioner") == "paper"
     wish = Wish(
-        **{"search_seconds": search_seconds} | given,
-        model_settings=asked.settings["model"],
-        lora_settings=asked.settings["lora"],
+        **{name: value for name, value in values.items() if name in known},
+        model_settings=settings["model"],
+        lora_settings=settings["lora"],
         search=not paper,
         like_paper=paper,
     )
     if wish.plan is not None:
-        for name in ("min_round", "max_round", "max_fused", "partitioner", "search_seconds"):
-            if name in asked.values:
+        for name in ("partitioner", "search_seconds"):
+            if name in values:
                 raise ValueError(f"{name}= is about finding a plan, and plan= gives its stages: leave one of them out.")
     if wish.machines > 1 and wish.network is None:
         raise ValueError(f"machines={wish.machines} exchange gradients and weights: say over what: network=25Gbit.")

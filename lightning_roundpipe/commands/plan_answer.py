@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,10 +10,9 @@ from rich.table import Table
 
 from lightning_roundpipe.commands.answer import Answer, table
 from lightning_roundpipe.commands.plan_model import Outlook, total
-from lightning_roundpipe.commands.plan_shape import Wish
 from lightning_roundpipe.commands.remedies import Remedies
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.planning.memory import Item, StageRow, carried_bytes, size_text
+from lightning_roundpipe.planning.memory import Item, carried_bytes, size_text
 
 _FASTER = 1.02
 """Ratio of tokens a second from which on data parallelism is named. What is closer is within the error of estimates."""
@@ -26,7 +25,6 @@ def answer(found: Outlook, remedies: Remedies | None = None) -> Answer:
         found: the estimates.
         remedies: settings that would fit; None if they were not looked for.
     """
-    data = as_dict(found, remedies)
     devices = {"Each worker": found.worker} if found.worker is None else _fullest(found)
     tables = [
         _memory_table(heading, found.items_of(worker), found.memory_of(worker), locked=False)
@@ -39,10 +37,9 @@ def answer(found: Outlook, remedies: Remedies | None = None) -> Answer:
         facts=[*_facts(found), *(_tried(found, remedies) if remedies else [])],
         remedies=_remedies(remedies) if remedies else [],
         notes=_notes(found),
-        tables=tables if found.run is None else [*tables, _stage_table(found.stages)],
+        tables=tables,
         paste=[f"plan='{found.plan}'"] if found.run is not None else [],
-        data=data,
-        rows=[csv_row({}, found.wish, data)],
+        data=as_dict(found, remedies),
         code=0 if found.fits else 1,
     )
 
@@ -143,12 +140,6 @@ def _notes(found: Outlook) -> list[str]:
             f"Planned for {wish.max_positions:,} positions (max_positions=); the configuration has "
             f"{found.shape.configured:,}. To train beyond them, stretch the model's rotary embedding (model.rope=)."
         )
-    if isinstance(wish.token_tiles, int):
-        tiles = wish.token_tiles
-        lines.append(f"MLPs, norms and experts run in tiles of {tiles:,} tokens (strategy.token_tiles={tiles}).")
-    elif wish.token_tiles is not None:
-        named = ", ".join(f"{name}: {tokens}" for name, tokens in wish.token_tiles)
-        lines.append(f"Modules run in tiles of tokens (strategy.token_tiles={{{named}}}).")
     if found.cuts:
         lines.append(f"Layers that are too large for a worker are cut: {'; '.join(found.cuts)}.")
     return lines
@@ -179,23 +170,22 @@ def _remedies(remedies: Remedies) -> list[str]:
     """Return a line for each remedy, its tokens a second before its options."""
     rates = [f"{remedy.outlook.tokens_per_s:,.0f}" for remedy in remedies.found]
     lines = [
-        f"  {rate:>{max(map(len, rates))}} tokens/s  {remedy.settings}{f' ({remedy.note})' if remedy.note else ''}"
+        f"  {rate:>{max(map(len, rates))}} tokens/s  {remedy.settings}"
         for rate, remedy in zip(rates, remedies.found, strict=True)
     ]
-    return ["What would fit, each planned with these settings added or replaced:", *lines] if lines else []
+    return ["What would fit, each planned with these settings added:", *lines] if lines else []
 
 
 def _tried(found: Outlook, remedies: Remedies) -> list[str]:
-    """Return sentences about what was tried in vain, and what was not tried."""
-    untried = [f"Not tried: {'; '.join(remedies.untried)}."] if remedies.untried else []
+    """Return a sentence about what was tried in vain, if nothing fits."""
     if remedies.found:
-        return untried
+        return []
     where = "a host with more memory"
     if remedies.device_memory is not None:
         enough = size_text(remedies.device_memory)
         where = f"memory={enough} or more" if found.wish.memory else f"devices with {enough} or more"
     tried = f" (tried: {'; '.join(remedies.hopeless)})" if remedies.hopeless else ""
-    return [f"Nothing that was tried fits{tried}. Take {where}, or a smaller model.", *untried]
+    return [f"Nothing that was tried fits{tried}. Take {where}, or a smaller model."]
 
 
 def _memory_table(heading: str, items: Sequence[Item], limit: int | None, locked: bool) -> Table:
@@ -216,23 +206,6 @@ def _memory_table(heading: str, items: Sequence[Item], limit: int | None, locked
     rows = [*(row(item.name, [item]) for item in items), row(f"together, {of}", items)]
     made = table([heading], ["GiB", *(["page-locked"] if locked else [])], rows)
     made.rows[-2].end_section = True
-    return made
-
-
-def _stage_table(stages: Sequence[StageRow]) -> Table:
-    """Return a table of stages. Consecutive stages of one phase with equal figures share a row."""
-    rows: list[list[str]] = []
-    for number, stage in enumerate(stages):
-        sizes = (stage.weight_bytes, stage.gradient_bytes, stage.activation_bytes, stage.waiting_bytes)
-        figures = [f"{stage.ms:,.1f}", *map(_gib, sizes)]
-        if rows and rows[-1][1] == stage.phase and rows[-1][3:] == figures:
-            rows[-1][0] = f"{rows[-1][0].partition('-')[0]}-{number}"
-            rows[-1][2] = f"{rows[-1][2].partition(' to ')[0]} to {stage.calls}"
-        else:
-            rows.append([str(number), stage.phase, stage.calls, *figures])
-    made = table(["stage", "", "layers"], ["ms", "weights", "gradients", "activations", "waiting"], rows)
-    made.caption = "GiB of each stage; times and activations are one microbatch's."
-    made.caption_justify = "left"
     return made
 
 
@@ -284,7 +257,6 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "period_ms": 1e3 * found.period_s if run else None,
         "makespan_ms": 1e3 * run.ends_s[0] if run else None,
         "bubble_pct": found.bubble_pct if run else None,
-        "slower_links_tokens_per_s": dict(found.slower_links),
         "data_parallel_tokens_per_s": found.data_parallel_tokens_per_s,
         "workers": found.workers,
         "microbatches": found.microbatches,
@@ -317,54 +289,3 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
 def _memory(items: list[Item], limit: int | None) -> dict[str, Any]:
     rows = [{"name": item.name, "bytes": item.nbytes, "page_locked": item.locked} for item in items]
     return {"limit_bytes": limit, "needed_bytes": total(items), "items": rows}
-
-
-def csv_row(given: Mapping[str, str], wish: Wish, found: Mapping[str, Any] | None, error: str = "") -> dict[str, Any]:
-    """Return the line of the CSV, sizes in GiB. Its columns are the same for each line of a table.
-
-    Args:
-        given: option and text of each option that has several values in the table.
-        wish: what is asked.
-        found: what `as_dict` says; None for a mistake.
-        error: the mistake.
-    """
-    found = found or {}
-    own = {name: text for name, text in given.items() if name not in ("hardware", "gpu", "gpus")}
-    plan = found if found.get("fits") else {}
-    row: dict[str, Any] = {"model": wish.model, "machine": machine_of(wish), "lora": wish.lora, **own}
-    row |= {"fits": found.get("fits"), "too_small": " ".join(too_small(found))}
-    row |= {"tokens_per_s": _rounded(found.get("tokens_per_s"), 1), "step_ms": _rounded(found.get("period_ms"), 1)}
-    for name, memory in (("worker", "device_memory"), ("host", "host_memory")):
-        sizes = found.get(memory, {})
-        row[f"{name}_gib"] = _rounded(sizes.get("needed_bytes"), 4, 2**30)
-        row[f"{name}_limit_gib"] = _rounded(sizes.get("limit_bytes"), 4, 2**30)
-    row |= {"longest_sequence": found.get("longest_sequence"), "precision": wish.precision}
-    row |= {"reduce_dtype": wish.reduce_dtype, "optimizer_state": wish.optimizer_state, "staleness": wish.staleness}
-    row["partitioner"] = "paper" if wish.like_paper else "search"
-    for name in ("sequence_length", "microbatches", "microbatch_size", "workers"):
-        row[name] = found.get(name, given.get(name))
-    for name in ("forward", "backward"):
-        row[f"{name}_stages"] = len(plan[name]) if plan else None
-    row["fused_layers"] = plan.get("fused")
-    row["carried_calls"] = len(plan["carry"]) if plan else None
-    row |= {name: plan.get(name) for name in ("round_microbatches", "side_by_side", "plan")}
-    return row | {"error": error}
-
-
-def _rounded(value: float | None, digits: int, unit: int = 1) -> float | None:
-    return None if value is None else round(value / unit, digits)
-
-
-def machine_of(wish: Wish) -> str:
-    """Return the machine as ``hardware=`` takes it."""
-    return wish.hardware or f"{wish.gpu}x{wish.gpus or 1}"
-
-
-def too_small(found: Mapping[str, Any]) -> list[str]:
-    """Return which memory of an answer's data is too small: ``worker``, ``host``, both or none."""
-    sizes = {"worker": found.get("device_memory"), "host": found.get("host_memory")}
-    return [
-        name
-        for name, memory in sizes.items()
-        if memory and memory["limit_bytes"] is not None and memory["needed_bytes"] > memory["limit_bytes"]
-    ]

@@ -144,13 +144,12 @@ class Trial:
         wish, memory = self.wish, memory_of(self.wish, self.hardware)
         searches = wish.search and wish.search_seconds > 0  # otherwise few layers are fused, whatever the memory
         usual = Limits.usual(self.costs, self.workers, self.microbatches, memory if searches else None)
-        fused = usual.max_fused if wish.max_fused is None else wish.max_fused
         lowest = min(wish.min_round or min(usual.min_round, wish.max_round or usual.min_round), self.microbatches)
         most = _host_round(self.costs, self.shape, self.workers, self.microbatches)
         if wish.max_round is not None:
             most = min(most, wish.max_round)
-        beside = wish.search and wish.min_round is None and wish.max_fused is None
-        return Limits(lowest, fused, memory, max(lowest, most), beside)
+        beside = wish.search and wish.min_round is None
+        return Limits(lowest, usual.max_fused, memory, max(lowest, most), beside)
 
     @property
     def smallest(self) -> Plan:
@@ -387,7 +386,6 @@ def look(wish: Wish) -> Outlook:
     Raises:
         ValueError: a name of the wish is not known, or a number is out of range. A model that does not fit is no error.
     """
-    _check_rounds(wish)
     machine, assumed = choose_machine(wish.hardware, wish.gpu, wish.gpus, wish.workers, wish.host_memory)
     return look_at(shape_of(wish, machine), wish, assumed)
 
@@ -396,17 +394,11 @@ def check(wish: Wish) -> None:
     """Check what does not depend on the machine, before `this_machine` measures it.
 
     Raises:
-        ValueError: the model, its adapters, the plan, the sequence length or the limits of rounds are wrong.
+        ValueError: the model, its adapters, the plan or the sequence length is wrong.
     """
     if wish.plan is not None:
         Plan.parse(wish.plan)
-    _check_rounds(wish)
     _length_of(wish, shape_of(wish, EMULATED))
-
-
-def _check_rounds(wish: Wish) -> None:
-    if wish.max_round is not None and wish.max_round < (wish.min_round or 1):
-        raise ValueError(f"max_round={wish.max_round} must be at least min_round={wish.min_round}.")
 
 
 def _length_of(wish: Wish, shape: ModelShape) -> int:

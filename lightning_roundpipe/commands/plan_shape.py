@@ -62,7 +62,6 @@ class Wish:
     memory: int | None = None
     min_round: int | None = None
     max_round: int | None = None
-    max_fused: int | None = None
     search_seconds: float = SEARCH_SECONDS
     search: bool = True
     plan: str | None = None

@@ -7,45 +7,27 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import json
 import platform
 import re
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
 import torch
+from omegaconf import OmegaConf
 
 from lightning_roundpipe.commands.hardware_probes import probe
 from lightning_roundpipe.commands.machines import MOST_WORKERS
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.planning.profile import OF_KINDS, Hardware
+from lightning_roundpipe.planning.profile import Hardware
 
-_NOTES = {
-    "flops": "[M] of one worker: what products reach; matmul_efficiency is 1",
-    "memory": "[S] bytes; null: no limit unless RoundPipeStrategy(emulation=...) sets one",
-    "memory_bandwidth": "[M] bytes/s that RMSNorm, SiLU and sums reach; memory_efficiency is 1",
-    "upload": "[M] bytes/s of each worker, while all copy",
-    "download": "[M] bytes/s of each worker, while all copy",
-    "host_memory": "[S] bytes",
-    "host_memory_bandwidth": "[M] bytes/s of an addition in place with all threads, or of AdamW",
-    "matmul_efficiency": "[M] share of flops",
-    "memory_efficiency": "[M] share of both bandwidths",
-    "kernel_s": "[M] seconds that any operation takes at least",
-    "hop_s": "[M] seconds from one worker to another, beside the copies",
-    "attention_efficiency": "[M] share of bf16's FLOP/s that attention reaches, with its backward",
-    "issue_s": "[M] seconds of the host's interpreter an operation, views included",
-    "call_s": "[A] seconds of the interpreter a layer call; benchmarks/bench_engine.py elsewhere",
-    "turn_s": "[A] seconds of the interpreter a turn, likewise",
-    "optimizer_bandwidth": "[M] bytes/s of fused AdamW with the threads that training leaves it",
-    "network_efficiency": "[A] share of a network's rate that several machines reach",
-    "emulated": "what a worker may hold is counted as emulated devices do",
-}
-"""Mark and comment of each number: M is measured, S is what the system says, A is assumed."""
-
-_OWN_LINKS = ("uplink", "uplink_devices")
+_MEASURED = (
+    "flops", "memory_bandwidth", "upload", "download", "host_memory_bandwidth", "attention_efficiency", "issue_s",
+    "optimizer_bandwidth",
+)  # fmt: skip
+_OF_THE_SYSTEM = ("memory", "host_memory")
+_LEFT_OUT = ("uplink", "uplink_devices", "kinds")
 """Numbers that the file lacks: each worker's rates are measured with all others copying."""
 
 
@@ -111,40 +93,14 @@ def _probe_aloud(workers: int | None) -> Hardware:
 
 
 def written(machine: Hardware) -> str:
-    """Return the text of the file. A mark beside each number says where it comes from."""
+    """Return the text of the file. Comments say where its numbers come from."""
+    numbers = {item.name: getattr(machine, item.name) for item in fields(Hardware) if item.name not in _LEFT_OUT}
+    others = [name for name in numbers if name.endswith(("_s", "_efficiency")) and name not in _MEASURED]
     lines = [
         f"# {machine.title}, measured by roundpipe-plan hardware=auto on {platform.node()} on "
         f"{datetime.date.today().isoformat()}, with torch {torch.__version__}.",
-        f"# [M]: measured on all {machine.workers} at once; what {'a device' if machine.emulated else 'a GPU'} reaches "
-        "while the others work, too.",
-        "# [S]: what the system says. [A]: assumed, change it to what your machine has.",
-        *_entries(machine, [item.name for item in fields(Hardware) if item.name not in (*_OWN_LINKS, "kinds")]),
+        f"# Measured on all {machine.workers} at once, what one reaches: {', '.join(_MEASURED)}.",
+        f"# What the system says: {', '.join(_OF_THE_SYSTEM)}. Assumed: {', '.join(others)}.",
     ]
-    if machine.kinds:
-        lines += ["kinds:  # measured while the others idle; numbers above are those of the slowest or smallest"]
-    for kind in machine.kinds:
-        first, *others = _entries(kind, [name for name in OF_KINDS if name not in _OWN_LINKS], notes=False)
-        lines += [f"  - {first}", *(f"    {line}" for line in others)]
-    return "\n".join(lines) + "\n"
-
-
-def _entries(machine: Hardware, names: Iterable[str], *, notes: bool = True) -> list[str]:
-    """Return the lines of some numbers, with their marks and notes."""
-    lines = []
-    for name in names:
-        value = getattr(machine, name)
-        if name == "emulated" and not value:
-            continue
-        if name == "flops":
-            text = "{" + ", ".join(f"{form}: {_number(rate)}" for form, rate in value.items()) + "}"
-        else:
-            text = _number(value) if isinstance(value, float) else json.dumps(value)  # JSON is YAML, too
-        entry = f"{name}: {text}"
-        note = _NOTES.get(name, "") if notes else ""
-        lines.append(f"{entry:40}  # {note}" if note else entry)
-    return lines
-
-
-def _number(value: float) -> str:
-    """Return a number without rounding, in three digits if these are enough."""
-    return short if float(short := f"{value:.3g}") == value else repr(value)
+    numbers = {name: dict(value) if name == "flops" else value for name, value in numbers.items() if value is not False}
+    return "\n".join(lines) + "\n" + OmegaConf.to_yaml(OmegaConf.create(numbers))

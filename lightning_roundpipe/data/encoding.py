@@ -60,13 +60,11 @@ class Encoder:
             tokens = self._chat(content)
         else:
             whole, begin = content.prompt + content.text, len(content.prompt) if self.completions_only else 0
-            tokens = self._of(whole, [(begin, len(whole))], specials=content.first)
+            tokens = self._of(whole, [(begin, len(whole))], specials=True)
             end = self._tokenizer.eos_token_id
             if end is not None:  # exactly one, where the text ends; some tokenizers append theirs to every text
                 tokens = tokens[:-1] if len(tokens) and tokens[-1] in (end, ~end) else tokens
-                tokens = np.append(tokens, np.int32(end)) if content.last else tokens
-            if not (content.first and content.last):
-                return tokens
+                tokens = np.append(tokens, np.int32(end))
         if not learnt(tokens):
             raise BadRecord("it holds no token to be learnt")
         return tokens

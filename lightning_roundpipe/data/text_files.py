@@ -7,7 +7,7 @@ model. Nothing is dropped silently.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_roundpipe.data.encoding import PLAIN, Encoder, learnt
-from lightning_roundpipe.data.records import Fields
 from lightning_roundpipe.data.rows import JoinedRows, Rows, WholeRows
 from lightning_roundpipe.data.sequences import Batch, ShuffledLoader, batches_of_step, check_sizes
 from lightning_roundpipe.data.token_store import TokenStore, Whole, open_store
@@ -42,7 +41,7 @@ class TextFiles(LightningDataModule):
     - ``{"messages": [{"role": "user", "content": "..."}, ...]}``,
     - ``{"conversations": [{"from": "human", "value": "..."}, ...]}`` (ShareGPT's).
 
-    The last three are conversations, which the chat template formats.
+    The last three are conversations, which the chat template formats. Other fields are not read.
 
     Args:
         path: such a file or folder, or a folder that is searched for them recursively.
@@ -63,9 +62,6 @@ class TextFiles(LightningDataModule):
         num_workers: processes that load data.
         cache_folder: folder that keeps the tokens for later runs. ``None``: ``lightning_roundpipe`` in the user's cache
             folder.
-        format: "text", "completion", "instruction", "messages" or "conversations". "auto": each record has the only
-            format whose fields it has.
-        fields: other names of fields, such as ``{"prompt": "question"}``. Other fields are not read.
         chat_template: a file with a Jinja template for conversations, or "plain": each message under a heading with its
             role. ``None``: the tokenizer's template.
     """
@@ -86,8 +82,6 @@ class TextFiles(LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
         cache_folder: str | Path | None = None,
-        format: str = "auto",
-        fields: Mapping[str, str] | None = None,
         chat_template: str | Path | None = None,
     ) -> None:
         super().__init__()
@@ -97,7 +91,6 @@ class TextFiles(LightningDataModule):
         check_sizes(sequence_length, batch_size, num_workers, max_validation_sequences=max_validation_sequences)
         if validation_path is None and not 0 < validation_fraction < 1:
             raise ValueError(f"data.validation_fraction={validation_fraction!r} must lie between 0 and 1.")
-        self.fields = Fields(format, fields)
         self.tokenizer = _loaded(tokenizer)
         self._encoder = Encoder(self.tokenizer, loss_on, _template(chat_template))
         self.path = Path(path).expanduser()
@@ -159,7 +152,7 @@ class TextFiles(LightningDataModule):
         return self._stores
 
     def _open(self, path: Path, setting: str) -> TokenStore:
-        store = open_store(path, setting, self.fields, self._encoder, self.cache_folder)
+        store = open_store(path, setting, self._encoder, self.cache_folder)
         largest = store.column("largest").max()
         if largest >= self.vocab_size:
             raise ValueError(
@@ -175,7 +168,6 @@ class TextFiles(LightningDataModule):
             f"{setting}: {plural(len(store), 'record')} of {plural(int(store.lengths.sum()), 'token')} from "
             f"{plural(store.files, 'file')}",
             _listed("files that are not read", store.others),
-            _listed("fields that are not read", store.unread),
         )
         return store
 

@@ -18,17 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_roundpipe.data.encoding import Encoder, Tokens
-from lightning_roundpipe.data.records import BadRecord, Fields, Text
+from lightning_roundpipe.data.records import BadRecord, Text, read_record
 from lightning_roundpipe.messages import first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_FORMAT = 4
+_FORMAT = 6
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 _KINDS = ".jsonl, .json, .parquet or .txt"
-_LINES = 20_000
-"""Lines of a text that are tokenised at once: long texts cost tokenizers time and memory."""
 _NAMED = 10
 """Most reasons that an error names, each with its first record."""
 
@@ -42,17 +40,16 @@ class TokenStore:
         table: their tokens, and what is known of each.
         files: how many files they come from.
         others: names of files beside them that are not read.
-        unread: names of the records' fields that are not read.
 
     Attributes:
         lengths: tokens of each record.
     """
 
-    def __init__(self, table: Dataset, files: int, others: Sequence[str], unread: Sequence[str]) -> None:
+    def __init__(self, table: Dataset, files: int, others: Sequence[str]) -> None:
         import pyarrow.compute as pc
 
         self._table = table.with_format("numpy", columns=["tokens"])
-        self.files, self.others, self.unread = files, others, unread
+        self.files, self.others = files, others
         self.lengths: Whole = pc.list_value_length(table.data.column("tokens")).to_numpy().astype(np.int64)
 
     def __len__(self) -> int:
@@ -71,13 +68,12 @@ class TokenStore:
         return str(self._table.data.column("place")[int(record)].as_py())
 
 
-def open_store(path: Path, setting: str, fields: Fields, encoder: Encoder, folder: Path) -> TokenStore:
+def open_store(path: Path, setting: str, encoder: Encoder, folder: Path) -> TokenStore:
     """Return the tokens of the file or folder ``path``, from an earlier run if there was one.
 
     Args:
         path: what to read.
         setting: name of the setting, for messages.
-        fields: how records are read.
         encoder: makes the tokens.
         folder: the cache folder.
 
@@ -100,18 +96,17 @@ def open_store(path: Path, setting: str, fields: Fields, encoder: Encoder, folde
     root = path if path.is_dir() and path not in sources else path.parent
     bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
-    tables, unread = [], set[str]()
+    tables = []
     try:
         for source in sources:
             name = str(source.relative_to(root))
             records = _read(source, f"{setting}: {name}", folder)
-            unread |= set(records.column_names) - fields.known
-            tables.append(_tokenised(records, source.suffix == ".txt", name, setting, fields, encoder))
+            tables.append(_tokenised(records, name, setting, encoder))
     finally:
         if not bars:
             datasets.enable_progress_bars()
     others = [str(file.relative_to(root)) for file in found if file not in sources]
-    return TokenStore(datasets.concatenate_datasets(tables), len(sources), others, sorted(unread))
+    return TokenStore(datasets.concatenate_datasets(tables), len(sources), others)
 
 
 def _files(folder: Path, setting: str) -> Iterator[Path]:
@@ -135,16 +130,16 @@ def _files(folder: Path, setting: str) -> Iterator[Path]:
 
 
 def _read(source: Path, where: str, folder: Path) -> Dataset:
-    """Return the records of a file or saved folder; the lines of a text."""
+    """Return the records of a file or saved folder. A text is one record."""
     import datasets
 
     try:
         if source.is_dir():
             found: Any = datasets.load_from_disk(str(source))
         else:
-            lines = {"keep_linebreaks": True} if source.suffix == ".txt" else {}
+            whole = {"sample_by": "document"} if source.suffix == ".txt" else {}
             found = datasets.load_dataset(
-                _BUILDERS[source.suffix], data_files=str(source), split="train", cache_dir=str(folder), **lines
+                _BUILDERS[source.suffix], data_files=str(source), split="train", cache_dir=str(folder), **whole
             )
         len(found) and found[len(found) - 1]
     except Exception as error:  # of many types, for a broken file
@@ -155,16 +150,15 @@ def _read(source: Path, where: str, folder: Path) -> Dataset:
     return found
 
 
-def _tokenised(records: Dataset, is_text: bool, name: str, setting: str, fields: Fields, encoder: Encoder) -> Dataset:
-    """Return the tokens of a file's records, or of the pieces of its text."""
+def _tokenised(records: Dataset, name: str, setting: str, encoder: Encoder) -> Dataset:
+    """Return the tokens of a file's records."""
     import datasets
 
-    made_from = [_FORMAT, records._fingerprint, name, is_text, fields.format, fields.names, encoder.settings]
+    made_from = [_FORMAT, records._fingerprint, name, encoder.settings]
     return records.map(
-        partial(_encoded, fields, encoder, len(records) if is_text else None, name, setting),
+        partial(_encoded, encoder, name, setting),
         with_indices=True,
         batched=True,
-        batch_size=_LINES if is_text else 1000,
         remove_columns=records.column_names,
         features=datasets.Features(
             tokens=datasets.List(datasets.Value("int32")),
@@ -173,39 +167,35 @@ def _tokenised(records: Dataset, is_text: bool, name: str, setting: str, fields:
             largest=datasets.Value("int32"),
             prompt=datasets.Value("bool"),
         ),
-        writer_batch_size=100,  # pieces of long texts are large
+        writer_batch_size=100,  # long texts are large
         new_fingerprint=hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32],
     )
 
 
 def _encoded(
-    fields: Fields,
     encoder: Encoder,
-    lines: int | None,
     name: str,
     setting: str,
     columns: dict[str, list[Any]],
     indices: list[int],
 ) -> dict[str, list[Any]]:
-    """Return the tokens of some records; or of one piece of a text that has ``lines`` lines in all.
+    """Return the tokens of some records.
 
     Raises:
         ValueError: records are invalid.
     """
-    items: list[Any] = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    if lines is not None:
-        items = [Text("".join(columns["text"]), first=indices[0] == 0, last=indices[-1] == lines - 1)]
+    items = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     rows: dict[str, list[Any]] = {key: [] for key in ("tokens", "place", "digest", "largest", "prompt")}
     bad: dict[str, list[int]] = {}
-    for index, item in zip(indices, items, strict=False):
+    for index, item in zip(indices, items, strict=True):
         try:
-            content = item if lines is not None else fields.read(item)
+            content = read_record(item)
             tokens = encoder.encode(content)
         except BadRecord as error:
             bad.setdefault(str(error), []).append(index + 1)
             continue
         rows["tokens"].append(tokens)
-        rows["place"].append(f"{name} record {index + 1}" if lines is None else f"{name} line {index + 1}")
+        rows["place"].append(f"{name} record {index + 1}")
         rows["digest"].append(int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), signed=True))
         rows["largest"].append(int(np.maximum(tokens, ~tokens).max(initial=0)))
         rows["prompt"].append(not isinstance(content, Text) or bool(content.prompt))

@@ -1,4 +1,4 @@
-"""Writes what was trained as a Hugging Face model or as PEFT adapters.
+"""Writes what was trained as a Hugging Face model, with adapters merged.
 
 Weights pass through memory one layer at a time, so a model is exported on a host that cannot hold it.
 """

@@ -7,21 +7,19 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from peft import PeftConfig
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from lightning_roundpipe.export.merging import Adapters
-from lightning_roundpipe.export.quantised import Unpacked
 from lightning_roundpipe.export.trained import Trained, find_trained, read_tokenizer, state_of
 from lightning_roundpipe.export.weight_sources import (
     Converter,
@@ -30,10 +28,8 @@ from lightning_roundpipe.export.weight_sources import (
     StateDict,
     StoredWeights,
     layers,
-    reading,
 )
 from lightning_roundpipe.messages import first_line, gib, plural
-from lightning_roundpipe.model import quantize
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -73,13 +69,10 @@ def export(
     *,
     ckpt: str | Path | None = None,
     base: str | None = None,
-    lora: PeftConfig | None = None,
     dtype: Dtype = "auto",
-    merge: bool = True,
     max_shard_size: int = MAX_SHARD_SIZE,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported:
-    """Write what was trained to the folder ``to``, as a Hugging Face model or as PEFT adapters.
+    """Write what was trained to the folder ``to``, as a Hugging Face model, with adapters merged into its weights.
 
     Args:
         run: a folder of ``roundpipe-train``, a folder of PEFT's adapters, or a checkpoint of any Lightning module that
@@ -87,31 +80,27 @@ def export(
         to: a new folder, or an empty one.
         ckpt: the run's checkpoint; None: the best if the run looked for one, else the newest.
         base: the base model, a folder or a name on the Hugging Face hub; None: as the run or the adapters say.
-        lora: the adapters' configuration, for a checkpoint that has adapters and belongs to no run.
-        dtype: dtype of the weights. ``"auto"``: as the base model's files have it, bfloat16 where those hold fewer
-            bits.
-        merge: merge adapters into the weights; otherwise write the adapters alone, as PEFT does.
+        dtype: dtype of the weights. ``"auto"``: as the base model's files have it.
         max_shard_size: bytes of a safetensors file. One file's weights are held in memory at a time.
-        progress: called with the bytes that are done and those of all weights.
 
     Raises:
         ValueError: a setting is invalid, or does not fit what was trained.
         OSError: a file cannot be read or written.
-        ImportError: the base model is quantised, and bitsandbytes is not installed.
     """
     started = time.monotonic()
-    trained = find_trained(run, ckpt, base, lora)
-    _check_settings(trained, dtype, merge)
+    trained = find_trained(run, ckpt, base)
+    if dtype not in ("auto", *_DTYPES):
+        raise ValueError(f"dtype={dtype!r} must be one of auto, {', '.join(_DTYPES)}.")
     final = Path(to).expanduser().absolute()
     if final.is_file() or (final.is_dir() and any(final.iterdir())):
         raise ValueError(f"to={to} is there and not empty: name a new folder.")
     with _quiet():
-        job = _Job(trained, _DTYPES.get(dtype), merge)
+        job = _Job(trained, _DTYPES.get(dtype))
         with _writing(to):
             unfinished = final.with_name(f"{final.name}.{os.getpid()}.unfinished")
             unfinished.mkdir(parents=True)
             try:
-                job.write(unfinished, max_shard_size, progress)
+                job.write(unfinished, max_shard_size)
                 for path in unfinished.iterdir():  # safetensors lets no one else read what it writes
                     path.chmod(unfinished.stat().st_mode & 0o666)
                 if final.is_dir():
@@ -120,10 +109,7 @@ def export(
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
     files = tuple((path.name, path.stat().st_size) for path in sorted(final.iterdir()))
-    if merge:
-        how = f'AutoModelForCausalLM.from_pretrained({str(final)!r}, dtype="auto")'
-    else:
-        how = f"PeftModel.from_pretrained(model, {str(final)!r})"
+    how = f'AutoModelForCausalLM.from_pretrained({str(final)!r}, dtype="auto")'
     return Exported(final, files, job.contents, (*trained.notes, *job.notes), how, time.monotonic() - started)
 
 
@@ -134,23 +120,19 @@ class _Job:
     """What is to be written, checked and ready.
 
     Attributes:
-        nbytes: size of the weights.
         contents, notes: as in `Exported`.
     """
 
-    def __init__(self, trained: Trained, dtype: torch.dtype | None, merge: bool) -> None:
-        self._trained, self._dtype, self._merge = trained, dtype, merge
+    def __init__(self, trained: Trained, dtype: torch.dtype | None) -> None:
+        self._trained, self._dtype = trained, dtype
         self._model = skeleton_of(trained.base.config)
         self._shared = shared_names(self._model)
         self.notes: list[str] = []
         self._adapters: Adapters | None = None
-        self.nbytes = 0
         self.contents = "all weights"
         if trained.adapters is not None:
             self._adapters = Adapters(copy.deepcopy(self._model), *trained.adapters, trained.where)
             self.contents = f"adapters of {plural(self._adapters.modules, 'module')}"
-        if not merge:
-            return
         self._own_tokenizer = trained.tokenizer and read_tokenizer(trained.tokenizer, trained.where)
         self._check_shared()
         self._source = self._find_source()
@@ -161,21 +143,12 @@ class _Job:
         if trained.adapters is None and trained.base.folder is not None:  # trained weights are written as these are
             stored = self._stored(trained.base.folder)
             self._dtypes = {name: spec.dtype for name, spec in stored.specs.items()}
-        self.nbytes = sum(
-            spec.numel() * (dtype or self._dtypes.get(name, spec.dtype)).itemsize
-            for name, spec in self._source.specs.items()
-        )
 
-    def write(self, folder: Path, max_shard_size: int, progress: Callable[[int, int], None]) -> None:
+    def write(self, folder: Path, max_shard_size: int) -> None:
         """Write the files to ``folder``."""
-        if not self._merge:
-            assert self._adapters is not None
-            self._adapters.save(str(folder), self._trained.base.name)
-            return
         writer = ShardWriter(folder, max_shard_size)
         for name, tensor in self._weights():
             writer.add(name, tensor)
-            progress(min(sum(writer.sizes.values()), self.nbytes), self.nbytes)
         writer.finish()
         main = str(max(writer.sizes, key=lambda dtype: writer.sizes[dtype])).removeprefix("torch.")
         self._write_companions(folder, main)
@@ -237,28 +210,17 @@ class _Job:
         if base.folder is not None:
             return self._stored(base.folder)
         assert base.load is not None
-        model = base.load()
-        if quantize.is_quantized(model):
-            return self._unpacked(model)
-        state = model.state_dict()
+        state = base.load().state_dict()
         size = sum(tensor.nbytes for tensor in state.values())
         self.notes.append(f"the base model was held in memory as a whole ({gib(size)})")
         return StateDict(lambda: state)
 
     def _stored(self, folder: Path) -> Source:
-        """Return the weights in the base model's files, as numbers."""
-        config, setting = self._trained.base.config, self._trained.base.setting
-        if quantize.stored_quantization(config, setting, None) is None:
-            return StoredWeights(folder, setting)
-        with reading(folder, setting):
-            return self._unpacked(quantize.from_pretrained(folder, local_files_only=True))
-
-    def _unpacked(self, model: PreTrainedModel) -> Source:
-        dtype = self._trained.base.config.dtype
-        unpacked = Unpacked(model, dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16)
-        if self._trained.adapters is not None:
-            self.notes.append(f"the base model: {plural(len(unpacked.quantised), 'weight')} unpacked from 4 or 8 bits")
-        return unpacked
+        """Return the weights in the base model's files."""
+        setting = self._trained.base.setting
+        if getattr(self._trained.base.config, "quantization_config", None):
+            raise ValueError(f"{setting} is quantised: name the model in 16 bits, which it was made of, with base=.")
+        return StoredWeights(folder, setting)
 
     def _write_companions(self, folder: Path, dtype: str) -> None:
         """Write the configuration, and what the base model has besides."""
@@ -296,15 +258,6 @@ def shared_names(model: PreTrainedModel) -> list[tuple[str, ...]]:
 
 
 # -- the folder --------------------------------------------------------------------------------------------------------
-
-
-def _check_settings(trained: Trained, dtype: str, merge: bool) -> None:
-    if dtype not in ("auto", *_DTYPES):
-        raise ValueError(f"dtype={dtype!r} must be one of auto, {', '.join(_DTYPES)}.")
-    if not merge and trained.adapters is None:
-        raise ValueError(f"merge=false writes adapters, and {trained.where} has none: all weights were trained.")
-    if not merge and dtype != "auto":
-        raise ValueError("merge=false writes adapters as PEFT does: leave dtype= out.")
 
 
 @contextmanager

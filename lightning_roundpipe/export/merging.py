@@ -82,12 +82,6 @@ class Adapters:
         for name, empty in filled:
             self._put(name, empty)
 
-    def save(self, folder: str, base: str | None) -> None:
-        """Write the adapters as PEFT does, for a base model of that name."""
-        config = self._model.peft_config["default"]
-        config.base_model_name_or_path, config.inference_mode = base, True
-        self._model.save_pretrained(folder, save_embedding_layers=False)
-
     def _value(self, name: str) -> Parameter:
         owner, attribute = self._homes[name]
         value: Parameter = getattr(owner, attribute)

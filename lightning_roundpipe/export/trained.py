@@ -70,9 +70,7 @@ class Trained:
     tokenizer: Path | None = None
 
 
-def find_trained(
-    run: str | Path, ckpt: str | Path | None = None, base: str | None = None, lora: PeftConfig | None = None
-) -> Trained:
+def find_trained(run: str | Path, ckpt: str | Path | None = None, base: str | None = None) -> Trained:
     """Return what a run, a checkpoint or a folder of adapters holds. The arguments are those of `export`.
 
     Raises:
@@ -80,9 +78,9 @@ def find_trained(
     """
     path = Path(run).expanduser().absolute()
     if path.is_file() and ckpt is None:
-        if lora is None and (path.parent.parent / "config.yaml").is_file():
+        if (path.parent.parent / "config.yaml").is_file():
             return _of_run(path.parent.parent, path, base)
-        return _of_checkpoint(path, base, lora)
+        return _of_checkpoint(path, base)
     if not path.is_dir():
         raise ValueError(
             f"run={run} is not a folder. Name one that roundpipe-train has printed as its last line, a folder of "
@@ -111,7 +109,7 @@ def state_of(path: Path, names: Iterable[str]) -> Callable[[], Mapping[str, Tens
     if any(IN_PEFT in name for name in state):
         raise ValueError(
             f"{where} holds adapters of PEFT, and how they are scaled is not in it. Export the run's folder, or one "
-            "that peft_model.save_pretrained() wrote, or call lightning_roundpipe.export.export() with lora=."
+            "that peft_model.save_pretrained() wrote."
         )
     prefixes = {name[: -len(names[0])] for name in state if name.endswith(names[0])} or {""}
     prefix = min(prefixes, key=lambda start: sum(start + name not in state for name in names))
@@ -152,14 +150,13 @@ def _of_run(folder: Path, ckpt: str | Path | None, base: str | None) -> Trained:
     return Trained(found, file, where, adapters, (*notes, why), tokenizer)
 
 
-def _of_checkpoint(path: Path, base: str | None, lora: PeftConfig | None) -> Trained:
+def _of_checkpoint(path: Path, base: str | None) -> Trained:
     if base is None:
         raise ValueError(
             f"run={path} is a checkpoint, which does not say what model it is of. Name that with base=, a folder or a "
             "name on the Hugging Face hub."
         )
-    adapters = None if lora is None else (lora, _adapted_part(path))
-    return Trained(_named_base(base), path, f"ckpt={path}", adapters)
+    return Trained(_named_base(base), path, f"ckpt={path}", None)
 
 
 def _of_adapters(folder: Path, base: str | None, setting: str) -> Trained:
@@ -205,7 +202,11 @@ def _base_of_run(model: DictConfig, seed: Any, working: Path | None, setting: st
     if found.folder is not None or found.gguf is not None:
         load = None if found.folder is not None else found.load
         return Base(found.config, found.tokenizer, found.folder, load, setting, found.source)
-    found = _made(model, setting)  # packed weights are drawn otherwise
+    if model.get("quantization"):
+        raise ValueError(
+            f"{setting}: its base model has random weights that were quantised, which are not drawn again. Name a "
+            "folder with the weights with base=."
+        )
 
     def draw() -> PreTrainedModel:
         if seed is None:

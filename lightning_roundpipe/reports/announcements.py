@@ -1,26 +1,19 @@
-"""What a run reports about itself, on the screen and to loggers: its settings and its plan.
+"""What a run reports about itself on the screen: settings and plan. Nothing is reported per step.
 
-    setup ── settings to the loggers' hyperparameters, before Lightning logs the module's ── [1]
-    first batch ── devices, microbatches, precision, model, host memory ── settings without effect ── [2]
-    plan is made ── stages, memory of a device, seconds of a step ── [3] ── and to the hyperparameters ── [4]
-                 └─ another strategy, if a device could hold the whole model ── [3]
-
-Nothing is reported per step. A callback with the class attribute ``roundpipe_announces = True`` shows [2] and [3] in
-its own way; they are not printed then.
+first batch ── devices, microbatches, precision, model, host memory ── settings without effect
+plan is made ── stages, memory of a device, seconds of a step
+             └─ another strategy, if a device could hold the whole model
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.saving import save_hparams_to_yaml
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import nn
 from torch.optim import Optimizer
 
@@ -35,11 +28,6 @@ from lightning_roundpipe.planning.memory import carried_bytes
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.reports.planned import planned_seconds
 
-ANNOUNCES = "roundpipe_announces"
-"""Class attribute of callbacks that replace [2] and [3]."""
-
-_NO_SETTINGS = ("emulation", "plan")
-"""Options that are not hyperparameters: ``emulation`` is for tests, and the plan itself is logged under ``plan``."""
 _PROBE = 64
 """Rows and columns of the parameter on which the size of an optimizer's state is measured."""
 
@@ -48,7 +36,7 @@ class Announcements:
     """The announcements of one fit.
 
     Args:
-        trainer: its callbacks and loggers receive them.
+        trainer: the Trainer.
         module: the module in training.
         engine: the engine that trains it.
         precision: Lightning's precision flag.
@@ -61,13 +49,13 @@ class Announcements:
         self._trainer, self._module, self._engine = trainer, module, engine
         self._precision, self._inform = precision, inform
         self._sizes: list[int] | None = None
-        self._begun = self._logged = self._compared = False
+        self._begun = self._compared = False
         self._plan: Plan | None = None
         self.planned_host_bytes: int | None = None
         """Host memory that stays in use between steps; None before the first batch."""
 
     def before(self, samples: list[int] | None) -> None:
-        """Announce the first window [2]; do nothing for later ones.
+        """Announce the first window; do nothing for later ones.
 
         Args:
             samples: samples of each of its microbatches; None under manual optimization.
@@ -75,27 +63,19 @@ class Announcements:
         if self._begun:
             return
         self._begun, self._sizes = True, samples
-        self._say(self._beginning())
-        for text in (*clamped(self._engine.options, self._sizes or []), *uncompiled(self._engine, self._module)):
+        self._inform(PREFIX + self._beginning())
+        for text in uncompiled(self._engine, self._module):
             warn(PREFIX + text)
 
     def after(self) -> None:
-        """Announce the plan after a batch, if it is new [3], and log it once [4]."""
+        """Announce the plan after a batch, if it is new."""
         plan = self._engine.learned.plan
         if plan is not None and plan is not self._plan:
             self._plan = plan
-            self._say(self._planned(plan))
+            self._inform(PREFIX + self._planned(plan))
             if not self._compared:
                 self._compared = True
                 self._compare()
-        if not self._logged:
-            self._logged = True
-            self._log(
-                {
-                    "microbatches": None if self._sizes is None else len(self._sizes),
-                    "plan": None if plan is None else str(plan),
-                }
-            )
 
     def _compare(self) -> None:
         """Name the strategy that is likely faster, if a device holds at once what the host holds here."""
@@ -109,14 +89,10 @@ class Announcements:
         if whole > limit:
             return
         way = 'strategy="auto"' if len(devices) == 1 else 'strategy="ddp"'
-        self._say(
-            f"A device of {gib(limit)} also holds all weights, gradients, optimizer state and a microbatch's "
+        self._inform(
+            f"{PREFIX}A device of {gib(limit)} also holds all weights, gradients, optimizer state and a microbatch's "
             f"activations at once, about {gib(whole)}: {way} is likely faster."
         )
-
-    def _say(self, text: str) -> None:
-        if not any(getattr(callback, ANNOUNCES, False) for callback in vars(self._trainer)["callbacks"]):
-            self._inform(PREFIX + text)
 
     # -- lines --------------------------------------------------------------------------------------------------------
 
@@ -151,64 +127,6 @@ class Announcements:
         named, products = plural(len(plan.stages()), "stage"), carried_bytes(plan, costs, workers)
         carried = f", up to {gib(products)} of carried products on the host" if products else ""
         return f'plan "{plan}": {named}{few}, about {gib(memory)} on each device{carried}{took}.'
-
-    # -- loggers ------------------------------------------------------------------------------------------------------
-
-    def log_settings(self) -> None:
-        """Log the settings in setup [1]: TensorBoard compares runs by the hyperparameters logged first."""
-        engine = self._engine
-        settings = {f.name: getattr(engine.options, f.name) for f in fields(Options) if f.name not in _NO_SETTINGS}
-        facts = {"devices": len(engine.worker_pool.workers), "plan_policy": engine.options.plan_policy}
-        self._log(settings | facts, first=True)
-
-    def _log(self, values: Mapping[str, Any], *, first: bool = False) -> None:
-        """Log ``values`` as hyperparameters. Those that the user logs under the same name stay."""
-        trainer = self._trainer
-        if not trainer.enable_autolog_hparams:
-            return
-        holders = [h for h in (self._module, getattr(trainer, "datamodule", None)) if h is not None]
-        taken = {key for holder in holders for key in holder.hparams}
-        given = {k: plain(v) for name, v in values.items() if (k := f"roundpipe/{name}") not in taken}
-        own = {key: value for h in holders if h._log_hyperparams for key, value in h.hparams_initial.items()}
-        for logger in trainer.loggers:
-            try:
-                if not isinstance(logger, TensorBoardLogger):
-                    logger.log_hyperparams(given)
-                elif first and own:
-                    logger.log_hyperparams(own | given)  # TensorBoard shows those of the first call only
-                elif first:
-                    logger.hparams.update(given)  # unlike log_hyperparams, logs no metric that the user did not ask for
-                else:  # its hyperparameter file is already written
-                    logger.hparams.update(given)
-                    save_hparams_to_yaml(Path(logger.log_dir) / logger.NAME_HPARAMS_FILE, logger.hparams)
-            except Exception as error:
-                warn(
-                    f"{PREFIX}{type(logger).__name__} did not take the strategy's settings as hyperparameters "
-                    f"({type(error).__name__}: {error}). Training goes on without them in its log."
-                )
-
-
-def clamped(options: Options, sizes: Sequence[int]) -> list[str]:
-    """Return a message for each setting that is too large for a batch of these microbatches."""
-    samples, texts = sum(sizes), []
-    batch = f"a batch of {plural(samples, 'sample')}"
-    if options.num_microbatches is not None and 0 < len(sizes) < options.num_microbatches:
-        texts.append(
-            f"num_microbatches={options.num_microbatches} is more than {batch} has: it is cut into "
-            f"{plural(len(sizes), 'microbatch')}."
-        )
-    if options.microbatch_size is not None and 0 < samples < options.microbatch_size:
-        texts.append(
-            f"microbatch_size={options.microbatch_size} is more than {batch} has: it is one microbatch, and nothing is "
-            "pipelined."
-        )
-    asked = options.round_microbatches
-    if asked is not None and 0 < len(sizes) < asked:
-        texts.append(
-            f"round_microbatches={asked} is more than {plural(len(sizes), 'microbatch')} of a batch: "
-            "each round has all of them."
-        )
-    return texts
 
 
 def uncompiled(engine: Engine, module: nn.Module) -> list[str]:
@@ -289,13 +207,6 @@ def changed_settings(options: Options) -> dict[str, str]:
 def _size(value: Any) -> str:
     whole = isinstance(value, int) and value % 2**20 == 0
     return repr(f"{value >> 30}GiB" if whole and value % 2**30 == 0 else f"{value >> 20}MiB" if whole else value)
-
-
-def plain(value: Any) -> Any:
-    """Return a setting as loggers accept it: a number, text, or None."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return name_setting(value)
 
 
 def name_setting(value: Any) -> str:

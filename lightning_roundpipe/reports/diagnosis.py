@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_roundpipe.engine.events import COMPUTE, DOWNLOADS, UPLOADS
+from lightning_roundpipe.engine.events import DOWNLOADS, UPLOADS
 from lightning_roundpipe.messages import seconds
 from lightning_roundpipe.reports.step_times import StepTimes
 
@@ -76,8 +76,6 @@ def figures(report: Mapping[str, Any]) -> dict[str, float]:
     values: dict[str, float] = {"bubble_pct": report["bubble_pct"]}
     for kind, stalled in stall_seconds(report).items():
         values[f"stall_{kind}_pct"] = 100 * stalled / (workers * step) if step > 0 else 0.0
-    for way, share in link_use(report).items():
-        values[f"link_{way}_pct"] = 100 * share
     values["device_peak_gib"] = max(report["peak_device_bytes"]) / 2**30
     for name, key in (("device_planned_gib", "planned_device_bytes"), ("host_planned_gib", "planned_host_bytes")):
         if report.get(key) is not None:
@@ -105,21 +103,3 @@ def stall_seconds(report: Mapping[str, Any]) -> dict[str, float]:
         came = at and ends[at - 1][0] > stall["start_s"]
         found[ends[at - 1][1] if came else "weights"] += stall["end_s"] - stall["start_s"]
     return found
-
-
-def link_use(report: Mapping[str, Any]) -> dict[str, float]:
-    """Return the share of the step, 0 to 1, in which the links ``"up"`` to the devices and ``"down"`` carry copies."""
-    step, workers = report["step_time_s"], report["workers"]
-    copies: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    for event in report["events"]:
-        if event["kind"] not in COMPUTE:
-            way = "up" if event["kind"] in UPLOADS else "down"
-            copies[way, event["worker"]].append((max(0.0, event["start_s"]), min(step, event["end_s"])))
-    shares = dict.fromkeys(("up", "down"), 0.0)
-    for (way, _), spans in copies.items():
-        until = 0.0
-        for start, end in sorted(spans):
-            if end > until and step > 0:
-                shares[way] += (end - max(start, until)) / (step * workers)
-                until = end
-    return shares

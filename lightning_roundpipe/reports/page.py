@@ -1,4 +1,4 @@
-"""The report page of a run: one HTML file with pictures of its last step, its plan, curves, settings and versions.
+"""The report page of a run: one HTML file with pictures of its last step, its plan, settings and versions.
 
 The page loads nothing and runs no script: pictures are a part of the file, which can be mailed and opened offline. To
 zoom into a step, open its trace (`timeline.write_trace`) in https://ui.perfetto.dev.
@@ -16,27 +16,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_roundpipe.engine.events import COMPUTE
 from lightning_roundpipe.extras import need
 from lightning_roundpipe.messages import gib, plural, seconds
 from lightning_roundpipe.reports.diagnosis import Diagnosis
-from lightning_roundpipe.reports.pictures import draw_steps, save, stage_names
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from lightning_roundpipe.reports.pictures import draw_steps, stage_names
 
 _PACKAGES = ("lightning-roundpipe", "torch", "lightning", "transformers", "peft", "bitsandbytes", "numpy")
-_CURVES = {
-    "loss": ["loss"],
-    "speed (1/s)": ["tokens_per_s", "samples_per_s"],
-    "step time (s)": ["step_time_s", "planned_step_time_s"],
-    "workers' time (%)": ["bubble_pct", "stall_weights_pct", "stall_activations_pct", "stall_gradients_pct"],
-    "device memory (GiB)": ["device_peak_gib", "device_planned_gib"],
-    "host memory (GiB)": ["host_gib", "host_planned_gib"],
-}
-"""Figures of the monitor's history by the unit of their curve."""
 _PAGE = """\
 <!doctype html>
 <html lang="en">
@@ -75,7 +63,6 @@ def write_page(
     path: Path,
     *,
     replayed: Mapping[str, Any] | None = None,
-    history: Sequence[Mapping[str, Any]] = (),
     diagnosis: Diagnosis | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> None:
@@ -85,7 +72,6 @@ def write_page(
         report: what ``RoundPipeStrategy.report()`` returns.
         path: the file to write; its folder must exist.
         replayed: the same step as `planned.replay` returns it, for a second picture.
-        history: ``RoundPipeMonitor.history``, for the curves.
         diagnosis: ``RoundPipeMonitor.diagnosis``.
         settings: shown in a table; nested mappings are flattened.
 
@@ -98,37 +84,25 @@ def write_page(
     with tempfile.TemporaryDirectory() as folder:
         draw_steps(steps, picture := Path(folder) / "step.png")
         shown = _image(picture, "The last step on all workers")
-        curves = "<p>Curves need a <code>RoundPipeMonitor</code> among the callbacks, and two of its logs.</p>"
-        if len(history) > 1:
-            save(_curves(history), picture)
-            curves = _image(picture, "Curves over the optimizer steps")
     sections = {
         "The last step": shown + (f"<p>From the last log: {_text(diagnosis)}</p>" if diagnosis else ""),
         "The plan": f"<p><code>{_text(report['plan'])}</code></p>{_plan(report)}",
-        "Over time": curves,
         "Settings": _table(("setting", "value"), _flat(settings)) if settings else "<p>All have their defaults.</p>",
         "Versions": _table(("package", "version"), _versions()),
     }
-    count = f"{plural(history[-1]['step'], 'step')}, " if history else ""
     of = f"{plural(report['microbatches'], 'microbatch')} on {plural(report['workers'], 'worker')}"
     tiles = (
         f'<div class="tile"><span>{_text(name)}</span><b>{_text(value)}</b><small>{_text(note)}</small></div>'
-        for name, value, note in _tiles(report, history[-1] if history else {})
+        for name, value, note in _tiles(report)
     )
     body = "".join(f"<h2>{title}</h2>\n{part}\n" for title, part in sections.items())
-    when = f"{count}{of}, written {datetime.now():%Y-%m-%d %H:%M}"
+    when = f"{of}, written {datetime.now():%Y-%m-%d %H:%M}"
     path.write_text(_PAGE.format(when=when, tiles="".join(tiles), body=body), encoding="utf-8")
 
 
-def _tiles(report: Mapping[str, Any], last: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
-    """Yield the name, value and note of the figures at the top. ``last`` is the last record of the history."""
+def _tiles(report: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
+    """Yield the name, value and note of the figures at the top."""
     yield "last step", seconds(report["step_time_s"]), "to the end of its last stage"
-    if "step_time_s" in last:
-        planned = f", {seconds(last['planned_step_time_s'])} planned" if "planned_step_time_s" in last else ""
-        yield "from step to step", seconds(last["step_time_s"]), f"mean since the last log{planned}"
-    for name in ("tokens_per_s", "samples_per_s"):
-        if name in last:
-            yield name.replace("_per_s", " per second"), f"{last[name]:,.0f}", "since the last log"
     yield "bubble", f"{report['bubble_pct']:.1f} %", f"{report['stall_pct']:.1f} % waiting for copies"
     planned, host = report["planned_device_bytes"], report.get("planned_host_bytes")
     yield "device memory", gib(max(report["peak_device_bytes"])), f"{gib(planned)} planned" if planned else "no plan"
@@ -155,27 +129,6 @@ def _plan(report: Mapping[str, Any]) -> str:
         if slot["layers"]  # nothing differentiates through frozen embeddings
     ]
     return _table(("stage", "round", "phase", "layers", "worker", "computing"), rows)
-
-
-def _curves(history: Sequence[Mapping[str, Any]]) -> Figure:
-    """Return a figure with a panel for each of `_CURVES` that ``history`` has."""
-    from matplotlib.figure import Figure
-
-    found = {unit: [name for name in names if name in history[-1]] for unit, names in _CURVES.items()}
-    found = {unit: names for unit, names in found.items() if names}
-    figure = Figure(figsize=(12, 2.4 * -(-len(found) // 2)), layout="constrained")
-    panels = list(figure.subplots(-(-len(found) // 2), 2, squeeze=False).flat)
-    for (unit, names), axes in zip(found.items(), panels, strict=False):
-        for name in names:
-            values = [float("nan") if record.get(name) is None else record[name] for record in history]
-            axes.plot([record["step"] for record in history], values, "--" if "planned" in name else "-", label=name)
-        axes.set_title(unit, loc="left", fontsize=9)
-        axes.set_ylim(bottom=None if unit == "loss" else 0)
-        axes.legend(fontsize=8, frameon=False)
-    for axes in panels[len(found) :]:
-        axes.set_axis_off()
-    figure.supxlabel("optimizer steps", fontsize=9)
-    return figure
 
 
 def _image(path: Path, what: str) -> str:

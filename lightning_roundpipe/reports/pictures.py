@@ -6,9 +6,8 @@ matplotlib is imported inside functions, so programs that draw nothing do not lo
 
 from __future__ import annotations
 
-import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -194,25 +193,6 @@ def _draw(
     )
 
 
-def bar_chart(labels: Sequence[str], panels: Mapping[str, Sequence[float | None]]) -> Figure:
-    """Return a picture with a bar for each label in each panel, by the panel's title; None has no bar."""
-    from matplotlib.figure import Figure
-
-    lines = sum(1 + label.count("\n") for label in labels)
-    figure = Figure(figsize=(3.2 * len(panels) + 4, 0.25 * lines + 0.1 * len(labels) + 1), layout="constrained")
-    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (title, values) in zip(grid, panels.items(), strict=True):
-        bars = axes.barh(range(len(labels)), [value or 0.0 for value in values], color=COLOURS["forward"])
-        texts = ["none" if v is None else f"{v:,.0f}" if v >= 1000 else f"{v:.4g}" for v in values]
-        axes.bar_label(bars, texts, fontsize=8, padding=2)
-        axes.set_title(title, loc="left", fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.2)
-    grid[0].set_yticks(range(len(labels)), labels)
-    grid[0].invert_yaxis()
-    return figure
-
-
 def save(figure: Figure, path: Path) -> None:
     """Write the figure in the format of ``path``'s suffix (png, pdf, svg; PNG without one).
 
@@ -220,23 +200,3 @@ def save(figure: Figure, path: Path) -> None:
     """
     fitting = min(DPI, MOST_PIXELS / max(figure.get_size_inches()))
     figure.savefig(path, format=None if path.suffix else "png", dpi=fitting)
-
-
-def setting_names(keys: Sequence[str]) -> dict[str, str]:
-    """Return short names of settings for tables and pictures: the shortest end of each key that is unambiguous.
-
-    A single letter is too little: ``lora r``, not ``r``.
-    """
-    found = shortest_endings(keys, lambda ending: len(ending) > 1)
-    return {key: re.sub(r"[._]", " ", ending) for key, ending in found.items()}
-
-
-def shortest_endings(names: Collection[str], suits: Callable[[str], bool]) -> dict[str, str]:
-    """Return the shortest ending of each dotted name that ``suits`` allows and no other name has; else the name."""
-
-    def endings(name: str) -> list[str]:
-        parts = name.split(".")
-        return [".".join(parts[start:]) for start in reversed(range(len(parts)))]
-
-    counts = Counter(ending for name in {*names} for ending in endings(name))
-    return {name: next(e for e in endings(name) if e == name or (counts[e] == 1 and suits(e))) for name in names}

@@ -5,7 +5,6 @@ Batches cost two readings of a clock. What a report costs grows with the step's 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,9 +20,6 @@ from lightning_roundpipe.messages import PREFIX
 from lightning_roundpipe.reports.diagnosis import Diagnosis, diagnose, figures
 from lightning_roundpipe.reports.planned import plan_and_costs, planned_seconds
 from lightning_roundpipe.reports.step_times import StepClock, StepTimes
-
-MOST_RECORDS = 4096
-"""Records kept for the report page. Beyond that, every second one is dropped."""
 
 _GIB = 2**30
 
@@ -41,8 +37,6 @@ class RoundPipeMonitor(Callback):
     ``bubble_pct``              percent of the workers' time without computation, in the last finished step
     ``stall_KIND_pct``          percent of the workers' time in that step in which they wait for copies of KIND:
                                 ``weights``, ``activations``, ``gradients``
-    ``link_WAY_pct``            percent of that step in which the link ``up`` to a device, or ``down`` from it, is in
-                                use; the mean of all devices
     ``loader_pct``              percent of the time in which the main thread waits for the data loader
     ``device_peak_gib``         peak memory of a device in that step, the most of all devices; GiB
     ``device_planned_gib``      the same as planned; GiB
@@ -59,8 +53,6 @@ class RoundPipeMonitor(Callback):
         every_n_steps: optimizer steps between two logs. Default: the Trainer's ``log_every_n_steps``.
 
     Attributes:
-        history: what was logged, with ``step``, ``elapsed_s``, ``loss`` and the peak of each device; for the page that
-            ``RoundPipeStrategy.save_report`` writes.
         diagnosis: what steps waited for at the last log; None on emulated devices and before there is one.
 
     Raises:
@@ -73,13 +65,10 @@ class RoundPipeMonitor(Callback):
         if every_n_steps is not None and not (is_whole(every_n_steps) and every_n_steps >= 1):
             raise ValueError(f"every_n_steps={every_n_steps!r} must be a whole number of at least 1, or None.")
         self.every_n_steps = every_n_steps
-        self.history: list[dict[str, Any]] = []
         self.diagnosis: Diagnosis | None = None
-        self._stride, self._records = 1, 0
         self._begin(0)
 
     def _begin(self, steps: int) -> None:
-        self._began = time.perf_counter()
         self._clock = StepClock(steps)
         self._times = StepTimes()
         """Since the last log."""
@@ -117,7 +106,7 @@ class RoundPipeMonitor(Callback):
         self._times.add(step)
         every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and trainer.global_step % every == 0:
-            self._log(trainer, step.loss(trainer.accumulate_grad_batches))
+            self._log(trainer)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -128,7 +117,7 @@ class RoundPipeMonitor(Callback):
         if self.diagnosis is None and _reports(trainer):  # a run without a log
             self._diagnose(trainer, trainer.strategy.report(), self._new_waits(trainer))  # type: ignore[attr-defined]
 
-    def _log(self, trainer: Trainer, loss: float | None) -> None:
+    def _log(self, trainer: Trainer) -> None:
         times = self._times
         values = {"step_time_s": times.seconds / times.steps}
         if times.tokens or times.samples:
@@ -150,21 +139,7 @@ class RoundPipeMonitor(Callback):
         named = {f"roundpipe/{name}": value for name, value in values.items()}
         for logger in trainer.loggers:
             logger.log_metrics(named, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-        self._record(trainer, loss, report, values)
         self._times = StepTimes()
-
-    def _record(
-        self, trainer: Trainer, loss: float | None, report: Mapping[str, Any], values: dict[str, float]
-    ) -> None:
-        if self._records % self._stride == 0:
-            peaks = [peak / _GIB for peak in report.get("peak_device_bytes", ())]
-            elapsed_s = time.perf_counter() - self._began
-            of_step = {"step": trainer.global_step, "elapsed_s": elapsed_s, "loss": loss, "device_gib": peaks}
-            self.history.append(of_step | values)
-            if len(self.history) >= MOST_RECORDS:
-                self.history = self.history[::2]
-                self._stride *= 2
-        self._records += 1
 
     def _new_waits(self, trainer: Trainer) -> float:
         """Return the seconds in which the main thread waited for the data loader since the last log."""

@@ -1,17 +1,17 @@
-"""Compares the runs of a sweep: a table, printed at the end and left as ``sweep.csv``, and a picture, ``sweep.png``.
+"""Compares the runs of a sweep: a table, printed at the end and left as ``sweep.csv``.
 
 The table is made from the files that the runs left in their folders, so it does not depend on the launcher, and failed
-runs have their rows too. ``python -m lightning_roundpipe.reports.sweep FOLDER`` makes it again.
+runs have their rows too.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
@@ -19,12 +19,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-
-from lightning_roundpipe.extras import is_installed, remedy
-from lightning_roundpipe.reports.pictures import bar_chart, save, setting_names
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 
@@ -38,7 +32,6 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 }
 """Keys of ``summary.json`` with their headings (short words, to fit into 80 columns), and how they are shown."""
 
-_PANELS = {"step_time_s": "step time (s)", "peak_device_gib": "device peak (GiB)", "peak_host_gib": "host peak (GiB)"}
 _MICROBATCHES = "microbatches"
 
 _current: list[Path] = []
@@ -80,7 +73,7 @@ def finished_sweep() -> Path | None:
 
 
 def present(rows: Sequence[Row], folder: Path) -> None:
-    """Write the rows as a table and a picture to ``folder``, and print the table and the errors of failed runs."""
+    """Write the rows to ``folder``, and print them as a table, with the errors of failed runs."""
     with (folder / "sweep.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), restval="")
         writer.writeheader()
@@ -90,11 +83,6 @@ def present(rows: Sequence[Row], folder: Path) -> None:
     for row in rows:
         if row["error"]:
             console.print(Text(f"run {row['run']} failed: {row['error']}"))
-    if not is_installed("matplotlib"):
-        console.print(f"No picture of it is drawn, as {remedy('matplotlib')}", soft_wrap=True, markup=False)
-    elif finished := [row for row in rows if not row["error"] and row["step_time_s"] is not None]:
-        save(figure_of(finished), folder / "sweep.png")
-        console.print(f"The picture of it: {folder / 'sweep.png'}", soft_wrap=True, highlight=False)
 
 
 def read_runs(folder: Path) -> list[Row]:
@@ -138,27 +126,14 @@ def draw_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def figure_of(finished: Sequence[Row]) -> Figure:
-    """Return a picture of finished runs: a bar for each run in a panel for each of `_PANELS`."""
-    names = setting_names(varied_settings(finished))
-    labels = [", ".join(f"{name} {row.get(key, 'default')}" for key, name in names.items()) for row in finished]
-    panels = {}
-    for key, title in _PANELS.items():
-        values = [row[key] for row in finished]
-        if any(value is not None for value in values):
-            small = key.endswith("_gib") and max(value or 0.0 for value in values) < 1
-            title = title.replace("GiB", "MiB") if small else title
-            panels[title] = [value and 1024 * value for value in values] if small else values
-    return bar_chart(labels, panels)
+def setting_names(keys: Sequence[str]) -> dict[str, str]:
+    """Return short names of settings: the last part of each, where no other setting has it; else the whole name."""
+    last = Counter(key.rpartition(".")[2] for key in keys)
+    short = {key: key.rpartition(".")[2] for key in keys}
+    return {key: (name if last[name] == 1 and len(name) > 1 else key).replace("_", " ") for key, name in short.items()}
 
 
 def memory(gib: float) -> str:
     """Return a size in the unit that suits it."""
     mib = gib * 1024
     return f"{gib:,.2f} GiB" if gib >= 1 else f"{mib:,.0f} MiB" if mib >= 10 else f"{mib:,.1f} MiB"
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
-        raise SystemExit("usage: python -m lightning_roundpipe.reports.sweep FOLDER   (a folder that a sweep left)")
-    present(read_runs(Path(sys.argv[1])), Path(sys.argv[1]))

@@ -13,9 +13,9 @@ from rich import get_console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_roundpipe.callbacks import Checkpoints, Measurements
+from lightning_roundpipe.callbacks import Measurements
 from lightning_roundpipe.callbacks.measurements import peak_device_bytes
-from lightning_roundpipe.callbacks.plan_table import strategy_report
+from lightning_roundpipe.callbacks.run_folder import strategy_report
 from lightning_roundpipe.devices.intraop_threads import cores
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.model.quantized import weights_in
@@ -79,17 +79,11 @@ def summarise(
 def show_job(
     name: str, source: str, task: LightningModule, trainer: Trainer, folder: Path, settings: Mapping[str, Any]
 ) -> None:
-    """Print what is about to be trained, how and on which devices, and where the results will be."""
+    """Print what is about to be trained, and where the results will be. The strategy announces the rest."""
     lines = {
         "run": name,
         "model": source,
         "parameters": _parameters(task, settings),
-        "optimizer": _optimizer(settings),
-        "batch": _batch(trainer, settings),
-        "steps": _steps(trainer, settings),
-        "precision": str(trainer.precision),
-        "devices": _devices(trainer),
-        "checkpoints": _checkpoints(trainer),
         "folder": str(folder),
     }
     for label, value in lines.items():
@@ -103,53 +97,6 @@ def _parameters(task: LightningModule, settings: Mapping[str, Any]) -> str:
         return f"{total:,}, all of them trained"
     adapters = f"LoRA, rank {settings['lora']['r']}" if "r" in settings["lora"] else "adapters"
     return f"{trained:,} of {total:,} trained ({100 * trained / total:.2g} %): {adapters}"
-
-
-def _optimizer(settings: Mapping[str, Any]) -> str:
-    optimizer, scheduler = settings["optimizer"], settings["scheduler"]
-    kind = str(optimizer["_target_"]).rpartition(".")[2]
-    if not scheduler:
-        return f"{kind}, learning rate {optimizer['lr']:g}, constant"
-    shape = str(scheduler["_target_"]).rpartition(".")[2].removeprefix("get_").removesuffix("_schedule_with_warmup")
-    steps = scheduler.get("num_warmup_steps")
-    return f"{kind}, learning rate {optimizer['lr']:g} at its peak, {shape}" + (
-        f" after {plural(steps, 'warm-up step')}" if steps else ""
-    )
-
-
-def _batch(trainer: Trainer, settings: Mapping[str, Any]) -> str:
-    size, length = settings["data"].get("batch_size"), settings["data"].get("sequence_length")
-    if size is None or length is None:
-        return "as the data module makes it"
-    options, parts = getattr(trainer.strategy, "options", None), ""
-    if options is not None:
-        cut = options.num_microbatches or -(-size // (options.microbatch_size or size))
-        parts = f", cut into {plural(min(cut, size), 'microbatch')}" if cut > 1 else ""
-    return f"{plural(size, 'sequence')} of {length:,} tokens{parts}"
-
-
-def _steps(trainer: Trainer, settings: Mapping[str, Any]) -> str:
-    number, epochs = trainer.max_steps, trainer.max_epochs or 1
-    steps = f"{number:,}" if number > 0 else f"as many as {plural(epochs, 'epoch')} take"
-    each = trainer.accumulate_grad_batches
-    size, length = settings["data"].get("batch_size"), settings["data"].get("sequence_length")
-    tokens = f" of {size * length * each:,} tokens" if size is not None and length is not None else ""
-    return f"{steps}{tokens}" + (f", {plural(each, 'batch')} each" if each > 1 else "")
-
-
-def _devices(trainer: Trainer) -> str:
-    strategy = getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__)
-    kind = trainer.accelerator.name()
-    if strategy == "roundpipe" and kind == "cpu":
-        return f"{plural(trainer.num_devices, 'emulated device')}, strategy roundpipe"
-    return f"{trainer.num_devices} x {kind}, strategy {strategy}"
-
-
-def _checkpoints(trainer: Trainer) -> str:
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, Checkpoints):
-            return callback.describe()
-    return "none" if not trainer.checkpoint_callbacks else "by the callback that is configured"
 
 
 def show_outcome(summary: Mapping[str, Any], prompt: str | None) -> None:

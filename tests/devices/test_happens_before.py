@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import fake_cuda
 import harness
 import pytest
 import stress
@@ -73,26 +72,18 @@ def test_gradients_that_are_narrowed_or_in_parts(options: dict[str, Any], monkey
 # ------------------------------------------------------------------------------------- what is taken out shows
 
 WAITS = [
-    ("compute", "weights_up"),  # for weights, and for sums so far
-    ("compute", "activations_up"),  # for inputs
-    ("compute", "arrivals_up"),  # for gradients, and inputs that come from another worker
     ("compute", "activations_down"),  # before user code writes to what is being saved
-    ("compute", "gradients_down"),  # before the arena of gradients is used again
-    ("weights_up", "compute"),  # before the arena of weights is used again
-    ("weights_up", "gradients_down"),  # for sums of an earlier round
     ("arrivals_up", "compute"),  # for memory that compute has used before
     ("arrivals_up", "activations_down"),  # for what comes from another worker
     ("activations_down", "compute"),  # for outputs and gradients
-    ("gradients_down", "compute"),  # for the gradients of a slot
     ("weights_up", "weights_up"),  # for the chunk before, on the other one of two streams
-    ("gradients_down", "gradients_down"),  # likewise
 ]
-"""A stream, and what it waits for: each of these waits is needed by something."""
+"""A stream, and what it waits for; `engine/test_waits` takes out all waits, one after another."""
 
 
 @pytest.mark.parametrize(
     ("waits", "of"),
-    [pytest.param(*pair, marks=() if i in (3, 7, 8, 9, 11) else pytest.mark.slow) for i, pair in enumerate(WAITS)],
+    WAITS,
 )
 def test_a_missing_wait_shows(waits: str, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with races() as found:
@@ -131,27 +122,3 @@ def test_a_host_that_does_not_wait_for_gradients_shows(monkeypatch: pytest.Monke
         patch.setattr(FakeEvent, "query", lambda event: True)
         stress.train(CASES["overlapping"])
     assert any(" on host does not wait for " in fault for fault in found.faults), found.faults
-
-
-def test_memory_of_another_worker_of_the_same_gpu_would_show() -> None:
-    """If workers that share a GPU had a stream each to compute in, which nothing orders between layers."""
-    with races() as found:
-        stress.train(stress.Case(PLAN, 2))
-    assert any(f.startswith("memory of roundpipe-dev") and "compute is over" in f for f in found.faults)
-
-
-def test_the_checker_itself() -> None:
-    """A copy that waits and one that does not; and what it reads is kept until somebody has waited for it."""
-    with races() as found:
-        (device,) = fake_cuda.share_out([torch.device("cpu")], "off")
-        with device.activate():
-            one = torch.empty(1000).zero_()
-        host = device.host_like(one)
-        device.activations_down.wait(device.compute.record())
-        device.activations_down.copy(host, one)
-        del one
-        assert found.faults == []
-        device.activations_up.copy(device.device_like(host, device.activations_up), host)
-        assert len(found.faults) == 1
-        device.close()
-    assert found.faults[0].startswith("aten::copy_ on roundpipe-dev0-activations_up does not wait for aten::copy_ on")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -22,30 +21,25 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "bos_token_id": Non
 LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", "r": 4}
 
 PROGRAM = """
-import json, sys
+import sys
 import psutil
 from lightning_roundpipe.callbacks.peak_host_memory import forget_peak, peak_bytes
 from lightning_roundpipe.export import export
-from peft import LoraConfig
 
-folder, shard, lora = sys.argv[1], int(sys.argv[2]), LoraConfig(**json.loads(sys.argv[3]))
+folder, shard = sys.argv[1], int(sys.argv[2])
 base = f"{folder}/base"
 export(f"{folder}/small_adapters", f"{folder}/small", base=f"{folder}/small_base")  # imports, and what libraries keep
-for name, run, options in (
-    ("merged", "adapters", {}),
-    ("all", "all.ckpt", {}),
-    ("script", "script.ckpt", {"lora": lora}),
-):
+for name, run in (("merged", "adapters"), ("all", "all.ckpt")):
     forget_peak()
     before = psutil.Process().memory_info().rss
-    export(f"{folder}/{run}", f"{folder}/{name}", base=base, max_shard_size=shard, **options)
+    export(f"{folder}/{run}", f"{folder}/{name}", base=base, max_shard_size=shard)
     print(name, peak_bytes() - before)
 """
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 216 MiB, adapters for it, checkpoints of all weights without and with them; and one of one layer."""
+    """A model of 216 MiB, adapters for it, and a checkpoint of all weights; and one of one layer."""
     folder = tmp_path_factory.mktemp("models")
     for name, layers in (("", LAYERS), ("small_", 1)):
         model = from_config("llama", **(SIZES | HEADS | {"num_hidden_layers": layers})).model
@@ -54,25 +48,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
             torch.save({"state_dict": {f"model.{k}": v for k, v in model.state_dict().items()}}, folder / "all.ckpt")
         adapted = get_peft_model(model, LoraConfig(**LORA))
         adapted.save_pretrained(folder / f"{name}adapters", save_embedding_layers=False)
-        if not name:  # as Lightning writes it: with the base model's weights
-            torch.save({"state_dict": {f"net.{k}": v for k, v in adapted.state_dict().items()}}, folder / "script.ckpt")
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_peak(models: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(models), str(SHARD), json.dumps(LORA)]
+    command = [sys.executable, "-c", PROGRAM, str(models), str(SHARD)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     size = sum(path.stat().st_size for path in (models / "base").glob("*.safetensors"))
     assert size > 13 * SHARD
     peaks = {name: int(peak) for name, peak in (line.split() for line in done.stdout.splitlines())}
-    assert peaks.keys() == {"merged", "all", "script"}
+    assert peaks.keys() == {"merged", "all"}
     for name, peak in peaks.items():
         # One file's weights, pages of others that the system reads ahead, a layer in fp32 twice, and what the allocator
         # keeps: 58 to 75 MiB were seen. The model has 216.
         assert peak < 6 * SHARD, f"{name}: {peak / MIB:.0f} MiB"
-    for name in ("merged", "all", "script"):
+    for name in ("merged", "all"):
         assert len(list((models / name).glob("model-*.safetensors"))) > 12
         AutoModelForCausalLM.from_pretrained(models / name)

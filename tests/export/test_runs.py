@@ -55,19 +55,6 @@ def test_adapters(adapted: tuple[Path, torch.Tensor], base: Path, tmp_path: Path
     assert {parameter.dtype for parameter in in_16_bits.parameters()} == {torch.bfloat16}  # type: ignore[attr-defined]
 
 
-def test_adapters_alone(adapted: tuple[Path, torch.Tensor], base: Path, tmp_path: Path) -> None:
-    run, wanted = adapted
-    export(run, tmp_path / "adapters", merge=False)
-    plain = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
-    found = PeftModel.from_pretrained(plain, tmp_path / "adapters")
-    torch.testing.assert_close(logits(found), wanted, atol=1e-6, rtol=1e-6)
-    assert found.peft_config["default"].base_model_name_or_path == str(base)
-    # They are what is exported next.
-    again = tmp_path / "again"
-    export(tmp_path / "adapters", again, dtype="float32")
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(again)), wanted, atol=1e-5, rtol=1e-5)
-
-
 def test_the_tokenizer_of_the_data_comes_along(base: Path, tmp_path: Path) -> None:
     """Instead of the base model's."""
     texts, folder, model = tmp_path / "texts", tmp_path / "tokenizer", tmp_path / "model"
@@ -138,17 +125,6 @@ def test_weights_that_were_quantised_while_they_were_trained(base: Path, tmp_pat
     torch.testing.assert_close(logits(found), wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [("nf4", 1e-5)])
-def test_random_weights_that_were_quantised(kind: str, tolerance: float, tmp_path: Path) -> None:
-    """They are drawn again as they were packed: without packing, the same seed draws others."""
-    pytest.importorskip("bitsandbytes")
-    module = train(tmp_path / "run", LORA, f"model.quantization={kind}", "optimizer.lr=0.05")
-    found = exported(tmp_path / "run", tmp_path / "merged", dtype="float32")
-    torch.testing.assert_close(logits(found), logits(module.model), atol=tolerance, rtol=tolerance)
-    plain = from_config("llama", **(SIZES | HEADS)).model
-    assert (logits(plain) - logits(found)).abs().max() > 10 * tolerance
-
-
 def test_the_best_checkpoint(base: Path, tmp_path: Path) -> None:
     """The learning rate ruins the model, so the best checkpoint is not the last."""
     settings = ["optimizer.lr=0.5", "trainer.max_steps=4", "callbacks.checkpoint.save_top_k=-1"]
@@ -164,18 +140,3 @@ def test_the_best_checkpoint(base: Path, tmp_path: Path) -> None:
     assert "the best by val_loss" in found.notes[-1]
     last = max(losses)
     assert find_trained(tmp_path / "run", ckpt=last).file.name == last
-
-
-def test_a_checkpoint_of_a_script(adapted: tuple[Path, torch.Tensor], base: Path, tmp_path: Path) -> None:
-    """Without a run's configuration: the base model and the adapters' settings are given, names have another prefix."""
-    from peft import LoraConfig
-
-    run, wanted = adapted
-    [path] = (run / "checkpoints").glob("*.ckpt")
-    checkpoint = torch.load(path, weights_only=False)
-    state = {name.replace("model.", "net.wrapped.", 1): tensor for name, tensor in checkpoint["state_dict"].items()}
-    torch.save({"state_dict": state}, tmp_path / "other.ckpt")
-    lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=8, lora_alpha=16)
-    export(tmp_path / "other.ckpt", tmp_path / "merged", base=str(base), lora=lora, dtype="float32")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(logits(merged), wanted, atol=1e-5, rtol=1e-5)
