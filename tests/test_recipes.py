@@ -257,5 +257,5 @@ def test_equals_plain(devices: int, window: int, name: str) -> None:
         used = {event["worker"] for event in events if event["kind"] in ("forward", "backward")}
         assert used == set(range(devices)), "not pipelined"
         if name == "a fused loss as a layer":
-            uploads = [e for e in events if e["kind"] == "upload_weights" and e["layer"] == "net.lm_head"]
-            assert len(uploads) == 1
+            slots = [e["slot"] for e in events if e["kind"] == "upload_weights" and e["layer"] == "net.lm_head"]
+            assert 0 < len(slots) == len(set(slots)) <= 4, "its weight travels once in a stage"
