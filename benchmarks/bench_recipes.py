@@ -1,7 +1,7 @@
 """What recipes of fine-tuning take beside plain Lightning: SFT, DPO, GRPO, distillation, images, fused losses.
 
 The recipes are those of tests/test_recipes.py, which shows that their numbers are plain Lightning's; models are larger.
-Plain Lightning computes with one thread, and so does each emulated device. Both sides train the same windows, in turns.
+Plain Lightning computes with one thread, and so does each emulated device. Both sides train the same windows.
 The devices share the machine's cores: the ratio of CPU seconds is what the engine and its recomputation cost, and the
 ratio of seconds what is left of it when devices work at the same time.
 
@@ -53,16 +53,9 @@ def measure(name: str, devices: int, windows: int) -> tuple[float, float, str]:
 
 
 def row(name: str, options: argparse.Namespace) -> tuple[str, ...]:
-    plain, ours = ([measure(name, devices, options.windows) for _ in range(2)] for devices in (0, options.devices))
-    seconds, cpu = ([min(each[i] for each in side) for side in (plain, ours)] for i in (0, 1))
-    return (
-        name,
-        f"{seconds[0]:.2f}",
-        f"{seconds[1]:.2f}",
-        f"{seconds[1] / seconds[0]:.2f}",
-        f"{cpu[1] / cpu[0]:.2f}",
-        ours[-1][2],
-    )
+    plain, ours = (measure(name, devices, options.windows) for devices in (0, options.devices))
+    ratios = (f"{ours[i] / plain[i]:.2f}" for i in (0, 1))
+    return (name, f"{plain[0]:.2f}", f"{ours[0]:.2f}", *ratios, ours[2])
 
 
 def main() -> None:

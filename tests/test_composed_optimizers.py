@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.tasks.muon import MuonAdamW
+from lightning_roundpipe.tasks import MuonAdamW
 
 WIDTH = 64
 """Matrices of 4,096 numbers, which is the least that low-bit optimizers quantise."""

@@ -180,6 +180,20 @@ class OfTheHead(Recipe):
         return loss
 
 
+class FusedHead(nn.Linear):
+    """An output layer that returns the loss."""
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        return fused(hidden, self.weight, targets)
+
+
+class WithFusedHead(OfTheHead):
+    def __init__(self) -> None:
+        net = llama()
+        net.lm_head = FusedHead(SIZE["hidden_size"], VOCABULARY, bias=False)
+        super().__init__(net, lambda hidden, weight, targets: net.lm_head(hidden, targets))
+
+
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -224,8 +238,11 @@ RECIPES: dict[str, tuple[Callable[[], Recipe], Callable[..., Batch]]] = {
     "Qwen2.5-VL": (lambda: Images(qwen()), images),
     "linear_cross_entropy": (lambda: OfTheHead(llama(), F.linear_cross_entropy), plain_ids),
     "a fused loss": (lambda: OfTheHead(llama(), fused), plain_ids),
+    "a fused loss as a layer": (WithFusedHead, plain_ids),
     "a fused loss, tied": (lambda: OfTheHead(llama(tie_word_embeddings=True), fused), plain_ids),
 }
+if not hasattr(F, "linear_cross_entropy"):  # came with torch 2.13
+    del RECIPES["linear_cross_entropy"]
 
 
 @on_devices(1, 3)
@@ -239,3 +256,6 @@ def test_equals_plain(devices: int, window: int, name: str) -> None:
         events = ours.trainer.strategy.report()["events"]
         used = {event["worker"] for event in events if event["kind"] in ("forward", "backward")}
         assert used == set(range(devices)), "not pipelined"
+        if name == "a fused loss as a layer":
+            slots = [e["slot"] for e in events if e["kind"] == "upload_weights" and e["layer"] == "net.lm_head"]
+            assert 0 < len(slots) == len(set(slots)) <= 4, "its weight travels once in a stage"

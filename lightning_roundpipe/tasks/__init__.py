@@ -1,7 +1,8 @@
-"""Ordinary LightningModules that do not depend on RoundPipe."""
+"""A LightningModule and an optimizer that do not depend on RoundPipe."""
 
 from __future__ import annotations
 
 from lightning_roundpipe.tasks.causal_lm import CausalLM
+from lightning_roundpipe.tasks.muon import MuonAdamW
 
-__all__ = ["CausalLM"]
+__all__ = ["CausalLM", "MuonAdamW"]
