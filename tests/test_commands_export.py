@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -11,8 +10,7 @@ import torch
 from export_runs import logits, train
 from transformers import AutoModelForCausalLM
 
-from lightning_roundpipe.commands.export import answer_of, main
-from lightning_roundpipe.export import Exported
+from lightning_roundpipe.commands.export import main
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +37,7 @@ def test_a_run(
     monkeypatch.chdir(tmp_path)
     assert command(monkeypatch, f"run={folder}", "to=out", "max_shard_size=300KB") == 0
     out, err = capfd.readouterr()
-    assert re.search(r"model-\*.safetensors \(4 files\) +9\d\d KiB", out)
-    assert re.search(r"config.json +\d+ bytes", out)
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) == 4
     assert "adapters of 42 modules, merged into the base model, in float32; " in out
     assert "checkpoint step-2.ckpt" in out
     assert out.splitlines()[-1] == f'AutoModelForCausalLM.from_pretrained({str(tmp_path / "out")!r}, dtype="auto")'
@@ -76,13 +73,3 @@ def test_mistakes(
     assert not out and err.count("\n") == 1
     assert err.startswith(f"roundpipe-export: {message.format(run=run[0])}")
     assert not list(tmp_path.iterdir())
-
-
-def test_the_table_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    files = (("config.json", 700), *((f"model-{n:05}-of-00003.safetensors", 5 * 10**9) for n in (1, 2, 3)))
-    made = Exported(Path("/out"), files, "all weights, in bfloat16", ("checkpoint step-8.ckpt",), "load(it)", 61.0)
-    lines = answer_of(made).printed().splitlines()
-    assert max(map(len, lines)) <= 60
-    assert lines[0] == "all weights, in bfloat16; 14.0 GiB in 61.0 s" and lines[-1] == "load(it)"
-    assert any(line.split() == ["model-*.safetensors", "(3", "files)", "14.0", "GiB"] for line in lines)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_roundpipe.commands.answer import Answer, table
+from lightning_roundpipe.commands.answer import Answer
 from lightning_roundpipe.commands.command_line import Parser, add_option, one_of, run
 from lightning_roundpipe.commands.console import console_command, waiting
 from lightning_roundpipe.config import parse_bytes
-from lightning_roundpipe.messages import gib, plural, seconds
+from lightning_roundpipe.messages import gib
 
 if TYPE_CHECKING:
     from lightning_roundpipe.export import Exported
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def answer(arguments: Sequence[str]) -> Answer:
-    """Export what a run has trained, and answer with a table of the files.
+    """Export what a run has trained, and answer with what was written.
 
     Raises:
         ValueError: an option is wrong, or needs a package that is not installed.
@@ -79,14 +79,7 @@ def answer(arguments: Sequence[str]) -> Answer:
 
 
 def answer_of(made: Exported) -> Answer:
-    """Return what was written, the code that loads it, and a table of the files, in which shards share a row."""
-    shards = [file for file in made.files if Path(file[0]).match("model-*.safetensors")]
-    together = [(f"model-*.safetensors ({plural(len(shards), 'file')})", sum(size for _, size in shards))]
-    files = [*(together if shards else []), *(file for file in made.files if file not in shards)]
-    size = gib(sum(size for _, size in made.files))
-    return Answer(
-        verdict=f"{made.contents}; {size} in {seconds(made.seconds)}",
-        notes=made.notes,
-        tables=[table(["file"], ["size"], [(name, gib(size)) for name, size in files])],
-        paste=[made.how],
-    )
+    """Return what was written, and the code that loads it."""
+    size = gib(sum(path.stat().st_size for path in made.folder.iterdir()))
+    how = f'AutoModelForCausalLM.from_pretrained({str(made.folder)!r}, dtype="auto")'
+    return Answer(verdict=f"{made.contents}; {size}", notes=made.notes, paste=[how])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,19 +47,13 @@ class Exported:
 
     Attributes:
         folder: where it is.
-        files: names and bytes of the files.
         contents: what they hold, in words.
         notes: what the user should know.
-        how: the statement that loads it.
-        seconds: how long it took.
     """
 
     folder: Path
-    files: tuple[tuple[str, int], ...]
     contents: str
     notes: tuple[str, ...]
-    how: str
-    seconds: float
 
 
 def export(
@@ -87,7 +80,6 @@ def export(
         ValueError: a setting is invalid, or does not fit what was trained.
         OSError: a file cannot be read or written.
     """
-    started = time.monotonic()
     trained = find_trained(run, ckpt, base)
     if dtype not in ("auto", *_DTYPES):
         raise ValueError(f"dtype={dtype!r} must be one of auto, {', '.join(_DTYPES)}.")
@@ -108,9 +100,7 @@ def export(
                 unfinished.rename(final)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
-    files = tuple((path.name, path.stat().st_size) for path in sorted(final.iterdir()))
-    how = f'AutoModelForCausalLM.from_pretrained({str(final)!r}, dtype="auto")'
-    return Exported(final, files, job.contents, (*trained.notes, *job.notes), how, time.monotonic() - started)
+    return Exported(final, job.contents, (*trained.notes, *job.notes))
 
 
 # -- what is written ---------------------------------------------------------------------------------------------------
