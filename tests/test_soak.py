@@ -1,0 +1,95 @@
+"""A thousand steps leave no more behind than ten."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import harness
+import lightning.pytorch as pl
+import psutil
+import pytest
+import torch
+import zoo
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+STEPS = 1000
+EARLY = 10
+EVERY = 3
+"""Steps between validations, and between checkpoints: by step 10 all that Lightning keeps of them is there."""
+
+MEMORY_TOLERANCE = 24 * 2**20
+"""Bytes of host memory that the allocators of Python and C may keep without anybody holding them: less than 8 KiB for
+each microbatch of the thousand steps, which is a boundary tensor or two of this model."""
+
+
+@dataclass
+class Held:
+    """What the process and the workers hold between two steps."""
+
+    threads: list[str]
+    files: int
+    tensors: int
+    tensor_bytes: int
+    device: list[dict[str, int]]
+    resident: int
+
+    @classmethod
+    def now(cls, trainer: pl.Trainer) -> Held:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what is free already is no leak
+        tensors = {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+            for t in gc.get_objects()
+            if type(t) in (torch.Tensor, torch.nn.Parameter)
+        }
+        engine: Any = trainer.strategy._engine  # type: ignore[attr-defined]
+        return cls(
+            threads=harness.lasting_threads(),
+            files=len(os.listdir("/proc/self/fd")),
+            tensors=len(tensors),
+            tensor_bytes=sum(tensors.values()),
+            device=[device.resident_by_purpose() for device in engine.worker_pool.devices],
+            resident=psutil.Process().memory_info().rss,
+        )
+
+
+class Watch(pl.Callback):
+    def __init__(self) -> None:
+        self.held: dict[int, Held] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step in (EARLY, STEPS):
+            self.held[trainer.global_step] = Held.now(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts what Linux shows in /proc")
+def test_a_thousand_steps(tmp_path: Path) -> None:
+    watch = Watch()
+    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=EVERY, save_top_k=1, monitor="train/loss_step")
+    trainer = harness.trainer_of(
+        harness.ours(num_microbatches=3),
+        devices=2,
+        max_epochs=-1,
+        max_steps=STEPS,
+        val_check_interval=EVERY,
+        check_val_every_n_epoch=None,
+        enable_checkpointing=True,
+        callbacks=[watch, checkpoints],
+    )
+    batches = zoo.make_batches("llama", 8)
+    trainer.fit(zoo.make_module("llama"), harness.loader(batches), harness.loader(batches[:2]))
+    early, last = watch.held[EARLY], watch.held[STEPS]
+    assert last.threads == early.threads
+    assert last.files == early.files
+    assert last.device == early.device
+    assert (last.tensors, last.tensor_bytes) == (early.tensors, early.tensor_bytes)
+    assert last.resident - early.resident < MEMORY_TOLERANCE
+    assert harness.roundpipe_threads() == []
+    assert len(list(tmp_path.glob("*.ckpt"))) == 1
