@@ -88,6 +88,7 @@ class LayerCall:
         buffers: the layer's buffers in front of the forward.
         seconds: that the layer's code took.
         slot: the slot of its backward, if the plan has none.
+        planned: whether it is a call of the trace.
         traced: what the first window learns about the call; None after it.
         place: gives user code the outputs of a repeated call; None for other calls.
     """
@@ -114,6 +115,7 @@ class LayerCall:
     buffers: dict[int, BufferValue] | None = None
     seconds: float = 0.0
     slot: Slot | None = None
+    planned: bool = False
     traced: TracedCall | None = None
     place: Callable[[list[Tensor], Device], list[Tensor]] | None = None
 

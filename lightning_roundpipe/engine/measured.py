@@ -40,6 +40,8 @@ class MeasuredMemory:
         self._section: tuple[PeakMemoryMeter, int, int] | None = None
         """Of the present section of user code: its meter, what is resident, and what of it are outputs of calls."""
         self._warm: set[Device] = set()
+        self._last: TracedCall | None = None
+        """The last call."""
 
     def meter(self, device: Device | None) -> PeakMemoryMeter:
         """Return a meter that begins now, when nothing is in flight that could be freed later."""
@@ -55,6 +57,7 @@ class MeasuredMemory:
 
     def called(self, traced: TracedCall, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
         """Note what a call shares with earlier ones [1]. User code has not gone on yet."""
+        self._last = traced
         traced.forward_bytes = traced.kept_bytes
         traced.crossed = self._crossing.see(_strided(inputs), _strided(outputs), self._made)
 
@@ -62,8 +65,9 @@ class MeasuredMemory:
         """Begin a section of user code [2]."""
         self._section = self.meter(device), self._resident(), self._crossing.held_bytes()
 
-    def leave(self, before: TracedCall | None) -> None:
-        """End it; ``before`` is the call before it."""
+    def leave(self) -> None:
+        """End it, if there is one."""
+        before = self._last
         if self._section is None:
             return
         (meter, resident, outputs), self._section = self._section, None

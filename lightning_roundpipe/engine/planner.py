@@ -100,7 +100,7 @@ class Planner:
         runs, randomness = step.runs, self._context.randomness
         if self._context.learned.in_order or not self._options.overlap:
             return
-        if len(runs) > 1 and (buffer := next((run.mode.met_buffer for run in runs if run.mode.met_buffer), "")):
+        if len(runs) > 1 and (buffer := next(filter(None, (run.weights.mode.met_buffer for run in runs)), "")):
             late = "which this window is the first to do, " if step.plan is not None else ""
             drain()
             self._run_in_order(
@@ -108,10 +108,10 @@ class Planner:
                 "is in it depends on their order",
                 "leave plan out.",
             )
-        elif step.plan is None and all(run.loss is not None for run in runs):
+        elif step.plan is None and all(run.result.loss is not None for run in runs):
             alone = step.spec.updates is not None and self._context.exchange is None
             share = alone and not self._options.staleness  # else masters change while uploads read them
-            self._plan_from([run.made for run in runs], step.spec.recorder, share=share)
+            self._plan_from([run.calls.made for run in runs], step.spec.recorder, share=share)
             randomness.learning = False
 
     def _plan_from(self, traces: Sequence[Trace], recorder: Recorder, *, share: bool) -> None:

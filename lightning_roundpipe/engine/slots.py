@@ -43,6 +43,7 @@ class Slot:
         recorder: records its copies and computations.
         cancel_scope: the step's.
         round: number of its round.
+        position: position among the slots of its round; None if it was made for one call, and is not in turn.
         apart: whether it starts sums of its own, which the host adds to those of the slots before.
         unpacks_once: whether packed weights are unpacked once for all its microbatches.
         place: its part of an arena, once that is known.
@@ -52,6 +53,7 @@ class Slot:
         gradients: by call, the sums on the worker that are not on their way to the host yet.
         gradients_free: ends of what uses their memory before.
         readiness: is told of its uploads and gradients.
+        opened: whether it has memory for its weights and gradients.
         first: the ticket of its first microbatch.
         after: slots that have added to the same sums before.
         left: by call, reached once the next slot's gradients may follow to the host.
@@ -69,6 +71,7 @@ class Slot:
     recorder: Recorder
     cancel_scope: CancelScope
     round: int = 0
+    position: int | None = None
     apart: bool = False
     unpacks_once: bool = False
     place: Place | None = None

@@ -91,7 +91,7 @@ class Step:
         return StepSlots(context, self.spec, context.learned.trace, self.readiness, apart=apart)
 
     def _make_microbatch(self, index: int, after: Signal | None, slots: Sequence[Slot]) -> Microbatch:
-        return Microbatch(self.context, self.slots, index, after, slots)
+        return Microbatch.of(self.context, self.slots, index, after, slots)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -133,10 +133,10 @@ class Step:
                 rounds = self._lay_out(self.plan, size, count)
             for index in range(count):
                 before = self.runs[-1] if index else None
-                after = None if before is None else before.ended if in_order else before.begun
+                after = None if before is None else before.ended if in_order else before.sections.begun
                 run = self._make_microbatch(index, after, rounds[index // size])
                 if before is not None and self.plan is not None and index % size == 0:
-                    run.follows = before.trail
+                    run.turns.follows = before.turns.passed
                 run.ended.then(self._microbatch_ended)
                 self.runs.append(run)
         finally:
@@ -182,8 +182,8 @@ class Step:
             self.before = None
             self.spec.scope.part()
         for run in self.runs:
-            if run.computed is not None and not self.spec.scope.failed:
-                run.computed.wait()
+            if run.result.computed is not None and not self.spec.scope.failed:
+                run.result.computed.wait()
 
     def _wait_for_end(self) -> None:
         """Wait until all microbatches have ended; then all slots are closed [3]."""
@@ -249,28 +249,29 @@ class Step:
 
     def finish(self) -> StepGradients | None:
         """Return the gradients behind the losses, once all are known; None if no microbatch returned a loss."""
-        if not any(run.loss is not None for run in self.runs):
+        results = [run.result for run in self.runs]
+        if all(result.loss is None for result in results):
             self.readiness.passed(set())
             return None
         context, learned = self.context, self.context.learned
-        read = set().union(*(run.read for run in self.runs))
+        read = set().union(*(run.weights.read for run in self.runs))
         learned.read_by_user_code |= read  # makes a new frozenset: other threads may be iterating over the old one
         self.readiness.passed(learned.read_by_user_code)
         sums = [self.slots.sums[key] for key in sorted(self.slots.sums)]  # an order that does not depend on the plan
-        proxies = [run.mode.proxies for run in self.runs]
-        factor = self.spec.weights.factor(self.runs) / context.model.formats.scales.outside(self.spec.version)
+        proxies = [run.weights.mode.proxies for run in self.runs]
+        factor = self.spec.weights.factor(results) / context.model.formats.scales.outside(self.spec.version)
         readiness = self.readiness if self.spec.updates is not None else None
         if context.exchange is None:
             self.gradients = StepGradients(sums, proxies, factor, readiness)
         else:
-            contribution = self.spec.weights.contribution(self.runs)
+            contribution = self.spec.weights.contribution(results)
             self.gradients = StepGradients(sums, proxies, factor, readiness, contribution, context.exchange.share)
         return self.gradients
 
     def release(self) -> None:
         """Break reference cycles, and release the sums if no optimizer step will use them."""
         for run in self.runs:
-            del run.mode  # which knows the microbatch
+            del run.weights.mode  # which knows these
         self.runs, self.before = [], None
         self.spec.scope.end()
         for sums in self.slots.sums.values():

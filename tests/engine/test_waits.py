@@ -27,11 +27,14 @@ CASES = {"cut": CUT, "empty": EMPTY}
 WAITS = [
     ("engine.activations:_downloaded", "stream.wait(made)"),
     ("engine.activations:upload", "stream.wait(saved.ready)"),
-    ("engine.microbatch:Microbatch._moved", "self.context.pool.workers[to.index].follow(event, self.runner)"),
-    ("engine.microbatch:Microbatch._wait_for", "self._baton.wait(self.runner, functools.partial(what.when, version))"),
-    ("engine.microbatch:Microbatch.run", "self._baton.wait(self.runner, self._after.then)"),
+    ("engine.layer_calls:Tape.moved", "pool.workers[to.index].follow(event, turns.runner)"),
+    (
+        "engine.step_slots:Turns.wait_for",
+        "self.context.pool.baton.wait(self.runner, functools.partial(what.when, version))",
+    ),
+    ("engine.microbatch:CallingThread.run", "baton.wait(runner, self._after.then)"),
     ("engine.step:Step._wait", "self.context.pool.wait(waiter, self.spec.scope)"),
-    ("engine.step:Step._wait_for_outputs", "run.computed.wait()"),
+    ("engine.step:Step._wait_for_outputs", "run.result.computed.wait()"),
     ("engine.uploads:WeightUploads._upload", "stream.wait(event)"),
     ("engine.worker:Worker._open_gradients", "stream.wait(event)"),
     ("engine.worker:Worker._send", "stream.wait(end)"),
