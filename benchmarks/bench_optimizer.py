@@ -77,8 +77,8 @@ class Engine:
         self.masters = [master for layer in self.layers for master in layer.masters]
         self._buckets = make_buckets(self.layers, self.masters, formats)
         self._optimizer: Optimizer | None = None
-        self._updates = async_optimizer.AsyncOptimizer(self._buckets, lambda: self._optimizer)
         pool = GradientPool(self._device, 2**40)
+        self._updates = async_optimizer.AsyncOptimizer(self._buckets, pool, lambda: self._optimizer)
         self._buffers = [HostGradBuffers(layer, pool, self._device, NOTHING_ADDED) for layer in self.layers]
         self._came = lambda: None
         gradients = {key: g for sums in self._sums() for key, g in sums.take(1.0).items()}

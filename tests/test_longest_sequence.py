@@ -31,7 +31,6 @@ TINY: dict[str, Any] = {
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 16},
-    "mistral": {"head_dim": 16, "sliding_window": 128},
     "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
 }
 TILE = 64
@@ -108,7 +107,7 @@ def fits(*case: Any, **options: Any) -> bool:
     ("kind", "lora", "tile", "workers"),
     [
         ("llama", True, None, 2),
-        ("mistral", False, None, 1),
+        ("qwen3", False, None, 1),
         ("qwen3_moe", True, TILE, 1),
     ],
 )

@@ -20,7 +20,7 @@ from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Event, make_devices
 from lightning_roundpipe.memory import grad_buffers
 from lightning_roundpipe.memory.dtypes import Formats
-from lightning_roundpipe.memory.grad_buffers import Reduction
+from lightning_roundpipe.memory.grad_buffers import GradientPool, Reduction
 from lightning_roundpipe.memory.host_layer import host_layers, make_buckets
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.threads.cancel_scope import CancelScope
@@ -159,7 +159,7 @@ class Submitted:
         self.buckets = make_buckets([self.layer], [self.master])
         if cast:
             self.layer.round({0: torch.bfloat16})
-        self.updates = AsyncOptimizer(self.buckets, lambda: self._optimizer)
+        self.updates = AsyncOptimizer(self.buckets, GradientPool(self.device, 2**40), lambda: self._optimizer)
         self._buffers = host_gradients(self.layer, self.device, OWN)
         self._optimizer = torch.optim.AdamW([self.master], lr=1.0)
         self._submit([])

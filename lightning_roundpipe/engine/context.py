@@ -105,7 +105,7 @@ class StepSpec:
         overlaps: whether its backward may go on beside the next step.
         undisturbed: whether no update was writing to masters when it began.
         updates: the optimizer's thread; None if gradients go to ``.grad``.
-        weights: how much the microbatches count; also says how many there are.
+        loss_weights: how much the microbatches count; also says how many there are.
         measures: whether a plan is to be made from it.
         ahead: whether a stage is recomputed before the gradients of its last call are there.
         thread_state: torch's modes of the thread that began it.
@@ -120,7 +120,7 @@ class StepSpec:
     overlaps: bool
     undisturbed: bool
     updates: AsyncOptimizer | None
-    weights: LossWeights
+    loss_weights: LossWeights
     measures: bool
     ahead: bool
     thread_state: TorchThreadState

@@ -191,7 +191,7 @@ class Engine:
                         step.run(functions, in_order=step.plan is None or not self.options.overlap)
                     finally:
                         caller.restore()
-                        runs = step.runs
+                        runs = step.microbatches
                 before, self._step_in_flight = self._step_in_flight, step
                 if before is not None:
                     self._end(before)
@@ -206,8 +206,8 @@ class Engine:
             if self.updates is not None and step.gradients is not None:
                 self.updates.offer(step.gradients)
         except Exception as error:
-            failed = next((run.index for run in runs if run.result.error is error), 0)
-            if not failed:
+            failed = next((run.index for run in runs if run.result.error is error), None)
+            if not failed:  # it is not user code's, or no result comes before it
                 raise
             return self._result_of(runs[:failed], step, runs[failed].result.error)
         finally:
@@ -242,7 +242,7 @@ class Engine:
                     host = CallerRandomState([])
                     devices.restore()
                     host.restore()
-                output = step.runs[0].result.output
+                output = step.microbatches[0].result.output
                 self.model.buffers.settle()
                 self.model.buffers.take_history()
             self._end(step)
@@ -374,7 +374,7 @@ class Engine:
     def _end(self, step: Step, *, failed: bool = False) -> None:
         """Account for ``step``, of which nothing is in flight any more, and release it."""
         if self.updates is not None:
-            self.updates.leave(step.spec.scope)
+            self.updates.part_from(step.spec.scope)
         if not failed:
             self._count_uploads(step.spec.recorder)
             self._report = report_of(step, self.weights_uploaded)
@@ -410,14 +410,14 @@ class Engine:
         if optimizer is not None:
             around = self.worker_pool.devices[0].host_thread_settings
             self.updates = AsyncOptimizer(
-                self.model.buckets, optimizer, self.options.staleness, self.formats.scales, around, exchange,
-                self.context.gradients.pool, self.options.optimizer_state,
+                self.model.buckets, self.context.gradients.pool, optimizer, self.options.staleness,
+                self.formats.scales, around, exchange, self.options.optimizer_state,
             )  # fmt: skip
         if before is not None:
             before.retire()
             for bucket in self.model.buckets:
                 bucket.unshare()
-            gradients = before.accumulated()
+            gradients = before.gradients.current()
             for master in self.model.masters:
                 if (gradient := gradients.get(id(master))) is not None:
                     master.grad = gradient.to(master)

@@ -76,14 +76,16 @@ class LayerCalls:
         traced = self._find(call)
         given = call.tensors
         sections.close()
-        turns.follow(turns.next)  # where it leaves layers out that the other one calls
+        if turns.follows is not None:  # where it leaves layers out that the other one calls
+            turns.wait_for(turns.follows, turns.next)
         sections.begun.set()
         result, run = self.forward(call, taped=traced.taped)
-        assert turns.worker is not None
-        traced.taped, traced.worker = bool(call.kinds), turns.worker.index
+        assert turns.device is not None
+        traced.taped, traced.worker = bool(call.kinds), turns.device.index
         self.made.calls.append(traced)
         layer.sets_attributes |= bool(run.written) or run.fills_attributes
-        turns.let_follow()
+        if layer.mutable_buffers:
+            turns.let_follow()
         if sections.memory is not None:
             outputs: list[Tensor] = []
             collect(result, set(), outputs)
@@ -125,7 +127,7 @@ class LayerCalls:
         if found is not None:
             turns.next = found + 1
             call.planned = True
-            if not layer.mutable_buffers:  # else it is left behind the call, whose buffers the next one finds
+            if not layer.mutable_buffers:  # else behind the call, whose buffers the other one finds
                 turns.let_follow()
         behind = len(self.made.calls) + (len(trace.calls) if trace is not None else 0)
         call.index = found if found is not None else behind
@@ -156,7 +158,7 @@ class LayerCalls:
             if call.kinds and not (taped or keeps):  # it computes with a parameter of another module
                 call.saved = list(map(activations.save, given, homes))
             if call.place is None:
-                turns.worker = worker
+                turns.device = device
         return result, run
 
     def deliver(self, call: LayerCall, run: Run, given: Sequence[Tensor], result: Any) -> Any:
@@ -259,8 +261,8 @@ class Tape:
             del inputs, arriving
             activations.drop(device, following)
             if planned and turns.microbatch == slot.microbatches[-1] and call.index in slot.gradients:
-                worker.send(slot, [call.index])
-            turns.worker = worker
+                worker.sender.send(slot, [call.index])
+            turns.device = device
         return gradients, device
 
     def _refuse_unplaced(self, call: LayerCall, sums: HostGradSums | None) -> None:
@@ -344,7 +346,7 @@ class Tape:
         """Enter a section of user code on ``home``, within backward."""
         turns, sections = self.turns, self.sections
         sections.last = where
-        before, turns.worker = turns.worker, self.context.pool.workers[home.index]
+        before, turns.device = turns.device, home
         with self.spec.thread_state.entered(), sections.noted():
             sections.enter()
             try:
@@ -352,4 +354,4 @@ class Tape:
                     yield
             finally:
                 sections.close()
-        turns.worker = before
+        turns.device = before

@@ -41,7 +41,6 @@ class MicrobatchResult:
     """What one microbatch of a window has given.
 
     Attributes:
-        index: its number.
         logs: what it has logged.
         output: what ``training_step`` returned, detached.
         loss: the value of its loss; None if it returned none.
@@ -51,7 +50,6 @@ class MicrobatchResult:
         error: what ``training_step`` has raised, if those of the microbatches before it have not.
     """
 
-    index: int
     logs: LogRecorder
     output: Any = None
     loss: Tensor | None = None
@@ -131,7 +129,7 @@ class Microbatch(CallingThread):
     def __init__(self, calls: LayerCalls, after: Signal | None = None) -> None:
         super().__init__(calls, after)
         self.ready, self.tape = Signal(), Tape(calls)
-        self.result = MicrobatchResult(self.index, LogRecorder(self.context.pool.devices))
+        self.result = MicrobatchResult(LogRecorder(self.context.pool.devices))
 
     @classmethod
     def of(cls, context: Context, slots: StepSlots, index: int, after: Signal | None, round: Sequence[Slot]) -> Self:
@@ -205,7 +203,7 @@ class Microbatch(CallingThread):
                 self.calls.shared.assert_unmodified()
                 weights.refuse_late()
                 if loss is not None:
-                    result.weight = self.spec.weights.of(result, loss, weights.mode.targets)
+                    result.weight = self.spec.loss_weights.of(self.index, loss, weights.mode.targets)
         sections.let_pass()
         sections.phase, weights.mode.returning = "backward", True
         if loss is not None:
@@ -226,7 +224,7 @@ class Microbatch(CallingThread):
         formats, mode, version = self.context.model.formats, self.weights.mode, self.spec.version
         self.result.differentiable = loss.requires_grad
         self.sections.wait_for(formats.scales, version)
-        scale = self.spec.weights.share(self.result) * formats.scales.of(version)
+        scale = self.spec.loss_weights.share(self.result.weight) * formats.scales.of(version)
         if not loss.requires_grad or not scale:
             return
         seed, mode.proxies.factor = seed_of(scale, formats.low or loss.dtype)

@@ -97,7 +97,7 @@ class Planner:
             DoesNotFit: no plan fits the memory budget.
             ValueError: the plan in the options does not fit the calls or the budget, or their order.
         """
-        runs, randomness = step.runs, self._context.randomness
+        runs, randomness = step.microbatches, self._context.randomness
         if self._context.learned.in_order or not self._options.overlap:
             return
         if len(runs) > 1 and (buffer := next(filter(None, (run.weights.mode.met_buffer for run in runs)), "")):

@@ -97,7 +97,7 @@ class Pool:
         for device in self.devices:
             device.abort()
 
-    def wait(self, waiter: Waiter | Runner, scope: CancelScope, *, unless_failed: bool = False) -> None:
+    def wait(self, waiter: Waiter | Runner, scope: CancelScope) -> None:
         """Wait in the main thread, under the watchdog. Interrupts are delivered here.
 
         Raises:
@@ -107,7 +107,7 @@ class Pool:
         intraop_threads.release_intraop_threads()
         seen, since = scope.moved, time.monotonic()
         with interrupts_allowed():
-            while not (unless_failed and scope.failed) and not waiter.wait_for(min(LOOK, self._limit)):
+            while not waiter.wait_for(min(LOOK, self._limit)):
                 self._look_for_the_dead()
                 if scope.moved != seen:
                     seen, since = scope.moved, time.monotonic()
@@ -137,7 +137,7 @@ class Pool:
             given_up: whether the watchdog or the user has ended the wait: threads then get `GRACE` seconds.
         """
         late = []
-        for waiter in (*(t.waiter for t in tasks if not t.finished), *(w.fence() for w in self.workers)):
+        for waiter in (*(t.waiter for t in tasks if not t.finished), *(w.sender.fence() for w in self.workers)):
             if not given_up:
                 try:
                     self.wait(waiter, scope)

@@ -128,11 +128,11 @@ def _place(
     tape: Tape, call: LayerCall, made: TracedCall, inputs: Sequence[Tensor], outputs: list[Tensor], device: Device
 ) -> list[Tensor]:
     """Return the outputs of a repeated call on the device that the call of the forward left them on."""
-    worker = tape.turns.worker = tape.context.pool.workers[made.worker]
-    moved = [tape.moved(t.detach(), device, worker.device) for t in outputs]
+    home = tape.turns.device = tape.context.pool.devices[made.worker]
+    moved = [tape.moved(t.detach(), device, home) for t in outputs]
     if not call.thread_state.grad or not any(t.requires_grad for t in outputs):
         return moved
-    call.gradients.home = worker.device
+    call.gradients.home = home
     call.gradients.expected = True
     differentiate = functools.partial(_differentiate, tape, call)
     return connected(differentiate, outputs, moved, [t for t, n in zip(inputs, call.needs, strict=True) if n])
@@ -141,13 +141,13 @@ def _place(
 def _differentiate(tape: Tape, call: LayerCall) -> list[Tensor | None]:
     """Run the backward of a repeated call, whose gradients have come, within the backward of user code."""
     turns, sections = tape.turns, tape.sections
-    before = turns.worker
+    before = turns.device
     sections.close()
     gradients, device = tape.through(call)
     given = [
         None if g is None else tape.moved(g, device, edge.home) for g, edge in zip(gradients, call.edges, strict=True)
     ]
-    turns.worker = before
+    turns.device = before
     call.slot = None
     sections.enter()
     return given

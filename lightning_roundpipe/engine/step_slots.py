@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
@@ -31,9 +30,6 @@ from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.schedule import Stage
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 
-_ALONE = 1_000_000
-"""Added to the uses of a layer by calls that the plan does not have, for each microbatch: their sums are apart."""
-
 
 class StepSlots:
     """See above.
@@ -47,7 +43,7 @@ class StepSlots:
 
     Attributes:
         all: the slots of the plan, in order, or those that calls were given.
-        sums: the host sums of gradients, by layer and use.
+        sums: host sums of gradients, by layer, microbatch and use; -1 of all microbatches, which planned calls add to.
     """
 
     def __init__(
@@ -57,7 +53,7 @@ class StepSlots:
         self._context, self.spec, self.trace = context, spec, trace
         self._readiness, self._apart = readiness, apart
         self.all: list[Slot] = []
-        self.sums: dict[tuple[int, int], HostGradSums] = {}
+        self.sums: dict[tuple[int, ...], HostGradSums] = {}
         self._adding: dict[int, Slot] = {}
         """The last slot that adds to each sum, by the sum's id."""
         self._forward: dict[int, int] = {}
@@ -109,9 +105,7 @@ class StepSlots:
 
     def _expect(self, slots: Sequence[Slot]) -> None:
         if self._readiness is not None:
-            self._readiness.expect(slots, uploads=bool(self._context.options.staleness))
-            for slot in slots:
-                slot.readiness = self._readiness
+            self._readiness.expect(slots)
 
     # -- what microbatches ask ----------------------------------------------------------------------------------------
 
@@ -147,14 +141,14 @@ class StepSlots:
 
     def sums_of(self, layer: HostLayer, use: int, microbatch: int | None = None) -> HostGradSums | None:
         """Return the host sums of a call's gradients, of all microbatches or of one; None if nothing is trained."""
-        key = layer.index, use + (_ALONE * (microbatch + 1) if microbatch is not None else 0)
+        key = layer.index, -1 if microbatch is None else microbatch, use
         if (known := self.sums.get(key)) is None:
-            known = self.sums[key] = self._context.gradients.of(layer, key[1]).begin(apart=self._apart)
+            known = self.sums[key] = self._context.gradients.of(layer, key[1:]).begin(apart=self._apart)
         return known if known.layout.nbytes else None
 
 
 class Turns:
-    """The way of one microbatch through the slots: whose turn it has, and which worker its tensors are on.
+    """The way of one microbatch through the slots: whose turn it has, and which device its tensors are on.
 
     Args:
         context: the parts of the engine that outlive the step.
@@ -166,7 +160,7 @@ class Turns:
     Attributes:
         runner: its thread, which takes part in the baton.
         slot: the slot whose turn it has.
-        worker: the worker that it ran on last.
+        device: the device that its newest tensors are on; None before the first call.
         activations: its saved tensors.
         outside: numbers of layers whose calls run outside of the plan: user code has written to their weights.
         next: the first position of the trace that it may still call.
@@ -182,7 +176,7 @@ class Turns:
         self.microbatch, self._workers = microbatch, workers
         self.runner = Runner(slots.spec.scope, (round[0].index if round else 0) + microbatch)
         self.slot: Slot | None = None
-        self.worker: Worker | None = None
+        self.device: Device | None = None
         self.activations = Activations(microbatch, slots.spec.recorder, context.pool.devices[0])
         self.outside: set[int] = set()
         self.next = 0
@@ -190,11 +184,6 @@ class Turns:
         self.follows: Versioned | None = None
         self._left = 0
         """Slots in front of this position have been left."""
-
-    @property
-    def device(self) -> Device | None:
-        """The device that its newest tensors are on; None before the first call."""
-        return self.worker.device if self.worker is not None else None
 
     def home_of(self, tensor: Tensor) -> Device | None:
         """Return the device that a tensor of user code is on, if possible the present one; None for the host.
@@ -218,19 +207,10 @@ class Turns:
         if not what.has(version):
             self.context.pool.baton.wait(self.runner, functools.partial(what.when, version))
 
-    def follow(self, calls: int) -> None:
-        """Wait until so many calls are behind the microbatch that this one follows."""
-        if self.follows is not None:
-            self.wait_for(self.follows, calls)
-
     def let_follow(self) -> None:
         """Let the first microbatch of the next round follow, but not into buffers that a later call still changes."""
         held = self.slots.trace.held if self.slots.trace is not None else []
         self.passed.publish(min([self.next, *(first for first, last in held if first < self.next <= last)]))
-
-    def let_pass(self) -> None:
-        """Let it follow to the end."""
-        self.passed.publish(sys.maxsize)
 
     # -- slots --------------------------------------------------------------------------------------------------------
 

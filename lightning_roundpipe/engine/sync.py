@@ -2,7 +2,7 @@
 
 The baton guards everything that microbatches share: turns, arenas' order, attributes of modules, random generators. So
 there is one way to wait, `Baton.wait`, and no other lock among them. Streams and the optimizer's thread meet them
-through a `Signal`. A layer that computes for long gives the baton up meanwhile (`Baton.given_up`).
+through a `Signal`. A layer that computes for long gives the baton up meanwhile (`GivenUp`).
 
     wait ── give the baton up ── the lowest-ranked thread that can go on gets it ── the signal is set ── ready ── [1]
     a step fails ── all its threads that wait are made ready, and raise `Cancelled` ── [2]

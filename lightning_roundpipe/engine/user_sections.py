@@ -11,6 +11,7 @@ write that every microbatch would repeat is an error.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -82,8 +83,8 @@ class UserSections:
     def enter(self, section: int | None = None) -> None:
         """Enter the next section [1], or ``section`` again."""
         context, spec, turns = self.context, self.spec, self.turns
-        if self.phase != "backward":
-            turns.follow(turns.next + 1)
+        if turns.follows is not None and self.phase != "backward":
+            turns.wait_for(turns.follows, turns.next + 1)
         for bucket in context.learned.read_by_user_code:
             turns.wait_for(bucket, spec.version)
         if self.attributes is None:
@@ -125,7 +126,7 @@ class UserSections:
     def let_pass(self) -> None:
         """Let other microbatches go past."""
         self.begun.set()
-        self.turns.let_pass()
+        self.turns.passed.publish(sys.maxsize)
 
     # -- waits --------------------------------------------------------------------------------------------------------
 
@@ -188,7 +189,7 @@ class WeightGuard:
         return UserCodeMode(
             model.bucket_of, self.values_of, model.formats, train=True, accelerator=pool.accelerator,
             devices=pool.devices, run_unlocked=self.sections.run_unlocked, buffers=model.buffers,
-            targets=TargetCounts() if self.spec.weights.counts_targets else None,
+            targets=TargetCounts() if self.spec.loss_weights.counts_targets else None,
         )  # fmt: skip
 
     def values_of(self, master: nn.Parameter) -> Tensor:

@@ -153,12 +153,6 @@ class StageArena(Arena):
             older.give_way(min(region.start for region in own), max(region.end for region in own))
         self._regions = [region for region in self._regions if region.nbytes or region.last_use is None]
 
-    def leave(self, place: Place, last_use: Event) -> None:
-        """Take back the place of a slot that does not open: the next one has it."""
-        assert place.at_end != self._at_end, "only what was placed last can be taken back"
-        place.weights.last_use = last_use
-        self._at_end = place.at_end
-
     def add_gradients(self, place: Place, gradients: Sequence[int]) -> Region:
         """Place so many bytes of ``gradients`` behind the weights of a slot."""
         region = place.gradients = self._region(gradients, at_end=place.at_end, behind=place.weights.nbytes)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from lightning_roundpipe.devices.waiter import Waiter
-from lightning_roundpipe.threads.cancel_scope import CancelScope
-
 
 class Versioned:
     """State with versions that are published in increasing order.
@@ -36,14 +33,6 @@ class Versioned:
     def has(self, version: int) -> bool:
         """Return whether ``version`` is published."""
         return self.version >= version
-
-    def wait(self, version: int, cancel_scope: CancelScope) -> None:
-        """Block until ``version`` is published."""
-        if self.has(version):
-            return
-        waiter = Waiter()
-        if self.when(version, waiter.wake):
-            cancel_scope.wait(waiter)
 
     def publish(self, version: int) -> None:
         """Publish ``version`` and call what waits for it."""

@@ -85,7 +85,7 @@ class Stepping:
         self._engine.settle()
         if self._engine.updates is not None and not self.is_within_window():
             # Lightning drops the last step's gradients before it validates, and keeps those of an open window.
-            self._engine.updates.show(after_step=not self._trainer.validating)
+            self._engine.updates.gradients.show(after_step=not self._trainer.validating)
 
     def keep_gradients(self) -> dict[str, Tensor]:
         """Finish pending updates; return the gradients of an open accumulation window, for another ``begin``."""
@@ -93,7 +93,7 @@ class Stepping:
         updates, named = self._engine.updates, dict(self._module.named_parameters())
         if self.starts_accumulation():
             return {}
-        held = updates.accumulated() if updates is not None else {id(p): p.grad for p in named.values()}
+        held = updates.gradients.current() if updates is not None else {id(p): p.grad for p in named.values()}
         found = {name: held.get(id(parameter)) for name, parameter in named.items()}
         gradients = {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
         for name, gradient in gradients.items():
@@ -272,7 +272,7 @@ class Stepping:
     def _restore(self, gradients: Mapping[str, Tensor]) -> None:
         named = {name: p for name, p in self._module.named_parameters() if name in gradients}
         if self._engine.updates is not None:
-            self._engine.updates.go_on({id(p): gradients[name] for name, p in named.items()})
+            self._engine.updates.gradients.go_on({id(p): gradients[name] for name, p in named.items()})
             return
         for name, parameter in named.items():
             parameter.grad = gradients[name].to(parameter)

@@ -24,9 +24,10 @@ No deadlock: the thread waits only for the backward of a batch, which needs only
 
 from __future__ import annotations
 
+import functools
 import heapq
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -39,8 +40,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.errors import StreamAborted
 from lightning_roundpipe.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.memory import grad_buffers
-from lightning_roundpipe.memory.flat_params import ALONE, holders
-from lightning_roundpipe.memory.grad_buffers import GradientPool, HostGradSums
+from lightning_roundpipe.memory.grad_buffers import GradientPool
 from lightning_roundpipe.memory.loss_scale import Scales
 from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.optim.clipping import Clip, clamp, coefficient, norms, scale
@@ -54,6 +54,7 @@ from lightning_roundpipe.threads.task_thread import TaskThread
 from lightning_roundpipe.updates.grad_readiness import Dropped
 from lightning_roundpipe.updates.gradient_exchange import GradientExchange
 from lightning_roundpipe.updates.loss_handle import StepGradients
+from lightning_roundpipe.updates.window_gradients import WindowGradients
 
 PIECE = 16_000_000
 """Parameters to step in one call at most, if several buckets are ready. A call costs 0.1 ms of Python with Adam, and
@@ -94,92 +95,27 @@ class _OptimizerStep:
         return {key: gradients[key] for key in self.hyperparameters.group_of if key in gradients}
 
 
-class _Accumulated:
-    """The gradients of one bucket that batches have accumulated for the next optimizer step. Steps reuse its memory.
-
-    Those of masters outside of the optimizer are accumulated over all steps, as in plain training.
-
-    Attributes:
-        shown: whether user code has seen the tensors in ``.grad``, and may keep them.
-    """
-
-    def __init__(self) -> None:
-        self._memory: dict[int, Tensor] = {}
-        self._present: set[int] = set()
-        self.shown = False
-
-    def add(self, gradients: dict[int, Tensor]) -> None:
-        for key, gradient in gradients.items():
-            if key in self._present:
-                self._memory[key].add_(gradient)
-            elif key in self._memory:
-                self._memory[key].copy_(gradient)
-            else:
-                self._memory[key] = gradient.clone()
-        self._present |= gradients.keys()
-
-    def with_last(self, gradients: dict[int, Tensor], outside: AbstractSet[int]) -> dict[int, Tensor]:
-        """Return the sum with the last batch's ``gradients``; these themselves where nothing was accumulated."""
-        kept = self._present | outside
-        self.add({key: gradient for key, gradient in gradients.items() if key in kept})
-        return gradients | self.present()
-
-    def part_with_last(self, key: int, gradient: Tensor | None, start: int, end: int) -> Tensor:
-        """Return the sum for the numbers ``start`` to ``end`` of one gradient, accumulated, in the last batch, or both.
-
-        Args:
-            key: id of the master.
-            gradient: these numbers of the last batch's gradient; None if it has none.
-            start: the first number.
-            end: behind the last number.
-        """
-        if key not in self._present:
-            assert gradient is not None
-            return gradient
-        total = self._memory[key].view(-1)[start:end]
-        return total if gradient is None else total.add_(gradient)
-
-    def present(self) -> dict[int, Tensor]:
-        return {key: self._memory[key] for key in self._present}
-
-    def multiply(self, factor: float) -> None:
-        """Multiply by ``factor``, a quotient of loss scales: a power of two, which rounds nothing."""
-        for gradient in self.present().values() if factor != 1.0 else ():
-            gradient.mul_(factor)
-
-    def forget(self, outside: AbstractSet[int]) -> None:
-        self._present &= outside
-        if self.shown:  # do not reuse memory that user code still holds
-            self._memory = {
-                key: memory for key, memory in self._memory.items() if key in self._present or holders(memory) == ALONE
-            }
-            self.shown = bool(self._present)
-
-    def drop(self, key: int) -> None:
-        """Forget one gradient with its memory: user code has replaced it in ``.grad``, and may keep it."""
-        self._present.discard(key)
-        self._memory.pop(key, None)
-
-
 class AsyncOptimizer:
     """Applies gradients to masters, in the order of the batches.
 
-    The class is large because it holds the whole optimizer step: accumulation, loss scaling, clipping, stepping, and
-    what ``.grad`` shows in between, on two threads that must agree on the order of all this.
+    The class is large because it holds the whole optimizer step: loss scaling, clipping and stepping, on two threads
+    that must agree on the order of all this.
 
     Args:
         buckets: all buckets of the model, in forward order.
+        pool: the memory of gradients, in which downloads wait for updates.
         optimizer: returns the one that the next step will use, which user code may replace; None if there is none.
         staleness: 0: a step computes with all updates before it. 1: with all but the last, which is applied meanwhile.
         scales: the loss scales.
         around: returns a context that the thread enters for as long as it lives.
         exchange: sums gradients over several machines; None if there is only one.
-        pool: the memory of gradients, in which downloads wait for updates; None: they never do.
         form: how moments are kept, one of `config.OPTIMIZER_STATES`.
 
     Attributes:
-        keeps_gradients: whether the gradients that a step has used stay until the next batch, for `show`. Otherwise the
-            gradients of other layers take their memory.
+        gradients: what batches have accumulated, and what ``.grad`` shows between steps. Call `settle` before its
+            methods for the main thread.
+        keeps_gradients: whether the gradients that a step has used stay until the next batch, for ``gradients.show``.
+            Otherwise the gradients of other layers take their memory.
         submitted: the number of optimizer steps submitted, which is the version of the newest weights.
         torn: whether the last update was cut short, by a failing backward, after some buckets had been stepped.
         whole: whether no submitted update has failed or was left out.
@@ -190,12 +126,12 @@ class AsyncOptimizer:
     def __init__(
         self,
         buckets: Sequence[ParamBucket],
+        pool: GradientPool,
         optimizer: Callable[[], Optimizer | None] = lambda: None,
         staleness: int = 0,
         scales: Scales | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         exchange: GradientExchange | None = None,
-        pool: GradientPool | None = None,
         form: str = FP32,
     ) -> None:
         self._form = form
@@ -214,7 +150,7 @@ class AsyncOptimizer:
         self._thread = TaskThread("roundpipe-optimizer", around)
         self._error: BaseException | None = None
         self._batch: StepGradients | None = None
-        self._accumulated: dict[ParamBucket, _Accumulated] = {bucket: _Accumulated() for bucket in buckets}
+        self.gradients = WindowGradients(self.buckets, self._outside)
         self._masters = {id(master): master for bucket in self.buckets for master in bucket.masters}
         self._bucket_of = {id(master): bucket for bucket in self.buckets for master in bucket.masters}
         self._sizes = {bucket: sum(master.numel() for master in bucket.masters) for bucket in buckets}
@@ -222,15 +158,6 @@ class AsyncOptimizer:
         self._partial_optimizer: tuple[Optimizer, PartialOptimizer] | None = None
         self._scales = scales or Scales()
         self._scales.fix(self.wanted, self.submitted)
-        self._window_is_open = False
-        """Whether a batch has been accumulated that no step has used."""
-        self._left: dict[int, Tensor] = {}
-        """The gradients that the last step used, by id of the master."""
-        self._left_in: Sequence[HostGradSums] = ()
-        """The sums whose memory these lie in."""
-        self._shown: dict[int, Tensor] | None = {}
-        """What `show` has put into ``.grad`` since the last batch, by id of the master; None if it was not called.
-        Before the first batch, all that is in ``.grad`` is user code's."""
 
     # -- the main thread ----------------------------------------------------------------------------------------------
 
@@ -244,12 +171,12 @@ class AsyncOptimizer:
             Exception: what an update has raised.
         """
         self.raise_error()
-        self._hide()
+        self.gradients.hide()
         self._accumulate()
         if zero_grad:
-            self._window_is_open = False
+            self.gradients.is_open = False
             outside = self._outside()
-            self._post(lambda: self._forget(outside))
+            self._post(lambda: self.gradients.forget(outside))
 
     def accompany(self, cancel_scope: CancelScope) -> None:
         """Fail a running step when an update fails: it would wait for a version that is never published."""
@@ -259,7 +186,7 @@ class AsyncOptimizer:
         if (error := self._error) is not None:
             cancel_scope.fail(error)
 
-    def leave(self, cancel_scope: CancelScope) -> None:
+    def part_from(self, cancel_scope: CancelScope) -> None:
         """End what `accompany` began: the step is over."""
         self._cancel_scopes = [other for other in self._cancel_scopes if other is not cancel_scope]
 
@@ -270,79 +197,16 @@ class AsyncOptimizer:
     @interrupts_deferred()
     def submit(self, clip: Clip | None) -> None:
         """Submit the optimizer step that follows the batch [1]."""
-        batch, self._batch = self._batch, None
-        if batch is not None and batch.scale is None:  # its loss was not differentiated
-            batch.release()
-            batch = None
+        batch = self._take_batch()
         self.submitted += 1
         optimizer = self._optimizer()
         assert optimizer is not None, "a step has an optimizer"
-        self._window_is_open = False
+        self.gradients.is_open = False
         scale, partial_optimizer = self._scales.last, self._partial_optimizer_of(optimizer)
         values, outside = Hyperparameters.of(optimizer), self._outside()
         keeps = self.keeps_gradients
         step = _OptimizerStep(self.submitted, batch, values, clip, partial_optimizer, scale, outside, keeps)
         self._post(lambda: self._run(step))
-
-    def accumulated(self) -> dict[int, Tensor]:
-        """Return the gradients accumulated for the next optimizer step, by id of the master. Call `settle` first."""
-        if self._shown is not None:
-            self.show(after_step=True)  # takes over what user code has put in their place
-        return self._present()
-
-    def _present(self) -> dict[int, Tensor]:
-        return {
-            key: gradient for bucket in self.buckets for key, gradient in self._accumulated[bucket].present().items()
-        }
-
-    def go_on(self, gradients: dict[int, Tensor]) -> None:
-        """Start from ``gradients``, which `accumulated` returned in an earlier run."""
-        self._window_is_open = True
-        for bucket in self.buckets:
-            mine = {id(master): gradients[id(master)] for master in bucket.masters if id(master) in gradients}
-            self._accumulated[bucket].add(mine)
-
-    def show(self, *, after_step: bool) -> None:
-        """Put into ``.grad`` what plain training leaves there, until the next batch begins. Call `settle` first.
-
-        User code may write to these gradients, replace or drop them: that counts, as in plain training.
-
-        Args:
-            after_step: whether plain training still has the gradients that a step has used.
-        """
-        if not (after_step or self._window_is_open) and self._shown is None:
-            self._forget(frozenset())  # validation begins with the module's zero_grad, which reaches all parameters
-        self._hide()
-        self._shown = {}
-        gradients = self._present() if self._window_is_open else self._left | self._present()
-        if not self._window_is_open:
-            for total in self._left_in:
-                total.handed_out = True  # the next batch must not reuse memory that user code has kept
-        for bucket in self.buckets:
-            self._accumulated[bucket].shown = True
-            for master in bucket.masters:
-                gradient = gradients.get(id(master))
-                if gradient is not None and gradient.shape == master.shape:  # torch takes no other, from a former .data
-                    self._shown[id(master)] = master.grad = gradient.detach()
-
-    def _hide(self) -> None:
-        """Take back from ``.grad`` what `show` has put there, with the changes by user code."""
-        shown, self._shown = self._shown, None
-        if shown is None:
-            return
-        outside = self._outside()
-        for bucket in self.buckets:
-            for master in bucket.masters:
-                key, now = id(master), master.grad
-                master.grad = None
-                if now is shown.get(key):
-                    continue
-                self._accumulated[bucket].drop(key)
-                self._left.pop(key, None)
-                if now is not None and (self._window_is_open or key in outside):
-                    self._accumulated[bucket].add({key: now.detach()})
-                elif now is not None:
-                    self._left[key] = now.detach()
 
     @property
     def begun(self) -> bool:
@@ -356,9 +220,7 @@ class AsyncOptimizer:
 
     def publish_all(self) -> None:
         """Let the next step see all updates, whatever the staleness, and user code's writes. Call `settle` first."""
-        moved = self._scales.fix(self.wanted, self.submitted)
-        for accumulated in self._accumulated.values():
-            accumulated.multiply(moved)
+        self.gradients.multiply(self._scales.fix(self.wanted, self.submitted))
         for bucket in self.buckets:
             bucket.refresh()
             bucket.publish(self.submitted)
@@ -419,14 +281,17 @@ class AsyncOptimizer:
         self._thread.join()
 
     def _accumulate(self) -> None:
+        if (batch := self._take_batch()) is not None:
+            self.gradients.is_open = True
+            self._post(lambda: self._add(batch))
+
+    def _take_batch(self) -> StepGradients | None:
+        """Return the last batch's gradients, once; None if there are none, as when its loss was not differentiated."""
         batch, self._batch = self._batch, None
-        if batch is None:
-            return
-        if batch.scale is None:
+        if batch is not None and batch.scale is None:
             batch.release()
-            return
-        self._window_is_open = True
-        self._post(lambda: self._add(batch))
+            return None
+        return batch
 
     def _rest(self) -> None:
         waiter = self._thread.submit(lambda: None).waiter
@@ -473,48 +338,36 @@ class AsyncOptimizer:
 
         self._thread.submit(guarded)
 
-    def _forget(self, outside: AbstractSet[int]) -> None:
-        self._drop_left()
-        for accumulated in self._accumulated.values():
-            accumulated.forget(outside)
-
-    def _drop_left(self) -> None:
-        """Give back the memory of the gradients that the last step has left."""
-        for total in self._left_in:
-            total.release()
-        self._left, self._left_in = {}, ()
-
     def _as_they_come(
-        self, batch: StepGradients | None, came: Callable[[ParamBucket], None]
+        self, batch: StepGradients | None, uploaded: Callable[[ParamBucket], None]
     ) -> Iterator[list[ParamBucket]]:
         """Yield all buckets as they become ready, small ones together; of several, the first in forward order first.
 
         Args:
             batch: the gradients to wait for; None if there are none, so that all buckets are ready.
-            came: called with each bucket when its weights are uploaded, and again when it is ready.
+            uploaded: called with each bucket when its weights are uploaded, and again when it is ready.
         """
         readiness = batch.readiness if batch is not None else None
         there: list[tuple[int, ParamBucket]] = []
         coming = len(self.buckets)
         while coming or there:
             if coming:
-                buckets = self.buckets if readiness is None else readiness.take(wait=not there, sent=came)
+                buckets = self.buckets if readiness is None else readiness.take(wait=not there, uploaded=uploaded)
                 for bucket in buckets:
-                    came(bucket)
+                    uploaded(bucket)
                     heapq.heappush(there, (bucket.index, bucket))
                 coming -= len(buckets)
             yield self._piece(there)
 
-    def _in_order(self, batch: StepGradients | None, came: Callable[[ParamBucket], None]) -> Iterator[ParamBucket]:
+    def _in_order(self, exchange: GradientExchange, step: _OptimizerStep) -> Iterator[ParamBucket]:
         """Yield all buckets as they become ready, in the order in which machines exchange them; see `_as_they_come`."""
-        assert self._exchange is not None
-        readiness = batch.readiness if batch is not None else None
+        readiness = step.batch.readiness if step.batch is not None else None
         there: set[ParamBucket] = set(self.buckets) if readiness is None else set()
-        for bucket in self._exchange.order:
+        for bucket in exchange.order:
             while bucket not in there:
                 assert readiness is not None
-                there.update(readiness.take(wait=True, sent=came))
-            came(bucket)
+                there.update(readiness.take(wait=True, uploaded=functools.partial(self._uploaded, step)))
+            self._uploaded(step, bucket)
             yield bucket
 
     def _piece(self, there: list[tuple[int, ParamBucket]]) -> list[ParamBucket]:
@@ -529,11 +382,11 @@ class AsyncOptimizer:
             batch.weigh()
         for buckets in self._as_they_come(batch, lambda bucket: None):
             for bucket in buckets:
-                self._accumulated[bucket].add(batch.take(bucket))
+                self.gradients.accumulated[bucket].add(batch.take(bucket))
                 batch.release(bucket)
         batch.release()
 
-    def _uploaded(self, bucket: ParamBucket, step: _OptimizerStep) -> None:
+    def _uploaded(self, step: _OptimizerStep, bucket: ParamBucket) -> None:
         """With staleness 1, publish the update before this one: the step's last upload of the bucket is over.
 
         Until then the step's own version had to stay in the working copies.
@@ -543,39 +396,35 @@ class AsyncOptimizer:
             bucket.publish(step.number - 1)
 
     def _gathered(self, step: _OptimizerStep) -> Iterator[dict[ParamBucket, dict[int, Tensor]]]:
-        """Yield the gradients of buckets as they become ready; see `_gather`."""
+        """Yield the gradients of buckets as they become ready; with several machines, their sums as they arrive."""
         if self._exchange is None:
-            for buckets in self._as_they_come(step.batch, lambda bucket: self._uploaded(bucket, step)):
+            for buckets in self._as_they_come(step.batch, functools.partial(self._uploaded, step)):
                 yield {bucket: self._gather(bucket, step) for bucket in buckets}
             return
-        for bucket in self._in_order(step.batch, lambda bucket: self._uploaded(bucket, step)):
-            yield from self._summed(step, self._exchange.add(bucket, self._gather(bucket, step)))
-        yield from self._summed(step, self._exchange.rest())
+        for bucket, gradients in self._summed(self._exchange, step):
+            self._use(step, bucket, gradients)
+            yield {bucket: gradients}
 
     def _summed(
-        self, step: _OptimizerStep, arrived: list[tuple[ParamBucket, dict[int, Tensor]]]
-    ) -> Iterator[dict[ParamBucket, dict[int, Tensor]]]:
-        for bucket, gradients in arrived:
-            for master in bucket.masters:
-                self._left.pop(id(master), None)
-            self._leave(step, gradients)
-            yield {bucket: gradients}
+        self, exchange: GradientExchange, step: _OptimizerStep
+    ) -> Iterator[tuple[ParamBucket, dict[int, Tensor]]]:
+        for bucket in self._in_order(exchange, step):
+            yield from exchange.add(bucket, self._gather(bucket, step))
+        yield from exchange.rest()
 
     def _gather(self, bucket: ParamBucket, step: _OptimizerStep) -> dict[int, Tensor]:
         """Return the bucket's gradients, summed over all batches since the last step [2]."""
         last = step.batch.take(bucket) if step.batch is not None else {}
-        gathered = self._accumulated[bucket].with_last(last, step.outside)
-        self._leave(step, gathered)
+        gathered = self.gradients.accumulated[bucket].with_last(last, step.outside)
+        self._use(step, bucket, gathered)
         return gathered
 
-    def _leave(self, step: _OptimizerStep, gradients: Mapping[int, Tensor]) -> None:
-        """Leave gradients, which the step uses, to `show`."""
+    def _use(self, step: _OptimizerStep, bucket: ParamBucket, gradients: dict[int, Tensor]) -> None:
         if step.keeps:
-            self._left.update(gradients)
+            self.gradients.use(bucket, gradients)
 
     def _run(self, step: _OptimizerStep) -> None:
-        self._drop_left()
-        self._left_in = step.batch.sums if step.batch is not None and step.keeps else ()
+        self.gradients.begin_step(step.batch.sums if step.batch is not None and step.keeps else ())
         if self._exchange is not None:
             self._exchange.begin()
             if step.batch is not None:
@@ -593,19 +442,22 @@ class AsyncOptimizer:
 
     def _step(self, step: _OptimizerStep) -> None:
         self._applying = False
-        clip = step.clip if step.clip is not None and step.clip.kind == "norm" else None
-        scaled = self._scales.scale is not None
-        if not (clip or scaled):
-            if self._exchange is not None:
-                for mine in self._gathered(step):
-                    self._apply(step, mine)
-                self._publish_weights(step, wait=True)
-                return
+        clips_by_norm = step.clip is not None and step.clip.kind == "norm"
+        if clips_by_norm or self._scales.scale is not None:
+            self._step_at_once(step, step.clip if clips_by_norm else None)
+        elif self._exchange is not None:
+            for gathered in self._gathered(step):
+                self._apply(step, gathered)
+        else:
             with self._draining(step):
-                for buckets in self._as_they_come(step.batch, lambda bucket: self._uploaded(bucket, step)):
+                for buckets in self._as_they_come(step.batch, functools.partial(self._uploaded, step)):
                     if not (len(buckets) == 1 and self._apply_parts(step, buckets[0])):
                         self._apply(step, {bucket: self._gather(bucket, step) for bucket in buckets})
-            return
+        self._publish_weights(step, wait=True)
+
+    def _step_at_once(self, step: _OptimizerStep, clip: Clip | None) -> None:
+        """Step all buckets, or none if gradients are not finite, once all gradients are there [3]."""
+        scaled = self._scales.scale is not None
         gathered: dict[ParamBucket, dict[int, Tensor]] = {}
         measured: dict[int, Tensor] = {}
         finite = True
@@ -614,27 +466,26 @@ class AsyncOptimizer:
             held = {key: grad for key, grad in gradients.items() if key in step.hyperparameters.group_of}
             if scaled:
                 finite &= unscale(held.values(), step.scale)
-            if clip:
+            if clip is not None:
                 measured.update(zip(held, norms(list(held.values())), strict=True))
         whole = step.held({key: gradient for gradients in gathered.values() for key, gradient in gradients.items()})
-        lengths, some = [measured[key] for key in whole] if clip else [], bool(whole)
+        lengths, some = [measured[key] for key in whole] if clip is not None else [], bool(whole)
         if self._exchange is not None and self._exchange.owner:
-            norms_of = measured if clip else {key: torch.zeros(()) for key in whole}
+            norms_of = measured if clip is not None else {key: torch.zeros(()) for key in whole}
             lengths, finite = self._exchange.combined_norms(norms_of, list(step.hyperparameters.group_of), finite)
             some = bool(lengths)
         if scaled:
             self._scales.decided(step.number, finite=finite if some else None)
-        if clip and some and finite:
-            scale(list(whole.values()), coefficient(lengths, clip))  # [3]
+        if clip is not None and some and finite:
+            scale(list(whole.values()), coefficient(lengths, clip))
         there = [(bucket.index, bucket) for bucket in self.buckets]
         while there:
             self._apply(step, {bucket: gathered[bucket] if finite else {} for bucket in self._piece(there)})
-        self._publish_weights(step, wait=True)
 
     @contextmanager
     def _draining(self, step: _OptimizerStep) -> Iterator[None]:
         """Let downloads wait for memory while the optimizer has complete gradients to use, layer by layer."""
-        if self._pool is None or step.batch is None or step.keeps:
+        if step.batch is None or step.keeps:
             yield
             return
         self._pool.draining = step.batch.readiness
@@ -676,7 +527,7 @@ class AsyncOptimizer:
             False if nothing was done, as the bucket has to be stepped as a whole: it is small, its batch gave no
             gradients, user code has added to them, the optimizer does not hold all, or its kernel takes no parts.
         """
-        batch, values, accumulated = step.batch, step.hyperparameters, self._accumulated[bucket]
+        batch, values, accumulated = step.batch, step.hyperparameters, self.gradients.accumulated[bucket]
         if (
             batch is None
             or self._nbytes[bucket] < grad_buffers.STREAMED
@@ -701,20 +552,18 @@ class AsyncOptimizer:
                 step.partial_optimizer.step_part(values, key, gradient, start, end)
                 if not self.staleness:
                     bucket.refresh_part(master, start, end)
-        if step.keeps:
-            self._left.update({key: found[key][0].view_of(key) for key in found} | accumulated.present())
+        self._use(step, bucket, {key: found[key][0].view_of(key) for key in found} | accumulated.present())
         self._finish(step, bucket)
         return True
 
     def _finish(self, step: _OptimizerStep, bucket: ParamBucket) -> None:
         """Release the gradients of a stepped bucket, and publish it; with staleness 1, `_uploaded` does that later."""
-        self._accumulated[bucket].forget(step.outside)
+        self.gradients.accumulated[bucket].forget(step.outside)
         if step.batch is not None:
             if step.batch.readiness is not None:
                 step.batch.readiness.used()
             if not step.keeps:
                 step.batch.release(bucket)
-            if self._pool is not None:
-                self._pool.look_again()  # the bucket may have had no memory, and be the last one that was complete
+            self._pool.look_again()  # the bucket may have had no memory, and be the last one that was complete
         if not self.staleness:
             bucket.publish(step.number)

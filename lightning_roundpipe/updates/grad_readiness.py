@@ -41,7 +41,7 @@ class UploadedStage(Protocol):
     Attributes:
         layers: the layers that are uploaded for it.
         sums: the host sums that it adds gradients to, by call.
-        readiness: called with each of its uploads.
+        readiness: is told of its uploads, its gradients and its end.
     """
 
     layers: Sequence[HostLayer]
@@ -54,7 +54,7 @@ class Dropped(Exception):
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _Uploading:
     """A bucket whose uploads are all enqueued, with the ends of those uploads."""
 
     bucket: ParamBucket
@@ -66,52 +66,48 @@ class GradReadiness:
 
     Args:
         buckets: all buckets of the model.
+        reports_uploads: whether `take` tells which buckets are uploaded, before they are ready [3].
     """
 
-    def __init__(self, buckets: Sequence[ParamBucket]) -> None:
+    def __init__(self, buckets: Sequence[ParamBucket], *, reports_uploads: bool = False) -> None:
+        self._reports_uploads = reports_uploads
         self._lock = threading.Lock()
         self._open = dict.fromkeys(buckets, 0)
-        self._unsent_calls: dict[UploadedStage, dict[ParamBucket, set[int]]] = {}
+        self._calls_left: dict[UploadedStage, dict[ParamBucket, set[int]]] = {}
         """By slot, and by bucket in it: the calls whose gradients are not on their way yet."""
         self._read: Collection[ParamBucket] | None = None
         self._ended = False
         self._coming = set(buckets)
         self._unused = 0
-        self._unsent = dict.fromkeys(buckets, 0)
+        self._uploads_left = dict.fromkeys(buckets, 0)
         self._uploads: dict[ParamBucket, list[Event]] = {bucket: [] for bucket in buckets}
-        self._there: queue.SimpleQueue[ParamBucket | _Sent | None] = queue.SimpleQueue()
+        self._there: queue.SimpleQueue[ParamBucket | _Uploading | None] = queue.SimpleQueue()
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def expect(self, slots: Iterable[UploadedStage], *, uploads: bool = True) -> None:
-        """Add slots of the step. Call it before the first of them is closed, and for all slots before `passed`.
-
-        Args:
-            slots: the slots.
-            uploads: whether to report when buckets are uploaded [3].
-        """
+    def expect(self, slots: Iterable[UploadedStage]) -> None:
+        """Add slots of the step. Call it before the first of them is closed, and for all slots before `passed`."""
         with self._lock:
             for slot in slots:
+                slot.readiness = self
                 for bucket in _buckets(slot):
                     self._open[bucket] += 1
-                if uploads:
-                    slot.readiness = self
-                    for layer in slot.layers:
-                        self._unsent[layer.bucket] += 1
+                for layer in slot.layers:
+                    self._uploads_left[layer.bucket] += 1
 
     def uploading(self, bucket: ParamBucket, upload: Event) -> None:
         """Count the upload of a layer of ``bucket`` for one of the slots, which ends at ``upload`` [3]."""
         with self._lock:
-            self._unsent[bucket] -= 1
+            self._uploads_left[bucket] -= 1
             self._uploads[bucket].append(upload)
             self._look([bucket])
 
-    def sent(self, slot: UploadedStage, call: int) -> None:
+    def gradients_sent(self, slot: UploadedStage, call: int) -> None:
         """Note that the gradients of ``call`` are on their way from ``slot``: no microbatch will add to them [1]."""
         with self._lock:
-            if slot not in self._unsent_calls:
-                self._unsent_calls[slot] = _calls(slot)
-            left = self._unsent_calls[slot]
+            if slot not in self._calls_left:
+                self._calls_left[slot] = _calls(slot)
+            left = self._calls_left[slot]
             bucket = slot.sums[call].layer.bucket
             calls = left[bucket]
             calls.discard(call)
@@ -122,7 +118,7 @@ class GradReadiness:
     def closed(self, slot: UploadedStage) -> None:
         """Count a closed slot, whose gradient downloads are enqueued [1]."""
         with self._lock:
-            left = self._unsent_calls.pop(slot, {})
+            left = self._calls_left.pop(slot, {})
             buckets = [bucket for bucket in _buckets(slot) if left.get(bucket, True)]
             for bucket in buckets:
                 self._open[bucket] -= 1
@@ -157,8 +153,9 @@ class GradReadiness:
     def _look(self, buckets: Iterable[ParamBucket]) -> None:
         for bucket in buckets:
             known = self._read is not None and (self._ended or bucket not in self._read)
-            if known and not self._unsent[bucket] and self._uploads[bucket]:
-                self._there.put(_Sent(bucket, self._uploads[bucket]))
+            uploading = self._reports_uploads and not self._uploads_left[bucket]
+            if known and uploading and self._uploads[bucket]:
+                self._there.put(_Uploading(bucket, self._uploads[bucket]))
                 self._uploads[bucket] = []
             if known and not self._open[bucket] and bucket in self._coming:
                 self._coming.discard(bucket)
@@ -167,12 +164,12 @@ class GradReadiness:
 
     # -- the optimizer's thread ---------------------------------------------------------------------------------------
 
-    def take(self, *, wait: bool, sent: Callable[[ParamBucket], None] = lambda bucket: None) -> list[ParamBucket]:
+    def take(self, *, wait: bool, uploaded: Callable[[ParamBucket], None] = lambda bucket: None) -> list[ParamBucket]:
         """Return the buckets that have become ready since the last call.
 
         Args:
             wait: whether to wait for at least one.
-            sent: called with each bucket that has been uploaded.
+            uploaded: called with each bucket that has been uploaded.
 
         Raises:
             Dropped: if the step has failed.
@@ -195,7 +192,7 @@ class GradReadiness:
                     continue
                 for upload in bucket.uploads:
                     upload.wait()
-                sent(bucket.bucket)
+                uploaded(bucket.bucket)
 
 
 def _calls(slot: UploadedStage) -> dict[ParamBucket, set[int]]:

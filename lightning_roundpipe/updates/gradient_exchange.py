@@ -21,7 +21,7 @@ also counts the machines where each parameter has one, so that one without any s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,8 +118,6 @@ class GradientExchange:
         """Buckets whose new weights are there."""
         self._apart = False
         """Whether this machine's optimizer steps on its own thread."""
-        self._only: int | None = None
-        """The machine that alone gets sums, of all buckets."""
 
     def owns(self, bucket: ParamBucket) -> bool:
         """Return whether this machine updates ``bucket``."""
@@ -203,30 +201,17 @@ class GradientExchange:
             self._land()
         return self._taken()
 
-    def summed(
-        self,
-        gradients: Mapping[int, Tensor],
-        to: int | None = None,
-        copied: Callable[[Tensor], Tensor] | None = None,
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the ids of masters and the sums of their ``gradients``, bucket by bucket.
-
-        Args:
-            gradients: this machine's, by id of the master.
-            to: the only machine that gets sums; None: all do.
-            copied: makes the memory of a sum from a gradient, when its bucket is sent; None: that of the gradient.
-        """
+    def summed(self, gradients: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Yield the ids of masters and the sums of this machine's ``gradients``, by id of the master."""
         self.begin()
-        apart, self._apart, self._only = self._apart, False, to
+        apart, self._apart = self._apart, False
         try:
             for bucket in self.order:
                 mine = {id(master): gradients[id(master)] for master in bucket.masters if id(master) in gradients}
-                if copied is not None and to in (None, self.peers.rank):
-                    mine = {key: copied(gradient) for key, gradient in mine.items()}
                 yield from (pair for _, sums in self.add(bucket, mine) for pair in sums.items())
             yield from (pair for _, sums in self.rest() for pair in sums.items())
         finally:
-            self._apart, self._only = apart, None
+            self._apart = apart
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -296,7 +281,7 @@ class GradientExchange:
 
     def _receiver(self, bucket: ParamBucket) -> int | None:
         """Return the machine that gets the sums of ``bucket``; None if all do."""
-        return self.owner[bucket] if self._shares_out else self._only
+        return self.owner[bucket] if self._shares_out else None
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

@@ -46,18 +46,18 @@ class TorchThreadState(NamedTuple):
         local = tuple(_Local(value, dict(vars(value))) for value in thread_locals)
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, local)
 
-    def entered(self, *, grad: bool | None = None) -> contextlib.AbstractContextManager[None]:
-        """Return a context with these modes; ``grad`` overrides grad mode."""
-        return _Entered(self, self.grad if grad is None else grad)
+    def entered(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context with these modes."""
+        return _Entered(self)
 
 
 class _Entered:
     """Context with the modes of ``state``. Changes only what differs, usually nothing."""
 
-    __slots__ = ("_around", "_before", "_grad", "_state")
+    __slots__ = ("_around", "_before", "_state")
 
-    def __init__(self, state: TorchThreadState, grad: bool) -> None:
-        self._state, self._grad = state, grad
+    def __init__(self, state: TorchThreadState) -> None:
+        self._state = state
         self._around: contextlib.ExitStack | None = None
 
     def __enter__(self) -> None:
@@ -69,8 +69,8 @@ class _Entered:
                 autocast = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
                 self._entering().enter_context(autocast)
         self._before = torch.is_grad_enabled()
-        if self._before != self._grad:
-            torch._C._set_grad_enabled(self._grad)
+        if self._before != state.grad:
+            torch._C._set_grad_enabled(state.grad)
         for local in state.locals:
             local.enter()
 

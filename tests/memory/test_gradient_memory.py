@@ -186,7 +186,7 @@ def test_a_bucket_without_gradients_wakes_downloads(layer: Any) -> None:
     pool.draining = readiness
     readiness.passed(())
     thread = waiting(pool)
-    updates = AsyncOptimizer([layer.bucket], pool=pool)
+    updates = AsyncOptimizer([layer.bucket], pool)
     batch = StepGradients([], [], 1.0, readiness)
     step: Any = SimpleNamespace(batch=batch, keeps=False, outside=frozenset(), number=1)
     updates._finish(step, layer.bucket)

@@ -75,9 +75,9 @@ class Upload:
 def test_a_unit_is_sent_when_its_uploads_are_over() -> None:
     a, b = buckets(2)
     slots, notes = [slot(a), slot(b), slot(a)], list[str]()
-    readiness = GradReadiness([a, b])
+    readiness = GradReadiness([a, b], reports_uploads=True)
     readiness.expect(slots)
-    send = functools.partial(readiness.take, wait=False, sent=lambda bucket: notes.append(f"unit {bucket.index}"))
+    send = functools.partial(readiness.take, wait=False, uploaded=lambda bucket: notes.append(f"unit {bucket.index}"))
     readiness.uploading(b, Upload("b", notes))  # type: ignore[arg-type]
     readiness.uploading(a, Upload("a", notes))  # type: ignore[arg-type]
     assert send() == [] and notes == []  # user code may still read them, before all losses
