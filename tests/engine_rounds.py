@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -166,7 +166,7 @@ class Round:
         return cls(
             seed,
             devices=draw.randint(1, 4),
-            plan=_plan(draw, count) if draw.random() < 0.9 else None,
+            plan=_plan(draw, count, random.Random(seed)) if draw.random() < 0.9 else None,
             windows=windows,
             apart=apart,
             staleness=draw.randint(0, 1) if apart else 0,
@@ -191,14 +191,16 @@ def _order(draw: random.Random, odd: bool) -> list[int]:
     return order
 
 
-def _plan(draw: random.Random, count: int) -> str:
+def _plan(draw: random.Random, count: int, carries: random.Random) -> str:
     first = draw.randint(0, CALLS - 1)
 
     def cuts() -> tuple[Span, ...]:
         ends = [0, *(c for c in range(1, first) if draw.random() < 0.5), first]
         return tuple(Span(a, b - 1) for a, b in pairwise(ends)) if first else ()
 
-    return str(Plan(cuts(), Span(first, CALLS - 1), cuts()[::-1], draw.randint(1, count), draw.random() < 0.5))
+    plan = Plan(cuts(), Span(first, CALLS - 1), cuts()[::-1], draw.randint(1, count), draw.random() < 0.5)
+    share = carries.choice([0.0, 0.5, 1.0])
+    return str(replace(plan, carry=tuple(call for call in range(first) if carries.random() < share)))
 
 
 class Plainly:

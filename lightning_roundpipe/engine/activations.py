@@ -200,6 +200,20 @@ def _downloaded(
     return HostTensor(to if whole is None else whole, end)
 
 
+def download_parts(
+    whole: Tensor, parts: Iterable[tuple[Tensor, Tensor]], home: Device, recorder: Recorder, microbatch: int
+) -> HostTensor:
+    """Enqueue copies of tensors on ``home`` that nobody writes to, each to its part of ``whole`` on the host."""
+    stream = home.activations_down
+    stream.wait(home.compute.record())
+    start = stream.record(timed=True)
+    for to, of in parts:
+        stream.copy(to, of)
+    end = stream.record(timed=True)
+    recorder.add("download_activations", home.index, start, end, microbatch, whole.nbytes)
+    return HostTensor(whole, end)
+
+
 def upload(saved: HostTensor, device: Device, recorder: Recorder, microbatch: int, *, lent: bool = False) -> Arriving:
     """Enqueue a copy of ``saved`` to ``device``."""
     if saved.tensor.layout is not torch.strided:

@@ -108,6 +108,7 @@ class StepSpec:
         loss_weights: how much the microbatches count; also says how many there are.
         measures: whether a plan is to be made from it.
         ahead: whether a stage is recomputed before the gradients of its last call are there.
+        carry: calls whose products are carried.
         thread_state: torch's modes of the thread that began it.
         recorder: records calls and copies.
         scope: carries its first error to all its threads.
@@ -123,6 +124,7 @@ class StepSpec:
     loss_weights: LossWeights
     measures: bool
     ahead: bool
+    carry: frozenset[int]
     thread_state: TorchThreadState
     recorder: Recorder
     scope: CancelScope

@@ -24,6 +24,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.engine.activations import Arriving
 from lightning_roundpipe.engine.arguments import Arguments, Substitution, collect
+from lightning_roundpipe.engine.carrying import Gathering, Measuring, Product, Returning
 from lightning_roundpipe.engine.compiling import LayerCompiler
 from lightning_roundpipe.engine.events import EventSource
 from lightning_roundpipe.engine.layer_attributes import LayerWrites
@@ -91,6 +92,8 @@ class LayerCall:
         planned: whether it is a call of the trace.
         traced: what the first window learns about the call; None after it.
         place: gives user code the outputs of a repeated call; None for other calls.
+        products: of its forward, if they are carried.
+        carried: their outputs on the host, in one block.
     """
 
     layer: HostLayer
@@ -118,6 +121,13 @@ class LayerCall:
     planned: bool = False
     traced: TracedCall | None = None
     place: Callable[[list[Tensor], Device], list[Tensor]] | None = None
+    products: list[Product] = field(default_factory=list)
+    carried: list[HostTensor] = field(default_factory=list)
+
+    @property
+    def brought(self) -> list[HostTensor]:
+        """What its recomputation needs on the worker."""
+        return [*self.saved, *self.carried]
 
     @property
     def use(self) -> int:
@@ -189,7 +199,7 @@ class Executor:
 
     def forward(
         self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner, inside: Inside, *,
-        keep_graph: bool,
+        keep_graph: bool, carries: bool = False,
     ) -> tuple[Any, Run]:  # fmt: skip
         """Run a call.
 
@@ -200,6 +210,7 @@ class Executor:
             runner: the calling thread.
             inside: the context of the layer's code.
             keep_graph: whether the graph is kept for the backward.
+            carries: whether its products go to the host for the recomputation. Compiled code has none.
 
         Returns:
             What user code gets, and the run, of which `deliver` gives it the rest.
@@ -213,8 +224,16 @@ class Executor:
             buffers.load()
         with self.device.track(tensors, INPUTS):
             meter = self._meter(call, tensors)
-            run, aliases, sink = self._run(call, slot, tensors, replica, runner, "forward", inside, grad=grad)
+            gathering = None
+            if carries and not self._compiler.compiled:
+                gathering = Gathering(self.device, draws=layer.index in self._randomness.draws)
+            run, aliases, sink = self._run(
+                call, slot, tensors, replica, runner, "forward", inside, gathering, grad=grad
+            )
             found = run.tensors
+            if gathering is not None and run.differentiable:
+                call.products, call.carried = gathering.send(slot.recorder, call.microbatch)
+                worker.carrying += [host.ready for host in call.carried if host.ready is not None]
             self.device.track_until_freed(found, OUTPUTS)
             if meter is not None and call.traced is not None:
                 call.traced.kept_bytes = meter.read()
@@ -297,7 +316,7 @@ class Executor:
 
     def _run(
         self, call: LayerCall, slot: Slot, tensors: list[Tensor], replica: Replica, runner: Runner, kind: str,
-        inside: Inside, *, grad: bool,
+        inside: Inside, carrying: Gathering | Returning | None = None, *, grad: bool,
     ) -> tuple[Run, list[Tensor], Gradients]:  # fmt: skip
         """Run the layer's code; the caller has waited for all that it reads."""
         layer, device, again = call.layer, self.device, kind == "recompute"
@@ -324,7 +343,8 @@ class Executor:
         began = time.perf_counter()
         watched = _NOTHING if call.traced is None else self._watching(call, slot, kind, replica)
         computing = self._computing(call, slot, kind, runner, inside, alone=draws)
-        with computing, torch.set_grad_enabled(grad), saved, unmoved, writes, watched, borrowing, observed:
+        carried: contextlib.AbstractContextManager[Any] = carrying or _NOTHING
+        with computing, torch.set_grad_enabled(grad), saved, unmoved, writes, watched, borrowing, observed, carried:
             result, collected = collecting(forward, *built.args, **built.kwargs)
             output = result, collected or None
         call.seconds = time.perf_counter() - began
@@ -413,6 +433,10 @@ class Executor:
                 around.enter_context(CastWatcher(call.layer.uses, replica.parameters))
             if self._rates is not None and kind != "recompute":
                 counter = around.enter_context(Counter(self._rates))
+            if kind == "forward" and call.is_taped and not self._compiler.compiled and call.traced is not None:
+                record = functools.partial(self.device.compute.record, timed=True)
+                clock = record if counter is None else lambda: counter.work.seconds
+                call.traced.products = around.enter_context(Measuring(self.device, clock))
             yield
         if counter is not None:
             slot.recorder.count(kind, call.microbatch, call.index, counter.work.seconds)
@@ -453,7 +477,7 @@ class Executor:
         Args:
             call: the call.
             slot: an open slot that has the layer's weights.
-            inputs: its saved tensors on this worker.
+            inputs: its saved tensors on this worker, and its carried products behind them.
             gradients: of each of its outputs, in parts.
             factor: by which gradients of parameters are multiplied before they are added to the sums.
             runner: the calling thread.
@@ -491,7 +515,9 @@ class Executor:
         if sums is not None:
             sums.detach(replica.parameters, factor)
         sink.closed = True
+        lent = {address_of(a.tensor) for a in inputs}  # memory that others get next
         found = [parts[0].tensor if parts else None for parts in sink.parts]
+        found = [g.clone() if g is not None and address_of(g) in lent else g for g in found]
         given = [g for g in found if g is not None]
         device.track_until_freed(given, GRADIENTS)
         if meter is not None and call.traced is not None:
@@ -504,22 +530,36 @@ class Executor:
         self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner, inside: Inside
     ) -> None:
         """Repeat the forward of a call, now for its graph. Arguments as for `backward`."""
+        there, count = self._take(slot, call.layer, inputs, runner), len(call.saved)
+        returning = None
+        if call.products:
+            [block] = there[count:]
+            returning = Returning(call.products, block, self.device.generator)
+        outputs, sink = self._recompute(call, slot, there[:count], runner, inside, returning)
+        if returning is not None and not returning.has_fitted():
+            outputs, sink = self._recompute(call, slot, there[:count], runner, inside)
+        self._check(call, outputs)
+        self.device.track_until_freed(outputs, OUTPUTS)
+        call.graph = outputs, sink
+
+    def _recompute(
+        self, call: LayerCall, slot: Slot, saved: Sequence[Tensor], runner: Runner, inside: Inside,
+        returning: Returning | None = None,
+    ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
         layer, device = call.layer, self.device
         replica, buffers = self._copy(slot, layer)
-        there = self._take(slot, layer, inputs, runner)
         if buffers:
             buffers.load(call.buffers)
-        given = [t.clone() if i in call.mutated else t for i, t in enumerate(there)]
+        given = [t.clone() if i in call.mutated else t for i, t in enumerate(saved)]
         again = noted(lambda: FaultPlace(layer.title, "recomputation", call.microbatch, slot, device))
         with again, device.track(given, INPUTS), call.thread_state.entered():
             run, _, sink = call.context.run(
-                functools.partial(self._run, grad=True), call, slot, given, replica, runner, "recompute", inside
-            )
+                functools.partial(self._run, grad=True), call, slot, given, replica, runner, "recompute", inside,
+                returning,
+            )  # fmt: skip
         if buffers:
             buffers.discard()
-        self._check(call, run.differentiable)
-        device.track_until_freed(run.differentiable, OUTPUTS)
-        call.graph = run.differentiable, sink
+        return run.differentiable, sink
 
     @staticmethod
     def _check(call: LayerCall, outputs: Sequence[Tensor]) -> None:

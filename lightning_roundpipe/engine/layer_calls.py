@@ -145,6 +145,9 @@ class LayerCalls:
         with turns.take(call, slot, self.sections.phase, [*coming.values()], lent=not keeps) as executor:
             worker, bring = executor.worker, activations.on
             worker.wait_for_copies(turns.runner)
+            carries = taped and slot.position is not None and call.index in self.spec.carry
+            if carries:
+                worker.wait_for_products(turns.runner)
             if taped and not keeps:
                 call.saved = [coming.get(i) or activations.save(t, device) for i, t in enumerate(given)]
                 worker.copying = [saved.ready for saved in call.saved if saved.ready is not None]
@@ -154,7 +157,9 @@ class LayerCalls:
             ]
             inside = Inside(call.layer.name)
             with without_caller_modes():
-                result, run = executor.forward(call, slot, inputs, turns.runner, inside, keep_graph=keeps)
+                result, run = executor.forward(
+                    call, slot, inputs, turns.runner, inside, keep_graph=keeps, carries=carries
+                )
             if call.kinds and not (taped or keeps):  # it computes with a parameter of another module
                 call.saved = list(map(activations.save, given, homes))
             if call.place is None:
@@ -240,10 +245,12 @@ class Tape:
         planned, device = slot.position is not None, self.context.pool.workers[slot.worker].device
         self._refuse_unplaced(call, slot.sums.get(call.index))
         parts = self._gradients_of(call, device)
-        saved = call.saved if call.graph is None else []
+        saved = call.brought if call.graph is None else []
         sent = [part for of_output in parts for part in of_output if isinstance(part, HostTensor)]
         with turns.take(call, slot, "backward", [*saved, *sent]) as executor:
             worker, bring = executor.worker, activations.on
+            if saved and call.carried:
+                worker.wait_for_products(turns.runner)
             inputs = [bring(each, device) for each in saved]
             arriving = [
                 [bring(p, device) if isinstance(p, HostTensor) else Arriving(p, None) for p in of_output]
@@ -300,7 +307,7 @@ class Tape:
             if other.index not in slot.calls:
                 return
             if other.graph is None:
-                inputs = [self.turns.activations.on(each, executor.device) for each in other.saved]
+                inputs = [self.turns.activations.on(each, executor.device) for each in other.brought]
                 executor.recompute(other, slot, inputs, self.turns.runner, Inside(other.layer.name))
 
     def _gradients_of(self, call: LayerCall, device: Device) -> list[list[HostTensor | Tensor]]:
@@ -321,7 +328,7 @@ class Tape:
         """Return what the next call on the tape is recomputed from, or all that are recomputed ahead, in ``slot``."""
         calls = reversed(self.calls) if self.spec.ahead else self.calls[-1:]
         mine = itertools.takewhile(lambda call: call.index in slot.calls and slot.phase == "backward", calls)
-        return [saved for call in mine for saved in call.saved]
+        return [saved for call in mine for saved in call.brought]
 
     def _hand_on(self, call: LayerCall, gradients: Sequence[Tensor | None], device: Device) -> None:
         """Hand the gradients of a call's inputs to the calls in front, and through user code in between [4]."""

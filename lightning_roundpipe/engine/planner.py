@@ -28,6 +28,7 @@ from lightning_roundpipe.memory.budget import (
 )
 from lightning_roundpipe.memory.grad_buffers import GradientLayout
 from lightning_roundpipe.memory.host_layer import HostLayer, begin_to_train
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits
@@ -148,6 +149,12 @@ class Planner:
         if (text := options.plan_text) is not None:
             plan = Plan.parse(text)
             self._validate(plan, trace)
+            if without := [call for call in plan.carry if not trace.calls[call].product_bytes]:
+                self._hints.say(
+                    "carry",
+                    f"plan: {plural(len(without), 'call')} of carry have nothing that can be carried, as is so with "
+                    "compiled layers, and are recomputed.",
+                )
             check_plan_fits(plan, costs, options, self._devices)
         else:
             try:

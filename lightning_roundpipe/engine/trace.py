@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_roundpipe.engine.carrying import Measuring
 from lightning_roundpipe.memory.grad_buffers import GradientLayout
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.planning.costs import CallCost
 from lightning_roundpipe.planning.crossing import Crossed
 
 _NOTHING = Crossed()
+_MOST = ("activation_bytes", "kept_bytes", "forward_bytes", "backward_held_bytes", "product_bytes")
 
 
 @dataclass
@@ -33,6 +35,9 @@ class TracedCall:
         backward_held_bytes: outputs of calls, and what user code has made, that are alive when its backward begins.
         crossed: tensors that it shares with earlier calls.
         worker: number of the worker that it ran on.
+        products: what was seen of its products.
+        product_bytes: size of the outputs of its products, if they can be carried.
+        product_share: of its forward's time that they take.
     """
 
     layer: HostLayer
@@ -47,6 +52,14 @@ class TracedCall:
     returning_bytes: int = 0
     backward_held_bytes: int = 0
     crossed: Crossed = _NOTHING
+    products: Measuring | None = None
+    product_bytes: int = 0
+    product_share: float = 0.0
+
+    @property
+    def product_s(self) -> float:
+        """Seconds of its forward that its products take."""
+        return self.forward_s * self.product_share
 
     def cost(self, dtype: torch.dtype | None, unpack_s: Callable[[int], float]) -> CallCost:
         """Return its cost for the planner.
@@ -76,6 +89,8 @@ class TracedCall:
             unpacked_bytes=copies,
             unpack_s=unpacking_s,
             backward_unpack_s=unpacking_s if self.taped else 0.0,
+            product_bytes=self.product_bytes,
+            product_s=self.product_s,
             **dataclasses.asdict(self.crossed),
         )
 
@@ -120,6 +135,9 @@ class Trace:
             forwards = [s for kind in ("forward", "recompute") for s in seconds.get((kind, microbatch, index), ())]
             call.forward_s = min(forwards, default=0.0)
             call.backward_s = min(seconds.get(("backward", microbatch, index), [0.0]))
+            if call.products is not None and call.taped:
+                call.product_bytes, call.product_share = call.products.nbytes, call.products.share()
+            call.products = None
 
     @classmethod
     def of(cls, traces: Sequence[Trace]) -> Trace:
@@ -129,8 +147,8 @@ class Trace:
             if other is longest or other.names != longest.names:
                 continue
             for mine, theirs in zip(longest.calls, other.calls, strict=True):
-                for name in ("forward_s", "backward_s"):
+                for name in ("forward_s", "backward_s", "product_share"):
                     setattr(mine, name, min(getattr(mine, name), getattr(theirs, name)))
-                for name in ("activation_bytes", "kept_bytes", "forward_bytes", "backward_held_bytes"):
+                for name in _MOST:
                     setattr(mine, name, max(getattr(mine, name), getattr(theirs, name)))
         return longest

@@ -12,6 +12,7 @@ taken those of the step before; a thread of the worker does that [3].
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -190,6 +191,8 @@ class Worker:
         self._in_flight = InFlight()
         self.copying: list[Event] = []
         """The ends of the copies of the last call's inputs to the host."""
+        self.carrying: deque[Event] = deque()
+        """The ends of the copies of calls' products to the host."""
         self.sender = GradientSender(device)
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -354,6 +357,17 @@ class Worker:
         for event in before:
             self.follow(event, runner)
 
+    def wait_for_products(self, runner: Runner) -> None:
+        """Wait until the products of one call at most are on their way to the host: another call's take memory now.
+
+        The host waits itself, as a call that is enqueued has its memory.
+        """
+        while len(self.carrying) > 1:
+            if not (oldest := self.carrying.popleft()).done():
+                with GivenUp(self._baton, runner):
+                    oldest.wait()
+        self.device.drop_finished()
+
     def gradients_of(self, slot: Slot, call: int) -> DeviceGradSums | None:
         """Return the sums that the backward of a call adds to; None if nothing in its layer is trained."""
         self._wait_for_gradients(slot)
@@ -439,6 +453,7 @@ class Worker:
         """Reset the worker after a failure, when its thread and the device are at rest."""
         self.turns.clear()
         self.room.taken, self.copying = 0, []
+        self.carrying.clear()
         for memory in (self.planned, self.spare):
             memory.uploads.forget()
             memory.arena.abandon()

@@ -42,7 +42,7 @@ _NUMBERS = (
     "forward_s", "backward_s", "weight_bytes", "gradient_bytes", "boundary_bytes", "activation_bytes", "kept_bytes",
     "input_bytes", "forward_bytes", "waiting_bytes", "held_bytes", "returning_bytes",
     "backward_held_bytes", "reduced_bytes", "issue_s", "backward_issue_s", "unpacked_bytes", "unpack_s",
-    "backward_unpack_s",
+    "backward_unpack_s", "product_bytes", "product_s",
 )  # fmt: skip
 
 
@@ -84,6 +84,9 @@ class CallCost:
         unpacked_bytes: copies of its packed weights, where a stage unpacks them once.
         unpack_s: seconds of a forward in which these are made, where each use makes its own. 0: only backward does.
         backward_unpack_s: the same of its backward.
+        product_bytes: outputs of its matrix products and attention, which a plan may carry (`Plan.carry`). 0: it
+            cannot be carried.
+        product_s: the part of ``forward_s`` that these take, which a recomputation leaves out if they are carried.
     """
 
     layer: str
@@ -110,6 +113,8 @@ class CallCost:
     unpacked_bytes: int = 0
     unpack_s: float = 0.0
     backward_unpack_s: float = 0.0
+    product_bytes: int = 0
+    product_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:

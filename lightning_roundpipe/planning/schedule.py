@@ -8,7 +8,7 @@ A plan's text names the calls of the trace by number::
     forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4
 
     plan     = "forward" spans ";" "fused" span ";" "backward" spans ";" "round" number { ";" option }
-    option   = "recompute" "ahead" | "unpack" "once" spans
+    option   = "recompute" "ahead" | "unpack" "once" spans | "carry" spans
     spans    = "none" | span { " " span }
     span     = number | number "-" number            (first and last call, both included; 5 is short for 5-5)
 
@@ -18,7 +18,8 @@ which happens when the fused stage holds the whole model. Semicolons are for the
 (and Hydra's command line takes the text unquoted without them). With ``recompute ahead`` a backward stage recomputes a
 microbatch before its gradient is there, and keeps the graph of the whole stage until it is. ``unpack once`` names
 stages, counted from 0 in the order in which they run: what the first microbatch unpacks of their packed weights is kept
-for the round's others. With ``round 1`` and several workers, rounds run side by side.
+for the round's others. ``carry`` names calls of backward stages whose products go to the host and come back, instead of
+being computed again. With ``round 1`` and several workers, rounds run side by side.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from lightning_roundpipe.planning.span import Span
 _TEXT = re.compile(
     r"forward (?P<forward>[^a-z]+|none) fused (?P<fused>[^a-z ]+) backward (?P<backward>[^a-z]+|none) "
     r"round (?P<round>\d+)(?P<ahead> recompute ahead)?(?: unpack once (?P<once>[^a-z]+))?"
+    r"(?: carry (?P<carry>[^a-z]+))?"
 )
 _EXAMPLE = "'forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4'"
 
@@ -62,6 +64,7 @@ class Plan:
     Attributes:
         recompute_ahead: whether a worker recomputes for the microbatch whose turn it is before its gradient is there.
         unpack_once: positions of the stages that unpack packed weights once, ascending.
+        carry: calls of backward stages whose products travel instead of being computed again, ascending.
     """
 
     forward: tuple[Span, ...]
@@ -70,6 +73,7 @@ class Plan:
     round_microbatches: int
     recompute_ahead: bool = False
     unpack_once: tuple[int, ...] = ()
+    carry: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.round_microbatches < 1:
@@ -85,6 +89,7 @@ class Plan:
             f"forward {spans(self.forward)}; fused {self.fused}; backward {spans(self.backward)}; "
             f"round {self.round_microbatches}{'; recompute ahead' if self.recompute_ahead else ''}"
             f"{'; unpack once ' + spans(_runs(self.unpack_once)) if self.unpack_once else ''}"
+            f"{'; carry ' + spans(_runs(self.carry)) if self.carry else ''}"
         )
 
     @classmethod
@@ -98,7 +103,7 @@ class Plan:
         if found is None:
             raise ValueError(
                 f"plan: {text!r} is no plan: expected text like {_EXAMPLE}, where a pass without stages is 'none', and "
-                "which may end in '; recompute ahead' and '; unpack once 0-2'."
+                "which may end in '; recompute ahead', '; unpack once 0-2' and '; carry 0-5'."
             )
         forward, backward = _spans(found["forward"]), _spans(found["backward"])
         once = [position for span in _spans(found["once"] or "none") for position in span.calls()]
@@ -108,7 +113,8 @@ class Plan:
                 f"{len(forward) + len(backward)}."
             )
         ahead, [fused] = found["ahead"] is not None, _spans(found["fused"])
-        return cls(forward, fused, backward, int(found["round"]), ahead, tuple(sorted(once)))
+        carry = sorted({call for span in _spans(found["carry"] or "none") for call in span.calls()})
+        return cls(forward, fused, backward, int(found["round"]), ahead, tuple(sorted(once)), tuple(carry))
 
     # -- made by rule ------------------------------------------------------------------------------------------------
 
@@ -146,7 +152,7 @@ class Plan:
                 as the plan names.
 
         Raises:
-            ValueError: it does not.
+            ValueError: it does not, or it carries a call that is not recomputed.
         """
         if calls is None:
             calls = [""] * (1 + max(span.last for span in (*self.forward, self.fused, *self.backward)))
@@ -163,6 +169,12 @@ class Plan:
                     f"stand deepest calls first, and the fused stage ends the trace, as in {_EXAMPLE}; or leave plan= "
                     "unset to have one made."
                 )
+        again = {call for span in self.backward for call in span.calls()}
+        if strange := [call for call in self.carry if call not in again]:
+            raise ValueError(
+                f"plan: carry {' '.join(map(str, _runs(self.carry)))} names call {strange[0]}, which no backward stage "
+                "runs: only calls of backward stages are recomputed. Leave it out."
+            )
 
     def side_by_side(self, workers: int, microbatches: int) -> bool:
         """Whether rounds run side by side, as in data parallelism: each is one microbatch.

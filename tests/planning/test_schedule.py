@@ -101,6 +101,13 @@ def test_stages_that_unpack_once_print_and_parse() -> None:
     assert [stage.unpacks_once for stage in plan.stages()] == [True, True, True, False, True]
 
 
+def test_calls_that_are_carried_print_and_parse() -> None:
+    text = "forward 0-1 2-4; fused 5; backward 4 0-3; round 2; recompute ahead; unpack once 1; carry 0-2 4"
+    plan = Plan.parse(text.replace("carry 0-2 4", "carry 4 1-2 0"))
+    assert str(plan) == text and Plan.parse(text) == plan and plan.carry == (0, 1, 2, 4)
+    plan.validate()
+
+
 CALLS = ["embed", *(f"layers.{number}" for number in range(6)), "head"]
 
 
@@ -112,6 +119,7 @@ CALLS = ["embed", *(f"layers.{number}" for number in range(6)), "head"]
         ("forward 0-3; fused 4-7; backward 2-4 0-1; round 4", r"the backward pass .* call 5 \('layers.4'\) is due"),
         ("forward 1-3; fused 4-7; backward 0-3; round 4", r"the forward pass .* call 0 \('embed'\) is due"),
         ("forward 2-3 0-1; fused 4-7; backward 0-3; round 4", r"call 0 \('embed'\) is due. Forward stages ascend"),
+        ("forward 0-3; fused 4-7; backward 0-3; round 4; carry 3-5", "carry 3-5 names call 4, which no backward stage"),
         ("forward 0-3; fused 4-7; backward 0-1 2-3; round 4", r"the backward pass .* call 0 \('embed'\) is due"),
     ],
 )

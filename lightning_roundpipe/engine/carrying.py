@@ -1,0 +1,237 @@
+"""Products that travel: a recomputation takes the outputs of matrix products and attention instead of computing them.
+
+    the forward of a carried call ── a product's outputs are copied as it makes them ── [1]
+    behind the forward ── the copies go to the host ── [2]
+    its backward's turn ── they come from there, as its saved inputs do ── the recomputation: a product returns what has
+    come, all else is computed again ── [3]
+
+The graph is made where the backward runs, by the layer's own code, so any worker can do it, and the bits are those of a
+recomputation. The copy in [1] has the values that the product returned, whatever is written to its outputs later, and
+its strides and alignment, on which the rounding of what reads them may depend.
+
+Products are what torch's FLOP counter counts. One whose outputs have no such copy (other devices, views, tensor
+subclasses, sparse and nested tensors) is computed again, and so is what runs where no dispatch mode sees it: compiled
+code, higher-order operators, a checkpoint inside the layer, which recomputes in backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.alike import ALIGNED, apart, empty_alike, reach
+from lightning_roundpipe.devices.base import check_copy
+from lightning_roundpipe.engine.activations import download_parts
+from lightning_roundpipe.engine.events import Recorder
+from lightning_roundpipe.memory.host_tensor import HostTensor
+
+COPIES = "carried products"
+_C: Any = torch._C
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a block of bytes."""
+
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def behind(cls, end: int, tensor: Tensor) -> Place:
+        """Return the first place for ``tensor`` from byte ``end`` on that has its alignment."""
+        size = tensor.itemsize
+        start = end + -end % ALIGNED + apart(tensor) * size
+        return cls(start, reach(tensor) * size, tensor.dtype, tensor.shape, tensor.stride())
+
+    def within(self, block: Tensor) -> Tensor:
+        """Return the tensor in ``block``, with a version counter of its own."""
+        part = block[self.start : self.start + self.nbytes].view(self.dtype)
+        return part.as_strided(self.shape, self.stride).data
+
+
+class Product(NamedTuple):
+    """A product of a forward.
+
+    Attributes:
+        operation: what was called.
+        outputs: what it returned: for tensors of the device copies, and once these go to the host, their `Place`;
+            None: it is computed again.
+        state: of the device's generator behind it, if it may have drawn from it.
+    """
+
+    operation: OpOverload
+    outputs: Sequence[Any] | None
+    state: Tensor | None
+
+
+class _ProductMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that hands products to ``product``, and leaves everything else alone."""
+
+    supports_higher_order_operators = True
+
+    # TorchDispatchMode's own methods set flags of the process. Threads that enter and leave at once would confuse them,
+    # and torch.compile would not compile inside, so that code in carried calls would be rounded otherwise.
+    def __enter__(self) -> _ProductMode:
+        _C._push_on_torch_dispatch_stack(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _C._pop_torch_dispatch_stack(None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types or not _is_product(func):
+            return func(*args, **(kwargs or {}))
+        return self.product(func, functools.partial(func, *args, **(kwargs or {})))
+
+    def product(self, operation: OpOverload, compute: Callable[[], Any]) -> Any:
+        """Return the outputs of a product. ``compute`` computes them."""
+        raise NotImplementedError
+
+
+@functools.cache
+def _is_product(operation: Any) -> bool:
+    """Return whether torch counts the FLOPs of ``operation``, and it returns tensors of its own."""
+    if not isinstance(operation, OpOverload) or operation.overloadpacket not in flop_registry:
+        return False
+    schema = operation._schema
+    return not schema.is_mutable and all(value.alias_info is None for value in schema.returns)
+
+
+def _outputs(returned: Any, device: Device) -> Sequence[Any] | None:
+    """Return what a product on ``device`` has returned, one by one; None if it is not carried."""
+    outputs = returned if isinstance(returned, tuple) else (returned,)
+    return outputs if all(_is_plain(t, device) for t in outputs if isinstance(t, Tensor)) else None
+
+
+def _is_plain(tensor: Tensor, device: Device) -> bool:
+    if tensor.device != device.torch_device:  # seeds of attention may be on the host
+        return not (tensor.is_floating_point() or tensor.is_complex())
+    return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _travels(value: Any, device: Device) -> bool:
+    return isinstance(value, Tensor) and value.device == device.torch_device
+
+
+class Gathering(_ProductMode):  # type: ignore[no-untyped-call]
+    """Mode of a carried call's forward: keeps a copy of what each product returns [1].
+
+    Args:
+        device: the device that it runs on.
+        draws: whether the layer draws random numbers.
+    """
+
+    def __init__(self, device: Device, *, draws: bool) -> None:
+        self._device, self._draws = device, draws
+        self._made: list[Product] = []
+
+    def product(self, operation: OpOverload, compute: Callable[[], Any]) -> Any:
+        device, returned = self._device, compute()
+        if (outputs := _outputs(returned, device)) is not None:
+            outputs = [_copy(t) if _travels(t, device) else t for t in outputs]
+            device.track_until_freed([t for t in outputs if _travels(t, device)], COPIES)
+        drew = self._draws and torch.Tag.nondeterministic_seeded in operation.tags
+        self._made.append(Product(operation, outputs, device.generator.get_state() if drew else None))
+        return returned
+
+    def send(self, recorder: Recorder, microbatch: int) -> tuple[list[Product], list[HostTensor]]:
+        """Let the copies begin to go to the host, as one block of bytes [2]. Returns the products, and the block."""
+        device, made, self._made, end = self._device, self._made, [], 0
+        copies = [t for product in made for t in product.outputs or () if _travels(t, device)]
+        places: dict[int, Place] = {}
+        for copy in copies:
+            place = places[id(copy)] = Place.behind(end, copy)
+            end = place.start + place.nbytes
+        if not end:
+            return [], []
+        block = device.host_like(torch.empty(end, dtype=torch.uint8, device="meta"))
+        parts = [(places[id(copy)].within(block), copy) for copy in copies]
+        gone = [p._replace(outputs=p.outputs and [places.get(id(t), t) for t in p.outputs]) for p in made]
+        return gone, [download_parts(block, parts, device, recorder, microbatch)]
+
+
+class Returning(_ProductMode):  # type: ignore[no-untyped-call]
+    """Mode of a carried call's recomputation: products return what their forward has made [3].
+
+    Args:
+        products: of the forward.
+        block: what their outputs came in.
+        generator: the device's.
+    """
+
+    def __init__(self, products: Iterable[Product], block: Tensor, generator: torch.Generator) -> None:
+        self._left, self._block, self._generator = iter(products), block, generator
+        self._fits = True
+
+    def product(self, operation: OpOverload, compute: Callable[[], Any]) -> Any:
+        made = next(self._left, None) if self._fits else None
+        self._fits = made is not None and made.operation is operation
+        if made is None or not self._fits or made.outputs is None:
+            return compute()
+        if made.state is not None:
+            self._generator.set_state(made.state)
+        outputs = [value.within(self._block) if isinstance(value, Place) else value for value in made.outputs]
+        return outputs[0] if len(operation._schema.returns) == 1 else tuple(outputs)
+
+    def has_fitted(self) -> bool:
+        """Return whether the products were those of the forward. Call once, behind the recomputation."""
+        return self._fits and next(self._left, None) is None
+
+
+class Measuring(_ProductMode):  # type: ignore[no-untyped-call]
+    """Mode of a forward of the first window: finds what its products would take.
+
+    Args:
+        device: the device that it runs on.
+        clock: returns a point of time, as a number or a timed event.
+
+    Attributes:
+        nbytes: of the outputs.
+    """
+
+    def __init__(self, device: Device, clock: Callable[[], Any]) -> None:
+        self._device, self._clock = device, clock
+        self.nbytes = 0
+        self._times: list[Any] = []
+
+    def __enter__(self) -> Measuring:
+        self._began = self._clock()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._ended = self._clock()
+
+    def product(self, operation: OpOverload, compute: Callable[[], Any]) -> Any:
+        began = self._clock()
+        returned = compute()
+        self._times.append((began, self._clock()))
+        self.nbytes += sum(t.nbytes for t in _outputs(returned, self._device) or () if _travels(t, self._device))
+        return returned
+
+    def share(self) -> float:
+        """Return the products' share of the forward's time. Call it when the device is at rest."""
+        whole = _between(self._began, self._ended)
+        return min(1.0, sum(_between(*span) for span in self._times) / whole) if whole > 0 else 0.0
+
+
+def _between(began: Any, ended: Any) -> float:
+    return float(ended - began) if isinstance(began, float) else float(ended.time() - began.time())
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copy = empty_alike(tensor, tensor.device)
+    to, of = check_copy(copy, tensor)
+    to.copy_(of)
+    return copy

@@ -1,0 +1,274 @@
+"""Plans that carry products: the bits of those that recompute them, with what is not computed again."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from harness import Result, assert_identical, call_count, ours, per_call, run
+from test_quantized import task, trained
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import register_flop_formula
+from traps import WIDTH, Block, Net
+
+from lightning_roundpipe.engine import carrying
+from lightning_roundpipe.planning.schedule import Plan
+
+CAREFUL = {"poison": True, "delay_seed": 3}
+PLAN = "forward 0 1-2 3; fused 4; backward 3 1-2 0; round 2"
+COMPUTED: Counter[str] = Counter()
+"""How often forwards of products were computed."""
+TIMES = itertools.count()
+
+
+@torch.library.custom_op("roundpipe_tests::product", mutates_args=())
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    COMPUTED["product"] += 1
+    return x @ weight.t()
+
+
+@torch.library.custom_op("roundpipe_tests::noisy", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def noisy(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    COMPUTED["noisy"] += 1
+    mask = torch.rand(len(x), len(weight)) < 0.7
+    return x @ weight.t() * mask, mask
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs, *(output[1:] if isinstance(output, tuple) else ()))
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+    x, weight, *mask = ctx.saved_tensors
+    for each in mask:
+        grad = grad * each
+    return grad @ weight, grad.t() @ x
+
+
+for name, operation in {"product": product, "noisy": noisy}.items():
+    operation.register_autograd(_backward, setup_context=_keep)
+    register_flop_formula(getattr(torch.ops.roundpipe_tests, name))(lambda x, w, *_, **__: 2 * x[0] * x[1] * w[0])
+
+
+class Products(Block):
+    """Computes with operations that count how often they are called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = product(torch.tanh(x), self.inner.weight)
+        drawn: Tensor = noisy(torch.tanh(made), self.other.weight)[0]
+        return x + F.dropout(drawn, 0.3, self.training)
+
+
+class WritesToProducts(Block):
+    """By an alias that shares no version with the product, by ``.data``, and through a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.stack([x, x + 1])
+        y = F.linear(torch.tanh(x), self.inner.weight)
+        y += 1
+        z = F.linear(torch.tanh(y), self.other.weight)
+        z.data.mul_(2)
+        y = F.linear(torch.tanh(z), self.other.weight)
+        y[0].sub_(1)
+        return torch.tanh(y * z).sum(0)
+
+
+class ReturnsProducts(Block):
+    """One that user code writes to, one that is an attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = self.inner(x)
+        return self.other(torch.tanh(self.aux)).t().contiguous().t()
+
+
+class Checkpoints(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda h: torch.tanh(self.inner(torch.tanh(h))), x, use_reentrant=False)
+        x = checkpoint(lambda h: torch.tanh(self.inner(h)), x, use_reentrant=True)
+        return self.other(x)
+
+
+class Transforms(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.vmap(lambda row: torch.tanh(self.inner.weight @ row))(x)
+        return y + self.other(torch.tanh(y))
+
+
+class Compiled(Block):
+    """A part of it."""
+
+    @staticmethod
+    @torch.compile(backend="aot_eager")
+    def part(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.tanh(x @ weight).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.part(self.inner(x), self.inner.weight))
+
+
+class Differentiates(Block):
+    """Within its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.inner(x))
+        (slope,) = torch.autograd.grad(y.square().sum(), y if not y.requires_grad else x, create_graph=True)
+        return self.other(y + slope)
+
+
+class Alternates(Block):
+    """Computes one product more each second time, so that recomputations have other ones than their forwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if next(TIMES) % 2:
+            product(torch.ones(2, 2), torch.ones(2, 2))
+        return product(torch.tanh(self.inner(torch.tanh(x))), self.other.weight)  # type: ignore[no-any-return]
+
+
+class Many(Block):
+    """Products of other kinds: convolution, batches of matrices, integers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.conv1d(x[:, None], self.inner.weight[:2, None, :3], padding=1)
+        y = torch.tanh(y @ y.transpose(1, 2)) @ y
+        chosen = (torch.ones(2, 3, dtype=torch.int64) @ torch.ones(3, 2, dtype=torch.int64)).float().mean()
+        return self.other(torch.tanh(y.sum(1) * chosen)) + x
+
+
+class Network(Net):
+    """User code writes to what layers return."""
+
+    def body(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            h += 0.5
+            h = block(h)
+            h *= 1.5
+        return h
+
+
+def train(block: type[Block], plan: str | None = PLAN, devices: int = 2, **options: Any) -> Result:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        module = zoo.PlainClassifier(Network(block))
+    given = {"num_microbatches": 4, "layers": ["Linear", block.__name__]} | options
+    precision = given.pop("precision", None)
+    batches = zoo.make_batches("mlp", samples=8)
+    return run(ours(plan=plan, **given), module, batches, devices=devices, precision=precision)
+
+
+BLOCKS = [
+    Products,
+    WritesToProducts,
+    ReturnsProducts,
+    Checkpoints,
+    Transforms,
+    Compiled,
+    Differentiates,
+    Alternates,
+    Many,
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_no_bit_of_any_layer_depends_on_what_is_carried(block: type[Block]) -> None:
+    assert_identical(train(block), train(block, f"{PLAN}; carry 0-3", emulation=CAREFUL))
+
+
+def test_a_carried_product_is_computed_once() -> None:
+    counts = []
+    for plan in (PLAN, f"{PLAN}; carry 1 3"):
+        COMPUTED.clear()
+        train(Products, plan)
+        counts.append(COMPUTED.copy())
+    steps, microbatches, blocks = 2, 4, 2  # the first of three steps has no plan
+    for kind, count in counts[0].items():
+        assert count - counts[1][kind] == steps * microbatches * blocks
+
+
+def plans(n: int, size: int) -> dict[str, str]:
+    """Plans of ``n`` calls that carry."""
+    fused = n - 2
+    whole = f"forward 0-{fused - 1}; fused {fused}-{n - 1}; backward 0-{fused - 1}; round {size}"
+    return {
+        "each call": f"{per_call(n, size)}; carry 0-{n - 2}",
+        "ahead": f"{whole}; recompute ahead; carry 0-{fused - 1}",
+        "rounds": f"{per_call(n, 1)}; carry 0-{n - 2}",
+        "some": f"{per_call(n, size)}; carry 1 {n - 2}",
+    }
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("each call", {}),
+    "mixture": ("ahead", {"name": "qwen3_moe"}),
+    "LoRA": ("rounds", {"lora": True}),
+    "dropout": ("each call", {"name": "gpt2", "staleness": 1}),
+    "autocast": ("some", {"precision": "bf16-mixed"}),
+    "true": ("ahead", {"precision": "bf16-true", "lora": True}),
+    "convolution": ("each call", {"name": "resnet"}),
+}
+
+
+@pytest.mark.parametrize(("kind", "case"), CASES.values(), ids=CASES)
+def test_no_bit_of_a_model_depends_on_what_is_carried(kind: str, case: dict[str, Any]) -> None:
+    options = {"name": "llama", "lora": False, "precision": None} | case
+    name, lora, precision = (options.pop(key) for key in ("name", "lora", "precision"))
+    module, batches = zoo.make_module(name, lora), zoo.make_batches(name)
+
+    def fit(plan: str | None, devices: int, **careful: Any) -> Result:
+        strategy = ours(num_microbatches=3, plan=plan, **options, **careful)
+        return run(strategy, module, batches, devices=devices, precision=precision)
+
+    first = fit(None, 1)
+    assert first.report is not None
+    plan = plans(call_count(first.report["plan"]), 3)[kind]
+    for devices in (2, 3):
+        found = fit(plan, devices, emulation=CAREFUL)
+        assert_identical(first, found)
+        assert found.report is not None and Plan.parse(found.report["plan"]).carry
+
+
+def test_packed_weights() -> None:
+    module = task()
+    assert_identical(
+        *(
+            trained(module, plan=f"forward 0-1 2; fused 3-6; backward 2 0-1; round 2{end}")
+            for end in ("", "; carry 0-2")
+        )
+    )
+
+
+def test_no_product_is_left_on_the_host_when_its_backward_is_over() -> None:
+    alive, most, real = weakref.WeakSet[Any](), 0, carrying.download_parts
+
+    def download_parts(whole: Tensor, *rest: Any) -> Any:
+        nonlocal most
+        alive.add(whole.untyped_storage())
+        most = max(most, len(alive))
+        return real(whole, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(carrying, "download_parts", download_parts)
+        train(Block, "forward 0-3; fused 4; backward 0-3; round 4; carry 0-3", 1)
+    assert not alive and most == 4 * 4  # calls and microbatches of a round
+
+
+def test_compiled_layers_are_recomputed_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = {"compile_layers": {"backend": "aot_eager"}}
+    plain = train(Block, **compiled)
+    caplog.clear()
+    assert_identical(plain, train(Block, f"{PLAN}; carry 0-2", **compiled))
+    assert "plan: 3 calls of carry have nothing that can be carried" in caplog.text
+
+
+def test_what_a_call_s_products_take_is_measured_in_the_first_window() -> None:
+    report = train(Products, None).report
+    assert report is not None
+    for call in report["costs"]["calls"][1:4]:
+        assert call["product_bytes"] == 2 * WIDTH * (4 + 4 + 1)  # two products and a mask, of two samples
+        assert 0 < call["product_s"] < call["forward_s"]
