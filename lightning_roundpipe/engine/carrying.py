@@ -79,8 +79,12 @@ class _ProductMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    # TorchDispatchMode's own methods set flags of the process. Threads that enter and leave at once would confuse them,
-    # and torch.compile would not compile inside, so that code in carried calls would be rounded otherwise.
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile inside as elsewhere: code that runs as written is rounded otherwise."""
+        return True
+
+    # TorchDispatchMode's own methods set flags of the process, which threads that enter at once would confuse.
     def __enter__(self) -> _ProductMode:
         _C._push_on_torch_dispatch_stack(self)
         return self

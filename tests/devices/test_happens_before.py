@@ -30,13 +30,15 @@ CASES = {
         "forward 0-1 2 3; fused 4-5; backward 3 2 0-1; round 4; recompute ahead", 2, 4, (8, 8, 8, 8), extra=(2, 0, 1)
     ),
     "overlapping": stress.Case("forward 0-1 2-3; fused 4-5; backward 2-3 0-1; round 2", 2, drops=False),
+    "carrying": stress.Case("forward 0-1 2-3; fused 4-5; backward 2-3 0-1; round 2; carry 0-3", 2, drops=False),
+    "carrying ahead": stress.Case("forward 0-3; fused 4-5; backward 0-3; round 4; recompute ahead; carry 0 2-3", 3),
     "blocking": stress.Case(harness.per_call(6, 4), 3, blocking=True),
     "accumulating": stress.Case(harness.single(6), 2, sizes=(8, 7, 8, 8), accumulate=2, drops=False),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("overlapping", "blocking") else pytest.mark.slow) for n in CASES]
+    "name", [pytest.param(n, marks=() if n in ("overlapping", "carrying", "blocking") else pytest.mark.slow) for n in CASES]
 )
 def test_a_model_with_everything(name: str) -> None:
     """User code between all layers, with residuals and weights; a layer that writes to its input; one that is used

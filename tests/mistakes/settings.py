@@ -135,6 +135,13 @@ PLANS = [
     ),
     Mistake(
         SECTION,
+        "`plan` carries calls of the fused stage, or none of the trace",
+        "plan: carry … names call …, which no backward stage runs",
+        "Leave it out",
+        tuple(options(plan=f"forward 0-3; fused 4-5; backward 0-3; round 2; carry {calls}") for calls in ("3-4", "6")),
+    ),
+    Mistake(
+        SECTION,
         "`plan` lacks a part, has one twice, or is no plan at all",
         "plan: '…' is no plan",
         "expected text like 'forward …; fused …; backward …; round 4'",
