@@ -129,7 +129,7 @@ def test_a_step_leaves_nothing_behind(empty: tuple[int, int] | None) -> None:
         "LayerCall",
         "Gradients",
         "InputEdge",
-        "Run",
+        "Outcome",
         "Slot",
         "HostTensor",
         "DeviceGradSums",

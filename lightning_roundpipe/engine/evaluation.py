@@ -43,7 +43,7 @@ from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.arguments import collect, is_box
 from lightning_roundpipe.engine.context import Context, StepSpec
 from lightning_roundpipe.engine.events import Recorder
-from lightning_roundpipe.engine.executor import LayerCall, Run
+from lightning_roundpipe.engine.executor import LayerCall, Outcome
 from lightning_roundpipe.engine.layer_calls import LayerCalls
 from lightning_roundpipe.engine.microbatch import CallingThread
 from lightning_roundpipe.engine.randomness import CallerRandomState
@@ -176,11 +176,11 @@ class _Calls(LayerCalls):
         known += given
         return again or (trace is not None and trace.find(layer, self.turns.next, taped=False) is None)
 
-    def forward(self, call: LayerCall, *, taped: bool) -> tuple[Any, Run]:
-        result, run = super().forward(call, taped=taped)
-        if run.written and not call.layer.sets_attributes:
+    def forward(self, call: LayerCall, *, taped: bool) -> Outcome:
+        outcome = super().forward(call, taped=taped)
+        if outcome.written and not call.layer.sets_attributes:
             self._close()
-        return result, run
+        return outcome
 
 
 class Batch(CallingThread):

@@ -21,9 +21,9 @@ from torch import Tensor
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.engine.activations import Arriving
-from lightning_roundpipe.engine.arguments import Arguments, collect
+from lightning_roundpipe.engine.arguments import Arguments
 from lightning_roundpipe.engine.caller_modes import without_caller_modes
-from lightning_roundpipe.engine.executor import Executor, LayerCall, Run
+from lightning_roundpipe.engine.executor import Executor, LayerCall, Outcome
 from lightning_roundpipe.engine.output_collectors import hand_over
 from lightning_roundpipe.engine.shared_memory import SharedOutputs
 from lightning_roundpipe.engine.slots import Slot
@@ -79,20 +79,17 @@ class LayerCalls:
         if turns.follows is not None:  # where it leaves layers out that the other one calls
             turns.wait_for(turns.follows, turns.next)
         sections.begun.set()
-        result, run = self.forward(call, taped=traced.taped)
+        outcome = self.forward(call, taped=traced.taped)
         assert turns.device is not None
         traced.taped, traced.worker = bool(call.kinds), turns.device.index
         self.made.calls.append(traced)
-        layer.sets_attributes |= bool(run.written) or run.fills_attributes
+        layer.sets_attributes |= outcome.sets_attributes
         if layer.mutable_buffers:
             turns.let_follow()
         if sections.memory is not None:
-            outputs: list[Tensor] = []
-            collect(result, set(), outputs)
-            sections.memory.called(traced, given, outputs)
-            del outputs
+            sections.memory.called(traced, given, outcome.result)
         sections.enter()
-        result = self.deliver(call, run, given, result)
+        result = self.deliver(call, outcome, given)
         if call.kinds and call.thread_state.grad:
             self.tape.append(call)
         elif call.slot is not None:
@@ -133,8 +130,8 @@ class LayerCalls:
         call.index = found if found is not None else behind
         return traced
 
-    def forward(self, call: LayerCall, *, taped: bool) -> tuple[Any, Run]:
-        """Run a call in its turn [1]. Returns what user code gets, and the rest of it."""
+    def forward(self, call: LayerCall, *, taped: bool) -> Outcome:
+        """Run a call in its turn [1]. Returns what user code gets."""
         turns, given = self.turns, call.tensors
         activations, homes = turns.activations, list(map(turns.home_of, given))
         slot = turns.of(call, "forward")
@@ -157,23 +154,21 @@ class LayerCalls:
             ]
             inside = Inside(call.layer.name)
             with without_caller_modes():
-                result, run = executor.forward(
-                    call, slot, inputs, turns.runner, inside, keep_graph=keeps, carries=carries
-                )
+                outcome = executor.forward(call, slot, inputs, turns.runner, inside, keep_graph=keeps, carries=carries)
             if call.kinds and not (taped or keeps):  # it computes with a parameter of another module
                 call.saved = list(map(activations.save, given, homes))
             if call.place is None:
                 turns.device = device
-        return result, run
+        return outcome
 
-    def deliver(self, call: LayerCall, run: Run, given: Sequence[Tensor], result: Any) -> Any:
+    def deliver(self, call: LayerCall, outcome: Outcome, given: Sequence[Tensor]) -> Any:
         """Return a call's output to user code, with all else that the layer has done [2]."""
         self.sections.last = f"after layer {call.layer.name!r}"
-        Executor.deliver(call, run, given)
-        self.shared.add(run.shared, call.layer.name)
+        outcome.deliver(call.layer, given)
+        self.shared.add(outcome.shared, call.layer.name)
         self.turns.activations.drop(self.turns.device)
         call.arguments.forget_originals()
-        return hand_over(result)
+        return hand_over(outcome.result)
 
 
 class Tape:
@@ -314,13 +309,8 @@ class Tape:
         """Take the gradients of a call's outputs. Those that are not on ``device`` begin to go to the host."""
         home = call.gradients.home or device
         parts, send = call.gradients.parts, self.turns.activations.send
-        if self.sections.memory is not None and call.traced is not None:
-            own, *others = (
-                [part.tensor for of_output in each.gradients.parts for part in of_output]
-                for each in (call, *self.calls)
-            )
-            held = [*own, *itertools.chain(*others)]
-            self.sections.memory.before_backward(call.traced, call.index, own, held)
+        if self.sections.memory is not None:
+            self.sections.memory.before_backward(call, self.calls)
         call.gradients.close()
         return [[send(p.tensor, p.home or home, device, p.made) for p in of_output] for of_output in parts]
 

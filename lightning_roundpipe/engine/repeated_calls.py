@@ -118,10 +118,10 @@ def call_again(calls: LayerCalls, tape: Tape, layer: HostLayer, args: tuple[Any,
     call.place = functools.partial(_place, tape, call, made[again], call.tensors)
     given = call.tensors
     sections.close()
-    result, run = calls.forward(call, taped=call.is_taped)
-    layer.sets_attributes |= bool(run.written) or run.fills_attributes
+    outcome = calls.forward(call, taped=call.is_taped)
+    layer.sets_attributes |= outcome.sets_attributes
     sections.enter(again + 1)
-    return calls.deliver(call, run, given, result)
+    return calls.deliver(call, outcome, given)
 
 
 def _place(

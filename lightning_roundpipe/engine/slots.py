@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
+from lightning_roundpipe.devices import Event
 from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.sync import Baton, Runner, Signal
 from lightning_roundpipe.memory.arenas import Place
@@ -25,6 +25,7 @@ from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.threads.cancel_scope import CancelScope
+from lightning_roundpipe.updates.grad_readiness import GradReadiness
 
 
 @dataclass(eq=False)
@@ -77,11 +78,11 @@ class Slot:
     place: Place | None = None
     segments: dict[int, Tensor] = field(default_factory=dict)
     uploads: dict[int, Signal] = field(init=False)
-    uploaded: dict[int, Any] = field(default_factory=dict)
+    uploaded: dict[int, Event] = field(default_factory=dict)
     shares: bool = False
     gradients: dict[int, DeviceGradSums] = field(default_factory=dict)
-    gradients_free: list[Any] = field(default_factory=list)
-    readiness: Any = None
+    gradients_free: list[Event] = field(default_factory=list)
+    readiness: GradReadiness | None = None
     opened: bool = False
     first: int = 0
     after: list[Slot] = field(default_factory=list)

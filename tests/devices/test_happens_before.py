@@ -38,7 +38,8 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("overlapping", "carrying", "blocking") else pytest.mark.slow) for n in CASES]
+    "name",
+    [pytest.param(n, marks=() if n in ("overlapping", "carrying", "blocking") else pytest.mark.slow) for n in CASES],
 )
 def test_a_model_with_everything(name: str) -> None:
     """User code between all layers, with residuals and weights; a layer that writes to its input; one that is used
