@@ -18,6 +18,7 @@ from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices import host_memory, make_devices
 from lightning_roundpipe.devices.emulated import EmulatedDevice
+from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.memory.budget import worker_bytes
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import device_bytes
@@ -120,3 +121,11 @@ def test_an_error_names_settings_that_work() -> None:
     for way in ways:
         setting = eval(f"dict({way})")
         assert run(ours(**options | setting), module, batches, devices=2).report
+
+
+@pytest.mark.parametrize(("samples", "budget", "proposed"), [(1, "50KiB", False), (4, "90KiB", True)])
+def test_only_cuts_that_batches_allow_are_proposed(samples: int, budget: str, proposed: bool) -> None:
+    batches = [{name: value[:samples] for name, value in batch.items()} for batch in zoo.make_batches("llama")]
+    with pytest.raises(DoesNotFit, match="memory_budget=") as raised:
+        run(ours(memory_budget=budget), zoo.make_module("llama"), batches)
+    assert ("num_microbatches=" in str(raised.value)) is proposed

@@ -251,6 +251,9 @@ def test_never_slower_than_under_the_papers_plan(workers: int, memory: int | Non
     [
         (("hardware=rtx4090x8",), "8 x RTX 4090", 1024, 409.6e9),
         (("gpu=rtx4090", "gpus=4"), "4 x RTX 4090", 512, 204.8e9),
+        (("gpu=4090", "gpus=4"), "4 x RTX 4090", 512, 204.8e9),
+        (("gpu=a100_80", "gpus=2"), "2 x A100 80GB", 256, 102.4e9),
+        (("hardware=mi300xx2",), "2 x MI300X", 256, 102.4e9),
         (("hardware=rtx4090x8", "workers=4"), "4 of 8 x RTX 4090", 1024, 409.6e9),
         (("gpu=rtx4090", "gpus=2", "host_memory=64GiB"), "2 x RTX 4090", 64, 102.4e9),
     ],
@@ -363,8 +366,9 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
         (("model=qwen3_32b", "gpus=4"), "gpus=4 says how many: say which, as in gpu=rtx4090"),
         (
             ("model=qwen3_32b", "gpu=rtx4070"),
-            "There is no gpu=rtx4070. Did you mean rtx4090? Known are rtx5090",
+            "There is no gpu=rtx4070. Did you mean rtx4090? Known are a10040gb",
         ),
+        (("model=qwen3_32b", "gpu=a100"), "There is no gpu=a100. Did you mean a10040gb or a10080gb? Known are"),
         (("model=qwen3_32b", "gpu=rtx4090x4"), "gpu=rtx4090x4 says how many, too: write gpu=rtx4090 gpus=4, or hard"),
         (("model=qwen3_32b", "gpu=rtx4090", "host_memory=64"), "host_memory='64' says bytes, as it has no unit: write"),
         (

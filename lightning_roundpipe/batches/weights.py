@@ -51,6 +51,9 @@ class LossWeights:
         batches: the batch of the window that each microbatch belongs to.
         accumulated: Lightning's ``accumulate_grad_batches``.
         given: what the user's function has returned for each microbatch, if ``by`` is one.
+
+    Attributes:
+        fewest_samples: samples of the smallest microbatch.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class LossWeights:
         self.counts_targets = by == "targets"
         self.count = len(samples)
         self._samples = sum(samples)
+        self.fewest_samples = min(samples, default=0)
         self._guess: float | None = None
         self._unit = 1.0
         """What a weight of 1 is in the user's numbers."""

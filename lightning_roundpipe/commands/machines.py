@@ -46,8 +46,8 @@ def read_machine(text: str) -> Hardware:
     if name in _shipped():
         return _shipped()[name]
     match = None if name in _gpus() else _COUNTED.fullmatch(name)
-    gpu, count = (match["gpu"], int(match["count"])) if match else (name, 1)
-    if gpu not in _gpus():
+    gpu, count = (_known(match["gpu"]), int(match["count"])) if match else (_known(name), 1)
+    if gpu is None:
         known = sorted({*_shipped(), *_gpus()})
         raise ValueError(
             f"There is no hardware={text}.{did_you_mean(name, [*known, AUTO])} Allowed are {', '.join(_shipped())}, "
@@ -116,17 +116,28 @@ def _counted(gpu: str | None, gpus: int | None) -> str:
             f"{what}, as in gpu=rtx4090 gpus=4, or in hardware=rtx4090x4. Known are {', '.join(_gpus())}. "
             "hardware=auto measures this machine."
         )
-    name = _plain(gpu)
-    if name not in _gpus():
-        match = _COUNTED.fullmatch(name)
-        if match and match["gpu"] in _gpus():
-            one, count = match.groups()
-            raise ValueError(f"gpu={gpu} says how many, too: write gpu={one} gpus={count}, or hardware={name}.")
+    if (name := _known(_plain(gpu))) is None:
+        match = _COUNTED.fullmatch(_plain(gpu))
+        if match and (one := _known(match["gpu"])):
+            count = match["count"]
+            raise ValueError(f"gpu={gpu} says how many, too: write gpu={one} gpus={count}, or hardware={one}x{count}.")
+        close = [known for known in _gpus() if known.startswith(_plain(gpu))]
+        hint = f" Did you mean {' or '.join(close)}?" if close else did_you_mean(_plain(gpu), _gpus())
         raise ValueError(
-            f"There is no gpu={gpu}.{did_you_mean(name, _gpus())} Known are {', '.join(_gpus())}; for others, "
-            "write a YAML file like those in conf/hardware: hardware=FILE."
+            f"There is no gpu={gpu}.{hint} Known are {', '.join(sorted(_gpus()))}; for others, write a YAML file like "
+            "conf/hardware/rtx4090x8.yaml: hardware=FILE."
         )
     return f"{name}x{gpus or 1}"
+
+
+def _known(name: str) -> str | None:
+    """Return the GPU of a normalised name, which may lack its beginning or end (4090) if one GPU has the rest."""
+    if name in _gpus():
+        return name
+    for matches in (str.endswith, str.startswith):
+        if len(found := [known for known in _gpus() if name and matches(known, name)]) == 1:
+            return found[0]
+    return None
 
 
 def _host(machine: Hardware, host_memory: int | None) -> str:

@@ -54,6 +54,12 @@ LESS_FRAGMENTED = (
 )
 """Remedy where the CUDA allocator returns its whole cache to find room: enough memory is free, but fragmented."""
 
+SMALLER = (
+    "Use microbatches of fewer samples or shorter sequences, token_tiles=, or adapters; behind the first window, which "
+    "runs layer by layer, a smaller memory_budget= makes stages smaller, too"
+)
+"""Remedies where a device is out of memory."""
+
 NEW_PROCESS = (
     "this process cannot use the GPU any more: start a new process. CUDA reports such errors late: with "
     "CUDA_LAUNCH_BLOCKING=1 in the environment, the traceback shows the operation that failed."
@@ -106,13 +112,12 @@ def out_of_memory(
         purpose: what they were requested for.
         resident: resident bytes by purpose.
         limit: bytes that the device may use, if known.
-        emulated: whether to recommend raising ``emulation.memory``.
+        emulated: whether to recommend raising the emulated memory.
     """
     held = ", ".join(f"{name} {sizeof(n)}" for name, n in sorted(resident.items(), key=lambda kv: -kv[1])) or "nothing"
     of = "" if limit is None else f" of {sizeof(limit)}"
-    more = ", or raise emulation.memory" if emulated else ""
+    more = ", or raise memory= of emulation=" if emulated else ""
     return DeviceOutOfMemory(
         f"{device} is out of memory: {sizeof(asked)} for {purpose} do not fit, {sizeof(sum(resident.values()))}{of} "
-        f"are in use ({held}). Use smaller microbatches (batches, or parts by num_microbatches), or a smaller "
-        f"memory_budget, so that stages get smaller{more}."
+        f"are in use ({held}). {SMALLER}{more}."
     )

@@ -200,7 +200,7 @@ class Engine:
                 self._metrics.bring_to_host()
             self.hints.after_step(switched_off)
             if len(functions) == 1 and len(self.worker_pool.workers) > 1:
-                self.hints.of_one_microbatch(len(self.worker_pool.workers))
+                self.hints.of_one_microbatch(len(self.worker_pool.workers), self.options.num_microbatches or 1)
             self._planner.learn(step, self._drain)
             self._given = step.gradients
             if self.updates is not None and step.gradients is not None:

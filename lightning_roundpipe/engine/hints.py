@@ -7,10 +7,6 @@ from collections.abc import Callable, Sequence
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.refine import Refined
 
-_CONSEQUENCE = {
-    "use_cache": " Without a cache, transformers keeps documents apart in rows whose position_ids begin anew."
-}
-
 
 class Hints:
     """Issues each hint and warning once.
@@ -30,16 +26,16 @@ class Hints:
     def after_step(self, switched_off: Sequence[str]) -> None:
         """Issue the hints that a finished step gives rise to. ``switched_off``: settings that were off during it."""
         for name in switched_off:
-            text = f"training runs with {name}=False, as the strategy recomputes layers itself."
-            self.say(name, text + _CONSEQUENCE.get(name, ""))
+            self.say(name, f"training runs with {name}=False, as the strategy recomputes layers itself.")
 
-    def of_one_microbatch(self, devices: int) -> None:
-        """Hint: a step of one microbatch keeps one device busy at a time."""
+    def of_one_microbatch(self, devices: int, wanted: int) -> None:
+        """Hint: a step of one microbatch keeps one device busy at a time; ``wanted``: the option num_microbatches."""
+        why = f", as num_microbatches={wanted} finds one sample in the batch" if wanted > 1 else ""
+        cut = "" if wanted > 1 else ", or RoundPipeStrategy(num_microbatches=...) to cut each batch"
         self.say(
             "one",
-            f"a step has one microbatch, which keeps one of {plural(devices, 'device')} busy at a time. Set "
-            "Trainer(accumulate_grad_batches=...) with smaller batches, or RoundPipeStrategy(num_microbatches=...) to "
-            "cut each batch.",
+            f"a step has one microbatch{why}, which keeps one of {plural(devices, 'device')} busy at a time. Set "
+            f"Trainer(accumulate_grad_batches=...) with smaller batches{cut}.",
         )
 
     def of_cuts(self, refined: Refined) -> None:

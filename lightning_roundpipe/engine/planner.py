@@ -112,14 +112,15 @@ class Planner:
         elif step.plan is None and all(run.result.loss is not None for run in runs):
             alone = step.spec.updates is not None and self._context.exchange is None
             share = alone and not self._options.staleness  # else masters change while uploads read them
-            self._plan_from([run.calls.made for run in runs], step.spec.recorder, share=share)
+            self._plan_from(step, share=share)
             randomness.learning = False
 
-    def _plan_from(self, traces: Sequence[Trace], recorder: Recorder, *, share: bool) -> None:
-        """Make a plan from the calls of each of a window's microbatches, and its events.
+    def _plan_from(self, step: Step, *, share: bool) -> None:
+        """Make a plan from a window's calls and events.
 
         ``share``: whether masters and what uploads read share memory, where user code between layers reads neither.
         """
+        traces, recorder = [microbatch.calls.made for microbatch in step.microbatches], step.spec.recorder
         learned, options, workers = self._context.learned, self._options, len(self._workers)
         layers = self._context.model.layers
         alike = {layer.name: (type(layer.module), layer.nbytes) for layer in layers}
@@ -163,7 +164,8 @@ class Planner:
                 if not plan.unpack_once:  # beside the largest arena, stages unpack once wherever there is room
                     plan = unpacked_within(plan, costs, workers, len(traces), limit, most=True)
             except ValueError as error:
-                remedy = _remedies(error, options, self._devices) if isinstance(error, TooSmall) else ""
+                samples = step.spec.loss_weights.fewest_samples
+                remedy = _remedies(error, options, self._devices, samples) if isinstance(error, TooSmall) else ""
                 raise DoesNotFit(f"{error}{remedy}{libraries_note(options, self._devices)}") from None
         if len(traces) > 1 and (buffer := _torn(plan, trace)):
             why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
@@ -300,17 +302,21 @@ def send_rounded(layers: Iterable[HostLayer], workers: Iterable[Worker], sharing
     return bool(rounding)
 
 
-def _remedies(error: TooSmall, options: Options, devices: Sequence[Device]) -> str:
-    """Return a sentence with settings for which a plan fits, by the costs that have just been measured."""
+def _remedies(error: TooSmall, options: Options, devices: Sequence[Device], samples: int) -> str:
+    """Return a sentence with settings for which a plan fits, by the costs that have just been measured.
+
+    ``samples``: of the smallest microbatch, which cannot be cut into more parts.
+    """
     ways, enough, capacity = [], error.enough + library_bytes(devices), capacity_of(devices)
     if options.memory_budget is not None and (capacity is None or enough <= capacity):
         ways.append(f'memory_budget="{size_text(enough)}"')
     if error.round_microbatches is not None:
         ways.append(f"round_microbatches={error.round_microbatches}")
-    if error.parts is not None and options.microbatch_size is not None:
-        if options.microbatch_size >= error.parts:
-            ways.append(f"microbatch_size={options.microbatch_size // error.parts}")
-    elif error.parts is not None:
+    if error.parts is None or error.parts > samples:
+        pass
+    elif options.microbatch_size is not None:
+        ways.append(f"microbatch_size={max(1, options.microbatch_size // error.parts)}")
+    else:
         count = (options.num_microbatches or 1) * error.parts
         ways.append(f"num_microbatches={count} (of batches with as many samples)")
     said = f"Set {', or '.join(ways)}." if ways else f"Use devices with more than {size_text(enough)}."

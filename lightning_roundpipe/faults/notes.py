@@ -9,15 +9,11 @@ from typing import NamedTuple, Protocol
 import torch
 
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.devices.errors import NEW_PROCESS, DeviceOutOfMemory, DoesNotFit, is_sticky, sizeof
+from lightning_roundpipe.devices.errors import NEW_PROCESS, SMALLER, DeviceOutOfMemory, DoesNotFit, is_sticky, sizeof
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.threads.cancel_scope import Cancelled
 
 _MARK = "roundpipe: "
-_SMALLER = (
-    "Use smaller microbatches (batches, or parts by num_microbatches), or a smaller memory_budget, so that stages get "
-    "smaller"
-)
 _ELSEWHERE = "tensors to be on the same device"
 """What torch says if the operands of an operation are on several devices."""
 
@@ -104,14 +100,14 @@ def add_memory_note(error: BaseException, device: Device | None = None) -> None:
     # `DeviceOutOfMemory`, of a device that keeps its own accounts, and `DoesNotFit` say the same in their messages.
     if found is None or isinstance(found, (DeviceOutOfMemory, DoesNotFit)):
         return
-    if any(_SMALLER in note for note in getattr(error, "__notes__", ())):
+    if any(SMALLER in note for note in getattr(error, "__notes__", ())):
         return
     holds = ""
     if device is not None:
         resident = sorted(device.resident_by_purpose().items(), key=lambda kv: -kv[1])
         held = ", ".join(f"{name} {sizeof(n)}" for name, n in resident)
         holds = f"{_named(device)} held {held or 'nothing'}. "
-    error.add_note(f"{_MARK}{holds}{_SMALLER}.")
+    error.add_note(f"{_MARK}{holds}{SMALLER}.")
 
 
 @contextlib.contextmanager

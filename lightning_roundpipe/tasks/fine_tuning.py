@@ -149,6 +149,10 @@ def _unset(node: Any, path: str = "") -> Iterator[str]:
 
 def _make(node: DictConfig, **objects: Any) -> Any:
     """Return what a node's ``_target_`` makes of its settings and of ``objects``, which bypass OmegaConf."""
+    if node.get("_target_") is None:
+        raise ValueError(
+            f"these settings lack _target_, the class that takes them, as each file of conf has it: {_shown(node)}"
+        )
     try:
         if node.get("_partial_"):
             return instantiate(node, _convert_="all", **objects)
