@@ -40,13 +40,13 @@ def test_numbers_are_those_of_plain_training(name: str, lora: bool, workers: int
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("ahead", ["", "; recompute ahead"])
-def test_workers_change_nothing(staleness: int, ahead: str) -> None:
+@pytest.mark.parametrize("end", ["", "; recompute ahead", "; carry 0-3", "; recompute ahead; carry 1-3"])
+def test_workers_change_nothing(staleness: int, end: str) -> None:
     batches = zoo.make_batches("llama", 4)
     options: dict[str, Any] = {"num_microbatches": 4, "staleness": staleness}
     one = train(1, "llama", batches, plan=PLAN, **options)
     for workers in (2, 3):
-        assert_identical(one, train(workers, "llama", batches, plan=PLAN + ahead, **options))
+        assert_identical(one, train(workers, "llama", batches, plan=PLAN + end, **options))
 
 
 def test_stale_numbers_are_those_of_emulated_devices() -> None:

@@ -111,10 +111,14 @@ class Alive(pl.Callback):
         self.left.append(self.counted() - self.before)
 
 
-@pytest.mark.parametrize("empty", [None, (2, 0)])
-def test_a_step_leaves_nothing_behind(empty: tuple[int, int] | None) -> None:
+@pytest.mark.parametrize(
+    ("empty", "carry"),
+    [(None, ""), ((2, 0), ""), ((2, 0), "; carry 0-1")],
+    ids=["whole", "empty", "carrying"],
+)
+def test_a_step_leaves_nothing_behind(empty: tuple[int, int] | None, carry: str) -> None:
     """What hangs in a circle lives on, graphs and boundary tensors too, until the garbage collector happens to run."""
-    case = Case("forward 0 1; fused 2-5; backward 0-1; round 2", 2, 4, (8, 8, 8, 8), empty, emulation={})
+    case = Case(f"forward 0 1; fused 2-5; backward 0-1; round 2{carry}", 2, 4, (8, 8, 8, 8), empty, emulation={})
     gc.collect()
     alive = Alive()
     gc.disable()
